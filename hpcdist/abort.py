@@ -1,0 +1,140 @@
+"""One rank's failure ends the whole job, with its traceback and its exit status.
+
+Left alone, every MPI hangs there: the failing rank waits in ``MPI_Finalize`` for ranks that wait for its data. The
+idea is that of ``python -m mpi4py`` (mpi4py/run.py), without asking the user to launch in another way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from opcode import opname
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+__all__ = ["arm", "disarm", "job", "note", "transfer"]
+
+_exit = sys.exit
+_armed = False
+_status: int | None = None  # the exit status of a SystemExit that nobody caught
+_noted: Any = None  # the code of a SystemExit that passed by on its way out
+_last: weakref.ref[_Exit] | None = None  # the latest sys.exit, for one that a reference cycle keeps alive
+_outermost: FrameType | None = None  # the frame the program began in
+
+
+class _Exit(SystemExit):
+    """What ``sys.exit`` raises while armed: a SystemExit that notices when nobody catches it.
+
+    CPython shows an uncaught SystemExit to no hook. But it drops the exception when no Python frame is left, whereas
+    one that was caught dies inside a frame: that tells the two apart.
+    """
+
+    def __del__(self) -> None:
+        if sys._getframe().f_back is None:
+            _uncaught(self.code)
+
+
+def _uncaught(code: Any) -> None:
+    global _status
+    if isinstance(code, int):
+        _status = code & 0xFF
+    elif code is not None:
+        _status = 1  # sys.exit("message") prints the message and exits with 1
+
+
+def _sys_exit(code: Any = None, /) -> NoReturn:
+    global _last
+    error = _Exit(code)
+    _last = weakref.ref(error)
+    try:
+        raise error
+    finally:
+        del error  # or this frame and the exception keep each other alive
+
+
+def job(status: int) -> NoReturn:
+    """End every process of the MPI job with `status`, at once. Flushes this process's output first."""
+    from mpi4py import MPI
+
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    MPI.COMM_WORLD.Abort(status)
+    raise AssertionError("MPI_Abort returned")  # for the type checker: it does not
+
+
+def _excepthook(
+    previous: Callable[..., Any],
+) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        if _armed:
+            job(1)
+
+    return hook
+
+
+def _at_exit() -> None:
+    if _outermost is not None:
+        last_instruction = opname[_outermost.f_code.co_code[_outermost.f_lasti]]
+        if not last_instruction.startswith("RETURN"):  # the program did not reach its end
+            alive = _last() if _last else None
+            _uncaught(_noted if alive is None else alive.code)
+    if _armed and _status:
+        job(_status)
+
+
+def note(error: BaseException | None) -> None:
+    """Remember a SystemExit that leaves a ``with hpcdist.init()`` block, whoever raised it."""
+    global _noted
+    if isinstance(error, SystemExit):
+        _noted = error.code
+
+
+class transfer:
+    """A context in which ranks depend on each other: an exception there cannot be agreed on, and ends the job.
+
+    Alone (`size` 1), the exception goes to the caller.
+    """
+
+    __slots__ = ("size", "verb")
+
+    def __init__(self, verb: str, size: int) -> None:
+        self.verb = verb
+        self.size = size
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.size > 1:
+            traceback.print_exception(error)
+            print(f"hpcdist: {self.verb}() failed in the middle of a transfer, and the job ends", file=sys.stderr)
+            job(1)
+
+
+def arm() -> None:
+    """From now on, an uncaught exception or a non-zero ``sys.exit`` of this process ends the whole MPI job."""
+    global _armed, _outermost
+    if not _armed:
+        _armed = True
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        _outermost = frame
+        sys.exit = _sys_exit
+        sys.excepthook = _excepthook(sys.excepthook)
+        atexit.register(_at_exit)
+
+
+def disarm() -> None:
+    """Back to Python's own behaviour, for an exit with a non-zero status that all ranks have agreed on."""
+    global _armed
+    _armed = False
+    sys.exit = _exit
+    atexit.unregister(_at_exit)

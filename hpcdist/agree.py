@@ -1,0 +1,221 @@
+"""Is it the same on every rank? One exchange of a small header before any data move, and one error everywhere."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from hpcdist.checks import CPU, CUDA, FOLLOWS, Call, show_shape
+from hpcdist.errors import HpcdistError, RankError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcdist.team import Team
+
+__all__ = ["Agreed", "exchange", "leave", "on_all", "on_root", "refuse", "require"]
+
+T = TypeVar("T")
+
+# Digests of the call, the tensor and the counts (zero: has none); extents of x and out along dim; where the data are;
+# 1 if this rank has something to complain of.
+_HEADER = struct.Struct("<8s8s8sqqBB6x")
+_NONE = bytes(8)
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after the exchange: a list with an entry for each rank."""
+
+    extents: list[int]
+    out_extents: list[int]
+    kinds: list[int]
+
+
+def exchange(team: Team, call: Call) -> Agreed:
+    """Compare `call` on all ranks of the team. Collective; one small Allgather, no data, no GPU synchronised.
+
+    Raises:
+        RankError: on every rank, if the calls differ or a rank has a problem; the team can go on.
+    """
+    rows = _share(team, call)
+    if rows is None:
+        raise RankError(*_explain(team, call))
+    _, _, _, extents, out_extents, kinds, _ = zip(*rows, strict=True)
+    if max(kinds) > CUDA:
+        root_on_gpu = kinds[call.root] == CUDA
+        kinds = tuple(CUDA if k == CUDA or (k == FOLLOWS and root_on_gpu) else CPU for k in kinds)
+    return Agreed(extents, out_extents, kinds)
+
+
+def leave(team: Team) -> None:
+    """Wait until every rank of the team is done. Collective, and the counterpart of whatever verb the others call:
+    a rank that still calls one gets a RankError that names those that have left."""
+    call = Call("finalize")
+    while _share(team, call) is None:
+        _explain(team, call)
+
+
+def require(verb: str, problems: dict[int, str]) -> None:
+    """Raise a RankError if there are problems that every rank sees alike."""
+    if problems:
+        raise RankError(verb, problems)
+
+
+def refuse(verb: str, out_extents: list[int], expected: list[int]) -> None:
+    """Raise on every rank if a rank's `out` has another extent along dim than its result will have."""
+    pairs = enumerate(zip(out_extents, expected, strict=True))
+    require(
+        verb,
+        {
+            rank: f"out has extent {got} along dim, expected {want}"
+            for rank, (got, want) in pairs
+            if got not in (-1, want)
+        },
+    )
+
+
+def _share(team: Team, call: Call) -> list[tuple[Any, ...]] | None:
+    """Every rank's header, or None if they do not agree."""
+    buffers = team.memo.get("header")
+    if buffers is None:
+        from mpi4py import MPI
+
+        mine, all_ = bytearray(_HEADER.size), bytearray(_HEADER.size * team.size)
+        buffers = team.memo["header"] = (mine, all_, [mine, MPI.BYTE], [all_, _HEADER.size, MPI.BYTE])
+    mine, all_, send, recv = buffers
+    _HEADER.pack_into(
+        mine,
+        0,
+        _digest((call.verb, call.route, call.said_dim, call.root)),
+        _digest(call.tensor) if call.tensor is not None else _NONE,
+        _digest(call.counts) if call.counts is not None else _NONE,
+        call.extent,
+        call.out_extent,
+        call.kind,
+        call.problem is not None,
+    )
+    team.comm.Allgather(send, recv)
+    rows = list(_HEADER.iter_unpack(all_))
+    what, tensor, counts = set(), {_NONE}, {_NONE}
+    for row in rows:
+        what.add(row[0])
+        tensor.add(row[1])
+        counts.add(row[2])
+        if row[6]:
+            return None
+    return rows if len(what) == 1 and len(tensor) <= 2 and len(counts) <= 2 else None
+
+
+@lru_cache(maxsize=4096)
+def _digest(value: object) -> bytes:
+    return blake2b(repr(value).encode(), digest_size=8).digest()
+
+
+def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
+    """The verb and what is wrong on which rank, the same on every rank. Collective; only after a disagreement."""
+    facts = _allgather_json(team.comm, _facts(call))
+    verbs = [fact["verb"] for fact in facts]
+    if len(set(verbs)) > 1:
+        return verbs[0], _deviations("verb", [_verb_text(verb) for verb in verbs])
+    problems: dict[int, list[str]] = {}
+    for rank, fact in enumerate(facts):
+        if fact["problem"]:
+            problems.setdefault(rank, []).append(fact["problem"])
+    for name in ("route", "root", "dim", "dtype", "number of dims", "shape", "counts"):
+        values = [None if fact["problem"] else fact[name] for fact in facts]
+        for rank, text in _deviations(name, values).items():
+            problems.setdefault(rank, []).append(text)
+        if name == "number of dims" and len({v for v in values if v is not None}) > 1:
+            break  # a difference of shape would say the same again
+    if not problems:
+        raise HpcdistError(f"the ranks' headers differ, but not their calls: {facts}")
+    return verbs[0], {rank: "; ".join(texts) for rank, texts in problems.items()}
+
+
+def _verb_text(verb: str) -> str:
+    return "called finalize(), or reached the end of its program" if verb == "finalize" else f"called {verb}()"
+
+
+def _facts(call: Call) -> dict[str, Any]:
+    dtype, ndim, others = call.tensor or (None, None, None)
+    return {
+        "verb": call.verb,
+        "problem": call.problem,
+        "route": call.route,
+        "root": call.root,
+        "dim": call.said_dim,
+        "dtype": dtype and str(dtype),
+        "number of dims": ndim,
+        "shape": others and show_shape(others),
+        "counts": None if call.counts is None else str(call.counts),
+    }
+
+
+def _deviations(name: str, values: list[Any]) -> dict[int, str]:
+    """The ranks whose value is not the most common one (of equally common ones, that of the lowest rank)."""
+    known = [value for value in values if value is not None]
+    if len(set(known)) < 2:
+        return {}
+    usual = Counter(known).most_common(1)[0][0]  # most_common keeps the order of first sight among equals
+    where = _ranks([rank for rank, value in enumerate(values) if value == usual])
+    is_, has = ("", "") if name == "verb" else (f"{name} is ", "has ")
+    return {
+        rank: f"{is_}{value}, where {where} {has}{usual}"
+        for rank, value in enumerate(values)
+        if value is not None and value != usual
+    }
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+
+
+def _allgather_json(comm: MPI.Intracomm, value: object) -> list[Any]:
+    from mpi4py import MPI
+
+    text = json.dumps(value).encode()
+    sizes = [int(size) for size in comm.allgather(len(text))]
+    texts = bytearray(sum(sizes))
+    comm.Allgatherv([text, MPI.BYTE], [texts, sizes, MPI.BYTE])
+    ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
+    return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def on_root(comm: MPI.Intracomm, step: Callable[[], T], root: int = 0) -> T:
+    """Run `step` on the root and hand its result, or its exception, to every rank. Collective.
+
+    For set-up and commands, where what is shared is small: the value travels as a pickle.
+    """
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if comm.rank == root:
+        try:
+            outcome = (step(), None)
+        except Exception as error:
+            outcome = (None, error)
+    value, error = comm.bcast(outcome, root=root)
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
+
+
+def on_all(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
+    """Run `step` on every rank and return all results; if it fails anywhere, the same RankError everywhere.
+
+    Collective; for set-up and commands, like :func:`on_root`.
+    """
+    try:
+        outcome: tuple[T | None, str | None] = (step(), None)
+    except Exception as error:
+        outcome = (None, f"{type(error).__name__}: {error}")
+    outcomes: list[tuple[T, str | None]] = comm.allgather(outcome)
+    problems = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
+    require(what, problems)
+    return [value for value, _ in outcomes]

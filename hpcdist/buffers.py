@@ -1,0 +1,119 @@
+"""Tensor <-> message: dtypes, contiguity, and the place of each rank's message in the whole tensor.
+
+A message is a flat, contiguous uint8 tensor. Bytes carry every dtype, those that MPI and gloo do not know too, and
+leave the bits as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hpcdist import layout
+
+__all__ = ["DTYPES", "Blocks", "as_bytes", "overlap", "plain"]
+
+_NAMES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64 complex32"
+).split()
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
+"""Every dtype that travels: those of whole bytes, without quantisation parameters."""
+
+
+def plain(x: Tensor) -> Tensor:
+    """`x` without gradient history and without a lazy conjugation or negation: its memory holds its values."""
+    if x.requires_grad:
+        x = x.detach()
+    if x.is_conj():
+        x = x.resolve_conj()
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a flat uint8 tensor: a view."""
+    return x.view(-1).view(torch.uint8)
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the two may share memory, so that writing one could change the other."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.numel() > 0
+
+
+class Blocks:
+    """A whole tensor, cut along `dim` into one block a rank; each block travels as one message.
+
+    Args:
+        shape: the shape of a block; its entry at `dim` is ignored.
+        dim: the dimension that is cut, >= 0.
+        extents: the length of each rank's block along `dim`.
+        dtype: of the tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        counts, displs: of each rank's message, in bytes, in rank order and without gaps.
+        joined: the messages one after the other are the whole tensor in memory, so that nothing has to be copied.
+    """
+
+    __slots__ = ("_offsets", "counts", "dim", "displs", "dtype", "extents", "joined", "shape")
+
+    def __init__(self, shape: Sequence[int], dim: int, extents: Sequence[int], dtype: torch.dtype) -> None:
+        total = sum(extents)
+        self.dim = dim
+        self.dtype = dtype
+        self.extents = extents
+        self.shape = (*shape[:dim], total, *shape[dim + 1 :])
+        outer = prod(shape[:dim])
+        row = outer * prod(shape[dim + 1 :]) * dtype.itemsize
+        self.counts = [extent * row for extent in extents]
+        self._offsets = layout.displs(extents)
+        self.displs = [offset * row for offset in self._offsets]
+        self.joined = outer == 1 or max(extents) == total
+
+    def nbytes(self) -> int:
+        return self.displs[-1] + self.counts[-1]
+
+    def message(self, x: Tensor) -> Tensor:
+        """One rank's block as a message: a view of `x` where it is contiguous, else a copy."""
+        return as_bytes(x.contiguous())
+
+    def shard(self, rank: int, device: torch.device) -> Tensor:
+        """Memory for the block of `rank`."""
+        shape = list(self.shape)
+        shape[self.dim] = self.extents[rank]
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    def pack(self, whole: Tensor) -> Tensor:
+        """All messages, in order: a view of `whole` where it lies in memory like that, else one copy."""
+        if self.joined:
+            return self.message(whole)
+        messages = torch.empty(self.nbytes(), dtype=torch.uint8, device=whole.device)
+        for block, part in self._pairs(messages, whole):
+            block.copy_(part)
+        return messages
+
+    def landing(self, out: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The whole tensor (`out`, or new memory) and where its messages are to arrive: in it, where that can be."""
+        whole = torch.empty(self.shape, dtype=self.dtype, device=device) if out is None else out
+        if self.joined and whole.is_contiguous():
+            return whole, as_bytes(whole)
+        return whole, torch.empty(self.nbytes(), dtype=torch.uint8, device=device)
+
+    def unpack(self, messages: Tensor, whole: Tensor) -> None:
+        """Put messages that did not arrive in their final place there: one copy."""
+        if messages.data_ptr() != whole.data_ptr():
+            for block, part in self._pairs(messages, whole):
+                part.copy_(block)
+
+    def _pairs(self, messages: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(a message seen as a block, the part of the whole that it is), for each rank that has one."""
+        pairs = []
+        for rank, extent in enumerate(self.extents):
+            if self.counts[rank]:
+                part = whole.narrow(self.dim, self._offsets[rank], extent)
+                block = messages.narrow(0, self.displs[rank], self.counts[rank]).view(self.dtype).view(part.shape)
+                pairs.append((block, part))
+        return pairs

@@ -1,0 +1,207 @@
+"""Is this argument right on this rank? Nothing here raises: what is wrong is written into the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist import buffers, layout
+from hpcdist.routes import CPU, CUDA
+from hpcdist.routes import names as route_names
+
+__all__ = ["CPU", "CUDA", "FOLLOWS", "FOLLOWS_CPU", "Call", "shard_call", "split_call"]
+
+# A receiver that brings no tensor has its part where the root has the whole, if it has a GPU itself.
+FOLLOWS, FOLLOWS_CPU = 3, 4
+
+
+@dataclass(slots=True)
+class Call:
+    """What one rank asks of a collective, as far as the other ranks need to know it.
+
+    Attributes:
+        x: this rank's tensor as it travels: no gradient history, at least 1-d; None where it brings none.
+        out: the memory that the caller gave for the result, as it is written.
+        dim: made non-negative.
+        said_dim: dim as it is compared; a receiver without a tensor cannot tell what a negative one means.
+        tensor: (dtype, number of dims, shape with a hole at dim), of `x`, or of `out` where there is no `x`.
+        extent: of `x` along dim, or -1.
+        out_extent: of `out` along dim, or -1.
+        counts: how the root cuts the tensor: a rule's name or counts, as the caller gave it.
+        problem: what is wrong with the arguments on this rank.
+    """
+
+    verb: str
+    route: str = "auto"
+    dim: int = 0
+    said_dim: int = 0
+    root: int = -1
+    x: Tensor | None = None
+    out: Tensor | None = None
+    tensor: tuple[torch.dtype, int, tuple[int, ...]] | None = None
+    extent: int = -1
+    out_extent: int = -1
+    kind: int = CPU
+    counts: str | tuple[int, ...] | None = None
+    problem: str | None = None
+
+
+class _Wrong(Exception):
+    """An argument is wrong; the text becomes the call's problem."""
+
+
+def shard_call(
+    verb: str, x: Any, dim: Any, root: int | None, route: Any, out: Any, rank: int, size: int
+) -> Call:
+    """The call of a verb to which every rank brings a shard: gather (with a root) and concat (root None)."""
+    call = Call(verb)
+    try:
+        call.x, call.dim = _tensor(x, dim, "x")
+        call.said_dim = call.dim
+        _describe(call, call.x, x.dim())
+        if root is not None:
+            call.root = _root(root, size)
+        call.route = _route(route)
+        if out is not None:
+            if root is not None and rank != root:
+                raise _Wrong(f"out is given, but only the root (rank {root}) receives a result")
+            _out(call, out)
+    except _Wrong as wrong:
+        call.problem = str(wrong)
+    return call
+
+
+def split_call(
+    x: Any, dim: Any, root: Any, counts: Any, route: Any, out: Any, rank: int, size: int, has_cuda: bool
+) -> Call:
+    """The call of split: the root brings the whole tensor, the others nothing, or memory for their part."""
+    call = Call("split", kind=FOLLOWS if has_cuda else FOLLOWS_CPU)
+    try:
+        call.root = _root(root, size)
+        call.route = _route(route)
+        call.counts = _counts(counts)
+        if not _is_int(dim):
+            raise _Wrong(f"dim must be an int, got {_show(dim)}")
+        call.said_dim = int(dim)
+        if rank == call.root:
+            if isinstance(x, Tensor) and x.dim() == 0:
+                raise _Wrong("x has no dimension to split along: it is 0-d")
+            call.x, call.dim = _tensor(x, dim, "x")
+            _describe(call, call.x, call.x.dim())
+            call.counts = "block" if call.counts is None else call.counts
+            _check_counts(call, size)
+            if out is not None:
+                _out(call, out)
+        else:
+            if x is not None:
+                raise _Wrong(f"x is given, but split sends from the root (rank {call.root}); pass None here")
+            if out is not None:
+                call.out, call.dim = _tensor(out, dim, "out")
+                _describe(call, call.out, call.out.dim())
+                call.out_extent, call.extent = call.extent, -1
+                _writable(call.out)
+    except _Wrong as wrong:
+        call.problem = str(wrong)
+    return call
+
+
+def _describe(call: Call, x: Tensor, ndim: int) -> None:
+    shape, dim = x.shape, call.dim
+    call.extent = shape[dim]
+    call.tensor = (x.dtype, ndim, (*shape[:dim], -1, *shape[dim + 1 :]))
+    call.kind = CUDA if x.is_cuda else CPU
+
+
+def _tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
+    """`x` as it travels, 0-d made 1-d, and dim made non-negative."""
+    if not isinstance(x, Tensor):
+        hint = " (torch.from_numpy makes one of an array)" if type(x).__module__ == "numpy" else ""
+        raise _Wrong(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        raise _Wrong(f"{name} must be a dense tensor, got layout {x.layout}{' (quantized)' * x.is_quantized}")
+    if x.dtype not in buffers.DTYPES:
+        raise _Wrong(f"{name} has dtype {x.dtype}, which cannot be sent")
+    if not (x.is_cuda or x.is_cpu):
+        raise _Wrong(f"{name} is on device {x.device}; expected cpu or cuda")
+    if not _is_int(dim):
+        raise _Wrong(f"dim must be an int, got {_show(dim)}")
+    ndim = x.dim() or 1
+    if not -ndim <= dim < ndim:
+        raise _Wrong(f"dim is {dim}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+    x = buffers.plain(x)
+    return (x if x.dim() else x.view(1)), int(dim) % ndim
+
+
+def _out(call: Call, out: Any) -> None:
+    """`out` must fit the tensor of this rank's call; its extent is compared once all extents are known."""
+    assert call.tensor is not None and call.x is not None
+    call.out, dim = _tensor(out, call.dim, "out")
+    dtype, _, others = call.tensor
+    if call.out.dtype != dtype:
+        raise _Wrong(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
+    shape = call.out.shape
+    if (*shape[:dim], -1, *shape[dim + 1 :]) != others:
+        raise _Wrong(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
+    if call.out.device != call.x.device:
+        raise _Wrong(f"out is on {call.out.device}, expected {call.x.device}, that of x")
+    _writable(call.out)
+    call.out_extent = shape[dim]
+
+
+def _writable(out: Tensor) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise _Wrong("out is an expanded tensor: several of its elements share one place in memory")
+
+
+def _root(root: Any, size: int) -> int:
+    if not _is_int(root):
+        raise _Wrong(f"root must be an int, got {_show(root)}")
+    if not 0 <= root < size:
+        raise _Wrong(f"root is {root}, expected 0 to {size - 1} in a group of {size} ranks")
+    return int(root)
+
+
+def _route(route: Any) -> str:
+    if route not in route_names():
+        raise _Wrong(f"route is {route!r}, expected one of {', '.join(route_names())}")
+    return str(route)
+
+
+def _counts(counts: Any) -> str | tuple[int, ...] | None:
+    if counts is None or isinstance(counts, str):
+        return counts
+    try:
+        return tuple(index(c) for c in counts)
+    except TypeError:
+        raise _Wrong(f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
+
+
+def _check_counts(call: Call, size: int) -> None:
+    try:
+        layout.counts_of(call.counts, call.extent, size)
+    except ValueError as wrong:
+        raise _Wrong(str(wrong)) from None
+
+
+def _is_int(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
+
+
+def _show(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"[:100] if not isinstance(value, Tensor) else "a tensor"
+
+
+def show_shape(others: Sequence[int]) -> str:
+    """A shape with a hole, as users write it.
+
+    Example::
+
+        >>> show_shape((3, -1, 4))
+        '(3, *, 4)'
+    """
+    return "(" + ", ".join("*" if extent < 0 else str(extent) for extent in others) + ("," * (len(others) == 1)) + ")"

@@ -1,0 +1,49 @@
+"""Every exception the package raises on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["HpcdistError", "LaunchError", "RankError"]
+
+_RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
+
+
+class HpcdistError(RuntimeError):
+    """The base of every error raised by hpcdist itself."""
+
+
+class LaunchError(HpcdistError):
+    """The job was not started in a way that can work; the message holds the fix.
+
+    Raised by :func:`hpcdist.init`, on every rank that can know of it.
+    """
+
+
+class RankError(HpcdistError):
+    """One or more ranks called a collective wrongly; the same error is raised on every rank.
+
+    No data has moved and the communicator still works: the next call can succeed.
+
+    Attributes:
+        verb: the collective that was refused, as rank 0 called it.
+        problems: rank -> what was wrong there, for the ranks at fault only.
+
+    Example::
+
+        >>> raise RankError("gather", {1: "dtype is torch.float64, where rank 0 has torch.float32"})
+        RankError: gather() was refused on all ranks
+          rank 1: dtype is torch.float64, where rank 0 has torch.float32
+    """
+
+    def __init__(self, verb: str, problems: Mapping[int, str]) -> None:
+        self.verb = verb
+        self.problems = dict(sorted(problems.items()))
+        lines = [f"{verb}() was refused on all ranks"]
+        lines += [f"  rank {r}: {what}" for r, what in list(self.problems.items())[:_RANKS_SHOWN]]
+        if len(self.problems) > _RANKS_SHOWN:
+            lines.append(f"  and {len(self.problems) - _RANKS_SHOWN} more ranks")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, str]]]:
+        return type(self), (self.verb, self.problems)

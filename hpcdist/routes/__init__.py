@@ -1,0 +1,105 @@
+"""The ways that data can take, and which one a call takes.
+
+Every route offers the same four operations on messages: flat, contiguous uint8 tensors, with counts and
+displacements in bytes and in rank order. The caller has made sure that all ranks agree on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from hpcdist.errors import RankError
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["CPU", "CUDA", "ROUTES", "Route", "agreed", "names"]
+
+Ints = Sequence[int]
+CPU, CUDA = 1, 2  # kinds of memory
+
+
+class Route(Protocol):
+    """One way to move messages between the ranks of a team."""
+
+    def missing(self, team: Team) -> str | None:
+        """Why this route cannot be used in this job, and how to get it; None if it can. The same on all ranks."""
+
+    def carries(self, team: Team, cuda: bool) -> bool:
+        """Whether it reads and writes GPU memory (`cuda`), or host memory, itself. Collective over the team."""
+
+    def gatherv(
+        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        """Rank i's `send` (counts[i] bytes) arrives at the root in ``recv[displs[i]:]``."""
+
+    def scatterv(
+        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        """The root's ``send[displs[i]:]`` (counts[i] bytes) arrives at rank i in `recv`."""
+
+    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+        """Rank i's `send` (counts[i] bytes) arrives at every rank in ``recv[displs[i]:]``."""
+
+    def alltoallv(
+        self,
+        team: Team,
+        send: Tensor,
+        sendcounts: Ints,
+        sdispls: Ints,
+        recv: Tensor,
+        recvcounts: Ints,
+        rdispls: Ints,
+    ) -> None:
+        """Rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) arrives at rank j in ``recv[rdispls[i]:]``."""
+
+
+# A route's name -> where it is made; the module is imported when the route is first selected.
+ROUTES = {
+    "nccl": ("hpcdist.routes.c10d", "NCCL"),
+    "gloo": ("hpcdist.routes.c10d", "GLOO"),
+    "mpi": ("hpcdist.routes.mpi", "MPI_ROUTE"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """What a caller may pass as ``route=``."""
+    return ("auto", *ROUTES)
+
+
+@cache
+def _load(name: str) -> Route:
+    module, attribute = ROUTES[name]
+    route: Route = getattr(import_module(module), attribute)
+    return route
+
+
+def agreed(verb: str, name: str, team: Team, kinds: Sequence[int]) -> Route:
+    """The route of a call whose data are in memory of these kinds, by rank. Collective over the team.
+
+    auto: nccl where all data are in GPU memory and the group has it, else mpi. A route that does not touch the memory
+    in which some rank has its data gets it by way of host buffers.
+
+    Raises:
+        RankError: on every rank, if the route that was named cannot be used here or with these data.
+    """
+    cuda = [kind == CUDA for kind in kinds]
+    if name == "auto":
+        name = "nccl" if all(cuda) and _load("nccl").missing(team) is None else "mpi"
+    route = _load(name)
+    reason = route.missing(team)
+    if reason is not None:
+        raise RankError(verb, dict.fromkeys(range(team.size), reason))
+    if any(cuda) and not route.carries(team, cuda=True):
+        from hpcdist.routes.staged import Staged
+
+        return Staged(route)
+    if not all(cuda) and not route.carries(team, cuda=False):
+        here = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
+        raise RankError(verb, {rank: here for rank, is_cuda in enumerate(cuda) if not is_cuda})
+    return route

@@ -1,0 +1,61 @@
+"""Does this MPI library read and write GPU memory? No library can be asked safely, so it is tried."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["mpi_takes_gpu_memory"]
+
+_SECONDS = 60  # for a child process that imports torch, opens the GPU and sends itself a message
+
+# A library that is not CUDA-aware reads the device pointer as a host address, and the process dies.
+_TRIAL = """
+import torch
+from mpi4py import MPI
+sent = torch.arange(1 << 20, dtype=torch.int32, device="cuda")
+received = torch.zeros_like(sent)
+torch.cuda.synchronize()
+memory = [MPI.buffer.fromaddress(t.data_ptr(), t.numel() * 4) for t in (sent, received)]
+MPI.COMM_SELF.Sendrecv([memory[0], MPI.BYTE], 0, 0, [memory[1], MPI.BYTE], 0, 0)
+torch.cuda.synchronize()
+raise SystemExit(0 if torch.equal(sent, received) else 1)
+"""
+
+
+def mpi_takes_gpu_memory(team: Team) -> bool:
+    """Whether every rank's MPI library takes device pointers. Collective over the team; tried once a team.
+
+    Returns:
+        The same answer on all ranks. One rank of each node tries, in a child process of its own.
+    """
+    from mpi4py import MPI
+
+    if "cuda_aware" not in team.memo:
+        node = team.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        works = node.bcast(_try() if node.rank == 0 else None)
+        node.Free()
+        team.memo["cuda_aware"] = bool(team.comm.allreduce(works, op=MPI.LAND))
+    return bool(team.memo["cuda_aware"])
+
+
+def _try() -> bool:
+    from hpcdist.world import without_launcher
+
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _TRIAL],
+            env=without_launcher(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return child.returncode == 0

@@ -1,0 +1,79 @@
+"""The four operations by sends and receives: straight from and into place, nothing padded, of any size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hpcdist.routes import Ints
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["Exchange", "Message"]
+
+Message = tuple[int, Tensor]  # (a rank of the team, the bytes sent to it or received from it)
+
+
+class Exchange:
+    """A route that only has to say how it exchanges a set of messages."""
+
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message]) -> None:
+        """Send and receive all messages at once; returns when they are done. At most one each way for a pair."""
+        raise NotImplementedError
+
+    def gatherv(
+        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        if recv is None:
+            self.exchange(team, _filled([(root, send)]), [])
+        else:
+            blocks = _cut(recv, counts, displs)
+            blocks[root].copy_(send)
+            self.exchange(team, [], _others(blocks, root))
+
+    def scatterv(
+        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        if send is None:
+            self.exchange(team, [], _filled([(root, recv)]))
+        else:
+            blocks = _cut(send, counts, displs)
+            recv.copy_(blocks[root])
+            self.exchange(team, _others(blocks, root), [])
+
+    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+        blocks = _cut(recv, counts, displs)
+        blocks[team.rank].copy_(send)
+        sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
+        self.exchange(team, _filled(sends), _others(blocks, team.rank))
+
+    def alltoallv(
+        self,
+        team: Team,
+        send: Tensor,
+        sendcounts: Ints,
+        sdispls: Ints,
+        recv: Tensor,
+        recvcounts: Ints,
+        rdispls: Ints,
+    ) -> None:
+        sends, recvs = _cut(send, sendcounts, sdispls), _cut(recv, recvcounts, rdispls)
+        recvs[team.rank].copy_(sends[team.rank])
+        self.exchange(team, _others(sends, team.rank), _others(recvs, team.rank))
+
+
+def _cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:
+    return [messages.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
+
+
+def _filled(messages: list[Message]) -> list[Message]:
+    """Without the empty ones: both sides know the counts, and neither posts them."""
+    return [(rank, block) for rank, block in messages if block.numel()]
+
+
+def _others(blocks: list[Tensor], me: int) -> list[Message]:
+    """The messages of all ranks but `me`, starting behind it, so that not all ranks turn to the same one first."""
+    size = len(blocks)
+    return _filled([(rank % size, blocks[rank % size]) for rank in range(me + 1, me + size)])

@@ -1,0 +1,98 @@
+"""mpi4py: Gatherv, Scatterv, Allgatherv, Alltoallv; beyond what an int counts, sends and receives in pieces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist import layout
+from hpcdist.routes import Ints, cuda_aware
+from hpcdist.routes.exchange import Exchange, Message
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["LIMIT", "MPI_ROUTE", "PIECE"]
+
+LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
+PIECE = 2**30  # bytes a message at most, once the total is over the limit
+
+
+class _Mpi(Exchange):
+    def missing(self, team: Team) -> str | None:
+        return None
+
+    def carries(self, team: Team, cuda: bool) -> bool:
+        return not cuda or cuda_aware.mpi_takes_gpu_memory(team)
+
+    def gatherv(
+        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        if displs[-1] + counts[-1] > LIMIT:
+            super().gatherv(team, send, recv, counts, displs, root)
+        else:
+            spec = None if recv is None else [_memory(recv), counts, displs, MPI.BYTE]
+            team.comm.Gatherv([_memory(send), counts[team.rank], MPI.BYTE], spec, root)
+
+    def scatterv(
+        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        if displs[-1] + counts[-1] > LIMIT:
+            super().scatterv(team, send, recv, counts, displs, root)
+        else:
+            spec = None if send is None else [_memory(send), counts, displs, MPI.BYTE]
+            team.comm.Scatterv(spec, [_memory(recv), counts[team.rank], MPI.BYTE], root)
+
+    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+        if displs[-1] + counts[-1] > LIMIT:
+            super().allgatherv(team, send, recv, counts, displs)
+        else:
+            spec = [_memory(recv), counts, displs, MPI.BYTE]
+            team.comm.Allgatherv([_memory(send), counts[team.rank], MPI.BYTE], spec)
+
+    def alltoallv(
+        self,
+        team: Team,
+        send: Tensor,
+        sendcounts: Ints,
+        sdispls: Ints,
+        recv: Tensor,
+        recvcounts: Ints,
+        rdispls: Ints,
+    ) -> None:
+        # No rank knows the totals of the others, and all must take the same way.
+        if team.comm.allreduce(max(send.numel(), recv.numel()), op=MPI.MAX) > LIMIT:
+            super().alltoallv(team, send, sendcounts, sdispls, recv, recvcounts, rdispls)
+        else:
+            team.comm.Alltoallv(
+                [_memory(send), sendcounts, sdispls, MPI.BYTE], [_memory(recv), recvcounts, rdispls, MPI.BYTE]
+            )
+
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message]) -> None:
+        # MPI keeps the order of messages between two ranks, so that pieces need no tags of their own.
+        comm = team.comm
+        requests = [
+            comm.Irecv([_memory(block[start : start + length]), MPI.BYTE], source)
+            for source, block in recvs
+            for start, length in layout.pieces(block.numel(), PIECE)
+        ]
+        requests += [
+            comm.Isend([_memory(block[start : start + length]), MPI.BYTE], dest)
+            for dest, block in sends
+            for start, length in layout.pieces(block.numel(), PIECE)
+        ]
+        for request in requests:
+            request.Wait()
+
+
+def _memory(message: Tensor) -> object:
+    """The message's memory as mpi4py takes it; on a GPU, once what fills it has run."""
+    if message.is_cuda:
+        torch.cuda.current_stream(message.device).synchronize()
+    return MPI.buffer.fromaddress(message.data_ptr(), message.numel())
+
+
+MPI_ROUTE = _Mpi()

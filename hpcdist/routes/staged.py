@@ -1,0 +1,151 @@
+"""A route for host memory, made to serve GPU memory: messages pass through two host buffers in bounded rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcdist.routes import Ints, Route
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["WINDOW", "Staged"]
+
+WINDOW = 2**26  # bytes of host memory a rank at most, for what it sends and again for what it receives
+
+Segment = tuple[int, int]  # (start, length) of one message within a tensor of messages
+
+
+class Staged:
+    """Round after round, every message advances by at most `step` bytes, by way of pinned host buffers.
+
+    All ranks take part in every round, those with host memory too: the number of rounds follows from the longest
+    message, which all ranks know or agree on. Host memory stays within two windows, whatever the size of the data.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def missing(self, team: Team) -> str | None:
+        return self.route.missing(team)
+
+    def carries(self, team: Team, cuda: bool) -> bool:
+        return True
+
+    def gatherv(
+        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        mine = [(0, counts[team.rank])]
+        all_ = list(zip(displs, counts, strict=True))
+        host_send, host_recv = _Host(send, mine), _Host(recv, all_)
+        for start, step in _rounds(max(counts), team.size):
+            now = _lengths(all_, start, step)
+            self.route.gatherv(team, host_send.load(start, step), host_recv.room(start, step), now, _at(now), root)
+            host_recv.store(start, step)
+
+    def scatterv(
+        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
+    ) -> None:
+        mine = [(0, counts[team.rank])]
+        all_ = list(zip(displs, counts, strict=True))
+        host_send, host_recv = _Host(send, all_), _Host(recv, mine)
+        for start, step in _rounds(max(counts), team.size):
+            now = _lengths(all_, start, step)
+            room = host_recv.room(start, step)
+            self.route.scatterv(team, host_send.load(start, step), room, now, _at(now), root)
+            host_recv.store(start, step)
+
+    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+        mine = [(0, counts[team.rank])]
+        all_ = list(zip(displs, counts, strict=True))
+        host_send, host_recv = _Host(send, mine), _Host(recv, all_)
+        for start, step in _rounds(max(counts), team.size):
+            now = _lengths(all_, start, step)
+            self.route.allgatherv(team, host_send.load(start, step), host_recv.room(start, step), now, _at(now))
+            host_recv.store(start, step)
+
+    def alltoallv(
+        self,
+        team: Team,
+        send: Tensor,
+        sendcounts: Ints,
+        sdispls: Ints,
+        recv: Tensor,
+        recvcounts: Ints,
+        rdispls: Ints,
+    ) -> None:
+        sends, recvs = list(zip(sdispls, sendcounts, strict=True)), list(zip(rdispls, recvcounts, strict=True))
+        host_send, host_recv = _Host(send, sends), _Host(recv, recvs)
+        longest = max(team.comm.allgather(max((*sendcounts, *recvcounts))))
+        for start, step in _rounds(longest, team.size):
+            out, in_ = _lengths(sends, start, step), _lengths(recvs, start, step)
+            loaded, room = host_send.load(start, step), host_recv.room(start, step)
+            self.route.alltoallv(team, loaded, out, _at(out), room, in_, _at(in_))
+            host_recv.store(start, step)
+
+
+def _rounds(longest: int, size: int) -> list[tuple[int, int]]:
+    step = max(1, WINDOW // size)
+    return [(start, step) for start in range(0, longest, step)]
+
+
+def _lengths(segments: Sequence[Segment], start: int, step: int) -> list[int]:
+    """How much of each message travels in the round from `start`."""
+    return [max(0, min(step, length - start)) for _, length in segments]
+
+
+def _at(lengths: Sequence[int]) -> list[int]:
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
+class _Host:
+    """The host side of a tensor of messages: memory for what travels of them in one round."""
+
+    def __init__(self, messages: Tensor | None, segments: Sequence[Segment]) -> None:
+        self.messages = messages
+        self.segments = segments
+        self.memory: Tensor | None = None
+
+    def _parts(self, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
+        """(host memory, the part of a message that it stands for), for each message that moves in this round."""
+        assert self.messages is not None and self.memory is not None
+        lengths = _lengths(self.segments, start, step)
+        return [
+            (self.memory[at : at + length], self.messages[offset + start : offset + start + length])
+            for (offset, _), at, length in zip(self.segments, _at(lengths), lengths, strict=True)
+            if length
+        ]
+
+    def room(self, start: int, step: int) -> Tensor | None:
+        """Host memory for one round, packed without gaps; None where this rank has no such messages."""
+        if self.messages is None:
+            return None
+        size = sum(_lengths(self.segments, start, step))
+        if self.memory is None:  # the first round moves the most
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.messages.is_cuda)
+        return self.memory[:size]
+
+    def load(self, start: int, step: int) -> Tensor | None:
+        """What this rank sends in the round, in host memory."""
+        room = self.room(start, step)
+        if room is not None:
+            for host, part in self._parts(start, step):
+                host.copy_(part, non_blocking=True)
+            self._wait()
+        return room
+
+    def store(self, start: int, step: int) -> None:
+        """Bring what has arrived in the round to its place."""
+        if self.messages is not None:
+            for host, part in self._parts(start, step):
+                part.copy_(host, non_blocking=True)
+            self._wait()
+
+    def _wait(self) -> None:
+        if self.messages is not None and self.messages.is_cuda:
+            torch.cuda.current_stream(self.messages.device).synchronize()

@@ -1,0 +1,120 @@
+"""The verb split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hpcdist import abort, agree, checks, layout, routes, world
+from hpcdist.buffers import DTYPES, Blocks, overlap
+from hpcdist.checks import CUDA, Call
+from hpcdist.team import Team, team_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["split"]
+
+_MAX_DIMS = 64  # torch's own limit
+
+
+def split(
+    x: torch.Tensor | None,
+    dim: int = 0,
+    root: int | None = 0,
+    counts: str | Sequence[int] | None = None,
+    *,
+    group: dist.ProcessGroup | MPI.Comm | None = None,
+    route: str = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Give each rank its part, along `dim`, of a tensor that the root holds: the inverse of gather.
+
+    Collective over `group`, unless `root` is None: then every rank holds the whole `x`, takes its part of it, and
+    nothing is communicated or compared.
+
+    Args:
+        x: on the root the whole tensor: any shape but 0-d, any dtype and strides, on the CPU or a GPU. None on the
+            other ranks.
+        dim: the dimension to cut; may be negative. Must be the same number on all ranks.
+        root: the rank in `group` that holds `x`, or None if all do. Must agree.
+        counts: the extent along `dim` of each rank's part, or the name of a rule: "block" (the default: parts differ
+            by at most one row, the longer ones first) or "chunk" (torch.chunk's: the ceiling for each rank until no
+            row is left). Needed on the root only; another rank may pass None or the same.
+        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+        route: "auto", "nccl", "gloo" or "mpi". Must agree.
+        out: memory for this rank's part, of its shape and dtype; each rank is free to give it.
+
+    Returns:
+        On each rank its part: contiguous memory that it owns (or `out`), on `out`'s device, else on the rank's own GPU
+        if `x` is on one and it has one, else on the CPU. Along dim 0 the root sends straight from `x`; along another
+        dim, or if `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`).
+
+    Raises:
+        RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
+            the next call can succeed.
+        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it, and for any wrong argument
+            if `root` is None.
+
+    Example, on 3 ranks::
+
+        >>> x = torch.arange(5) if rank == 0 else None
+        >>> hd.split(x)
+        tensor([0, 1])   # on rank 0; tensor([2, 3]) on rank 1, tensor([4]) on rank 2
+    """
+    here = world.current()
+    team = team_of(group, here)
+    if root is None:
+        return _local(x, dim, counts, team, out)
+    call = checks.split_call(x, dim, root, counts, route, out, team.rank, team.size, here.device.type == "cuda")
+    agreed = agree.exchange(team, call)
+    blocks = _describe(team, call)
+    agree.refuse("split", agreed.out_extents, list(blocks.extents))
+    way = routes.agreed("split", route, team, agreed.kinds)
+
+    with abort.transfer("split", team.size):
+        device = here.device if agreed.kinds[team.rank] == CUDA else torch.device("cpu")
+        whole = call.x
+        if whole is not None:
+            device = whole.device
+            if call.out is not None and overlap(call.out, whole):
+                whole = whole.clone()
+        part = blocks.shard(team.rank, device) if call.out is None else call.out
+        landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+        messages = None if whole is None else blocks.pack(whole)
+        way.scatterv(team, messages, blocks.message(landing), blocks.counts, blocks.displs, root)
+        if landing is not part:
+            part.copy_(landing)
+        return part if out is None else out
+
+
+def _describe(team: Team, call: Call) -> Blocks:
+    """The root tells how its tensor is cut: one small broadcast, since the others hold nothing to know it from."""
+    from mpi4py import MPI
+
+    fixed = torch.zeros(2 + _MAX_DIMS + team.size, dtype=torch.int64)
+    if call.x is not None and call.tensor is not None:
+        shape = call.x.shape
+        cut = layout.counts_of(call.counts, shape[call.dim], team.size)
+        fixed[: 2 + len(shape)] = torch.tensor([DTYPES.index(call.x.dtype), len(shape), *shape])
+        fixed[2 + _MAX_DIMS :] = torch.tensor(cut)
+    team.comm.Bcast([fixed.numpy(), MPI.INT64_T], root=call.root)
+    dtype, ndim, *rest = fixed.tolist()
+    return Blocks(rest[:ndim], call.said_dim % ndim, rest[_MAX_DIMS:], DTYPES[dtype])
+
+
+def _local(x: object, dim: int, counts: object, team: Team, out: object) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds."""
+    call = checks.split_call(x, dim, team.rank, counts, "auto", None, team.rank, team.size, False)
+    if call.problem is not None or call.x is None:
+        raise ValueError(f"split(): {call.problem}")
+    cut = layout.counts_of(call.counts, call.extent, team.size)
+    part = call.x.narrow(call.dim, layout.displs(cut)[team.rank], cut[team.rank])
+    if out is None:
+        return part
+    if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
+        raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
+    return out.detach().copy_(part)

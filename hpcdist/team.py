@@ -1,0 +1,119 @@
+"""The ranks of one call: a private communicator for them, and torch groups made when a route first needs one."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hpcdist.errors import HpcdistError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcdist.world import World
+
+__all__ = ["Team", "team_of"]
+
+
+class Team:
+    """Some ranks of the world, in the order of a communicator.
+
+    All library traffic goes over duplicates made here, so that it never meets the user's messages. What may be
+    expensive is made when first needed: all ranks of the team come to that point in the same call.
+
+    Attributes:
+        comm: a communicator of these ranks that belongs to the library.
+        rank, size: of this process in the team, and the number of its ranks.
+        world: the world the team is a part of.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, world: World) -> None:
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.world = world
+        self.memo: dict[Any, Any] = {}  # what modules keep a team: header buffers, whether MPI takes GPU memory
+        self._peers: list[int] | None = None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    @property
+    def peers(self) -> list[int]:
+        """The world's rank of each rank of the team, which is also torch.distributed's."""
+        if self._peers is None:
+            from mpi4py import MPI
+
+            whole = self.world.team.comm.Get_group()
+            part = self.comm.Get_group()
+            self._peers = list(MPI.Group.Translate_ranks(part, None, whole))
+            if MPI.UNDEFINED in self._peers:
+                raise HpcdistError("the communicator has ranks that are not in hpcdist's world")
+        return self._peers
+
+    def torch_group(self, backend: str) -> dist.ProcessGroup:
+        """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used."""
+        if backend not in self._groups:
+            group = dist.new_group(sorted(self.peers), backend=backend, use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            self._groups[backend] = group
+        return self._groups[backend]
+
+    def free(self) -> None:
+        """Free the communicator; the torch groups end with torch.distributed."""
+        self.comm.Free()
+
+
+_torch_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, Team] = weakref.WeakKeyDictionary()
+_keyval: int | None = None  # the MPI attribute under which a communicator keeps its team
+
+
+def team_of(group: dist.ProcessGroup | MPI.Comm | None, world: World) -> Team:
+    """The team of a torch group or an mpi4py communicator; the whole world for None.
+
+    Collective over `group` when it is first used.
+
+    Raises:
+        TypeError: `group` is neither; on this rank alone, since nothing tells which ranks to agree with.
+        ValueError: this rank is not in `group`.
+    """
+    if group is None:
+        return world.team
+    from mpi4py import MPI
+
+    if isinstance(group, MPI.Intracomm):
+        return _of_comm(group, world)
+    if isinstance(group, dist.ProcessGroup):
+        return _of_torch(group, world)
+    if group == MPI.COMM_NULL or group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {world.rank} of the world is not in the group that it passed")
+    raise TypeError(f"group must be a torch ProcessGroup or an mpi4py Intracomm, got {type(group).__name__}")
+
+
+def _of_comm(comm: MPI.Intracomm, world: World) -> Team:
+    global _keyval
+    from mpi4py import MPI
+
+    if comm == MPI.COMM_NULL:
+        raise ValueError(f"rank {world.rank} of the world is not in the communicator that it passed (COMM_NULL)")
+    if _keyval is None:
+        _keyval = MPI.Comm.Create_keyval()
+    team: Team | None = comm.Get_attr(_keyval)
+    if team is None or team.world is not world:
+        same = MPI.Comm.Compare(comm, world.team.comm) in (MPI.IDENT, MPI.CONGRUENT)
+        team = world.team if same else world.adopt(Team(comm.Dup(), world))
+        comm.Set_attr(_keyval, team)
+    return team
+
+
+def _of_torch(group: dist.ProcessGroup, world: World) -> Team:
+    team = _torch_teams.get(group)
+    if team is None or team.world is not world:
+        ranks = dist.get_process_group_ranks(group)
+        if ranks == list(range(world.world_size)):
+            team = world.team
+        else:
+            whole = world.team.comm
+            team = world.adopt(Team(whole.Create_group(whole.Get_group().Incl(ranks)), world))
+        _torch_teams[group] = team
+    return team

@@ -1,0 +1,328 @@
+"""init() and World: an MPI job becomes a torch.distributed job. The only reader of the environment."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hpcdist import abort, agree, rendezvous
+from hpcdist.checks import Call
+from hpcdist.errors import HpcdistError, LaunchError
+from hpcdist.team import Team
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["World", "current", "finalize", "init", "without_launcher"]
+
+_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own default
+
+# What the launchers call the number of processes they started, the nearest launcher first.
+_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
+    "PMI_SIZE": "mpirun of MPICH (or srun --mpi=pmi2)",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "SLURM_NTASKS": "Slurm",
+}
+
+# What a launcher leaves in the environment of its processes, and what makes a child of theirs join their job.
+_LAUNCHER = ("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_")
+_LAUNCHER += ("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL")
+
+
+@dataclass(eq=False, kw_only=True)
+class World:
+    """The ranks of this job, as :func:`init` found them.
+
+    Attributes:
+        rank, world_size: of this process, and the number of processes; the same for MPI and torch.distributed.
+        local_rank: the rank among the processes of this node, from 0.
+        node, nodes: the index of this node, in the order of the lowest rank on each, and the number of nodes.
+        device: where this rank's tensors belong: one GPU a rank, or the CPU.
+        comm: the communicator that init() was given, or COMM_WORLD.
+        group: the torch.distributed group of all ranks.
+        own_gpus: every rank has a GPU to itself, and NCCL can be used.
+        team: the library's own communicator of all ranks; not for user code.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    nodes: int
+    device: torch.device
+    comm: MPI.Intracomm
+    group: dist.ProcessGroup = field(repr=False)
+    own_gpus: bool
+    team: Team = field(init=False, repr=False)
+    _owns_group: bool = field(repr=False)
+    _asked: tuple[Any, ...] = field(repr=False)
+    _teams: list[Team] = field(default_factory=list, init=False, repr=False)
+
+    def adopt(self, team: Team) -> Team:
+        """Keep a team until the world ends."""
+        self._teams.append(team)
+        return team
+
+    def finalize(self) -> None:
+        """End torch.distributed, if init() started it, and free the library's communicators; MPI stays up.
+
+        Collective over the world. It happens by itself at the end of the program. A second call does nothing.
+
+        Raises:
+            RankError: on all ranks, if another rank calls a verb instead.
+        """
+        if _world is self:
+            agree.exchange(self.team, Call("finalize"))
+            self._close()
+
+    def _close(self) -> None:
+        global _world
+        _world = None
+        atexit.unregister(_leave)
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        for team in self._teams:
+            team.free()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finalize()
+        else:
+            abort.note(error)  # the other ranks may wait for this one: nothing collective can be done here
+
+
+_world: World | None = None
+
+
+def current() -> World:
+    """The world that init() made.
+
+    Raises:
+        HpcdistError: init() has not been called.
+    """
+    if _world is None:
+        raise HpcdistError("hpcdist is not initialised: call hpcdist.init() first, on every rank")
+    return _world
+
+
+def init(
+    comm: MPI.Intracomm | None = None,
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+) -> World:
+    """Start torch.distributed on the processes of an MPI job, however they were launched.
+
+    Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
+    process without a launcher. MPI, and torch.distributed, are used as they are where they already run. From here on,
+    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status.
+
+    Args:
+        comm: the processes that take part; COMM_WORLD if None.
+        device: this rank's device. By default GPU number local_rank of the visible ones, or the CPU where the node has
+            none. "cpu" on all ranks keeps the job off the GPUs.
+        backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
+            every rank has its own GPU, else "gloo".
+        timeout: of torch.distributed, a timedelta or seconds; 30 minutes if None.
+
+    Returns:
+        The :class:`World`; the same one again at a second call with no or the same arguments.
+
+    Raises:
+        LaunchError: on every rank that can know of it: the launcher does not belong to the MPI library, two ranks
+            share a GPU that NCCL is to use, nodes that cannot reach each other. The message says what to do.
+        ValueError: on this rank, if the world exists and the arguments differ from those it was made with.
+
+    Example::
+
+        import hpcdist as hd
+
+        with hd.init() as world:        # mpirun -n 4 python program.py
+            print(world.rank, world.world_size, world.device)   # 0 4 cuda:0, 1 4 cuda:1, ...
+    """
+    global _world
+    asked = (comm, device, backend, timeout)
+    if _world is not None:
+        if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
+            raise ValueError("hpcdist is already initialised with other arguments; call finalize() first")
+        return _world
+    _world = _make(*asked)
+    atexit.register(_leave)
+    return _world
+
+
+def finalize() -> None:
+    """Finalize the current world, if there is one: see :meth:`World.finalize`."""
+    if _world is not None:
+        _world.finalize()
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process that is to run MPI on its own, outside the job."""
+    return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER)}
+
+
+def _leave() -> None:
+    """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
+    from mpi4py import MPI
+
+    if _world is not None and not MPI.Is_finalized():
+        agree.leave(_world.team)
+        _world._close()
+
+
+def _make(
+    comm: MPI.Intracomm | None,
+    device: torch.device | str | None,
+    backend: str | None,
+    timeout: timedelta | float | None,
+) -> World:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI") from error
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        _check_launcher(os.environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
+    if comm.size > 1:
+        abort.arm()
+    private = _in_torch_order(comm)
+    local = private.Split_type(MPI.COMM_TYPE_SHARED)
+    leaders = private.allgather(local.bcast(private.rank))
+    order = sorted(set(leaders))
+    chosen, own_gpus = _choose_device(private, local.rank, device, backend)
+    group, owns_group = _start_torch(private, len(order), own_gpus, backend, timeout)
+    world = World(
+        rank=private.rank,
+        world_size=private.size,
+        local_rank=local.rank,
+        node=order.index(leaders[private.rank]),
+        nodes=len(order),
+        device=chosen,
+        comm=comm,
+        group=group,
+        own_gpus=own_gpus,
+        _owns_group=owns_group,
+        _asked=(comm, device, backend, timeout),
+    )
+    local.Free()
+    world.team = world.adopt(Team(private, world))
+    return world
+
+
+def _check_launcher(environ: Mapping[str, str], size: int, library: str) -> None:
+    """Find N worlds of one: a launcher that started N processes, and an MPI library that knows of one."""
+    if size > 1:
+        return
+    claims = {name: int(environ[name]) for name in _SIZES if environ.get(name, "").isdigit()}
+    direct = [claims[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in claims]
+    if 1 in direct or not claims:
+        return
+    name, claim = next(iter(claims.items()))
+    if claim > 1:
+        raise LaunchError(
+            f"this process is alone in its MPI world, but {name}={claim}: {_SIZES[name]} started {claim} processes, "
+            f"and the MPI library that mpi4py uses does not know of them. The library is {library}. "
+            "Use the launcher that belongs to it: the mpirun of the same installation "
+            "(for the PyPI wheels, the one in the environment's bin folder), or under Slurm srun --mpi=pmix for "
+            "Open MPI and srun --mpi=pmi2 for MPICH. For one process on purpose inside an allocation: srun -n 1, or "
+            "hpcdist.init(MPI.COMM_SELF)."
+        )
+
+
+def _in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
+    mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    all_ = comm.allgather(mine)
+    if all(entry is None for entry in all_):
+        return comm.Dup()
+    ranks = sorted(entry[0] for entry in all_ if entry is not None and entry[1] == comm.size)
+    if ranks != list(range(comm.size)):
+        raise LaunchError(
+            "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
+            f"MPI rank: {all_}"
+        )
+    return comm.Split(0, dist.get_rank())
+
+
+def _choose_device(
+    comm: MPI.Intracomm, local_rank: int, asked: torch.device | str | None, backend: str | None
+) -> tuple[torch.device, bool]:
+    """This rank's device, and whether each rank has a GPU of its own that NCCL can use. Collective."""
+
+    def choose() -> tuple[torch.device, str | None]:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if asked is None else torch.device(asked)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        return device, _uuid(device) if device.type == "cuda" else None
+
+    found = agree.on_all(comm, "init", choose)
+    uuids = [uuid for _, uuid in found]
+    wants_nccl = "nccl" in backend if backend else dist.is_nccl_available()
+    own_gpus = None not in uuids and dist.is_nccl_available()
+    if wants_nccl and backend and not own_gpus:
+        where = [rank for rank, uuid in enumerate(uuids) if uuid is None]
+        raise LaunchError(f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}")
+    problem = _shared_gpu(uuids)
+    if problem and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        if wants_nccl:
+            raise LaunchError(problem)
+        own_gpus = False
+    device = found[comm.rank][0]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device, own_gpus
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _shared_gpu(uuids: list[str | None]) -> str | None:
+    """What is wrong if two ranks have the same GPU, and the ways out."""
+    first: dict[str, int] = {}
+    for rank, uuid in enumerate(uuids):
+        if uuid is not None and first.setdefault(uuid, rank) != rank:
+            return (
+                f"ranks {first[uuid]} and {rank} share one GPU (UUID {uuid}), which NCCL refuses. Start at most one "
+                "rank a GPU (mpirun --map-by ppr:GPUS:node, srun --ntasks-per-node=GPUS), check CUDA_VISIBLE_DEVICES, "
+                "or let ranks share it without NCCL: hpcdist.init(backend='gloo'), or stay off it: device='cpu'"
+            )
+    return None
+
+
+def _start_torch(
+    comm: MPI.Intracomm, nodes: int, own_gpus: bool, backend: str | None, timeout: timedelta | float | None
+) -> tuple[dist.ProcessGroup, bool]:
+    """torch.distributed's group of all ranks, and whether it was started here."""
+    started = not dist.is_initialized()
+    if started:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout) if timeout else _TIMEOUT
+        store, interface = rendezvous.open_store(comm, nodes, limit)
+        if interface is not None:  # else gloo takes what the host's name stands for, on Debian 127.0.1.1
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if own_gpus else "gloo"),
+            store=store,
+            rank=comm.rank,
+            world_size=comm.size,
+            timeout=limit,
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group, started
