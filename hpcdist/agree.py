@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,16 +24,16 @@ T = TypeVar("T")
 
 # Digests of the call, the tensor and the counts (zero: has none); extents of x and out along dim; where the data are;
 # 1 if this rank has something to complain of.
-_HEADER = struct.Struct("<8s8s8sqqBB6x")
+_HEADER = struct.Struct("<24sqqBB6x")
 _NONE = bytes(8)
 
 
 class Agreed(NamedTuple):
-    """What all ranks know after the exchange: a list with an entry for each rank."""
+    """What all ranks know after the exchange: an entry for each rank."""
 
-    extents: list[int]
-    out_extents: list[int]
-    kinds: list[int]
+    extents: tuple[int, ...]
+    out_extents: tuple[int, ...]
+    kinds: tuple[int, ...]
 
 
 def exchange(team: Team, call: Call) -> Agreed:
@@ -42,14 +42,14 @@ def exchange(team: Team, call: Call) -> Agreed:
     Raises:
         RankError: on every rank, if the calls differ or a rank has a problem; the team can go on.
     """
-    rows = _share(team, call)
-    if rows is None:
+    agreed = _share(team, call)
+    if agreed is None:
         raise RankError(*_explain(team, call))
-    _, _, _, extents, out_extents, kinds, _ = zip(*rows, strict=True)
-    if max(kinds) > CUDA:
-        root_on_gpu = kinds[call.root] == CUDA
-        kinds = tuple(CUDA if k == CUDA or (k == FOLLOWS and root_on_gpu) else CPU for k in kinds)
-    return Agreed(extents, out_extents, kinds)
+    if max(agreed.kinds) > CUDA:
+        root_on_gpu = agreed.kinds[call.root] == CUDA
+        kinds = (CUDA if kind == CUDA or (kind == FOLLOWS and root_on_gpu) else CPU for kind in agreed.kinds)
+        agreed = agreed._replace(kinds=tuple(kinds))
+    return agreed
 
 
 def leave(team: Team) -> None:
@@ -66,8 +66,10 @@ def require(verb: str, problems: dict[int, str]) -> None:
         raise RankError(verb, problems)
 
 
-def refuse(verb: str, out_extents: list[int], expected: list[int]) -> None:
+def refuse(verb: str, out_extents: Sequence[int], expected: Sequence[int]) -> None:
     """Raise on every rank if a rank's `out` has another extent along dim than its result will have."""
+    if max(out_extents) < 0:
+        return
     pairs = enumerate(zip(out_extents, expected, strict=True))
     require(
         verb,
@@ -79,41 +81,51 @@ def refuse(verb: str, out_extents: list[int], expected: list[int]) -> None:
     )
 
 
-def _share(team: Team, call: Call) -> list[tuple[Any, ...]] | None:
-    """Every rank's header, or None if they do not agree."""
-    buffers = team.memo.get("header")
-    if buffers is None:
-        from mpi4py import MPI
-
-        mine, all_ = bytearray(_HEADER.size), bytearray(_HEADER.size * team.size)
-        buffers = team.memo["header"] = (mine, all_, [mine, MPI.BYTE], [all_, _HEADER.size, MPI.BYTE])
-    mine, all_, send, recv = buffers
+def _share(team: Team, call: Call) -> Agreed | None:
+    """What the ranks agree on, or None if they do not."""
+    desk = team.memo.get("agree")
+    if desk is None:
+        desk = team.memo["agree"] = _Desk(team.size)
     _HEADER.pack_into(
-        mine,
+        desk.mine,
         0,
-        _digest((call.verb, call.route, call.said_dim, call.root)),
-        _digest(call.tensor) if call.tensor is not None else _NONE,
-        _digest(call.counts) if call.counts is not None else _NONE,
+        _digests((call.verb, call.route, call.said_dim, call.root), call.tensor, call.counts),
         call.extent,
         call.out_extent,
         call.kind,
         call.problem is not None,
     )
-    team.comm.Allgather(send, recv)
-    rows = list(_HEADER.iter_unpack(all_))
-    what, tensor, counts = set(), {_NONE}, {_NONE}
-    for row in rows:
-        what.add(row[0])
-        tensor.add(row[1])
-        counts.add(row[2])
-        if row[6]:
-            return None
-    return rows if len(what) == 1 and len(tensor) <= 2 and len(counts) <= 2 else None
+    team.comm.Allgather(desk.send, desk.recv)
+    if desk.all == desk.last:  # a program repeats its calls: what they agreed on need not be worked out again
+        return desk.agreed
+    digests, extents, out_extents, kinds, problems = zip(*_HEADER.iter_unpack(desk.all), strict=True)
+    whats, tensors, counts = (
+        {digest[at : at + 8] for digest in digests if digest[at : at + 8] != _NONE} for at in (0, 8, 16)
+    )
+    if any(problems) or len(whats) > 1 or len(tensors) > 1 or len(counts) > 1:
+        return None
+    desk.last, desk.agreed = bytes(desk.all), Agreed(extents, out_extents, kinds)
+    return desk.agreed
+
+
+class _Desk:
+    """A team's memory for headers, and the latest agreement."""
+
+    def __init__(self, size: int) -> None:
+        from mpi4py import MPI
+
+        self.mine = bytearray(_HEADER.size)
+        self.all = bytearray(_HEADER.size * size)
+        self.send = [self.mine, MPI.BYTE]
+        self.recv = [self.all, _HEADER.size, MPI.BYTE]
+        self.last = b""
+        self.agreed: Agreed | None = None
 
 
 @lru_cache(maxsize=4096)
-def _digest(value: object) -> bytes:
-    return blake2b(repr(value).encode(), digest_size=8).digest()
+def _digests(*parts: object) -> bytes:
+    """8 bytes for each part, zero for None."""
+    return b"".join(_NONE if p is None else blake2b(repr(p).encode(), digest_size=8).digest() for p in parts)
 
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
@@ -163,7 +175,7 @@ def _deviations(name: str, values: list[Any]) -> dict[int, str]:
         return {}
     usual = Counter(known).most_common(1)[0][0]  # most_common keeps the order of first sight among equals
     where = _ranks([rank for rank, value in enumerate(values) if value == usual])
-    is_, has = ("", "") if name == "verb" else (f"{name} is ", "has ")
+    is_, has = ("", "") if name == "verb" else (f"{name} is ", "has " if values.count(usual) == 1 else "have ")
     return {
         rank: f"{is_}{value}, where {where} {has}{usual}"
         for rank, value in enumerate(values)

@@ -1,12 +1,12 @@
 """Tensor <-> message: dtypes, contiguity, and the place of each rank's message in the whole tensor.
 
-A message is a flat, contiguous uint8 tensor. Bytes carry every dtype, those that MPI and gloo do not know too, and
-leave the bits as they are.
+A message is the memory of a contiguous tensor, taken as bytes: they carry every dtype, those that MPI and gloo do not
+know too, and leave the bits as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -14,14 +14,16 @@ from torch import Tensor
 
 from hpcdist import layout
 
-__all__ = ["DTYPES", "Blocks", "as_bytes", "overlap", "plain"]
+__all__ = ["DTYPES", "Blocks", "as_bytes", "blocks", "overlap", "plain"]
 
 _NAMES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
     "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64 complex32"
 ).split()
-DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
-"""Every dtype that travels: those of whole bytes, without quantisation parameters."""
+DTYPES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
+}
+"""Every dtype that travels (those of whole bytes, without quantisation parameters), and its number in a header."""
 
 
 def plain(x: Tensor) -> Tensor:
@@ -43,6 +45,12 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.numel() > 0
 
 
+@lru_cache(maxsize=256)
+def blocks(shape: tuple[int, ...], dim: int, extents: tuple[int, ...], dtype: torch.dtype) -> Blocks:
+    """The :class:`Blocks` of these arguments; made once for calls that repeat."""
+    return Blocks(shape, dim, extents, dtype)
+
+
 class Blocks:
     """A whole tensor, cut along `dim` into one block a rank; each block travels as one message.
 
@@ -60,7 +68,7 @@ class Blocks:
 
     __slots__ = ("_offsets", "counts", "dim", "displs", "dtype", "extents", "joined", "shape")
 
-    def __init__(self, shape: Sequence[int], dim: int, extents: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, ...], dim: int, extents: tuple[int, ...], dtype: torch.dtype) -> None:
         total = sum(extents)
         self.dim = dim
         self.dtype = dtype
@@ -76,10 +84,6 @@ class Blocks:
     def nbytes(self) -> int:
         return self.displs[-1] + self.counts[-1]
 
-    def message(self, x: Tensor) -> Tensor:
-        """One rank's block as a message: a view of `x` where it is contiguous, else a copy."""
-        return as_bytes(x.contiguous())
-
     def shard(self, rank: int, device: torch.device) -> Tensor:
         """Memory for the block of `rank`."""
         shape = list(self.shape)
@@ -89,7 +93,7 @@ class Blocks:
     def pack(self, whole: Tensor) -> Tensor:
         """All messages, in order: a view of `whole` where it lies in memory like that, else one copy."""
         if self.joined:
-            return self.message(whole)
+            return whole.contiguous()
         messages = torch.empty(self.nbytes(), dtype=torch.uint8, device=whole.device)
         for block, part in self._pairs(messages, whole):
             block.copy_(part)
@@ -99,12 +103,12 @@ class Blocks:
         """The whole tensor (`out`, or new memory) and where its messages are to arrive: in it, where that can be."""
         whole = torch.empty(self.shape, dtype=self.dtype, device=device) if out is None else out
         if self.joined and whole.is_contiguous():
-            return whole, as_bytes(whole)
+            return whole, whole
         return whole, torch.empty(self.nbytes(), dtype=torch.uint8, device=device)
 
     def unpack(self, messages: Tensor, whole: Tensor) -> None:
         """Put messages that did not arrive in their final place there: one copy."""
-        if messages.data_ptr() != whole.data_ptr():
+        if messages is not whole:
             for block, part in self._pairs(messages, whole):
                 part.copy_(block)
 

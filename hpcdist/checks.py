@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import buffers, layout
-from hpcdist.routes import CPU, CUDA
-from hpcdist.routes import names as route_names
+from hpcdist.routes import CPU, CUDA, NAMES
 
 __all__ = ["CPU", "CUDA", "FOLLOWS", "FOLLOWS_CPU", "Call", "shard_call", "split_call"]
 
@@ -111,10 +111,15 @@ def split_call(
 
 
 def _describe(call: Call, x: Tensor, ndim: int) -> None:
-    shape, dim = x.shape, call.dim
-    call.extent = shape[dim]
-    call.tensor = (x.dtype, ndim, (*shape[:dim], -1, *shape[dim + 1 :]))
+    shape = x.shape
+    call.extent = shape[call.dim]
+    call.tensor = (x.dtype, ndim, _others(shape, call.dim))
     call.kind = CUDA if x.is_cuda else CPU
+
+
+@lru_cache(maxsize=1024)
+def _others(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def _tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
@@ -145,7 +150,7 @@ def _out(call: Call, out: Any) -> None:
     if call.out.dtype != dtype:
         raise _Wrong(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
     shape = call.out.shape
-    if (*shape[:dim], -1, *shape[dim + 1 :]) != others:
+    if _others(shape, dim) != others:
         raise _Wrong(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
     if call.out.device != call.x.device:
         raise _Wrong(f"out is on {call.out.device}, expected {call.x.device}, that of x")
@@ -167,8 +172,8 @@ def _root(root: Any, size: int) -> int:
 
 
 def _route(route: Any) -> str:
-    if route not in route_names():
-        raise _Wrong(f"route is {route!r}, expected one of {', '.join(route_names())}")
+    if route not in NAMES:
+        raise _Wrong(f"route is {route!r}, expected one of {', '.join(NAMES)}")
     return str(route)
 
 
@@ -189,7 +194,7 @@ def _check_counts(call: Call, size: int) -> None:
 
 
 def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
+    return type(value) is int or (hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)))
 
 
 def _show(value: Any) -> str:

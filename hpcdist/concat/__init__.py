@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, routes, world
-from hpcdist.buffers import Blocks, overlap
+from hpcdist.buffers import blocks, overlap
 from hpcdist.team import team_of
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def concat(
     shard = call.x
     assert shard is not None
     with abort.transfer("concat", team.size):
-        blocks = Blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
-        whole, landing = blocks.landing(call.out, shard.device)
+        cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
+        whole, landing = cut.landing(call.out, shard.device)
         if call.out is not None and overlap(call.out, shard):
             shard = shard.clone()
-        way.allgatherv(team, blocks.message(shard), landing, blocks.counts, blocks.displs)
-        blocks.unpack(landing, whole)
+        way.allgatherv(team, shard.contiguous(), landing, cut.counts, cut.displs)
+        cut.unpack(landing, whole)
         return whole if out is None else out

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, routes, world
-from hpcdist.buffers import Blocks, overlap
+from hpcdist.buffers import blocks, overlap
 from hpcdist.team import team_of
 
 if TYPE_CHECKING:
@@ -60,20 +60,19 @@ def gather(
     team = team_of(group, here)
     call = checks.shard_call("gather", x, dim, root, route, out, team.rank, team.size)
     agreed = agree.exchange(team, call)
-    expected = [sum(agreed.extents)] * team.size
-    agree.refuse("gather", agreed.out_extents, expected)
+    agree.refuse("gather", agreed.out_extents, [sum(agreed.extents)] * team.size)
     way = routes.agreed("gather", route, team, agreed.kinds)
 
     shard = call.x
     assert shard is not None
     with abort.transfer("gather", team.size):
-        blocks = Blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
+        cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
         if team.rank != root:
-            way.gatherv(team, blocks.message(shard), None, blocks.counts, blocks.displs, root)
+            way.gatherv(team, shard.contiguous(), None, cut.counts, cut.displs, root)
             return None
-        whole, landing = blocks.landing(call.out, shard.device)
+        whole, landing = cut.landing(call.out, shard.device)
         if call.out is not None and overlap(call.out, shard):
             shard = shard.clone()
-        way.gatherv(team, blocks.message(shard), landing, blocks.counts, blocks.displs, root)
-        blocks.unpack(landing, whole)
+        way.gatherv(team, shard.contiguous(), landing, cut.counts, cut.displs, root)
+        cut.unpack(landing, whole)
         return whole if out is None else out

@@ -1,7 +1,7 @@
 """The ways that data can take, and which one a call takes.
 
-Every route offers the same four operations on messages: flat, contiguous uint8 tensors, with counts and
-displacements in bytes and in rank order. The caller has made sure that all ranks agree on them.
+Every route offers the same four operations on messages: the memory of contiguous tensors of any shape and dtype, with
+counts and displacements in bytes and in rank order. The caller has made sure that all ranks agree on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcdist.errors import RankError
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["CPU", "CUDA", "ROUTES", "Route", "agreed", "names"]
+__all__ = ["CPU", "CUDA", "NAMES", "ROUTES", "Route", "agreed"]
 
 Ints = Sequence[int]
 CPU, CUDA = 1, 2  # kinds of memory
@@ -67,9 +67,7 @@ ROUTES = {
 }
 
 
-def names() -> tuple[str, ...]:
-    """What a caller may pass as ``route=``."""
-    return ("auto", *ROUTES)
+NAMES = ("auto", *ROUTES)  # what a caller may pass as ``route=``
 
 
 @cache
@@ -79,7 +77,7 @@ def _load(name: str) -> Route:
     return route
 
 
-def agreed(verb: str, name: str, team: Team, kinds: Sequence[int]) -> Route:
+def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     """The route of a call whose data are in memory of these kinds, by rank. Collective over the team.
 
     auto: nccl where all data are in GPU memory and the group has it, else mpi. A route that does not touch the memory
@@ -88,7 +86,14 @@ def agreed(verb: str, name: str, team: Team, kinds: Sequence[int]) -> Route:
     Raises:
         RankError: on every rank, if the route that was named cannot be used here or with these data.
     """
-    cuda = [kind == CUDA for kind in kinds]
+    key = ("route", name, kinds)
+    if key not in team.memo:
+        team.memo[key] = _select(verb, name, team, [kind == CUDA for kind in kinds])
+    route: Route = team.memo[key]
+    return route
+
+
+def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> Route:
     if name == "auto":
         name = "nccl" if all(cuda) and _load("nccl").missing(team) is None else "mpi"
     route = _load(name)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.buffers import as_bytes
 from hpcdist.routes import Ints
 from hpcdist.routes.exchange import Exchange, Message
 
@@ -62,6 +63,7 @@ class _Nccl(_C10d):
         """Equal messages: one NCCL all-gather. Else torch turns the list into one group of broadcasts, each straight
         into its place (ProcessGroupNCCL::allgather), which NCCL 2.29.2 and later fuse into one kernel."""
         group = team.torch_group(self.backend)
+        send, recv = as_bytes(send), as_bytes(recv)
         blocks = [recv.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
         order = sorted(range(team.size), key=team.peers.__getitem__)  # torch sorts the ranks of a group
         if len(set(counts)) == 1 and order == list(range(team.size)):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from hpcdist.buffers import as_bytes
 from hpcdist.routes import Ints
 
 if TYPE_CHECKING:
@@ -27,24 +28,24 @@ class Exchange:
         self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
     ) -> None:
         if recv is None:
-            self.exchange(team, _filled([(root, send)]), [])
+            self.exchange(team, _filled([(root, as_bytes(send))]), [])
         else:
             blocks = _cut(recv, counts, displs)
-            blocks[root].copy_(send)
+            blocks[root].copy_(as_bytes(send))
             self.exchange(team, [], _others(blocks, root))
 
     def scatterv(
         self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
     ) -> None:
         if send is None:
-            self.exchange(team, [], _filled([(root, recv)]))
+            self.exchange(team, [], _filled([(root, as_bytes(recv))]))
         else:
             blocks = _cut(send, counts, displs)
-            recv.copy_(blocks[root])
+            as_bytes(recv).copy_(blocks[root])
             self.exchange(team, _others(blocks, root), [])
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        blocks = _cut(recv, counts, displs)
+        blocks, send = _cut(recv, counts, displs), as_bytes(send)
         blocks[team.rank].copy_(send)
         sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
         self.exchange(team, _filled(sends), _others(blocks, team.rank))
@@ -65,6 +66,7 @@ class Exchange:
 
 
 def _cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:
+    messages = as_bytes(messages)
     return [messages.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
 
 

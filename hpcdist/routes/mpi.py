@@ -64,7 +64,7 @@ class _Mpi(Exchange):
         rdispls: Ints,
     ) -> None:
         # No rank knows the totals of the others, and all must take the same way.
-        if team.comm.allreduce(max(send.numel(), recv.numel()), op=MPI.MAX) > LIMIT:
+        if team.comm.allreduce(max(send.nbytes, recv.nbytes), op=MPI.MAX) > LIMIT:
             super().alltoallv(team, send, sendcounts, sdispls, recv, recvcounts, rdispls)
         else:
             team.comm.Alltoallv(
@@ -92,7 +92,7 @@ def _memory(message: Tensor) -> object:
     """The message's memory as mpi4py takes it; on a GPU, once what fills it has run."""
     if message.is_cuda:
         torch.cuda.current_stream(message.device).synchronize()
-    return MPI.buffer.fromaddress(message.data_ptr(), message.numel())
+    return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)
 
 
 MPI_ROUTE = _Mpi()

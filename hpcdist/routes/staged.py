@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hpcdist.buffers import as_bytes
 from hpcdist.routes import Ints, Route
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class _Host:
     """The host side of a tensor of messages: memory for what travels of them in one round."""
 
     def __init__(self, messages: Tensor | None, segments: Sequence[Segment]) -> None:
-        self.messages = messages
+        self.messages = None if messages is None else as_bytes(messages)
         self.segments = segments
         self.memory: Tensor | None = None
 

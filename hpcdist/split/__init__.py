@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, layout, routes, world
-from hpcdist.buffers import DTYPES, Blocks, overlap
+from hpcdist.buffers import DTYPES, Blocks, blocks, overlap
 from hpcdist.checks import CUDA, Call
 from hpcdist.team import Team, team_of
 
@@ -71,8 +71,8 @@ def split(
         return _local(x, dim, counts, team, out)
     call = checks.split_call(x, dim, root, counts, route, out, team.rank, team.size, here.device.type == "cuda")
     agreed = agree.exchange(team, call)
-    blocks = _describe(team, call)
-    agree.refuse("split", agreed.out_extents, list(blocks.extents))
+    cut = _describe(team, call)
+    agree.refuse("split", agreed.out_extents, cut.extents)
     way = routes.agreed("split", route, team, agreed.kinds)
 
     with abort.transfer("split", team.size):
@@ -82,10 +82,10 @@ def split(
             device = whole.device
             if call.out is not None and overlap(call.out, whole):
                 whole = whole.clone()
-        part = blocks.shard(team.rank, device) if call.out is None else call.out
+        part = cut.shard(team.rank, device) if call.out is None else call.out
         landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-        messages = None if whole is None else blocks.pack(whole)
-        way.scatterv(team, messages, blocks.message(landing), blocks.counts, blocks.displs, root)
+        messages = None if whole is None else cut.pack(whole)
+        way.scatterv(team, messages, landing, cut.counts, cut.displs, root)
         if landing is not part:
             part.copy_(landing)
         return part if out is None else out
@@ -99,11 +99,12 @@ def _describe(team: Team, call: Call) -> Blocks:
     if call.x is not None and call.tensor is not None:
         shape = call.x.shape
         cut = layout.counts_of(call.counts, shape[call.dim], team.size)
-        fixed[: 2 + len(shape)] = torch.tensor([DTYPES.index(call.x.dtype), len(shape), *shape])
+        fixed[: 2 + len(shape)] = torch.tensor([DTYPES[call.x.dtype], len(shape), *shape])
         fixed[2 + _MAX_DIMS :] = torch.tensor(cut)
     team.comm.Bcast([fixed.numpy(), MPI.INT64_T], root=call.root)
-    dtype, ndim, *rest = fixed.tolist()
-    return Blocks(rest[:ndim], call.said_dim % ndim, rest[_MAX_DIMS:], DTYPES[dtype])
+    code, ndim, *rest = fixed.tolist()
+    dtype = next(dtype for dtype, number in DTYPES.items() if number == code)
+    return blocks(tuple(rest[:ndim]), call.said_dim % ndim, tuple(rest[_MAX_DIMS:]), dtype)
 
 
 def _local(x: object, dim: int, counts: object, team: Team, out: object) -> torch.Tensor:
