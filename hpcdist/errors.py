@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["HpcdistError", "LaunchError", "RankError"]
+__all__ = ["HpcdistError", "InputError", "LaunchError", "RankError"]
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
 
@@ -18,6 +18,10 @@ class LaunchError(HpcdistError):
 
     Raised by :func:`hpcdist.init`, on every rank that can know of it.
     """
+
+
+class InputError(HpcdistError):
+    """A command was given something it cannot use: one line that says what and why; the exit status is 2."""
 
 
 class RankError(HpcdistError):

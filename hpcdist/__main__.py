@@ -1,0 +1,50 @@
+"""``python -m hpcdist``: the commands there are, and the versions in use."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from hpcdist.command import Parser, run, table
+from hpcdist.world import World
+
+_COMMANDS = [["python -m hpcdist.gather", "join arrays from files over the ranks of a job"]]
+_PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors")
+
+
+def main(world: World, args: argparse.Namespace) -> int:
+    """Print on rank 0; returns the exit status."""
+    from mpi4py import MPI
+
+    import h5py
+
+    if world.rank == 0:
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no GPU"
+        versions = [[name, _version(name)] for name in _PACKAGES]
+        versions += [
+            ["python", platform.python_version()],
+            ["MPI", MPI.Get_library_version().split("\n")[0].strip("\0 ")],
+            ["HDF5", f"{h5py.version.hdf5_version} ({'parallel' if h5py.get_config().mpi else 'serial'})"],
+            ["NCCL", nccl],
+            ["ranks", f"{world.world_size} on {world.nodes} node{'s' * (world.nodes > 1)}"],
+        ]
+        width = max(len(name) for name, _ in versions)
+        print("commands (--help tells more):")
+        print("\n".join(f"  {command}  {what}" for command, what in _COMMANDS))
+        print("versions in use:")
+        print("\n".join(f"  {name.ljust(width)}  {value}" for name, value in versions), flush=True)
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    run(Parser(prog="hpcdist", description="List the commands of hpcdist and the versions in use."), main)
