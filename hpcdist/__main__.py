@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from hpcdist.command import Parser, run, table
+from hpcdist.command import Parser, run
 from hpcdist.world import World
 
 _COMMANDS = [["python -m hpcdist.gather", "join arrays from files over the ranks of a job"]]
@@ -17,12 +17,11 @@ _PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors")
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Print on rank 0; returns the exit status."""
+    import h5py
     from mpi4py import MPI
 
-    import h5py
-
     if world.rank == 0:
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no GPU"
+        nccl = _nccl()
         versions = [[name, _version(name)] for name in _PACKAGES]
         versions += [
             ["python", platform.python_version()],
@@ -37,6 +36,13 @@ def main(world: World, args: argparse.Namespace) -> int:
         print("versions in use:")
         print("\n".join(f"  {name.ljust(width)}  {value}" for name, value in versions), flush=True)
     return 0
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, found))
 
 
 def _version(name: str) -> str:

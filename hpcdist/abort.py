@@ -15,7 +15,7 @@ from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["arm", "disarm", "job", "note", "transfer"]
+__all__ = ["Transfer", "arm", "disarm", "job", "note"]
 
 _exit = sys.exit
 _armed = False
@@ -94,7 +94,7 @@ def note(error: BaseException | None) -> None:
         _noted = error.code
 
 
-class transfer:
+class Transfer:
     """A context in which ranks depend on each other: an exception there cannot be agreed on, and ends the job.
 
     Alone (`size` 1), the exception goes to the caller.

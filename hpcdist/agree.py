@@ -212,9 +212,9 @@ def on_root(comm: MPI.Intracomm, step: Callable[[], T], root: int = 0) -> T:
             outcome = (step(), None)
         except Exception as error:
             outcome = (None, error)
-    value, error = comm.bcast(outcome, root=root)
-    if error is not None:
-        raise error
+    value, failure = comm.bcast(outcome, root=root)
+    if failure is not None:
+        raise failure
     return value  # type: ignore[no-any-return]
 
 

@@ -17,9 +17,11 @@ from hpcdist import layout
 __all__ = ["DTYPES", "Blocks", "as_bytes", "blocks", "overlap", "plain"]
 
 _NAMES = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
-    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64 complex32"
-).split()
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    *("complex128", "complex64", "complex32"),
+)
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
 }

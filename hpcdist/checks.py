@@ -51,13 +51,11 @@ class Call:
     problem: str | None = None
 
 
-class _Wrong(Exception):
+class _WrongError(Exception):
     """An argument is wrong; the text becomes the call's problem."""
 
 
-def shard_call(
-    verb: str, x: Any, dim: Any, root: int | None, route: Any, out: Any, rank: int, size: int
-) -> Call:
+def shard_call(verb: str, x: Any, dim: Any, root: int | None, route: Any, out: Any, rank: int, size: int) -> Call:
     """The call of a verb to which every rank brings a shard: gather (with a root) and concat (root None)."""
     call = Call(verb)
     try:
@@ -69,9 +67,9 @@ def shard_call(
         call.route = _route(route)
         if out is not None:
             if root is not None and rank != root:
-                raise _Wrong(f"out is given, but only the root (rank {root}) receives a result")
+                raise _WrongError(f"out is given, but only the root (rank {root}) receives a result")
             _out(call, out)
-    except _Wrong as wrong:
+    except _WrongError as wrong:
         call.problem = str(wrong)
     return call
 
@@ -86,11 +84,11 @@ def split_call(
         call.route = _route(route)
         call.counts = _counts(counts)
         if not _is_int(dim):
-            raise _Wrong(f"dim must be an int, got {_show(dim)}")
+            raise _WrongError(f"dim must be an int, got {_show(dim)}")
         call.said_dim = int(dim)
         if rank == call.root:
             if isinstance(x, Tensor) and x.dim() == 0:
-                raise _Wrong("x has no dimension to split along: it is 0-d")
+                raise _WrongError("x has no dimension to split along: it is 0-d")
             call.x, call.dim = _tensor(x, dim, "x")
             _describe(call, call.x, call.x.dim())
             call.counts = "block" if call.counts is None else call.counts
@@ -99,13 +97,13 @@ def split_call(
                 _out(call, out)
         else:
             if x is not None:
-                raise _Wrong(f"x is given, but split sends from the root (rank {call.root}); pass None here")
+                raise _WrongError(f"x is given, but split sends from the root (rank {call.root}); pass None here")
             if out is not None:
                 call.out, call.dim = _tensor(out, dim, "out")
                 _describe(call, call.out, call.out.dim())
                 call.out_extent, call.extent = call.extent, -1
                 _writable(call.out)
-    except _Wrong as wrong:
+    except _WrongError as wrong:
         call.problem = str(wrong)
     return call
 
@@ -126,18 +124,18 @@ def _tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
     """`x` as it travels, 0-d made 1-d, and dim made non-negative."""
     if not isinstance(x, Tensor):
         hint = " (torch.from_numpy makes one of an array)" if type(x).__module__ == "numpy" else ""
-        raise _Wrong(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
+        raise _WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        raise _Wrong(f"{name} must be a dense tensor, got layout {x.layout}{' (quantized)' * x.is_quantized}")
+        raise _WrongError(f"{name} must be a dense tensor, got layout {x.layout}{' (quantized)' * x.is_quantized}")
     if x.dtype not in buffers.DTYPES:
-        raise _Wrong(f"{name} has dtype {x.dtype}, which cannot be sent")
+        raise _WrongError(f"{name} has dtype {x.dtype}, which cannot be sent")
     if not (x.is_cuda or x.is_cpu):
-        raise _Wrong(f"{name} is on device {x.device}; expected cpu or cuda")
+        raise _WrongError(f"{name} is on device {x.device}; expected cpu or cuda")
     if not _is_int(dim):
-        raise _Wrong(f"dim must be an int, got {_show(dim)}")
+        raise _WrongError(f"dim must be an int, got {_show(dim)}")
     ndim = x.dim() or 1
     if not -ndim <= dim < ndim:
-        raise _Wrong(f"dim is {dim}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+        raise _WrongError(f"dim is {dim}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
     x = buffers.plain(x)
     return (x if x.dim() else x.view(1)), int(dim) % ndim
 
@@ -148,32 +146,32 @@ def _out(call: Call, out: Any) -> None:
     call.out, dim = _tensor(out, call.dim, "out")
     dtype, _, others = call.tensor
     if call.out.dtype != dtype:
-        raise _Wrong(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
+        raise _WrongError(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
     shape = call.out.shape
     if _others(shape, dim) != others:
-        raise _Wrong(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
+        raise _WrongError(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
     if call.out.device != call.x.device:
-        raise _Wrong(f"out is on {call.out.device}, expected {call.x.device}, that of x")
+        raise _WrongError(f"out is on {call.out.device}, expected {call.x.device}, that of x")
     _writable(call.out)
     call.out_extent = shape[dim]
 
 
 def _writable(out: Tensor) -> None:
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise _Wrong("out is an expanded tensor: several of its elements share one place in memory")
+        raise _WrongError("out is an expanded tensor: several of its elements share one place in memory")
 
 
 def _root(root: Any, size: int) -> int:
     if not _is_int(root):
-        raise _Wrong(f"root must be an int, got {_show(root)}")
+        raise _WrongError(f"root must be an int, got {_show(root)}")
     if not 0 <= root < size:
-        raise _Wrong(f"root is {root}, expected 0 to {size - 1} in a group of {size} ranks")
+        raise _WrongError(f"root is {root}, expected 0 to {size - 1} in a group of {size} ranks")
     return int(root)
 
 
 def _route(route: Any) -> str:
     if route not in NAMES:
-        raise _Wrong(f"route is {route!r}, expected one of {', '.join(NAMES)}")
+        raise _WrongError(f"route is {route!r}, expected one of {', '.join(NAMES)}")
     return str(route)
 
 
@@ -183,14 +181,14 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
     try:
         return tuple(index(c) for c in counts)
     except TypeError:
-        raise _Wrong(f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
+        raise _WrongError(f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
 
 
 def _check_counts(call: Call, size: int) -> None:
     try:
         layout.counts_of(call.counts, call.extent, size)
     except ValueError as wrong:
-        raise _Wrong(str(wrong)) from None
+        raise _WrongError(str(wrong)) from None
 
 
 def _is_int(value: Any) -> bool:

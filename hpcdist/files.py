@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def expand(inputs: Sequence[str]) -> list[str]:
             raise InputError(f"{path}: no such file" + (", and no file matches" if glob.has_magic(path) else ""))
         specs += [p if name is None else f"{p}:{name}" for p in paths]
     specs.sort()
-    for one, other in zip(specs, specs[1:], strict=False):
+    for one, other in pairwise(specs):
         if one == other:
             raise InputError(f"{one}: named twice")
     return specs

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
-from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, with types
 
 from hpcdist import agree
 from hpcdist.errors import LaunchError
@@ -23,7 +23,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = 3  # an address that does not answer by then is not the one to use
 
 
-def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[dist.Store, str | None]:
+def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[Store, str | None]:
     """Open a TCPStore on rank 0 and connect every rank to it. Collective over `comm`.
 
     The kernel picks the port when rank 0 binds it, and MPI tells the others, so that two jobs started at once on one
@@ -37,7 +37,7 @@ def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[dis
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
     """
     listener: list[socket.socket] = []
-    store: list[dist.Store] = []
+    store: list[Store] = []
 
     def serve() -> tuple[int, list[str]]:
         host = "127.0.0.1" if nodes == 1 else "0.0.0.0"
@@ -45,7 +45,7 @@ def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[dis
         port: int = listener[0].getsockname()[1]
         # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
         store.append(
-            dist.TCPStore(
+            TCPStore(
                 host, port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=listener[0].detach()
             )
         )
@@ -61,7 +61,7 @@ def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[dis
         )
     chosen = everywhere.index(True)
     if comm.rank != 0:
-        store.append(dist.TCPStore(addresses[chosen], port, comm.size, False, timeout, wait_for_workers=False))
+        store.append(TCPStore(addresses[chosen], port, comm.size, False, timeout, wait_for_workers=False))
     return store[0], _interface(reached[chosen])
 
 
@@ -77,19 +77,13 @@ def _addresses() -> list[str]:
 
 def _by_interface() -> dict[str, str]:
     """interface -> IPv4 address, for those that have one."""
-    found = {}
+    found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            found[name] = _or_none(lambda r=request: fcntl.ioctl(any_socket, _SIOCGIFADDR, r)[20:24])
-    return {name: socket.inet_ntoa(address) for name, address in found.items() if address is not None}
-
-
-def _or_none(call: Callable[[], bytes]) -> bytes | None:
-    try:
-        return call()
-    except OSError:  # an interface without an IPv4 address
-        return None
+            with suppress(OSError):  # an interface without an IPv4 address
+                found[name] = socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
+    return found
 
 
 def _local_address(address: str, port: int) -> str | None:

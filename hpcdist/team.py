@@ -98,8 +98,8 @@ def _of_comm(comm: MPI.Intracomm, world: World) -> Team:
         raise ValueError(f"rank {world.rank} of the world is not in the communicator that it passed (COMM_NULL)")
     if _keyval is None:
         _keyval = MPI.Comm.Create_keyval()
-    team: Team | None = comm.Get_attr(_keyval)
-    if team is None or team.world is not world:
+    team = comm.Get_attr(_keyval)
+    if not isinstance(team, Team) or team.world is not world:
         same = MPI.Comm.Compare(comm, world.team.comm) in (MPI.IDENT, MPI.CONGRUENT)
         team = world.team if same else world.adopt(Team(comm.Dup(), world))
         comm.Set_attr(_keyval, team)

@@ -34,8 +34,10 @@ _SIZES = {
 }
 
 # What a launcher leaves in the environment of its processes, and what makes a child of theirs join their job.
-_LAUNCHER = ("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_")
-_LAUNCHER += ("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL")
+_LAUNCHER = (
+    *("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_"),
+    *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL"),
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -257,7 +259,9 @@ def _in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
             "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
             f"MPI rank: {all_}"
         )
-    return comm.Split(0, dist.get_rank())
+    ordered = comm.Split(0, dist.get_rank())
+    assert isinstance(ordered, type(comm))
+    return ordered
 
 
 def _choose_device(
@@ -277,7 +281,9 @@ def _choose_device(
     own_gpus = None not in uuids and dist.is_nccl_available()
     if wants_nccl and backend and not own_gpus:
         where = [rank for rank, uuid in enumerate(uuids) if uuid is None]
-        raise LaunchError(f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}")
+        raise LaunchError(
+            f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
+        )
     problem = _shared_gpu(uuids)
     if problem and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         if wants_nccl:

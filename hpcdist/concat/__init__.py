@@ -65,7 +65,7 @@ def concat(
 
     shard = call.x
     assert shard is not None
-    with abort.transfer("concat", team.size):
+    with abort.Transfer("concat", team.size):
         cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
         whole, landing = cut.landing(call.out, shard.device)
         if call.out is not None and overlap(call.out, shard):

@@ -65,7 +65,7 @@ def gather(
 
     shard = call.x
     assert shard is not None
-    with abort.transfer("gather", team.size):
+    with abort.Transfer("gather", team.size):
         cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
         if team.rank != root:
             way.gatherv(team, shard.contiguous(), None, cut.counts, cut.displs, root)

@@ -18,7 +18,7 @@ from hpcdist.errors import RankError
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["CPU", "CUDA", "NAMES", "ROUTES", "Route", "agreed"]
+__all__ = ["CPU", "CUDA", "NAMES", "ROUTES", "Route", "agreed", "best"]
 
 Ints = Sequence[int]
 CPU, CUDA = 1, 2  # kinds of memory
@@ -33,14 +33,10 @@ class Route(Protocol):
     def carries(self, team: Team, cuda: bool) -> bool:
         """Whether it reads and writes GPU memory (`cuda`), or host memory, itself. Collective over the team."""
 
-    def gatherv(
-        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
-    ) -> None:
+    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         """Rank i's `send` (counts[i] bytes) arrives at the root in ``recv[displs[i]:]``."""
 
-    def scatterv(
-        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
-    ) -> None:
+    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         """The root's ``send[displs[i]:]`` (counts[i] bytes) arrives at rank i in `recv`."""
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
@@ -80,8 +76,7 @@ def _load(name: str) -> Route:
 def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     """The route of a call whose data are in memory of these kinds, by rank. Collective over the team.
 
-    auto: nccl where all data are in GPU memory and the group has it, else mpi. A route that does not touch the memory
-    in which some rank has its data gets it by way of host buffers.
+    A route that does not touch the memory in which some rank has its data gets it by way of host buffers.
 
     Raises:
         RankError: on every rank, if the route that was named cannot be used here or with these data.
@@ -93,9 +88,14 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     return route
 
 
+def best(team: Team, cuda: bool) -> str:
+    """What route="auto" stands for: nccl where all data are in GPU memory (`cuda`) and the team has it, else mpi."""
+    return "nccl" if cuda and _load("nccl").missing(team) is None else "mpi"
+
+
 def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> Route:
     if name == "auto":
-        name = "nccl" if all(cuda) and _load("nccl").missing(team) is None else "mpi"
+        name = best(team, all(cuda))
     route = _load(name)
     reason = route.missing(team)
     if reason is not None:

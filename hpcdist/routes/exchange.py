@@ -24,9 +24,7 @@ class Exchange:
         """Send and receive all messages at once; returns when they are done. At most one each way for a pair."""
         raise NotImplementedError
 
-    def gatherv(
-        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
-    ) -> None:
+    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         if recv is None:
             self.exchange(team, _filled([(root, as_bytes(send))]), [])
         else:
@@ -34,9 +32,7 @@ class Exchange:
             blocks[root].copy_(as_bytes(send))
             self.exchange(team, [], _others(blocks, root))
 
-    def scatterv(
-        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
-    ) -> None:
+    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         if send is None:
             self.exchange(team, [], _filled([(root, as_bytes(recv))]))
         else:

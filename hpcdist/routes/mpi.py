@@ -28,18 +28,14 @@ class _Mpi(Exchange):
     def carries(self, team: Team, cuda: bool) -> bool:
         return not cuda or cuda_aware.mpi_takes_gpu_memory(team)
 
-    def gatherv(
-        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
-    ) -> None:
+    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         if displs[-1] + counts[-1] > LIMIT:
             super().gatherv(team, send, recv, counts, displs, root)
         else:
             spec = None if recv is None else [_memory(recv), counts, displs, MPI.BYTE]
             team.comm.Gatherv([_memory(send), counts[team.rank], MPI.BYTE], spec, root)
 
-    def scatterv(
-        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
-    ) -> None:
+    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         if displs[-1] + counts[-1] > LIMIT:
             super().scatterv(team, send, recv, counts, displs, root)
         else:

@@ -38,37 +38,34 @@ class Staged:
     def carries(self, team: Team, cuda: bool) -> bool:
         return True
 
-    def gatherv(
-        self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
-    ) -> None:
-        mine = [(0, counts[team.rank])]
-        all_ = list(zip(displs, counts, strict=True))
-        host_send, host_recv = _Host(send, mine), _Host(recv, all_)
+    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
+        blocks = list(zip(displs, counts, strict=True))
+        source = _Host(send, [(0, counts[team.rank])])
+        target = None if recv is None else _Host(recv, blocks)
         for start, step in _rounds(max(counts), team.size):
-            now = _lengths(all_, start, step)
-            self.route.gatherv(team, host_send.load(start, step), host_recv.room(start, step), now, _at(now), root)
-            host_recv.store(start, step)
+            now = _lengths(blocks, start, step)
+            room = None if target is None else target.room(start, step)
+            self.route.gatherv(team, source.load(start, step), room, now, _at(now), root)
+            if target is not None:
+                target.store(start, step)
 
-    def scatterv(
-        self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
-    ) -> None:
-        mine = [(0, counts[team.rank])]
-        all_ = list(zip(displs, counts, strict=True))
-        host_send, host_recv = _Host(send, all_), _Host(recv, mine)
+    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
+        blocks = list(zip(displs, counts, strict=True))
+        source = None if send is None else _Host(send, blocks)
+        target = _Host(recv, [(0, counts[team.rank])])
         for start, step in _rounds(max(counts), team.size):
-            now = _lengths(all_, start, step)
-            room = host_recv.room(start, step)
-            self.route.scatterv(team, host_send.load(start, step), room, now, _at(now), root)
-            host_recv.store(start, step)
+            now = _lengths(blocks, start, step)
+            loaded = None if source is None else source.load(start, step)
+            self.route.scatterv(team, loaded, target.room(start, step), now, _at(now), root)
+            target.store(start, step)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        mine = [(0, counts[team.rank])]
-        all_ = list(zip(displs, counts, strict=True))
-        host_send, host_recv = _Host(send, mine), _Host(recv, all_)
+        blocks = list(zip(displs, counts, strict=True))
+        source, target = _Host(send, [(0, counts[team.rank])]), _Host(recv, blocks)
         for start, step in _rounds(max(counts), team.size):
-            now = _lengths(all_, start, step)
-            self.route.allgatherv(team, host_send.load(start, step), host_recv.room(start, step), now, _at(now))
-            host_recv.store(start, step)
+            now = _lengths(blocks, start, step)
+            self.route.allgatherv(team, source.load(start, step), target.room(start, step), now, _at(now))
+            target.store(start, step)
 
     def alltoallv(
         self,
@@ -81,13 +78,13 @@ class Staged:
         rdispls: Ints,
     ) -> None:
         sends, recvs = list(zip(sdispls, sendcounts, strict=True)), list(zip(rdispls, recvcounts, strict=True))
-        host_send, host_recv = _Host(send, sends), _Host(recv, recvs)
+        source, target = _Host(send, sends), _Host(recv, recvs)
         longest = max(team.comm.allgather(max((*sendcounts, *recvcounts))))
         for start, step in _rounds(longest, team.size):
             out, in_ = _lengths(sends, start, step), _lengths(recvs, start, step)
-            loaded, room = host_send.load(start, step), host_recv.room(start, step)
+            loaded, room = source.load(start, step), target.room(start, step)
             self.route.alltoallv(team, loaded, out, _at(out), room, in_, _at(in_))
-            host_recv.store(start, step)
+            target.store(start, step)
 
 
 def _rounds(longest: int, size: int) -> list[tuple[int, int]]:
@@ -107,46 +104,41 @@ def _at(lengths: Sequence[int]) -> list[int]:
 class _Host:
     """The host side of a tensor of messages: memory for what travels of them in one round."""
 
-    def __init__(self, messages: Tensor | None, segments: Sequence[Segment]) -> None:
-        self.messages = None if messages is None else as_bytes(messages)
+    def __init__(self, messages: Tensor, segments: Sequence[Segment]) -> None:
+        self.messages = as_bytes(messages)
         self.segments = segments
         self.memory: Tensor | None = None
 
-    def _parts(self, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
-        """(host memory, the part of a message that it stands for), for each message that moves in this round."""
-        assert self.messages is not None and self.memory is not None
-        lengths = _lengths(self.segments, start, step)
-        return [
-            (self.memory[at : at + length], self.messages[offset + start : offset + start + length])
-            for (offset, _), at, length in zip(self.segments, _at(lengths), lengths, strict=True)
-            if length
-        ]
-
-    def room(self, start: int, step: int) -> Tensor | None:
-        """Host memory for one round, packed without gaps; None where this rank has no such messages."""
-        if self.messages is None:
-            return None
+    def room(self, start: int, step: int) -> Tensor:
+        """Host memory for one round, packed without gaps."""
         size = sum(_lengths(self.segments, start, step))
         if self.memory is None:  # the first round moves the most
             self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.messages.is_cuda)
         return self.memory[:size]
 
-    def load(self, start: int, step: int) -> Tensor | None:
+    def load(self, start: int, step: int) -> Tensor:
         """What this rank sends in the round, in host memory."""
         room = self.room(start, step)
-        if room is not None:
-            for host, part in self._parts(start, step):
-                host.copy_(part, non_blocking=True)
-            self._wait()
+        for host, part in self._parts(room, start, step):
+            host.copy_(part, non_blocking=True)
+        self._wait()
         return room
 
     def store(self, start: int, step: int) -> None:
         """Bring what has arrived in the round to its place."""
-        if self.messages is not None:
-            for host, part in self._parts(start, step):
-                part.copy_(host, non_blocking=True)
-            self._wait()
+        for host, part in self._parts(self.room(start, step), start, step):
+            part.copy_(host, non_blocking=True)
+        self._wait()
+
+    def _parts(self, room: Tensor, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
+        """(host memory, the part of a message that it stands for), for each message that moves in this round."""
+        lengths = _lengths(self.segments, start, step)
+        return [
+            (room[at : at + length], self.messages[offset + start : offset + start + length])
+            for (offset, _), at, length in zip(self.segments, _at(lengths), lengths, strict=True)
+            if length
+        ]
 
     def _wait(self) -> None:
-        if self.messages is not None and self.messages.is_cuda:
+        if self.messages.is_cuda:
             torch.cuda.current_stream(self.messages.device).synchronize()

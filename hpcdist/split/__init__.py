@@ -75,7 +75,7 @@ def split(
     agree.refuse("split", agreed.out_extents, cut.extents)
     way = routes.agreed("split", route, team, agreed.kinds)
 
-    with abort.transfer("split", team.size):
+    with abort.Transfer("split", team.size):
         device = here.device if agreed.kinds[team.rank] == CUDA else torch.device("cpu")
         whole = call.x
         if whole is not None:

@@ -1,0 +1,29 @@
+# make demo: an environment that needs neither root nor a compiler, and the command on its default input
+# make test: everything; as root on Debian with Open MPI and parallel HDF5 from its packages
+# make lint, make bench, make clean
+
+.PHONY: demo test lint bench clean
+
+demo:
+	@.ci/environment mpich demo
+	.venv/mpich/bin/mpirun -n 4 .venv/mpich/bin/python -m hpcdist.gather
+
+test:
+	@.ci/environment mpich test
+	@.ci/environment openmpi test
+	@.venv/mpich/bin/python tests/run.py
+
+lint:
+	@.ci/environment mpich test
+	.venv/mpich/bin/ruff check .
+	.venv/mpich/bin/ruff format --check .
+	.venv/mpich/bin/mypy
+
+bench:
+	@.ci/environment mpich test
+	@.ci/environment openmpi test
+	.venv/mpich/bin/pip install -q -c .ci/constraints.txt matplotlib
+	.venv/mpich/bin/python benchmarks/all.py
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,26 @@
+"""concat: the shards of all ranks, joined on every rank. mpirun -n 2 python benchmarks/concat.py"""
+
+from __future__ import annotations
+
+import peers
+from harness import Contender, run
+from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT
+
+import hpcdist as hd
+
+CONTENDERS = [
+    Contender(BASELINE, peers.concat_mpi4py),
+    Contender(CONTROL, peers.concat_mpi4py),
+    Contender(HPCDIST_OUT, lambda case: hd.concat(case.x, route="mpi", out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: hd.concat(case.x, route="mpi")),
+    Contender("hpcdist gloo, out=", lambda case: hd.concat(case.x, route="gloo", out=case.out)),
+    Contender("mpi4py, counts exchanged, new memory", peers.concat_mpi4py_new),
+    Contender("mpi4py, pickle", peers.concat_mpi4py_pickle),
+    Contender(GLOO_PADDED, peers.concat_gloo_padded),
+    Contender("gloo, all_reduce + all_gather_into_tensor", peers.concat_gloo_into_tensor),
+    Contender("gloo, sends to the root, broadcast", peers.concat_gloo_by_root),
+    Contender("gloo, all_gather_object", peers.concat_gloo_object),
+]
+
+if __name__ == "__main__":
+    run("concat", CONTENDERS, with_peaks=True)

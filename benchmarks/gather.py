@@ -1,0 +1,26 @@
+"""gather: the shards of all ranks, joined on the root. mpirun -n 2 python benchmarks/gather.py"""
+
+from __future__ import annotations
+
+import peers
+from harness import Contender, run
+from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT
+
+import hpcdist as hd
+
+CONTENDERS = [
+    Contender(BASELINE, peers.gather_mpi4py),
+    Contender(CONTROL, peers.gather_mpi4py),
+    Contender(HPCDIST_OUT, lambda case: hd.gather(case.x, route="mpi", out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: hd.gather(case.x, route="mpi")),
+    Contender("hpcdist gloo, out=", lambda case: hd.gather(case.x, route="gloo", out=case.out)),
+    Contender("mpi4py, counts exchanged, new memory", peers.gather_mpi4py_new),
+    Contender("mpi4py, pickle", peers.gather_mpi4py_pickle),
+    Contender(GLOO_PADDED, peers.gather_gloo_padded),
+    Contender("gloo, all_reduce + all_gather_into_tensor", peers.gather_gloo_into_tensor),
+    Contender("gloo, sends to the root", peers.gather_gloo_sends),
+    Contender("gloo, gather_object", peers.gather_gloo_object),
+]
+
+if __name__ == "__main__":
+    run("gather", CONTENDERS)

@@ -1,0 +1,264 @@
+"""Times several ways to do the same thing, taking turns in one run. What the words mean: README.md, Definitions."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from itertools import accumulate
+from pathlib import Path
+
+import memory
+import mpi4py
+import report
+import results
+import torch
+from mpi4py import MPI
+from tqdm import tqdm
+
+import hpcdist as hd
+
+ROOT = 0
+DTYPE, MPI_TYPE = torch.int64, MPI.INT64_T  # a value is its index in the whole tensor, exactly
+SAMPLE = 0.002  # seconds that a sample lasts at least
+MOST_CALLS = 5000  # in one sample
+WARM_UP = 2  # rounds that are not counted
+FEWEST = 5  # rounds, for a contender that is too slow for all of them
+SHARE = 4  # a contender gets fewer rounds once all would take over budget / SHARE
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The data of one size and skew on this rank; every contender gets the same.
+
+    Attributes:
+        size, skew: as in results.Case.
+        rank, comm: of this process, and the communicator of all ranks.
+        counts: rows of each rank's shard, in rank order.
+        x: what this rank brings: its shard; for split the whole tensor on the root and None elsewhere.
+        out: memory for this rank's result, filled already; None where it gets no result.
+        send, recv: the same as mpi4py takes it, made in advance.
+        expected: the result on this rank by plain indexing; None where it gets none.
+    """
+
+    size: int
+    skew: str
+    rank: int
+    comm: MPI.Intracomm
+    counts: list[int]
+    x: torch.Tensor | None
+    out: torch.Tensor | None
+    send: list[object] | None
+    recv: list[object] | None
+    expected: torch.Tensor | None
+
+    def x_intact(self) -> bool:
+        first = sum(self.counts[: self.rank])
+        return self.x is None or torch.equal(self.x, torch.arange(first, first + len(self.x), dtype=DTYPE))
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do it: a name, and a function that takes a case and returns the result on this rank, if any."""
+
+    name: str
+    call: Callable[[Case], torch.Tensor | None]
+
+
+def make_case(comm: MPI.Intracomm, verb: str, size: int, skew: str) -> Case:
+    """The case of a verb, `size` in bytes; for skew "16:1" rank 0 holds `size` (128 B at least), the others 1/16."""
+    rows = max(1, size // DTYPE.itemsize)
+    counts = [rows] * comm.size
+    if skew != "even":
+        small = max(1, rows // int(skew.split(":")[0]))
+        counts = [small * int(skew.split(":")[0])] + [small] * (comm.size - 1)
+    displs = list(accumulate(counts, initial=0))
+    whole = torch.arange(displs[-1], dtype=DTYPE)
+    part = whole[displs[comm.rank] : displs[comm.rank + 1]]
+    full = lambda t: [t.numpy(), counts, displs[:-1], MPI_TYPE]  # noqa: E731
+    one = lambda t: [t.numpy(), len(t), MPI_TYPE]  # noqa: E731
+    if verb == "split":
+        x = whole if comm.rank == ROOT else None
+        out = torch.full_like(part, -1)
+        send, recv = (None if x is None else full(x)), one(out)
+        return Case(size, skew, comm.rank, comm, counts, x, out, send, recv, part.clone())
+    x = part.clone()
+    if verb == "gather" and comm.rank != ROOT:
+        return Case(size, skew, comm.rank, comm, counts, x, None, one(x), None, None)
+    out = torch.full_like(whole, -1)
+    return Case(size, skew, comm.rank, comm, counts, x, out, one(x), full(out), whole)
+
+
+def check(contender: Contender, case: Case) -> None:
+    """Call it once and compare with plain indexing. Collective; ends the program on every rank if one is wrong."""
+    if case.out is not None:
+        case.out.fill_(-1)
+    result = contender.call(case)
+    if case.expected is None or result is None:
+        right = case.expected is None and result is None
+    else:
+        right = torch.equal(result, case.expected)
+    wrong = [rank for rank, ok in enumerate(case.comm.allgather(right and case.x_intact())) if not ok]
+    if wrong:
+        what = f"{results.show_size(case.size)}, {case.skew}"
+        raise SystemExit(f"{contender.name!r} gave wrong data, or changed its input, on ranks {wrong} ({what})")
+
+
+def sample(contender: Contender, case: Case, calls: int) -> float:
+    """Seconds per call on the slowest rank, of `calls` calls from one barrier on. Collective."""
+    call = contender.call
+    case.comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call(case)
+    mine = time.perf_counter() - start
+    return float(case.comm.allreduce(mine, op=MPI.MAX)) / calls
+
+
+def calibrate(contender: Contender, case: Case) -> tuple[int, float]:
+    """(calls that last at least SAMPLE, seconds per call). Collective, the same on all ranks."""
+    calls = 1
+    while True:
+        each = sample(contender, case, calls)
+        if calls * each >= SAMPLE or calls == MOST_CALLS:
+            return calls, each
+        calls = min(MOST_CALLS, max(2 * calls, math.ceil(1.2 * SAMPLE / each)))
+
+
+def plan(contender: Contender, case: Case, rounds: int, budget: float) -> tuple[results.Timing, set[int]]:
+    """An empty timing, and the rounds to take part in: all, or evenly spread ones, or none and why."""
+    calls, each = calibrate(contender, case)
+    timing = results.Timing(contender.name, calls, [None] * rounds)
+    cost = calls * each
+    if FEWEST * cost > budget:
+        timing.skipped = f"one call takes {each:.2f} s, so that {FEWEST} rounds exceed the budget of {budget:g} s"
+        return timing, set()
+    taken = max(min(rounds, FEWEST), min(rounds, int(budget / SHARE / cost)))
+    return timing, {i * rounds // taken for i in range(taken)}
+
+
+def measure(contenders: Sequence[Contender], case: Case, rounds: int, budget: float, bar: tqdm) -> results.Case:
+    """Check every contender, then time them round by round. Collective."""
+    plans = []
+    for contender in contenders:
+        check(contender, case)
+        plans.append((contender, *plan(contender, case, rounds, budget)))
+    gc.collect()
+    gc.disable()
+    for round_ in range(-WARM_UP, rounds):
+        order = random.Random(round_).sample(plans, len(plans))  # none always runs after the same other one
+        for contender, timing, taken in order:
+            if round_ in taken:
+                timing.samples[round_] = float(f"{sample(contender, case, timing.calls):.4g}")
+            elif round_ < 0 and len(taken) == rounds:
+                sample(contender, case, timing.calls)
+        gc.collect()
+        bar.update(round_ >= 0)
+    gc.enable()
+    nbytes = [count * DTYPE.itemsize for count in case.counts]
+    return results.Case(case.size, case.skew, nbytes, [timing for _, timing, _ in plans])
+
+
+def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
+    """The peak of extra memory of one call of each. Collective."""
+    nbytes = sum(case.counts) * DTYPE.itemsize
+    found = []
+    for contender in contenders:
+        check(contender, case)
+        extra = memory.peak(case.comm, lambda call=contender.call: call(case))
+        found.append(results.Peak(contender.name, extra, nbytes))
+    return found
+
+
+def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) -> None:
+    """The program of a verb: parse the command line, time every size and skew, print on rank 0, write JSON."""
+    asked = _arguments(verb)
+    with hd.init(device="cpu") as world:
+        cpus = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cpus // world.world_size))
+        record = _record(verb, world.world_size, cpus)
+        comm = world.comm
+        total = len(asked.sizes) * len(asked.skew) * asked.rounds
+        quiet = None if world.rank == 0 else True  # None: tqdm looks whether stderr is a terminal
+        if with_peaks:
+            record.no_peaks = memory.unavailable(comm)
+            if not record.no_peaks:
+                record.peaks = peaks(contenders, make_case(comm, verb, max(asked.sizes), "even"))
+        with tqdm(total=total, desc=verb, unit="round", disable=quiet) as bar:
+            for size in asked.sizes:
+                for skew in asked.skew:
+                    bar.set_postfix_str(f"{results.show_size(size)} {skew}")
+                    case = make_case(comm, verb, size, skew)
+                    record.cases.append(measure(contenders, case, asked.rounds, asked.budget, bar))
+                    if world.rank == 0:
+                        tqdm.write(report.case_table(record, record.cases[-1]) + "\n")
+        if world.rank == 0:
+            if with_peaks:
+                print(report.peak_table(record))
+            if asked.json:
+                print(f"written: {results.save(record, asked.json)}")
+
+
+def _record(verb: str, world_size: int, cpus: int) -> results.Record:
+    vendor, version = MPI.get_vendor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return results.Record(
+        verb=verb,
+        world_size=world_size,
+        mpi=f"{vendor} {'.'.join(map(str, version))}",
+        versions={
+            "hpcdist": hd.__version__,
+            "torch": str(torch.__version__),
+            "mpi4py": mpi4py.__version__,
+            "python": platform.python_version(),
+        },
+        machine=f"{model}, {cpus} cores, Linux {platform.release().split('-')[0]}",
+        threads=torch.get_num_threads(),
+        date=date.today().isoformat(),
+    )
+
+
+def _arguments(verb: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=f"Time {verb} and what people write by hand instead.")
+    parser.add_argument(
+        "--sizes", type=_sizes, default=_sizes("8,64K,16M,64M"), metavar="LIST", help="bytes a rank (8,64K,16M,64M)"
+    )
+    parser.add_argument("--skew", type=_skews, default=_skews("even,16:1"), metavar="LIST", help="even,16:1")
+    parser.add_argument("--rounds", type=int, default=30, help="samples of each contender (%(default)s)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=20,
+        metavar="SECONDS",
+        help=f"for a contender and case: over a quarter of it, fewer rounds; too little for {FEWEST}: skipped, with a "
+        "note in the table (%(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there; in a folder: as MPI-npN-verb")
+    asked = parser.parse_args()
+    if asked.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return asked
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(part.rstrip("KMG")) * _UNITS[part.lstrip("0123456789")] for part in text.upper().split(",")]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected sizes as in 8,64K,16M, got {text!r}") from None
+
+
+def _skews(text: str) -> list[str]:
+    skews = text.split(",")
+    if not set(skews) <= {"even", "16:1"}:
+        raise argparse.ArgumentTypeError(f"expected even, 16:1 or both, got {text!r}")
+    return skews

@@ -1,0 +1,235 @@
+"""The ways people write gather, concat and split by hand today. Each is correct for ragged shards.
+
+Each takes a harness.Case and returns the result on this rank, None where it gets none. Only the preallocated mpi4py
+ones are told the counts of all ranks; the others find out, as a program must. All shards are 1-d and of one dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from harness import Case
+
+ROOT = 0
+
+
+# What several of them need
+
+
+def _sizes_of_all(x: Tensor) -> list[int]:
+    """Rows of every rank's shard, by an all_gather of one integer each."""
+    mine = torch.tensor([len(x)])
+    sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, mine)
+    return [int(size) for size in sizes]
+
+
+def _sizes_from_root(counts: list[int]) -> list[int]:
+    """Rows of every rank's part, which only the root knows, by a broadcast."""
+    sizes = torch.tensor(counts) if dist.get_rank() == ROOT else torch.empty(dist.get_world_size(), dtype=torch.int64)
+    dist.broadcast(sizes, ROOT)
+    return [int(size) for size in sizes]
+
+
+def _pad(x: Tensor, rows: int) -> Tensor:
+    return x if len(x) == rows else torch.cat([x, x.new_empty(rows - len(x))])
+
+
+# concat
+
+
+def concat_mpi4py(case: Case) -> Tensor | None:
+    """The baseline. mpi4py as its tutorial has it for arrays: Allgatherv into memory that is there, counts known."""
+    case.comm.Allgatherv(case.send, case.recv)
+    return case.out
+
+
+def concat_mpi4py_new(case: Case) -> Tensor:
+    """mpi4py, into a new tensor each time; the counts are exchanged first, with the lower-case call."""
+    counts = case.comm.allgather(len(case.x))
+    out = torch.empty(sum(counts), dtype=case.x.dtype)
+    case.comm.Allgatherv([case.x.numpy(), MPI.INT64_T], [out.numpy(), counts, MPI.INT64_T])
+    return out
+
+
+def concat_mpi4py_pickle(case: Case) -> Tensor:
+    """mpi4py's lower-case call: it pickles the tensors."""
+    return torch.cat(case.comm.allgather(case.x))
+
+
+def concat_gloo_padded(case: Case) -> Tensor:
+    """Exchange sizes, pad to the largest, all_gather into a list, trim, cat: torchmetrics' gather_all_tensors, and
+    the usual answer on the PyTorch forum (discuss.pytorch.org, topic 44819)."""
+    sizes = _sizes_of_all(case.x)
+    padded = _pad(case.x, max(sizes))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def concat_gloo_into_tensor(case: Case) -> Tensor:
+    """all_reduce of the sizes, pad to the largest, all_gather_into_tensor, trim if ragged: as accelerate's
+    pad_across_processes and gather do, whose users trim themselves."""
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = len(case.x)
+    dist.all_reduce(sizes)
+    longest = int(sizes.max())
+    whole = case.x.new_empty(len(sizes) * longest)
+    dist.all_gather_into_tensor(whole, _pad(case.x, longest))
+    if int(sizes.min()) == longest:
+        return whole
+    rows = whole.view(-1, longest)
+    return torch.cat([row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)])
+
+
+def concat_gloo_by_root(case: Case) -> Tensor:
+    """Point to point to the root, unpadded, and a broadcast of the whole from there."""
+    whole = gather_gloo_sends(case)
+    if whole is None:
+        whole = case.x.new_empty(sum(_sizes_from_root([])))
+    else:
+        _sizes_from_root([len(whole)] + [0] * (dist.get_world_size() - 1))
+    dist.broadcast(whole, ROOT)
+    return whole
+
+
+def concat_gloo_object(case: Case) -> Tensor:
+    """all_gather_object: torch pickles, pads and unpickles; detectron2's and many evaluation loops' way."""
+    parts: list[Tensor] = [case.x] * dist.get_world_size()
+    dist.all_gather_object(parts, case.x)
+    return torch.cat(parts)
+
+
+# gather
+
+
+def gather_mpi4py(case: Case) -> Tensor | None:
+    """The baseline. mpi4py's Gatherv into memory that is there, counts known."""
+    case.comm.Gatherv(case.send, case.recv, ROOT)
+    return case.out
+
+
+def gather_mpi4py_new(case: Case) -> Tensor | None:
+    """mpi4py, into a new tensor each time; the counts are gathered first, with the lower-case call."""
+    counts = case.comm.gather(len(case.x), ROOT)
+    out = None if counts is None else torch.empty(sum(counts), dtype=case.x.dtype)
+    recv = None if out is None else [out.numpy(), counts, MPI.INT64_T]
+    case.comm.Gatherv([case.x.numpy(), MPI.INT64_T], recv, ROOT)
+    return out
+
+
+def gather_mpi4py_pickle(case: Case) -> Tensor | None:
+    """mpi4py's lower-case call: it pickles the tensors."""
+    parts = case.comm.gather(case.x, ROOT)
+    return None if parts is None else torch.cat(parts)
+
+
+def gather_gloo_padded(case: Case) -> Tensor | None:
+    """Exchange sizes, pad to the largest, gather into a list on the root, trim, cat."""
+    sizes = _sizes_of_all(case.x)
+    padded = _pad(case.x, max(sizes))
+    if case.rank != ROOT:
+        dist.gather(padded, None, ROOT)
+        return None
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.gather(padded, parts, ROOT)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def gather_gloo_into_tensor(case: Case) -> Tensor | None:
+    """The same as for concat, and all ranks but the root drop the result: for want of a ragged gather."""
+    whole = concat_gloo_into_tensor(case)
+    return whole if case.rank == ROOT else None
+
+
+def gather_gloo_sends(case: Case) -> Tensor | None:
+    """Exchange sizes, then isend to the root, which posts an irecv for each rank straight into its place."""
+    sizes = _sizes_of_all(case.x)
+    if case.rank != ROOT:
+        dist.isend(case.x, ROOT).wait()
+        return None
+    whole = case.x.new_empty(sum(sizes))
+    places = whole.split(sizes)
+    works = [dist.irecv(place, rank) for rank, place in enumerate(places) if rank != ROOT]
+    places[ROOT].copy_(case.x)
+    for work in works:
+        work.wait()
+    return whole
+
+
+def gather_gloo_object(case: Case) -> Tensor | None:
+    """gather_object: torch pickles, pads and unpickles."""
+    parts = [case.x] * dist.get_world_size() if case.rank == ROOT else None
+    dist.gather_object(case.x, parts, ROOT)
+    return None if parts is None else torch.cat(parts)
+
+
+# split
+
+
+def split_mpi4py(case: Case) -> Tensor | None:
+    """The baseline. mpi4py's Scatterv into memory that is there, counts known."""
+    case.comm.Scatterv(case.send, case.recv, ROOT)
+    return case.out
+
+
+def split_mpi4py_new(case: Case) -> Tensor:
+    """mpi4py, into a new tensor each time; the counts are scattered first, with the lower-case call."""
+    rows = case.comm.scatter(case.counts if case.rank == ROOT else None, ROOT)
+    out = torch.empty(rows, dtype=torch.int64)
+    send = None if case.x is None else [case.x.numpy(), case.counts, MPI.INT64_T]
+    case.comm.Scatterv(send, [out.numpy(), MPI.INT64_T], ROOT)
+    return out
+
+
+def split_mpi4py_pickle(case: Case) -> Tensor:
+    """mpi4py's lower-case call: it pickles the parts (cloned, or torch pickles the whole with each)."""
+    parts = None if case.x is None else [part.clone() for part in case.x.split(case.counts)]
+    return case.comm.scatter(parts, ROOT)
+
+
+def split_gloo_padded(case: Case) -> Tensor:
+    """Broadcast the sizes, pad every part to the largest, scatter, trim: as DTensor did while gloo's scatter was its
+    way; gloo refuses unequal parts (pytorch#84566)."""
+    sizes = _sizes_from_root(case.counts)
+    mine = torch.empty(max(sizes), dtype=torch.int64)
+    parts = None if case.x is None else [_pad(part, max(sizes)) for part in case.x.split(sizes)]
+    dist.scatter(mine, parts, ROOT)
+    return mine[: sizes[case.rank]]
+
+
+def split_gloo_broadcast(case: Case) -> Tensor:
+    """Broadcast the whole, and each rank keeps a copy of its part."""
+    sizes = _sizes_from_root(case.counts)
+    whole = torch.empty(sum(sizes), dtype=torch.int64) if case.x is None else case.x
+    dist.broadcast(whole, ROOT)
+    return whole.split(sizes)[case.rank].clone()
+
+
+def split_gloo_sends(case: Case) -> Tensor:
+    """Broadcast the sizes, then the root isends each part straight from its place, and each rank receives its own."""
+    sizes = _sizes_from_root(case.counts)
+    mine = torch.empty(sizes[case.rank], dtype=torch.int64)
+    if case.x is None:
+        dist.recv(mine, ROOT)
+        return mine
+    parts = case.x.split(sizes)
+    works = [dist.isend(part, rank) for rank, part in enumerate(parts) if rank != ROOT]
+    mine.copy_(parts[ROOT])
+    for work in works:
+        work.wait()
+    return mine
+
+
+def split_gloo_object(case: Case) -> Tensor:
+    """scatter_object_list: torch pickles the parts (cloned, or it pickles the whole with each), pads, unpickles."""
+    parts = None if case.x is None else [part.clone() for part in case.x.split(case.counts)]
+    mine: list[Tensor] = [torch.empty(0)]
+    dist.scatter_object_list(mine, parts, ROOT)
+    return mine[0]

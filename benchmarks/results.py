@@ -1,0 +1,181 @@
+"""What a benchmark run leaves behind, and the statistics taken from it. Plain Python: no torch, no MPI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent / "results"
+BASELINE = "mpi4py, preallocated"
+CONTROL = "the same once more (control)"
+HPCDIST_OUT = "hpcdist mpi, out="
+HPCDIST_NEW = "hpcdist mpi"
+GLOO_PADDED = "gloo, padded"
+
+
+class Spread(NamedTuple):
+    """The median and the quartiles of a set of figures, in their unit."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass
+class Timing:
+    """How long one contender took in one case.
+
+    Attributes:
+        name: the contender.
+        calls: in one sample, one after the other.
+        samples: seconds per call on the slowest rank, an entry for each round; None where it sat the round out.
+        skipped: why it was not timed at all, or None.
+    """
+
+    name: str
+    calls: int
+    samples: list[float | None]
+    skipped: str | None = None
+
+    @property
+    def rounds(self) -> int:
+        return sum(sample is not None for sample in self.samples)
+
+
+@dataclass
+class Case:
+    """All contenders, timed in the same rounds.
+
+    Attributes:
+        size: bytes of an even shard, and of rank 0's shard where the skew is not "even".
+        skew: "even" or "16:1".
+        nbytes: bytes of each rank's shard.
+        timings: one for each contender, the baseline first.
+    """
+
+    size: int
+    skew: str
+    nbytes: list[int]
+    timings: list[Timing]
+
+    def timing(self, name: str) -> Timing | None:
+        """The contender's timing; None if it is unknown or was skipped."""
+        return next((t for t in self.timings if t.name == name and not t.skipped), None)
+
+
+@dataclass
+class Peak:
+    """Bytes that one call took at its peak beyond what the process held before (result included), the most of all
+    ranks; and the bytes of the result."""
+
+    name: str
+    extra: int
+    result: int
+
+
+@dataclass
+class Record:
+    """One run of one verb: what ran, on what, and all samples."""
+
+    verb: str
+    world_size: int
+    mpi: str
+    versions: dict[str, str]
+    machine: str
+    threads: int
+    date: str
+    cases: list[Case] = field(default_factory=list)
+    peaks: list[Peak] = field(default_factory=list)
+    no_peaks: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its file and its table: <mpi>-np<N>-<verb>."""
+        vendor = self.mpi.rsplit(" ", 1)[0]
+        return f"{vendor.lower().replace(' ', '')}-np{self.world_size}-{self.verb}"
+
+    def case(self, size: int, skew: str) -> Case | None:
+        return next((case for case in self.cases if (case.size, case.skew) == (size, skew)), None)
+
+
+def save(record: Record, path: Path) -> Path:
+    """Write the record to `path`, or under its own name if that is a folder. One line a case."""
+    path = path / f"{record.name}.json" if path.is_dir() else path
+    whole = asdict(record)
+    cases, peaks = whole.pop("cases"), whole.pop("peaks")
+    lists = [f'"{key}": [\n  {_lines(value)}\n]' for key, value in (("cases", cases), ("peaks", peaks))]
+    path.write_text(json.dumps(whole, indent=1).removesuffix("\n}") + ",\n" + ",\n".join(lists) + "\n}\n")
+    return path
+
+
+def _lines(values: Sequence[object]) -> str:
+    return ",\n  ".join(json.dumps(value) for value in values)
+
+
+def load(path: Path) -> Record:
+    """Read what :func:`save` wrote."""
+    whole = json.loads(path.read_text())
+    cases = [Case(**{**case, "timings": [Timing(**t) for t in case["timings"]]}) for case in whole.pop("cases")]
+    peaks = [Peak(**peak) for peak in whole.pop("peaks")]
+    return Record(**whole, cases=cases, peaks=peaks)
+
+
+def load_all(folder: Path = FOLDER) -> list[Record]:
+    """All records in a folder, by name."""
+    return sorted((load(path) for path in folder.glob("*.json")), key=lambda record: record.name)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Spread(median(values), low, high)
+
+
+def seconds(timing: Timing) -> Spread:
+    """The time of one call on the slowest rank, in seconds."""
+    return spread([sample for sample in timing.samples if sample is not None])
+
+
+def pairs(case: Case, name: str, other: str = BASELINE) -> list[tuple[float, float]]:
+    """(seconds of `name`, seconds of `other`) in each round that both took part in; empty if one was not timed."""
+    first, second = case.timing(name), case.timing(other)
+    if first is None or second is None:
+        return []
+    both = zip(first.samples, second.samples, strict=True)
+    return [(a, b) for a, b in both if a is not None and b is not None]
+
+
+def ratio(case: Case, name: str, other: str = BASELINE) -> Spread | None:
+    """The paired ratio: in each round the time of `name` divided by that of `other`."""
+    both = pairs(case, name, other)
+    return spread([a / b for a, b in both]) if both else None
+
+
+def difference(case: Case, name: str, other: str = BASELINE) -> Spread | None:
+    """The paired difference: in each round the time of `name` less that of `other`, in seconds."""
+    both = pairs(case, name, other)
+    return spread([a - b for a, b in both]) if both else None
+
+
+def gigabytes_per_second(case: Case, timing: Timing) -> float:
+    """Bytes of the whole tensor (each counted once) by the median time of a call, in 1e9 bytes a second."""
+    return sum(case.nbytes) / seconds(timing).median / 1e9
+
+
+def show_size(nbytes: int) -> str:
+    """A size as people write it.
+
+    Example::
+
+        >>> show_size(65536)
+        '64 KiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes} {unit}"
+        nbytes //= 1024
+    return f"{nbytes} GiB"

@@ -1,0 +1,33 @@
+"""split: each rank's part of a tensor that the root holds. mpirun -n 2 python benchmarks/split.py"""
+
+from __future__ import annotations
+
+import peers
+from harness import Case, Contender, run
+from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT
+from torch import Tensor
+
+import hpcdist as hd
+
+
+def split(case: Case, route: str, out: Tensor | None) -> Tensor:
+    """hpcdist's; as a user would, only the root says how to cut."""
+    return hd.split(case.x, counts=None if case.x is None else case.counts, route=route, out=out)
+
+
+CONTENDERS = [
+    Contender(BASELINE, peers.split_mpi4py),
+    Contender(CONTROL, peers.split_mpi4py),
+    Contender(HPCDIST_OUT, lambda case: split(case, "mpi", case.out)),
+    Contender(HPCDIST_NEW, lambda case: split(case, "mpi", None)),
+    Contender("hpcdist gloo, out=", lambda case: split(case, "gloo", case.out)),
+    Contender("mpi4py, counts exchanged, new memory", peers.split_mpi4py_new),
+    Contender("mpi4py, pickle", peers.split_mpi4py_pickle),
+    Contender(GLOO_PADDED, peers.split_gloo_padded),
+    Contender("gloo, broadcast the whole, keep a part", peers.split_gloo_broadcast),
+    Contender("gloo, sends from the root", peers.split_gloo_sends),
+    Contender("gloo, scatter_object_list", peers.split_gloo_object),
+]
+
+if __name__ == "__main__":
+    run("split", CONTENDERS)

@@ -1,0 +1,143 @@
+"""The arrays that a command reads: which there are, which rank reads which, and whether they fit together."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist import files, layout
+from hpcdist.buffers import as_bytes
+from hpcdist.command import agreed, progress
+from hpcdist.errors import InputError
+from hpcdist.files import Source
+from hpcdist.world import World
+
+__all__ = ["Inputs", "equal", "find", "sha256"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the ranks read together.
+
+    Attributes:
+        sources: all arrays, in order; rank r reads ``sources[bounds[r]:bounds[r + 1]]``.
+        shape, dtype: of all of them, joined.
+        dim: along which they are joined, >= 0.
+        of_stdlib: they are the source files of Python's standard library, as uint8.
+    """
+
+    sources: list[Source]
+    bounds: list[int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+    of_stdlib: bool
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self, source: Source) -> Tensor:
+        """One array, with at least one dim.
+
+        Raises:
+            InputError: it cannot be read, or is not what its header said before.
+        """
+        x = torch.from_numpy(np.fromfile(source.spec, np.uint8)) if self.of_stdlib else files.load(source.spec)
+        if tuple(x.shape) != source.shape:
+            raise InputError(f"{source.spec}: has changed while it was read")
+        return x if x.dim() else x.view(1)
+
+    def shard(self, world: World) -> Tensor:
+        """This rank's arrays, joined; no rows if it has none. Collective: an InputError anywhere is one everywhere."""
+        mine = self.sources[self.bounds[world.rank] : self.bounds[world.rank + 1]]
+        parts: list[Tensor] = []
+        agreed(world, lambda: parts.extend(self.read(source) for source in progress(mine, world, "read")))
+        if len(parts) == 1:
+            return parts[0]
+        shape = list(self.shape)
+        shape[self.dim] = 0
+        return torch.cat([torch.empty(shape, dtype=self.dtype), *parts], self.dim)
+
+    def verify(self, held: Sequence[Tensor], world: World) -> tuple[bool, str | None]:
+        """Whether the tensors that are held have the bits of all inputs, read here, on one process.
+
+        Returns:
+            The verdict, and for dim 0 the SHA-256 of the inputs in their order.
+        """
+        digest = hashlib.sha256()
+        start, right = 0, all(tuple(whole.shape) == self.shape for whole in held)
+        for source in progress(self.sources, world, "verify"):
+            x = self.read(source)
+            rows = x.shape[self.dim]
+            right = right and all(equal(whole.narrow(self.dim, start, rows), x) for whole in held)
+            digest.update(as_bytes(x.contiguous()).numpy().data)
+            start += rows
+        return right, digest.hexdigest() if self.dim == 0 else None
+
+
+def find(world: World, given: Sequence[str], dim: int) -> Inputs:
+    """The inputs that `given` stands for; nothing given stands for Python's standard library. Collective.
+
+    Raises:
+        InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
+    """
+    (specs,) = agreed(world, (lambda: files.expand(given)) if given else _stdlib, root=0)
+    bounds = [*layout.displs(layout.block(len(specs), world.world_size)), len(specs)]
+    mine = specs[bounds[world.rank] : bounds[world.rank + 1]]
+    describe = files.describe if given else _describe_text
+    described = agreed(world, lambda: [describe(spec) for spec in progress(mine, world, "look")])
+    sources = [source for part in described for source in part]
+    dim = _check(sources, dim)
+    total = sum(source.shape[dim] if source.shape else 1 for source in sources)
+    shape = sources[0].shape
+    return Inputs(sources, bounds, (*shape[:dim], total, *shape[dim + 1 :]), sources[0].dtype, dim, of_stdlib=not given)
+
+
+def _check(sources: Sequence[Source], dim: int) -> int:
+    """Whether the arrays can be joined along dim, which is returned non-negative."""
+    first = sources[0]
+    ndim = len(first.shape) or 1
+    if not -ndim <= dim < ndim:
+        raise InputError(f"--dim {dim}: {first.spec} has {len(first.shape)} dims, expected {-ndim} to {ndim - 1}")
+    dim %= ndim
+    for source in sources:
+        if source.dtype != first.dtype:
+            raise InputError(f"{source.spec}: dtype {source.dtype}, but {first.spec} has {first.dtype}")
+        if _besides(source, dim) != _besides(first, dim):
+            raise InputError(
+                f"{source.spec}: shape {source.shape} does not fit {first.shape} of {first.spec} along dim {dim}"
+            )
+    return dim
+
+
+def _besides(source: Source, dim: int) -> tuple[int, ...]:
+    """What must be the same in all arrays: the number of dims, and the extents besides dim."""
+    return (len(source.shape), *source.shape[:dim], *source.shape[dim + 1 :])
+
+
+def _stdlib() -> list[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(str(path) for path in root.rglob("*.py") if "site-packages" not in path.parts and path.is_file())
+
+
+def _describe_text(path: str) -> Source:
+    return Source(path, (Path(path).stat().st_size,), torch.uint8)
+
+
+def equal(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
+    same = x.shape == y.shape and x.dtype == y.dtype
+    return same and torch.equal(as_bytes(x.contiguous()), as_bytes(y.contiguous()))
+
+
+def sha256(x: Tensor) -> str:
+    """Of the tensor's bytes, in order."""
+    return hashlib.sha256(as_bytes(x.contiguous().cpu()).numpy().data).hexdigest()

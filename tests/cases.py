@@ -1,0 +1,131 @@
+"""Values, shapes, strides and the oracle: plain indexing of one whole tensor that every rank builds for itself.
+
+Every value encodes its index in the whole, so that no two places can be confused, and comparisons are of bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hpcdist.buffers import DTYPES
+
+__all__ = ["DTYPES", "EXTENTS", "STRIDES", "extents_of", "part", "same_bits", "starts", "strides_for", "whole_of"]
+
+_BYTES_AS_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x1E3779B97F4A7C15  # multiplication by an odd number is a bijection of the integers modulo a power of 2
+
+
+def whole_of(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> Tensor:
+    """A contiguous tensor in which place i has its own bits: a pattern of (i, salt), seen as `dtype`.
+
+    In dtypes of one byte the pattern has the period 251 (a prime), in bool it is a bit of a hash of i.
+    """
+    words = max(1, dtype.itemsize // 8)  # a complex128 is two words
+    index = torch.arange(prod(shape) * words, dtype=torch.int64) + 1_000_003 * salt
+    if dtype == torch.bool:
+        values = (index * _ODD >> 40 & 1).bool()
+    elif dtype.itemsize == 1:
+        values = ((index * 37 + 11) % 251).to(torch.uint8).view(dtype)
+    else:
+        size = min(8, dtype.itemsize)
+        mixed = (index + 1) * _ODD
+        values = (mixed if size == 8 else (mixed & 2 ** (8 * size) - 1)).to(_BYTES_AS_INT[size]).view(dtype)
+    return values.view(shape)
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether dtype, shape and every bit are the same: NaNs and negative zeros too."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return torch.equal(_bits(x), _bits(y))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+EXTENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "even": lambda size: (2,) * size,
+    "ragged": lambda size: tuple(2 * rank + 1 if rank % 2 else 3 * (size - rank) for rank in range(size)),
+    "zero first": lambda size: (0, *range(2, size + 1)),
+    "zero in the middle": lambda size: tuple(0 if rank == size // 2 else rank + 1 for rank in range(size)),
+    "zero last": lambda size: (*range(2, size + 1), 0),
+    "all zero": lambda size: (0,) * size,
+    "all on one rank": lambda size: tuple(5 if rank == size // 2 else 0 for rank in range(size)),
+    "one row fewer than ranks": lambda size: (*(1,) * (size - 1), 0),
+}
+"""The extents along dim by rank, for a number of ranks."""
+
+
+def extents_of(case: str, size: int) -> tuple[int, ...]:
+    extents = EXTENTS[case](size)
+    assert len(extents) == size
+    return extents
+
+
+def starts(extents: tuple[int, ...]) -> list[int]:
+    """Where each rank's rows start."""
+    return [sum(extents[:rank]) for rank in range(len(extents))]
+
+
+def part(whole: Tensor, dim: int, extents: tuple[int, ...], rank: int) -> Tensor:
+    """The rows of `rank`, by plain indexing: a view."""
+    start = starts(extents)[rank]
+    index = [slice(None)] * whole.dim()
+    index[dim] = slice(start, start + extents[rank])
+    return whole[tuple(index)]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _stepped(x: Tensor) -> Tensor:
+    holes = whole_of((*x.shape[:-1], 3 * x.shape[-1]), x.dtype, salt=7)
+    holes[..., 1::3] = x
+    return holes[..., 1::3]
+
+
+def _offset(x: Tensor) -> Tensor:
+    longer = whole_of((x.numel() + 8,), x.dtype, salt=7)
+    longer[5 : 5 + x.numel()] = x.reshape(-1)
+    return longer[5 : 5 + x.numel()].view(x.shape)
+
+
+def _expanded(x: Tensor) -> Tensor:
+    return x[..., :1].expand(x.shape)
+
+
+def _conjugated(x: Tensor) -> Tensor:
+    return x.conj()
+
+
+def _negated(x: Tensor) -> Tensor:
+    """The imaginary part of a conjugate is negated when it is read."""
+    return torch.complex(torch.zeros_like(x), x).conj().imag
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.clone,
+    "transposed": _transposed,
+    "stepped": _stepped,
+    "offset": _offset,
+    "expanded": _expanded,
+    "conjugated": _conjugated,
+    "negated": _negated,
+}
+"""Ways to lay a tensor out in memory; the last three change its values too."""
+
+
+def strides_for(dtype: torch.dtype) -> Iterator[str]:
+    """The names in STRIDES that this dtype can have."""
+    for name in STRIDES:
+        if name == "conjugated" and not dtype.is_complex:
+            continue
+        if name == "negated" and dtype not in (torch.float32, torch.float64):
+            continue
+        yield name

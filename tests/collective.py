@@ -1,0 +1,96 @@
+"""Verdicts that all ranks of a test share: it fails on all of them, and no rank waits for one that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from cases import same_bits
+from hpcdist import agree, checks
+from hpcdist import world as worlds
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Findings", "assert_on_all_ranks", "failures_elsewhere", "raises_on_all_ranks"]
+
+E = TypeVar("E", bound=Exception)
+
+_SHOWN = 6  # a loop with one mistake finds it in every turn
+
+
+def assert_on_all_ranks(comm: MPI.Comm, condition: object, message: object = "") -> None:
+    """Fail on every rank of `comm`, naming the ranks on which `condition` is false and what they have to say."""
+    _meet(comm)
+    verdicts = comm.allgather(None if condition else str(message) or "condition is false")
+    failed = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
+    if failed:
+        lines = [f"  rank {rank}: {verdict}" for rank, verdict in failed.items()]
+        raise AssertionError("\n".join([f"failed on ranks {sorted(failed)} of {comm.size}", *lines]))
+
+
+def raises_on_all_ranks(comm: MPI.Comm, kind: type[E], step: Callable[[], object]) -> E:
+    """Run `step`, which must raise `kind` with the same text on every rank of `comm`; returns the error."""
+    error: Exception | None = None
+    try:
+        step()
+    except Exception as caught:
+        error = caught
+    expected = f"expected {kind.__name__}, got {error!r}"
+    assert_on_all_ranks(comm, isinstance(error, kind), expected)
+    texts = comm.allgather(str(error))
+    assert_on_all_ranks(comm, len(set(texts)) == 1, f"the error's text differs between ranks, here: {error}")
+    assert isinstance(error, kind)
+    return error
+
+
+class Findings:
+    """What a loop of collectives finds wrong: told at its end, so that no rank leaves the loop before the others."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.comm = comm
+        self.found: list[str] = []
+        self.checked = 0
+
+    def check(self, condition: object, message: object) -> None:
+        self.checked += 1
+        if not condition:
+            self.found.append(str(message))
+
+    def same(self, got: object, expected: torch.Tensor, message: object) -> None:
+        """`got` is a tensor with the dtype, shape and bits of `expected`."""
+        if not isinstance(got, torch.Tensor):
+            self.check(False, f"{message}: expected a tensor, got {got!r}")
+        else:
+            shown = f"{message}: {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+            self.check(same_bits(got, expected), f"{shown}, of the values given by the oracle")
+
+    def settle(self) -> None:
+        """The verdict, on all ranks; a loop that checked nothing has proven nothing."""
+        more = f" (and {len(self.found) - _SHOWN} more)" if len(self.found) > _SHOWN else ""
+        assert_on_all_ranks(self.comm, not self.found, "\n    ".join(self.found[:_SHOWN]) + more)
+        assert_on_all_ranks(self.comm, self.checked, "nothing was checked")
+
+
+def _meet(comm: MPI.Comm) -> None:
+    """Fail, rather than wait, if a rank of the world has already left the test: see :func:`failures_elsewhere`."""
+    world = worlds._world
+    if world is not None and comm.size == world.world_size:
+        agree.exchange(world.team, checks.Call("assert_on_all_ranks"))
+
+
+def failures_elsewhere(comm: MPI.Comm, error: BaseException | None) -> str | None:
+    """Wait for all ranks at the end of a phase of a test, in which `error` came out of it here.
+
+    A rank that failed early answers the verbs and verdicts of the others meanwhile, so that they fail and come too.
+
+    Returns:
+        What went wrong on the other ranks.
+    """
+    world = worlds._world
+    if world is not None and comm.size == world.world_size:
+        agree.leave(world.team)
+    errors = comm.allgather(None if error is None else f"{type(error).__name__}: {error}")
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None and rank != comm.rank]
+    return "\n".join(lines) or None

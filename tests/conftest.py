@@ -1,0 +1,98 @@
+"""How the tests run under mpirun: what is selected, who prints, and that the ranks stay together after a failure.
+
+    python -m pytest -m "not mpi"
+    mpirun -n N python -m pytest --with-mpi -m mpi
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from collective import failures_elsewhere
+
+import hpcdist
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LARGE_NEEDS = 2  # ranks: more would not fit in the memory of a small machine
+
+_comm: MPI.Intracomm | None = None  # the tests' own duplicate of COMM_WORLD, if this is a run with --with-mpi
+
+
+@pytest.hookimpl(tryfirst=True)  # before the terminal reporter takes sys.stdout
+def pytest_configure(config: pytest.Config) -> None:
+    """Only rank 0 prints; what the others have to say is in build/test-logs."""
+    global _comm
+    if not config.getoption("--with-mpi"):
+        return
+    from mpi4py import MPI
+
+    _comm = MPI.COMM_WORLD.Dup()
+    if _comm.rank > 0:
+        log = config.rootpath / "build" / "test-logs" / f"rank-{_comm.rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        sys.stdout = log.open("w", buffering=1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what cannot run in this job; nothing is skipped."""
+    size = 0 if _comm is None else _comm.size
+    kept = [item for item in items if _can_run(item, size)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _can_run(item: pytest.Item, size: int) -> bool:
+    marks = list(item.iter_markers("mpi"))
+    if marks and size < max(mark.kwargs.get("min_size", 1) for mark in marks):
+        return False
+    if item.get_closest_marker("large") and size != _LARGE_NEEDS:
+        return False
+    return item.get_closest_marker("gpu") is None or torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _together(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _together(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    try:
+        return (yield from _together(item))
+    finally:
+        item.config.get_terminal_writer().flush()  # what is printed survives an abort of the job
+
+
+def _together(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A phase of a test that fails on one rank fails on all, and all go on to the next one together."""
+    if _comm is None or item.get_closest_marker("mpi") is None:
+        return (yield)
+    error: BaseException | None = None
+    result = None
+    try:
+        result = yield
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as caught:
+        error = caught
+    elsewhere = failures_elsewhere(_comm, error)
+    if error is not None:
+        raise error
+    if elsewhere is not None:
+        pytest.fail(f"failed on another rank (its traceback is in build/test-logs)\n{elsewhere}", pytrace=False)
+    return result
+
+
+@pytest.fixture(scope="session")
+def world() -> hpcdist.World:
+    """The world of all ranks; it is left at the end of the program, as a user's is."""
+    return hpcdist.init()

@@ -1,0 +1,143 @@
+"""Run the whole suite: without MPI, and on several numbers of ranks under each MPI; one clear result at the end.
+
+Usage: python tests/run.py [RUN ...]   (all runs if none is named; --list names them)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "build" / "test-logs"
+DEADLINE = 600  # seconds for one run; each test has a shorter one of its own
+
+# More ranks than cores, and root: what the two Open MPIs want to be told.
+OPENMPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of pytest: `mpi` names the environment, and `np` is 0 for plain Python without a launcher."""
+
+    mpi: str
+    np: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.mpi}-np{self.np}" if self.np else f"{self.mpi}-plain"
+
+    def command(self) -> list[str]:
+        bin_ = ROOT / ".venv" / self.mpi / "bin"
+        pytest = [str(bin_ / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        if self.np == 0:
+            return [*pytest, "-m", "not mpi"]
+        own = bin_ / "mpirun"
+        mpirun = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
+        return [mpirun, "-n", str(self.np), *pytest, "--with-mpi", "-m", "mpi"]
+
+
+RUNS = [
+    *(Run("openmpi", np) for np in (0, 1, 2, 3, 5)),
+    *(Run("mpich", np) for np in (0, 1, 2)),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    passed: int
+    failed: int
+    seconds: float
+    note: str
+
+
+def execute(run: Run) -> Outcome:
+    """Run pytest under its deadline, with its output in a log; a run that ends badly counts as a failure."""
+    log = LOGS / f"{run.name}.log"
+    start = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            run.command(),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            status, note = process.wait(DEADLINE), ""
+        except subprocess.TimeoutExpired:
+            _end(process)
+            status, note = 1, f"not done after {DEADLINE} s"
+    seconds = time.monotonic() - start
+    counts = _counts(log.read_text(errors="replace"))
+    passed, failed, skipped = counts["passed"], counts["failed"] + counts["error"], counts["skipped"]
+    if skipped:
+        note, failed = f"{skipped} skipped, which this suite does not allow", failed + skipped
+    if (status or not passed) and not failed:
+        note, failed = note or f"exit status {status}, {passed} passed", 1
+    return Outcome(passed, failed, seconds, note)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End mpirun and its ranks: it passes a SIGTERM on; what is left of its process group is killed."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _counts(output: str) -> dict[str, int]:
+    """The numbers in pytest's last line, as rank 0 printed it."""
+    kinds = ("passed", "failed", "error", "skipped")
+    lines = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|error|skipped).* in \d", line)]
+    found = re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1]) if lines else []
+    return {kind: sum(int(number) for number, what in found if what == kind) for kind in kinds}
+
+
+def main(names: list[str]) -> int:
+    runs = [run for run in RUNS if not names or run.name in names]
+    if names == ["--list"] or not runs:
+        print("\n".join(run.name for run in RUNS))
+        return 0 if names == ["--list"] else 2
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    outcomes = []
+    for run in runs:
+        print(f"{run.name:16}", end=" ", flush=True)
+        outcome = execute(run)
+        outcomes.append(outcome)
+        verdict = "ok" if not outcome.failed else "FAILED"
+        print(f"{outcome.passed:5} passed {outcome.failed:4} failed {outcome.seconds:6.0f} s  {verdict}", flush=True)
+        if outcome.failed:
+            tail = (LOGS / f"{run.name}.log").read_text(errors="replace").splitlines()[-80:]
+            print("\n".join(["", f"--- {run.name}: {outcome.note}; the end of its output:", *tail, "---", ""]))
+    for left_out in sorted(ROOT.glob(".venv/*/left-out")):
+        print(f"left out: {left_out.read_text().strip()}")
+    passed, failed = (sum(getattr(outcome, kind) for outcome in outcomes) for kind in ("passed", "failed"))
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
