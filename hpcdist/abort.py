@@ -7,6 +7,7 @@ idea is that of ``python -m mpi4py`` (mpi4py/run.py), without asking the user to
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import traceback
 import weakref
@@ -15,7 +16,7 @@ from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["Transfer", "arm", "disarm", "job", "note"]
+__all__ = ["Transfer", "arm", "check", "disarm", "job", "note"]
 
 _exit = sys.exit
 _armed = False
@@ -63,7 +64,7 @@ def job(status: int) -> NoReturn:
         if stream is not None:
             stream.flush()
     MPI.COMM_WORLD.Abort(status)
-    raise AssertionError("MPI_Abort returned")  # for the type checker: it does not
+    os._exit(status)  # MPICH returns, and has its launcher end the processes
 
 
 def _excepthook(
@@ -77,7 +78,8 @@ def _excepthook(
     return hook
 
 
-def _at_exit() -> None:
+def check() -> None:
+    """At the end of the program: end the job if this process leaves with a non-zero status that it alone knows of."""
     if _outermost is not None:
         last_instruction = opname[_outermost.f_code.co_code[_outermost.f_lasti]]
         if not last_instruction.startswith("RETURN"):  # the program did not reach its end
@@ -129,7 +131,7 @@ def arm() -> None:
         _outermost = frame
         sys.exit = _sys_exit
         sys.excepthook = _excepthook(sys.excepthook)
-        atexit.register(_at_exit)
+        atexit.register(check)
 
 
 def disarm() -> None:
@@ -137,4 +139,4 @@ def disarm() -> None:
     global _armed
     _armed = False
     sys.exit = _exit
-    atexit.unregister(_at_exit)
+    atexit.unregister(check)

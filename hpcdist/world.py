@@ -183,6 +183,7 @@ def _leave() -> None:
     """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
     from mpi4py import MPI
 
+    abort.check()  # handlers run last come first: abort's own would come too late
     if _world is not None and not MPI.Is_finalized():
         agree.leave(_world.team)
         _world._close()
