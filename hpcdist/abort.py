@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,10 @@ from typing import Any, NoReturn
 
 __all__ = ["Transfer", "arm", "check", "disarm", "job", "note"]
 
+_FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
 _exit = sys.exit
+_first_hook = _last_hook = sys.excepthook  # those before arm() was first called, and last called
+_reporting = False
 _armed = False
 _status: int | None = None  # the exit status of a SystemExit that nobody caught
 _noted: Any = None  # the code of a SystemExit that passed by on its way out
@@ -63,19 +67,22 @@ def job(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+    time.sleep(_FORWARD_SECONDS)
     MPI.COMM_WORLD.Abort(status)
     os._exit(status)  # MPICH returns, and has its launcher end the processes
 
 
-def _excepthook(
-    previous: Callable[..., Any],
-) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        if _armed:
-            job(1)
-
-    return hook
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback as it would be without us, then end the job."""
+    global _reporting
+    if _reporting:  # a hook that was set after arm(), and calls on to the one it found
+        _first_hook(kind, error, trace)
+        return
+    _reporting = True
+    _last_hook(kind, error, trace)
+    _reporting = False
+    if _armed:
+        job(1)
 
 
 def check() -> None:
@@ -121,8 +128,12 @@ class Transfer:
 
 
 def arm() -> None:
-    """From now on, an uncaught exception or a non-zero ``sys.exit`` of this process ends the whole MPI job."""
-    global _armed, _outermost
+    """From now on, an uncaught exception or a non-zero ``sys.exit`` of this process ends the whole MPI job.
+
+    To be called again when somebody else may have set ``sys.excepthook``, as torch.distributed does: its hook
+    collects what the others print, which would be lost if the job ended in one of those.
+    """
+    global _armed, _outermost, _first_hook, _last_hook
     if not _armed:
         _armed = True
         frame = sys._getframe()
@@ -130,8 +141,11 @@ def arm() -> None:
             frame = frame.f_back
         _outermost = frame
         sys.exit = _sys_exit
-        sys.excepthook = _excepthook(sys.excepthook)
+        _first_hook = sys.excepthook
         atexit.register(check)
+    if sys.excepthook is not _excepthook:
+        _last_hook = sys.excepthook
+        sys.excepthook = _excepthook
 
 
 def disarm() -> None:

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ def describe(spec: str) -> Source:
 
 
 def load(spec: str) -> Tensor:
-    """Read an array as a CPU tensor, of native byte order. An .npy file is mapped, not read: do not write to it."""
+    """Read an array as a CPU tensor, of native byte order. An .npy file is mapped, copy on write."""
     with _opened(spec) as (_, _, read):
         return read()
 
@@ -180,9 +179,7 @@ def _of_numpy(path: str, dtype: np.dtype[Any]) -> torch.dtype:
 
 def _to_torch(array: np.ndarray[Any, Any]) -> Tensor:
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
-        return torch.from_numpy(native if all(s >= 0 for s in native.strides) else native.copy())
+    return torch.from_numpy(native)
 
 
 def _array(path: str, array: np.ndarray[Any, Any]) -> _Opened:
@@ -200,7 +197,7 @@ def _read_npy(path: str, name: str | None) -> Iterator[_Opened]:
         header = np.lib.format.read_array_header_1_0 if magic == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = header(file)
     empty = 0 in shape or dtype.hasobject  # there is nothing to map; or numpy is to say why not
-    yield _array(path, np.load(path, mmap_mode=None if empty else "r"))
+    yield _array(path, np.load(path, mmap_mode=None if empty else "c"))
 
 
 @contextmanager

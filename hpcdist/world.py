@@ -210,6 +210,8 @@ def _make(
     order = sorted(set(leaders))
     chosen, own_gpus = _choose_device(private, local.rank, device, backend)
     group, owns_group = _start_torch(private, len(order), own_gpus, backend, timeout)
+    if comm.size > 1:
+        abort.arm()
     world = World(
         rank=private.rank,
         world_size=private.size,

@@ -1,0 +1,63 @@
+"""Start jobs as a user would: mpirun in a subprocess, with a deadline, and nothing left running behind it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.world import without_launcher
+
+DEADLINE = 60  # seconds; a job that takes longer hangs
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a job ended: mpirun's exit status, and what all ranks printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def mpirun(np: int, *args: str, code: str = "", cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:
+    """Run ``python *args`` (or ``python -c code``) on `np` ranks of the MPI that this Python's mpi4py uses.
+
+    np 0 runs it without a launcher. An AssertionError, after the job was ended, if it hangs.
+    """
+    own = Path(sys.executable).with_name("mpirun")
+    launcher = [str(own) if own.exists() else str(shutil.which("mpirun")), "-n", str(np)] if np else []
+    args = ("-c", textwrap.dedent(code)) if code else args
+    return run([*launcher, sys.executable, *args], cwd=cwd, env=env)
+
+
+def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:
+    """Run a command as the leader of its own session, and end that whole session if the deadline passes."""
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**without_launcher(os.environ), "OMP_NUM_THREADS": "1", **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=DEADLINE)
+        except subprocess.TimeoutExpired as late:
+            process.terminate()  # mpirun passes it on to the ranks
+            try:
+                out, err = process.communicate(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                out, err = process.communicate()
+            raise AssertionError(f"the job did not end within {DEADLINE} s\n{out}\n{err}") from late
+    return Job(process.returncode, out, err)

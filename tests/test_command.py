@@ -1,0 +1,201 @@
+"""The commands as a user starts them: what they print, write and refuse, on any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from launch import Job, mpirun
+from safetensors.torch import load_file, save_file
+
+from hpcdist import __version__
+
+
+def gather(np_: int, *args: object, cwd: Path | None = None) -> Job:
+    return mpirun(np_, "-m", "hpcdist.gather", *map(str, args), cwd=cwd)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Five ragged shards of one 2-d array, in files of four kinds; the second one has no rows."""
+    whole = np.arange(44, dtype=np.int32).reshape(11, 4)
+    parts = np.split(whole, [3, 3, 4, 9])
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    np.save(folder / "s0.npy", parts[0])
+    np.savez(folder / "s1.npz", parts[1])
+    torch.save(torch.from_numpy(parts[2]), folder / "s2.pt")
+    save_file({"x": torch.from_numpy(parts[3])}, folder / "s3.safetensors")
+    with h5py.File(folder / "s4.h5", "w") as file:
+        file["deep/x"] = parts[4]
+    np.save(tmp_path / "whole.npy", whole)
+    return folder
+
+
+@pytest.mark.parametrize("np_", [0, 1, 3, 6])
+def test_default_input_is_the_standard_library(np_: int) -> None:
+    """The hash is that of the files read here, one after the other."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(str(p) for p in root.rglob("*.py") if "site-packages" not in p.parts)
+    digest = hashlib.sha256(b"".join(Path(p).read_bytes() for p in paths)).hexdigest()
+    job = gather(np_)
+    assert job.status == 0, job.err
+    assert f"sha256 {digest}: equal to the inputs read on one process" in job.out
+    assert f"gather: {len(paths)} source files" in job.out
+    assert job.out.count("ranks:") == 1  # rank 0 alone prints
+
+
+@pytest.mark.parametrize("np_", [0, 2, 6])
+@pytest.mark.parametrize("output", ["out.npy", "out.pt", "out.safetensors", "out.h5"])
+def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, output: str, shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / output
+    job = gather(np_, f"{shards}/*", "-o", out, "--verify", "--json", "--root", max(np_ - 1, 0))
+    assert job.status == 0, job.err
+    report = json.loads(job.out)
+    assert report["verified"] is True
+    assert (report["shape"], report["dtype"], report["files"], report["ranks"]) == ([11, 4], "int32", 5, max(np_, 1))
+    if output.endswith(".npy"):
+        got = np.load(out)
+    elif output.endswith(".pt"):
+        got = torch.load(out).numpy()
+    elif output.endswith(".safetensors"):
+        got = load_file(out)["data"].numpy()
+    else:
+        with h5py.File(out) as file:
+            got = file["data"][()]
+    assert got.dtype == np.int32
+    assert np.array_equal(got, np.load(tmp_path / "whole.npy"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([output, "shards", "whole.npy"])
+
+
+def test_along_another_dim_on_all_ranks_over_every_route(tmp_path: Path) -> None:
+    whole = torch.arange(60.0).view(3, 10, 2)
+    for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
+        torch.save(part.clone(), tmp_path / f"{i}.pt")
+    for route in ("mpi", "gloo", "auto"):
+        job = gather(
+            3, f"{tmp_path}/?.pt", "--dim", -2, "--all", "--route", route, "-o", tmp_path / "all.npy", "--verify"
+        )
+        assert job.status == 0, job.err
+        assert "equal to the inputs" in job.out
+        assert "shape (3, 10, 2) on every rank" in job.out
+        assert np.array_equal(np.load(tmp_path / "all.npy"), whole.numpy())
+
+
+def test_compare_runs_every_route_on_the_same_data(shards: Path) -> None:
+    job = gather(2, f"{shards}/*", "--compare", "--json")
+    assert job.status == 0, job.err
+    report = json.loads(job.out)
+    rows = {row["route"]: row for row in report["routes"]}
+    assert set(rows) == {"nccl", "gloo", "mpi"}
+    for route in ("gloo", "mpi"):
+        assert rows[route]["same_result"] is True
+        assert rows[route]["seconds"] > 0
+        assert rows[route]["ratio_to_best"] >= 1
+    assert min(rows[route]["ratio_to_best"] for route in ("gloo", "mpi")) == 1
+    if not torch.cuda.is_available():
+        assert "needs a GPU of its own" in rows["nccl"]["refused"]
+    assert report["bytes_sent"] == 8 * 4 * 4  # rows 3 to 10 go from rank 1 to rank 0
+    text = gather(2, f"{shards}/*", "--compare")
+    assert "time (ms)" in text.out
+    assert "ratio to best" in text.out
+
+
+def test_scalars_are_stacked_and_nothing_at_all_is_gathered(tmp_path: Path) -> None:
+    for i in range(3):
+        np.save(tmp_path / f"s{i}.npy", np.float32(i))
+        np.save(tmp_path / f"e{i}.npy", np.empty((0, 3)))
+    assert gather(2, f"{tmp_path}/s*.npy", "-o", tmp_path / "s.npy", "--verify").status == 0
+    assert np.load(tmp_path / "s.npy").tolist() == [0, 1, 2]
+    assert gather(2, f"{tmp_path}/e*.npy", "-o", tmp_path / "e.npy", "--verify").status == 0
+    assert np.load(tmp_path / "e.npy").shape == (0, 3)
+
+
+def mistakes(folder: Path) -> list[tuple[list[object], str]]:
+    """Arguments that cannot work -> what the one line says. The bad file is met by the last rank."""
+    for i in range(3):
+        np.save(folder / f"{i}.npy", np.ones((2, 3)))
+    np.save(folder / "3-float32.npy", np.ones((2, 3), np.float32))
+    np.save(folder / "3-wide.npy", np.ones((2, 4)))
+    np.save(folder / "3-flat.npy", np.ones(3))
+    (folder / "3-junk.npy").write_bytes(b"junk")
+    good = [folder / f"{i}.npy" for i in range(3)]
+    return [
+        ([*good, folder / "none.npy"], "none.npy: no such file"),
+        ([f"{folder}/none*.npy"], "none*.npy: no such file, and no file matches"),
+        ([*good, folder / "3-junk.npy"], "3-junk.npy: cannot be read"),
+        ([*good, folder / "3-float32.npy"], "3-float32.npy: dtype torch.float32, but "),
+        ([*good, folder / "3-wide.npy"], "3-wide.npy: shape (2, 4) does not fit (2, 3)"),
+        ([*good, folder / "3-flat.npy"], "3-flat.npy: shape (3,) does not fit (2, 3)"),
+        ([*good, "--dim", 2], "--dim 2: "),
+        ([*good, "--root", 3], "--root 3: expected 0 to 2 with 3 ranks"),
+        ([*good, "--route", "nccl"], "route nccl needs a GPU"),
+        ([*good, "--route", "pigeon"], "invalid choice: 'pigeon'"),
+        ([*good, "--root", 0, "--all"], "not allowed with argument"),
+        ([*good, "-o", folder / "out.txt"], "unknown suffix '.txt'"),
+        ([*good, "-o", folder / "none" / "out.npy"], "no such folder"),
+        ([*good, good[0]], "named twice"),
+    ]
+
+
+def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path) -> None:
+    for args, message in mistakes(tmp_path):
+        if message.startswith("route nccl") and torch.cuda.is_available():
+            continue
+        before = sorted(tmp_path.iterdir())
+        job = gather(3, *args)
+        ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
+        assert job.status == 2, (args, job.err)
+        assert len(ours) == 1, job.err
+        assert message in job.err
+        assert "Traceback" not in job.err
+        assert job.out == ""
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The root's write fails, and all ranks end with status 2."""
+    np.save(tmp_path / "x.npy", np.arange(100_000))
+    code = f"""
+        import resource, runpy, sys
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
+        sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / "out.npy")!r}]
+        runpy.run_module("hpcdist.gather", run_name="__main__")
+    """
+    job = mpirun(2, code=code)
+    assert job.status == 2, job.err
+    assert "out.npy: cannot be written" in job.err
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
+
+
+def test_help_and_the_list_of_commands_are_printed_once() -> None:
+    job = gather(3, "--help")
+    assert job.status == 0
+    assert job.out.count("usage: hpcdist.gather") == 1
+    job = mpirun(3, "-m", "hpcdist")
+    assert job.status == 0, job.err
+    assert job.out.count("python -m hpcdist.gather") == 1
+    for line in (f"hpcdist  {' ' * 4}{__version__}", "MPI ", "HDF5 ", "ranks        3 on 1 node"):
+        assert line in job.out
+
+
+def test_the_result_that_differs_is_found(tmp_path: Path) -> None:
+    """--verify can fail: the file changes between the gather and the check."""
+    np.save(tmp_path / "x.npy", np.arange(10))
+    code = f"""
+        import runpy, sys, numpy as np
+        import hpcdist.files as files
+        save = files.save
+        files.save = lambda x, path: save(x.flip(0), path)
+        sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / "out.npy")!r}, "--verify"]
+        runpy.run_module("hpcdist.gather", run_name="__main__")
+    """
+    job = mpirun(2, code=code)
+    assert job.status == 1, job.err
+    assert "NOT EQUAL to the inputs read on one process" in job.out

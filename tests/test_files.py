@@ -1,0 +1,189 @@
+"""Files: every format both ways, other tools' files, and what is wrong with a file in one clear line."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hpcdist import files
+from hpcdist.buffers import DTYPES, as_bytes
+from hpcdist.errors import InputError
+
+SUFFIXES = (".npy", ".pt", ".safetensors", ".h5")
+REFUSED = {
+    ".npy": {d for d in DTYPES if d in (torch.bfloat16, torch.complex32) or "float8" in str(d)},
+    ".safetensors": {torch.complex128, torch.complex32},
+}
+
+
+def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose bytes count up, so that an order error shows (bool: 0 and 1 in turn)."""
+    n = int(np.prod(shape)) * dtype.itemsize
+    raw = (torch.arange(n) * 7 % 251).to(torch.uint8)
+    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_saved_is_loaded_bit_by_bit_or_refused_beforehand(
+    suffix: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = str(tmp_path / f"x{suffix}")
+    for shape in [(3, 4), (5,), (0, 2), (2, 1, 3)]:
+        x = bits(shape, dtype)
+        if dtype in REFUSED.get(suffix, set()):
+            with pytest.raises(InputError, match=f"a {suffix} file cannot hold {dtype}; use one of"):
+                files.check_output(path, dtype, x.nbytes)
+            continue
+        files.check_output(path, dtype, x.nbytes)
+        files.save(x, path)
+        y = files.load(path)
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert torch.equal(as_bytes(y.contiguous()), as_bytes(x))
+        assert files.describe(path) == files.Source(path, shape, dtype)
+    assert {entry.name for entry in tmp_path.iterdir()} <= {f"x{suffix}"}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_strided_and_0d_tensors(suffix: str, tmp_path: Path) -> None:
+    path = str(tmp_path / f"x{suffix}")
+    for x in (torch.arange(12).view(3, 4).t(), torch.arange(12)[::3], torch.tensor(5)):
+        files.save(x, path)
+        assert torch.equal(files.load(path), x)
+
+
+def test_files_of_other_tools(tmp_path: Path) -> None:
+    """Big-endian, Fortran order, mapped, several arrays in a file, compressed, nested and scalar datasets."""
+    x = np.arange(24, dtype=">i4").reshape(4, 6)
+    np.save(tmp_path / "big.npy", x)
+    np.save(tmp_path / "fortran.npy", np.asfortranarray(x.astype("<f8")))
+    np.savez(tmp_path / "two.npz", a=x, b=x[:2])
+    np.savez_compressed(tmp_path / "one.npz", x.astype("u2"))
+    torch.save({"w": torch.arange(3), "b": torch.arange(2)}, tmp_path / "dict.pt")
+    torch.save(torch.arange(4), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file({"w": torch.arange(3), "b": torch.arange(2)}, tmp_path / "two.safetensors")
+    with h5py.File(tmp_path / "deep.h5", "w") as file:
+        file.create_dataset("model/layer/w", data=x, chunks=(2, 3), compression="gzip")
+        file["model/flag"] = np.array([True, False])
+        file["z"] = np.array([1 + 2j], np.complex64)
+    expected = {
+        "big.npy": x,
+        "fortran.npy": x,
+        "two.npz:a": x,
+        "two.npz:b": x[:2],
+        "one.npz": x,
+        "dict.pt:w": np.arange(3),
+        "old.pt": np.arange(4),
+        "two.safetensors:b": np.arange(2),
+        "deep.h5:/model/layer/w": x,
+        "deep.h5:model/flag": [True, False],
+        "deep.h5:/z": [1 + 2j],
+    }
+    for spec, values in expected.items():
+        y = files.load(str(tmp_path / spec))
+        assert y.tolist() == np.asarray(values).tolist(), spec
+        assert tuple(y.shape) == files.describe(str(tmp_path / spec)).shape
+
+
+def test_an_npy_file_is_mapped_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(5))
+    before = path.read_bytes()
+    x = files.load(str(path))
+    x[0] = 99  # copy on write: the file does not change
+    assert path.read_bytes() == before
+
+
+def test_names_and_patterns(tmp_path: Path) -> None:
+    for name in ("b.npy", "a.npy", "c.h5", "d[1].npy"):
+        (tmp_path / name).touch()
+    here = f"{tmp_path}/"
+    assert files.expand([f"{here}b.npy", f"{here}a*.npy"]) == [f"{here}a.npy", f"{here}b.npy"]
+    assert files.expand([f"{here}*.h5:/x/y"]) == [f"{here}c.h5:/x/y"]
+    assert files.expand([f"{here}d[1].npy"]) == [f"{here}d[1].npy"]
+    with pytest.raises(InputError, match="named twice"):
+        files.expand([f"{here}a.npy", f"{here}*.npy"])
+    with pytest.raises(InputError, match="no such file, and no file matches"):
+        files.expand([f"{here}x*.npy"])
+    with pytest.raises(InputError, match=r"no such file$"):
+        files.expand([f"{here}x.npy"])
+
+
+def damaged(folder: Path) -> dict[str, str]:
+    """Files that cannot be used -> what the error says besides their name."""
+    for suffix in (".npy", ".npz", ".pt", ".safetensors", ".h5"):
+        (folder / f"junk{suffix}").write_bytes(b"this is none of these formats")
+        (folder / f"empty{suffix}").touch()
+        (folder / f"folder{suffix}").mkdir()
+    np.save(folder / "cut.npy", np.arange(1000))
+    os.truncate(folder / "cut.npy", 600)
+    np.save(folder / "objects.npy", np.array([{}]), allow_pickle=True)
+    np.save(folder / "text.npy", np.array(["a"]))
+    torch.save([1, 2], folder / "list.pt")
+    torch.save(torch.nn.Linear(1, 1), folder / "pickle.pt")
+    np.savez(folder / "two.npz", a=[1], b=[2])
+    with h5py.File(folder / "group.h5", "w") as file:
+        file.create_group("g")
+        file["null"] = h5py.Empty("f4")
+    wrong = {f"{kind}{suffix}": "cannot be read" for kind in ("junk", "empty", "folder") for suffix in SUFFIXES}
+    return wrong | {
+        "missing.npy": "no such file",
+        "cut.npy": "cannot be read",
+        "objects.npy": "cannot be read: Object arrays cannot be loaded",
+        "text.npy": "holds dtype <U1",
+        "list.pt": "holds list, expected a tensor",
+        "pickle.pt": "cannot be read",
+        "two.npz": "holds 2 arrays; name one as",
+        "two.npz:c": "holds no array 'c'; it has: a, b",
+        "group.h5:/g": "holds no array 'g'",
+        "group.h5:/null": "is empty, without a shape",
+        "what.txt": "unknown suffix '.txt'; expected one of .npy, .npz, .pt, .safetensors, .h5",
+    }
+
+
+def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path: Path) -> None:
+    for name, message in damaged(tmp_path).items():
+        with pytest.raises(InputError) as caught:
+            files.load(str(tmp_path / name))
+        text = str(caught.value)
+        assert text.startswith(str(tmp_path / name).split(":")[0]), text
+        assert message in text
+        assert "\n" not in text
+
+
+def test_outputs_that_cannot_be_written_are_found_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "folder.npy").mkdir()
+    for name, message in {
+        "x.txt": "unknown suffix '.txt'",
+        "x.npz": "unknown suffix '.npz'",
+        "no/x.npy": "no such folder",
+        "folder.npy": "is a folder",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            files.check_output(str(tmp_path / name), torch.int64, 8)
+    with pytest.raises(InputError, match="no space for the output"):
+        files.check_output(str(tmp_path / "x.npy"), torch.int64, 2**60)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(suffix: str, tmp_path: Path) -> None:
+    """A limit on the size of files makes the write fail half way, for root too."""
+    path = tmp_path / f"x{suffix}"
+    files.save(torch.arange(3), str(path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
+    try:
+        with pytest.raises(InputError, match=r"cannot be written") as caught:
+            files.save(torch.arange(100_000), str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert files.load(str(path)).tolist() == [0, 1, 2]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

@@ -1,0 +1,240 @@
+"""init(), World and finalize(): in the job that runs the tests, and in jobs of their own."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import mpirun, run
+
+from hpcdist import LaunchError
+from hpcdist.world import _check_launcher, _shared_gpu, without_launcher
+
+HEAD = """
+    import os, socket, sys, time
+    import torch, torch.distributed as dist
+    from mpi4py import MPI
+    import hpcdist as hd
+    def say(text): os.write(1, (text + "\\n").encode())  # one write a line: the ranks' lines do not mix
+"""
+
+
+def job(np: int, body: str, **kwargs: object) -> list[str]:
+    """The sorted lines that the ranks of a job print."""
+    done = mpirun(np, code=HEAD + body, **kwargs)  # type: ignore[arg-type]
+    assert done.status == 0, done.err
+    return sorted(done.out.splitlines())
+
+
+@pytest.mark.parametrize("np", [0, 1, 2, 4])
+def test_the_world_is_that_of_mpi(np: int) -> None:
+    lines = job(
+        np,
+        """
+    world = hd.init()
+    comm = MPI.COMM_WORLD
+    assert (world.rank, world.world_size) == (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
+    assert (world.local_rank, world.node, world.nodes) == (comm.rank, 0, 1)
+    assert world.group is dist.group.WORLD and world.comm is comm and world.device == torch.device("cpu")
+    x = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(x)
+    say(f"{world.rank} {x.item():.0f}")
+    """,
+    )
+    size = max(np, 1)
+    assert lines == [f"{rank} {size * (size + 1) // 2}" for rank in range(size)]
+
+
+def test_init_again_gives_the_same_world_and_after_finalize_a_new_one() -> None:
+    lines = job(
+        2,
+        """
+    world = hd.init()
+    assert hd.init() is world is hd.current()
+    try: hd.init(backend="nonsense")
+    except ValueError as error: assert "other arguments" in str(error)
+    world.finalize(); world.finalize(); hd.finalize()
+    assert not dist.is_initialized()
+    try: hd.concat(torch.ones(1))
+    except hd.HpcdistError as error: assert "hpcdist.init()" in str(error)
+    with hd.init() as again:
+        assert again is not world and hd.concat(torch.tensor(again.rank)).tolist() == [0, 1]
+    assert not dist.is_initialized() and not MPI.Is_finalized()
+    MPI.COMM_WORLD.Barrier()
+    say("ok")
+    """,
+    )
+    assert lines == ["ok", "ok"]
+
+
+def test_torch_initialised_by_the_caller_is_used_as_it_is() -> None:
+    """Even if it numbers the ranks the other way round; and finalize leaves it alone."""
+    lines = job(
+        3,
+        """
+    comm = MPI.COMM_WORLD
+    store = dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False) if comm.rank == 0 else None
+    port = comm.bcast(store.port if store else None)
+    store = store or dist.TCPStore("127.0.0.1", port, comm.size, False)
+    dist.init_process_group("gloo", store=store, rank=comm.size - 1 - comm.rank, world_size=comm.size)
+    world = hd.init()
+    assert world.rank == dist.get_rank() == comm.size - 1 - comm.rank
+    for route in ("mpi", "gloo"):
+        assert hd.concat(torch.tensor(world.rank), route=route).tolist() == [0, 1, 2]
+    world.finalize()
+    assert dist.is_initialized()
+    dist.barrier()
+    dist.destroy_process_group()
+    say("ok")
+    """,
+    )
+    assert lines == ["ok"] * 3
+
+
+def test_a_communicator_of_some_ranks() -> None:
+    lines = job(
+        3,
+        """
+    part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank == 0)
+    world = hd.init(part)
+    say(f"{hd.concat(torch.tensor(MPI.COMM_WORLD.rank)).tolist()}")
+    """,
+    )
+    assert lines == ["[0]", "[1, 2]", "[1, 2]"]
+
+
+def test_library_traffic_does_not_meet_the_users() -> None:
+    """A message of the user's that waits on COMM_WORLD, from any source with any tag, is still there afterwards."""
+    lines = job(
+        2,
+        """
+    world = hd.init()
+    peer = 1 - world.rank
+    request = world.comm.isend(f"from {world.rank}", peer, tag=0)
+    big = torch.arange(300_000)
+    for route in ("mpi", "gloo"):
+        assert torch.equal(hd.concat(big, route=route), torch.cat([big, big]))
+    assert world.comm.recv(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG) == f"from {peer}"
+    request.wait()
+    say("ok")
+    """,
+    )
+    assert lines == ["ok", "ok"]
+
+
+def test_nothing_listens_beyond_loopback_on_one_node() -> None:
+    """While the store and gloo are up: no socket of this job's processes listens on another address."""
+    lines = job(
+        2,
+        """
+    world = hd.init()
+    hd.concat(torch.ones(9), route="gloo")
+    dist.barrier()
+    descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    own = {os.readlink(fd) for fd in descriptors if os.path.islink(fd)}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in list(open(table))[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:
+                say(columns[1].split(":")[0])
+    dist.barrier()
+    """,
+        env={"MPIR_CVAR_NOLOCAL": "0"},
+    )
+    torch_only = [line for line in lines if line != "00000000"]  # MPI's own, which we do not choose
+    assert torch_only
+    assert set(torch_only) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_two_jobs_at_the_same_moment_do_not_collide(tmp_path: Path) -> None:
+    """Both read the port only once both stores are open."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    body = """
+    world = hd.init()
+    say(f"{hd.concat(torch.tensor([world.rank])).tolist()}")
+    """
+    with ThreadPoolExecutor(2) as two:
+        for lines in two.map(lambda _: job(2, body), range(2)):
+            assert lines == ["[0, 1]", "[0, 1]"]
+
+
+@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_n_worlds_of_one_are_explained(variable: str) -> None:
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
+    with pytest.raises(LaunchError) as caught:
+        _check_launcher({variable: "4"}, 1, library)
+    for part in (f"{variable}=4", library, "mpirun of the same installation", "hpcdist.init(MPI.COMM_SELF)"):
+        assert part in str(caught.value)
+
+
+def test_n_worlds_of_one_for_real() -> None:
+    """A launcher that this MPI library knows nothing of: every process stops with the explanation."""
+    done = run([sys.executable, "-c", "import hpcdist; hpcdist.init()"], env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+    assert done.status == 1
+    assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 1),
+        ({"SLURM_NTASKS": "4"}, 4),
+        ({"SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
+        ({"SLURM_NTASKS": "4", "PMI_SIZE": "1"}, 1),
+        ({"SLURM_NTASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "4(x2)"}, 1),
+    ],
+)
+def test_a_launcher_that_fits_is_left_alone(environ: dict[str, str], size: int) -> None:
+    _check_launcher(environ, size, "some MPI")
+    assert without_launcher({**environ, "HOME": "/home/me"}) == {"HOME": "/home/me"}
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    """By the GPUs' UUIDs, wherever the ranks are: the same index on two nodes is not the same GPU."""
+    assert _shared_gpu(["GPU-a", "GPU-b", None]) is None
+    text = _shared_gpu(["GPU-a", "GPU-b", "GPU-a"])
+    assert text is not None
+    assert "ranks 0 and 2 share one GPU (UUID GPU-a)" in text
+    assert "backend='gloo'" in text
+
+
+def test_nccl_without_gpus_is_refused_on_all_ranks() -> None:
+    if torch.cuda.is_available():
+        return
+    lines = job(
+        2,
+        """
+    try: hd.init(backend="nccl")
+    except hd.LaunchError as error: say(f"{error}")
+    """,
+    )
+    assert lines == ["backend 'nccl' needs NCCL in torch and a GPU for every rank; none on ranks [0, 1]"] * 2
+
+
+def test_a_device_that_does_not_exist_is_refused_on_all_ranks() -> None:
+    lines = job(
+        2,
+        """
+    try: hd.init(device="cpu" if MPI.COMM_WORLD.rank else "toaster")
+    except hd.RankError as error: say(f"{sorted(error.problems)}")
+    """,
+    )
+    assert lines == ["[0]", "[0]"]
+
+
+def test_the_host_name_need_not_resolve(tmp_path: Path) -> None:
+    """Addresses come from the interfaces; the name is only a hint."""
+    from hpcdist import rendezvous
+
+    addresses = rendezvous._addresses()
+    assert not any(address.startswith("127.") for address in addresses)
+    for address in addresses:
+        assert socket.inet_aton(address)
