@@ -117,46 +117,50 @@ def test_scalars_are_stacked_and_nothing_at_all_is_gathered(tmp_path: Path) -> N
     assert np.load(tmp_path / "e.npy").shape == (0, 3)
 
 
-def mistakes(folder: Path) -> list[tuple[list[object], str]]:
-    """Arguments that cannot work -> what the one line says. The bad file is met by the last rank."""
-    for i in range(3):
-        np.save(folder / f"{i}.npy", np.ones((2, 3)))
-    np.save(folder / "3-float32.npy", np.ones((2, 3), np.float32))
-    np.save(folder / "3-wide.npy", np.ones((2, 4)))
-    np.save(folder / "3-flat.npy", np.ones(3))
-    (folder / "3-junk.npy").write_bytes(b"junk")
-    good = [folder / f"{i}.npy" for i in range(3)]
-    return [
-        ([*good, folder / "none.npy"], "none.npy: no such file"),
-        ([f"{folder}/none*.npy"], "none*.npy: no such file, and no file matches"),
-        ([*good, folder / "3-junk.npy"], "3-junk.npy: cannot be read"),
-        ([*good, folder / "3-float32.npy"], "3-float32.npy: dtype torch.float32, but "),
-        ([*good, folder / "3-wide.npy"], "3-wide.npy: shape (2, 4) does not fit (2, 3)"),
-        ([*good, folder / "3-flat.npy"], "3-flat.npy: shape (3,) does not fit (2, 3)"),
-        ([*good, "--dim", 2], "--dim 2: "),
-        ([*good, "--root", 3], "--root 3: expected 0 to 2 with 3 ranks"),
-        ([*good, "--route", "nccl"], "route nccl needs a GPU"),
-        ([*good, "--route", "pigeon"], "invalid choice: 'pigeon'"),
-        ([*good, "--root", 0, "--all"], "not allowed with argument"),
-        ([*good, "-o", folder / "out.txt"], "unknown suffix '.txt'"),
-        ([*good, "-o", folder / "none" / "out.npy"], "no such folder"),
-        ([*good, good[0]], "named twice"),
-    ]
+GOOD = ["0.npy", "1.npy", "2.npy"]
+MISTAKES: dict[str, tuple[list[object], str]] = {  # the bad file is met by the last rank
+    "no file": ([*GOOD, "none.npy"], "none.npy: no such file"),
+    "no match": (["none*.npy"], "none*.npy: no such file, and no file matches"),
+    "damaged": ([*GOOD, "3-junk.npy"], "3-junk.npy: cannot be read"),
+    "dtype": ([*GOOD, "3-float32.npy"], "3-float32.npy: dtype torch.float32, but 0.npy has torch.float64"),
+    "extent": ([*GOOD, "3-wide.npy"], "3-wide.npy: shape (2, 4) does not fit (2, 3) of 0.npy along dim 0"),
+    "dims": ([*GOOD, "3-flat.npy"], "3-flat.npy: shape (3,) does not fit (2, 3)"),
+    "dim": ([*GOOD, "--dim", 2], "--dim 2: 0.npy has 2 dims, expected -2 to 1"),
+    "root": ([*GOOD, "--root", 3], "--root 3: expected 0 to 2 with 3 ranks"),
+    "route": ([*GOOD, "--route", "pigeon"], "invalid choice: 'pigeon'"),
+    "root and all": ([*GOOD, "--root", 0, "--all"], "not allowed with argument"),
+    "suffix": ([*GOOD, "-o", "out.txt"], "unknown suffix '.txt'"),
+    "folder": ([*GOOD, "-o", "none/out.npy"], "none/out.npy: no such folder"),
+    "twice": ([*GOOD, "0.npy"], "0.npy: named twice"),
+}
 
 
-def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path) -> None:
-    for args, message in mistakes(tmp_path):
-        if message.startswith("route nccl") and torch.cuda.is_available():
-            continue
-        before = sorted(tmp_path.iterdir())
-        job = gather(3, *args)
-        ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
-        assert job.status == 2, (args, job.err)
-        assert len(ours) == 1, job.err
-        assert message in job.err
-        assert "Traceback" not in job.err
-        assert job.out == ""
-        assert sorted(tmp_path.iterdir()) == before
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) -> None:
+    for name in GOOD:
+        np.save(tmp_path / name, np.ones((2, 3)))
+    np.save(tmp_path / "3-float32.npy", np.ones((2, 3), np.float32))
+    np.save(tmp_path / "3-wide.npy", np.ones((2, 4)))
+    np.save(tmp_path / "3-flat.npy", np.ones(3))
+    (tmp_path / "3-junk.npy").write_bytes(b"junk")
+    before = sorted(tmp_path.iterdir())
+    args, message = MISTAKES[mistake]
+    job = gather(3, *args, cwd=tmp_path)
+    ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
+    assert job.status == 2, job.err
+    assert len(ours) == 1, job.err
+    assert message in ours[0]
+    assert "Traceback" not in job.err
+    assert job.out == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_route_that_cannot_run_here_is_refused() -> None:
+    if torch.cuda.is_available():
+        return
+    job = gather(2, "--route", "nccl")
+    assert job.status == 2, job.err
+    assert "route nccl needs a GPU of its own for each rank" in job.err
 
 
 def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
