@@ -11,9 +11,9 @@ import hpcdist as hd
 CONTENDERS = [
     Contender(BASELINE, peers.concat_mpi4py),
     Contender(CONTROL, peers.concat_mpi4py),
-    Contender(HPCDIST_OUT, lambda case: hd.concat(case.x, route="mpi", out=case.out)),
-    Contender(HPCDIST_NEW, lambda case: hd.concat(case.x, route="mpi")),
-    Contender("hpcdist gloo, out=", lambda case: hd.concat(case.x, route="gloo", out=case.out)),
+    Contender(HPCDIST_OUT, lambda case: hd.concat(case.shard, route="mpi", out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: hd.concat(case.shard, route="mpi")),
+    Contender("hpcdist gloo, out=", lambda case: hd.concat(case.shard, route="gloo", out=case.out)),
     Contender("mpi4py, counts exchanged, new memory", peers.concat_mpi4py_new),
     Contender("mpi4py, pickle", peers.concat_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.concat_gloo_padded),

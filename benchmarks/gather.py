@@ -11,9 +11,9 @@ import hpcdist as hd
 CONTENDERS = [
     Contender(BASELINE, peers.gather_mpi4py),
     Contender(CONTROL, peers.gather_mpi4py),
-    Contender(HPCDIST_OUT, lambda case: hd.gather(case.x, route="mpi", out=case.out)),
-    Contender(HPCDIST_NEW, lambda case: hd.gather(case.x, route="mpi")),
-    Contender("hpcdist gloo, out=", lambda case: hd.gather(case.x, route="gloo", out=case.out)),
+    Contender(HPCDIST_OUT, lambda case: hd.gather(case.shard, route="mpi", out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: hd.gather(case.shard, route="mpi")),
+    Contender("hpcdist gloo, out=", lambda case: hd.gather(case.shard, route="gloo", out=case.out)),
     Contender("mpi4py, counts exchanged, new memory", peers.gather_mpi4py_new),
     Contender("mpi4py, pickle", peers.gather_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.gather_gloo_padded),

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import memory
 import mpi4py
@@ -27,11 +29,11 @@ import hpcdist as hd
 
 ROOT = 0
 DTYPE, MPI_TYPE = torch.int64, MPI.INT64_T  # a value is its index in the whole tensor, exactly
-SAMPLE = 0.002  # seconds that a sample lasts at least
+SAMPLE = 0.004  # seconds that a sample lasts when its number of calls is chosen; calls may get faster after that
 MOST_CALLS = 5000  # in one sample
 WARM_UP = 2  # rounds that are not counted
 FEWEST = 5  # rounds, for a contender that is too slow for all of them
-SHARE = 4  # a contender gets fewer rounds once all would take over budget / SHARE
+SHARE = 6  # a contender gets fewer rounds once all would take over budget / SHARE
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -44,10 +46,11 @@ class Case:
         size, skew: as in results.Case.
         rank, comm: of this process, and the communicator of all ranks.
         counts: rows of each rank's shard, in rank order.
-        x: what this rank brings: its shard; for split the whole tensor on the root and None elsewhere.
-        out: memory for this rank's result, filled already; None where it gets no result.
+        shard: this rank's rows: what it brings to concat and gather, what it must get from split.
+        whole: all rows: what split's root brings, what concat and gather's root must get; None on the other ranks.
+        expected: the one of the two that this rank must get; None where it gets nothing.
+        out: memory for the result, filled already; None where there is none.
         send, recv: the same as mpi4py takes it, made in advance.
-        expected: the result on this rank by plain indexing; None where it gets none.
     """
 
     size: int
@@ -55,15 +58,18 @@ class Case:
     rank: int
     comm: MPI.Intracomm
     counts: list[int]
-    x: torch.Tensor | None
+    shard: torch.Tensor
+    whole: torch.Tensor | None
+    expected: torch.Tensor | None
     out: torch.Tensor | None
     send: list[object] | None
     recv: list[object] | None
-    expected: torch.Tensor | None
 
-    def x_intact(self) -> bool:
+    def intact(self) -> bool:
+        """Whether what the contenders read, and what they are compared with, is unchanged."""
         first = sum(self.counts[: self.rank])
-        return self.x is None or torch.equal(self.x, torch.arange(first, first + len(self.x), dtype=DTYPE))
+        shard, whole = torch.arange(first, first + len(self.shard)), torch.arange(sum(self.counts))
+        return torch.equal(self.shard, shard) and (self.whole is None or torch.equal(self.whole, whole))
 
 
 @dataclass(frozen=True)
@@ -74,28 +80,32 @@ class Contender:
     call: Callable[[Case], torch.Tensor | None]
 
 
-def make_case(comm: MPI.Intracomm, verb: str, size: int, skew: str) -> Case:
-    """The case of a verb, `size` in bytes; for skew "16:1" rank 0 holds `size` (128 B at least), the others 1/16."""
+def make_counts(size: int, skew: str, world_size: int) -> list[int]:
+    """Rows of each rank's shard. For skew "16:1" rank 0 holds `size` bytes (16 rows at least), the others 1/16."""
     rows = max(1, size // DTYPE.itemsize)
-    counts = [rows] * comm.size
-    if skew != "even":
-        small = max(1, rows // int(skew.split(":")[0]))
-        counts = [small * int(skew.split(":")[0])] + [small] * (comm.size - 1)
+    if skew == "even":
+        return [rows] * world_size
+    times = int(skew.split(":")[0])
+    small = max(1, rows // times)
+    return [small * times] + [small] * (world_size - 1)
+
+
+def make_case(comm: MPI.Intracomm, verb: str, size: int, skew: str) -> Case:
+    """The data of `verb` on this rank."""
+    counts = make_counts(size, skew, comm.size)
     displs = list(accumulate(counts, initial=0))
-    whole = torch.arange(displs[-1], dtype=DTYPE)
-    part = whole[displs[comm.rank] : displs[comm.rank + 1]]
-    full = lambda t: [t.numpy(), counts, displs[:-1], MPI_TYPE]  # noqa: E731
-    one = lambda t: [t.numpy(), len(t), MPI_TYPE]  # noqa: E731
-    if verb == "split":
-        x = whole if comm.rank == ROOT else None
-        out = torch.full_like(part, -1)
-        send, recv = (None if x is None else full(x)), one(out)
-        return Case(size, skew, comm.rank, comm, counts, x, out, send, recv, part.clone())
-    x = part.clone()
-    if verb == "gather" and comm.rank != ROOT:
-        return Case(size, skew, comm.rank, comm, counts, x, None, one(x), None, None)
-    out = torch.full_like(whole, -1)
-    return Case(size, skew, comm.rank, comm, counts, x, out, one(x), full(out), whole)
+    everything = torch.arange(displs[-1], dtype=DTYPE)
+    shard = everything[displs[comm.rank] : displs[comm.rank + 1]].clone()
+    whole = everything if verb == "concat" or comm.rank == ROOT else None
+    brings, gets = (whole, shard) if verb == "split" else (shard, whole)
+    out = None if gets is None else torch.full_like(gets, -1)
+
+    def message(x: torch.Tensor | None) -> list[object] | None:
+        if x is None:
+            return None
+        return [x.numpy(), len(x), MPI_TYPE] if len(x) == len(shard) else [x.numpy(), counts, displs[:-1], MPI_TYPE]
+
+    return Case(size, skew, comm.rank, comm, counts, shard, whole, gets, out, message(brings), message(out))
 
 
 def check(contender: Contender, case: Case) -> None:
@@ -103,19 +113,24 @@ def check(contender: Contender, case: Case) -> None:
     if case.out is not None:
         case.out.fill_(-1)
     result = contender.call(case)
-    if case.expected is None or result is None:
-        right = case.expected is None and result is None
+    if result is None or case.expected is None:
+        right = result is None and case.expected is None
     else:
         right = torch.equal(result, case.expected)
-    wrong = [rank for rank, ok in enumerate(case.comm.allgather(right and case.x_intact())) if not ok]
+    wrong = [rank for rank, ok in enumerate(case.comm.allgather(right and case.intact())) if not ok]
     if wrong:
         what = f"{results.show_size(case.size)}, {case.skew}"
         raise SystemExit(f"{contender.name!r} gave wrong data, or changed its input, on ranks {wrong} ({what})")
 
 
 def sample(contender: Contender, case: Case, calls: int) -> float:
-    """Seconds per call on the slowest rank, of `calls` calls from one barrier on. Collective."""
+    """Seconds per call on the slowest rank, of `calls` calls from one barrier on. Collective.
+
+    A batch of short calls comes after one that is not timed, or the first would pay for the contender before it.
+    """
     call = contender.call
+    if calls > 1:
+        call(case)
     case.comm.Barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -129,30 +144,37 @@ def calibrate(contender: Contender, case: Case) -> tuple[int, float]:
     calls = 1
     while True:
         each = sample(contender, case, calls)
+        if calls * each < 5 * SAMPLE:  # short enough to be wrong by chance
+            each = min(each, sample(contender, case, calls), sample(contender, case, calls))
         if calls * each >= SAMPLE or calls == MOST_CALLS:
             return calls, each
         calls = min(MOST_CALLS, max(2 * calls, math.ceil(1.2 * SAMPLE / each)))
 
 
 def plan(contender: Contender, case: Case, rounds: int, budget: float) -> tuple[results.Timing, set[int]]:
-    """An empty timing, and the rounds to take part in: all, or evenly spread ones, or none and why."""
+    """An empty timing, and the rounds to take part in: all, or evenly spread ones, or none and why. Collective.
+
+    The baseline takes part in all, or the others would have nothing to be compared with.
+    """
     calls, each = calibrate(contender, case)
     timing = results.Timing(contender.name, calls, [None] * rounds)
-    cost = calls * each
-    if FEWEST * cost > budget:
+    if calls > 1 or contender.name == results.BASELINE:
+        return timing, set(range(rounds))
+    if FEWEST * each > budget:
         timing.skipped = f"one call takes {each:.2f} s, so that {FEWEST} rounds exceed the budget of {budget:g} s"
         return timing, set()
-    taken = max(min(rounds, FEWEST), min(rounds, int(budget / SHARE / cost)))
+    taken = min(rounds, max(FEWEST, int(budget / SHARE / each)))
     return timing, {i * rounds // taken for i in range(taken)}
 
 
-def measure(contenders: Sequence[Contender], case: Case, rounds: int, budget: float, bar: tqdm) -> results.Case:
+def measure(contenders: Sequence[Contender], case: Case, rounds: int, budget: float, bar: tqdm[Any]) -> results.Case:
     """Check every contender, then time them round by round. Collective."""
     plans = []
     for contender in contenders:
         check(contender, case)
         plans.append((contender, *plan(contender, case, rounds, budget)))
     gc.collect()
+    gc.freeze()  # what is loaded by now stays, and need not be looked through after every round
     gc.disable()
     for round_ in range(-WARM_UP, rounds):
         order = random.Random(round_).sample(plans, len(plans))  # none always runs after the same other one
@@ -174,7 +196,7 @@ def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
     found = []
     for contender in contenders:
         check(contender, case)
-        extra = memory.peak(case.comm, lambda call=contender.call: call(case))
+        extra = memory.peak(case.comm, partial(contender.call, case))
         found.append(results.Peak(contender.name, extra, nbytes))
     return found
 
@@ -190,7 +212,7 @@ def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) ->
         total = len(asked.sizes) * len(asked.skew) * asked.rounds
         quiet = None if world.rank == 0 else True  # None: tqdm looks whether stderr is a terminal
         if with_peaks:
-            record.no_peaks = memory.unavailable(comm)
+            record.no_peaks = memory.unavailable(comm) or memory.too_small(max(asked.sizes))
             if not record.no_peaks:
                 record.peaks = peaks(contenders, make_case(comm, verb, max(asked.sizes), "even"))
         with tqdm(total=total, desc=verb, unit="round", disable=quiet) as bar:
@@ -201,11 +223,13 @@ def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) ->
                     record.cases.append(measure(contenders, case, asked.rounds, asked.budget, bar))
                     if world.rank == 0:
                         tqdm.write(report.case_table(record, record.cases[-1]) + "\n")
+                        if asked.json:  # what has been measured stays, should the run be ended
+                            written = results.save(record, asked.json)
         if world.rank == 0:
             if with_peaks:
                 print(report.peak_table(record))
             if asked.json:
-                print(f"written: {results.save(record, asked.json)}")
+                print(f"written: {written}")
 
 
 def _record(verb: str, world_size: int, cpus: int) -> results.Record:
@@ -238,12 +262,14 @@ def _arguments(verb: str) -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         type=float,
-        default=20,
+        default=12,
         metavar="SECONDS",
-        help=f"for a contender and case: over a quarter of it, fewer rounds; too little for {FEWEST}: skipped, with a "
-        "note in the table (%(default)s)",
+        help=f"for a contender and case: fewer rounds once they take over 1/{SHARE} of it; skipped, with a note in the "
+        f"table, if not even {FEWEST} fit (%(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there; in a folder: as MPI-npN-verb")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all samples there; in a folder: as MPI-npN-verb"
+    )
     asked = parser.parse_args()
     if asked.rounds < 1:
         parser.error("--rounds must be at least 1")

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): sets the peak resident set size (VmHWM) to the current one
+_LEAST = 2**24
 
 
 def unavailable(comm: MPI.Intracomm) -> str | None:
@@ -22,6 +23,11 @@ def unavailable(comm: MPI.Intracomm) -> str | None:
     except (OSError, LookupError) as error:
         reason = f"the kernel does not let this process reset its peak of memory ({error})"
     return next((r for r in comm.allgather(reason) if r), None)
+
+
+def too_small(nbytes: int) -> str | None:
+    """Why a call that moves `nbytes` a rank is too small to measure; None if it is not."""
+    return f"{nbytes} bytes a rank drown in the kernel's counters; take {_LEAST >> 20} MiB" if nbytes < _LEAST else None
 
 
 def peak(comm: MPI.Intracomm, call: Callable[[], object]) -> int:

@@ -6,6 +6,8 @@ ones are told the counts of all ranks; the others find out, as a program must. A
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from harness import Case
 
 ROOT = 0
+# torch 2.13 has a new name for it; everybody's code has this one.
+warnings.filterwarnings("ignore", ".*all_gather_into_tensor.* is deprecated", FutureWarning)
 
 
 # What several of them need
@@ -41,6 +45,22 @@ def _pad(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else torch.cat([x, x.new_empty(rows - len(x))])
 
 
+def _send_to_root(x: Tensor, places: Sequence[Tensor]) -> None:
+    """isend to the root, which posts an irecv for each rank; `places` (on the root) take the shards in rank order."""
+    if dist.get_rank() != ROOT:
+        works = [dist.isend(x, ROOT)]
+    else:
+        works = [dist.irecv(place, rank) for rank, place in enumerate(places) if rank != ROOT]
+        places[ROOT].copy_(x)
+    _wait(works)
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:  # as for a rank outside the group
+            work.wait()
+
+
 # concat
 
 
@@ -52,22 +72,22 @@ def concat_mpi4py(case: Case) -> Tensor | None:
 
 def concat_mpi4py_new(case: Case) -> Tensor:
     """mpi4py, into a new tensor each time; the counts are exchanged first, with the lower-case call."""
-    counts = case.comm.allgather(len(case.x))
-    out = torch.empty(sum(counts), dtype=case.x.dtype)
-    case.comm.Allgatherv([case.x.numpy(), MPI.INT64_T], [out.numpy(), counts, MPI.INT64_T])
+    counts = case.comm.allgather(len(case.shard))
+    out = torch.empty(sum(counts), dtype=case.shard.dtype)
+    case.comm.Allgatherv([case.shard.numpy(), MPI.INT64_T], [out.numpy(), counts, MPI.INT64_T])
     return out
 
 
 def concat_mpi4py_pickle(case: Case) -> Tensor:
     """mpi4py's lower-case call: it pickles the tensors."""
-    return torch.cat(case.comm.allgather(case.x))
+    return torch.cat(case.comm.allgather(case.shard))
 
 
 def concat_gloo_padded(case: Case) -> Tensor:
     """Exchange sizes, pad to the largest, all_gather into a list, trim, cat: torchmetrics' gather_all_tensors, and
     the usual answer on the PyTorch forum (discuss.pytorch.org, topic 44819)."""
-    sizes = _sizes_of_all(case.x)
-    padded = _pad(case.x, max(sizes))
+    sizes = _sizes_of_all(case.shard)
+    padded = _pad(case.shard, max(sizes))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
@@ -77,11 +97,11 @@ def concat_gloo_into_tensor(case: Case) -> Tensor:
     """all_reduce of the sizes, pad to the largest, all_gather_into_tensor, trim if ragged: as accelerate's
     pad_across_processes and gather do, whose users trim themselves."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    sizes[dist.get_rank()] = len(case.x)
+    sizes[dist.get_rank()] = len(case.shard)
     dist.all_reduce(sizes)
     longest = int(sizes.max())
-    whole = case.x.new_empty(len(sizes) * longest)
-    dist.all_gather_into_tensor(whole, _pad(case.x, longest))
+    whole = case.shard.new_empty(len(sizes) * longest)
+    dist.all_gather_into_tensor(whole, _pad(case.shard, longest))
     if int(sizes.min()) == longest:
         return whole
     rows = whole.view(-1, longest)
@@ -90,19 +110,17 @@ def concat_gloo_into_tensor(case: Case) -> Tensor:
 
 def concat_gloo_by_root(case: Case) -> Tensor:
     """Point to point to the root, unpadded, and a broadcast of the whole from there."""
-    whole = gather_gloo_sends(case)
-    if whole is None:
-        whole = case.x.new_empty(sum(_sizes_from_root([])))
-    else:
-        _sizes_from_root([len(whole)] + [0] * (dist.get_world_size() - 1))
+    sizes = _sizes_of_all(case.shard)
+    whole = case.shard.new_empty(sum(sizes))
+    _send_to_root(case.shard, torch.split(whole, sizes))
     dist.broadcast(whole, ROOT)
     return whole
 
 
 def concat_gloo_object(case: Case) -> Tensor:
     """all_gather_object: torch pickles, pads and unpickles; detectron2's and many evaluation loops' way."""
-    parts: list[Tensor] = [case.x] * dist.get_world_size()
-    dist.all_gather_object(parts, case.x)
+    parts: list[Tensor] = [case.shard] * dist.get_world_size()
+    dist.all_gather_object(parts, case.shard)
     return torch.cat(parts)
 
 
@@ -117,23 +135,23 @@ def gather_mpi4py(case: Case) -> Tensor | None:
 
 def gather_mpi4py_new(case: Case) -> Tensor | None:
     """mpi4py, into a new tensor each time; the counts are gathered first, with the lower-case call."""
-    counts = case.comm.gather(len(case.x), ROOT)
-    out = None if counts is None else torch.empty(sum(counts), dtype=case.x.dtype)
+    counts = case.comm.gather(len(case.shard), ROOT)
+    out = None if counts is None else torch.empty(sum(counts), dtype=case.shard.dtype)
     recv = None if out is None else [out.numpy(), counts, MPI.INT64_T]
-    case.comm.Gatherv([case.x.numpy(), MPI.INT64_T], recv, ROOT)
+    case.comm.Gatherv([case.shard.numpy(), MPI.INT64_T], recv, ROOT)
     return out
 
 
 def gather_mpi4py_pickle(case: Case) -> Tensor | None:
     """mpi4py's lower-case call: it pickles the tensors."""
-    parts = case.comm.gather(case.x, ROOT)
+    parts = case.comm.gather(case.shard, ROOT)
     return None if parts is None else torch.cat(parts)
 
 
 def gather_gloo_padded(case: Case) -> Tensor | None:
     """Exchange sizes, pad to the largest, gather into a list on the root, trim, cat."""
-    sizes = _sizes_of_all(case.x)
-    padded = _pad(case.x, max(sizes))
+    sizes = _sizes_of_all(case.shard)
+    padded = _pad(case.shard, max(sizes))
     if case.rank != ROOT:
         dist.gather(padded, None, ROOT)
         return None
@@ -149,24 +167,17 @@ def gather_gloo_into_tensor(case: Case) -> Tensor | None:
 
 
 def gather_gloo_sends(case: Case) -> Tensor | None:
-    """Exchange sizes, then isend to the root, which posts an irecv for each rank straight into its place."""
-    sizes = _sizes_of_all(case.x)
-    if case.rank != ROOT:
-        dist.isend(case.x, ROOT).wait()
-        return None
-    whole = case.x.new_empty(sum(sizes))
-    places = whole.split(sizes)
-    works = [dist.irecv(place, rank) for rank, place in enumerate(places) if rank != ROOT]
-    places[ROOT].copy_(case.x)
-    for work in works:
-        work.wait()
+    """Exchange sizes, then send to the root, which receives straight into place."""
+    sizes = _sizes_of_all(case.shard)
+    whole = case.shard.new_empty(sum(sizes)) if case.rank == ROOT else None
+    _send_to_root(case.shard, () if whole is None else torch.split(whole, sizes))
     return whole
 
 
 def gather_gloo_object(case: Case) -> Tensor | None:
     """gather_object: torch pickles, pads and unpickles."""
-    parts = [case.x] * dist.get_world_size() if case.rank == ROOT else None
-    dist.gather_object(case.x, parts, ROOT)
+    parts = [case.shard] * dist.get_world_size() if case.rank == ROOT else None
+    dist.gather_object(case.shard, parts, ROOT)
     return None if parts is None else torch.cat(parts)
 
 
@@ -183,23 +194,24 @@ def split_mpi4py_new(case: Case) -> Tensor:
     """mpi4py, into a new tensor each time; the counts are scattered first, with the lower-case call."""
     rows = case.comm.scatter(case.counts if case.rank == ROOT else None, ROOT)
     out = torch.empty(rows, dtype=torch.int64)
-    send = None if case.x is None else [case.x.numpy(), case.counts, MPI.INT64_T]
+    send = None if case.whole is None else [case.whole.numpy(), case.counts, MPI.INT64_T]
     case.comm.Scatterv(send, [out.numpy(), MPI.INT64_T], ROOT)
     return out
 
 
 def split_mpi4py_pickle(case: Case) -> Tensor:
     """mpi4py's lower-case call: it pickles the parts (cloned, or torch pickles the whole with each)."""
-    parts = None if case.x is None else [part.clone() for part in case.x.split(case.counts)]
-    return case.comm.scatter(parts, ROOT)
+    parts = None if case.whole is None else [part.clone() for part in torch.split(case.whole, case.counts)]
+    part: Tensor = case.comm.scatter(parts, ROOT)
+    return part
 
 
 def split_gloo_padded(case: Case) -> Tensor:
-    """Broadcast the sizes, pad every part to the largest, scatter, trim: as DTensor did while gloo's scatter was its
-    way; gloo refuses unequal parts (pytorch#84566)."""
+    """Broadcast the sizes, pad every part to the largest, scatter, trim: gloo's scatter refuses unequal parts
+    (pytorch#84566), and DTensor pads its shards for the same reason (pytorch#102661)."""
     sizes = _sizes_from_root(case.counts)
     mine = torch.empty(max(sizes), dtype=torch.int64)
-    parts = None if case.x is None else [_pad(part, max(sizes)) for part in case.x.split(sizes)]
+    parts = None if case.whole is None else [_pad(part, max(sizes)) for part in torch.split(case.whole, sizes)]
     dist.scatter(mine, parts, ROOT)
     return mine[: sizes[case.rank]]
 
@@ -207,29 +219,28 @@ def split_gloo_padded(case: Case) -> Tensor:
 def split_gloo_broadcast(case: Case) -> Tensor:
     """Broadcast the whole, and each rank keeps a copy of its part."""
     sizes = _sizes_from_root(case.counts)
-    whole = torch.empty(sum(sizes), dtype=torch.int64) if case.x is None else case.x
+    whole = torch.empty(sum(sizes), dtype=torch.int64) if case.whole is None else case.whole
     dist.broadcast(whole, ROOT)
-    return whole.split(sizes)[case.rank].clone()
+    return torch.split(whole, sizes)[case.rank].clone()
 
 
 def split_gloo_sends(case: Case) -> Tensor:
     """Broadcast the sizes, then the root isends each part straight from its place, and each rank receives its own."""
     sizes = _sizes_from_root(case.counts)
     mine = torch.empty(sizes[case.rank], dtype=torch.int64)
-    if case.x is None:
+    if case.whole is None:
         dist.recv(mine, ROOT)
         return mine
-    parts = case.x.split(sizes)
+    parts = torch.split(case.whole, sizes)
     works = [dist.isend(part, rank) for rank, part in enumerate(parts) if rank != ROOT]
     mine.copy_(parts[ROOT])
-    for work in works:
-        work.wait()
+    _wait(works)
     return mine
 
 
 def split_gloo_object(case: Case) -> Tensor:
     """scatter_object_list: torch pickles the parts (cloned, or it pickles the whole with each), pads, unpickles."""
-    parts = None if case.x is None else [part.clone() for part in case.x.split(case.counts)]
+    parts = None if case.whole is None else [part.clone() for part in torch.split(case.whole, case.counts)]
     mine: list[Tensor] = [torch.empty(0)]
     dist.scatter_object_list(mine, parts, ROOT)
     return mine[0]

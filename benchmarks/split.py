@@ -12,7 +12,9 @@ import hpcdist as hd
 
 def split(case: Case, route: str, out: Tensor | None) -> Tensor:
     """hpcdist's; as a user would, only the root says how to cut."""
-    return hd.split(case.x, counts=None if case.x is None else case.counts, route=route, out=out)
+    counts = None if case.whole is None else case.counts
+    part: Tensor = hd.split(case.whole, counts=counts, route=route, out=out)
+    return part
 
 
 CONTENDERS = [

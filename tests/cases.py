@@ -45,7 +45,8 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    copy = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return copy.view(-1).view(torch.uint8)  # of a copy: a contiguous tensor of one element may have any stride
 
 
 EXTENTS: dict[str, Callable[[int], tuple[int, ...]]] = {

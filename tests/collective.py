@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from cases import same_bits
+
 from hpcdist import agree, checks
 from hpcdist import world as worlds
 
@@ -30,8 +31,8 @@ def assert_on_all_ranks(comm: MPI.Comm, condition: object, message: object = "")
         raise AssertionError("\n".join([f"failed on ranks {sorted(failed)} of {comm.size}", *lines]))
 
 
-def raises_on_all_ranks(comm: MPI.Comm, kind: type[E], step: Callable[[], object]) -> E:
-    """Run `step`, which must raise `kind` with the same text on every rank of `comm`; returns the error."""
+def raises_on_all_ranks(comm: MPI.Comm, kind: type[E], step: Callable[[], object], same_text: bool = True) -> E:
+    """Run `step`, which must raise `kind`, with the same text, on every rank of `comm`; returns the error."""
     error: Exception | None = None
     try:
         step()

@@ -1,7 +1,7 @@
 """How the tests run under mpirun: what is selected, who prints, and that the ranks stay together after a failure.
 
-    python -m pytest -m "not mpi"
-    mpirun -n N python -m pytest --with-mpi -m mpi
+python -m pytest -m "not mpi"
+mpirun -n N python -m pytest --with-mpi -m mpi
 """
 
 from __future__ import annotations
