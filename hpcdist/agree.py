@@ -201,20 +201,14 @@ def _allgather_json(comm: MPI.Intracomm, value: object) -> list[Any]:
     return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
-def on_root(comm: MPI.Intracomm, step: Callable[[], T], root: int = 0) -> T:
-    """Run `step` on the root and hand its result, or its exception, to every rank. Collective.
+def on_root(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> T:
+    """Run `step` on rank 0 and hand its result to every rank; if it fails, the same RankError everywhere.
 
-    For set-up and commands, where what is shared is small: the value travels as a pickle.
+    Collective; for set-up, where what is shared is small: it travels as a pickle.
     """
-    outcome: tuple[T | None, Exception | None] = (None, None)
-    if comm.rank == root:
-        try:
-            outcome = (step(), None)
-        except Exception as error:
-            outcome = (None, error)
-    value, failure = comm.bcast(outcome, root=root)
-    if failure is not None:
-        raise failure
+    outcome = _attempt(step) if comm.rank == 0 else None
+    value, problem = comm.bcast(outcome)
+    require(what, {} if problem is None else {0: problem})
     return value  # type: ignore[no-any-return]
 
 
@@ -223,11 +217,15 @@ def on_all(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
 
     Collective; for set-up and commands, like :func:`on_root`.
     """
-    try:
-        outcome: tuple[T | None, str | None] = (step(), None)
-    except Exception as error:
-        outcome = (None, f"{type(error).__name__}: {error}")
-    outcomes: list[tuple[T, str | None]] = comm.allgather(outcome)
+    outcomes: list[tuple[T, str | None]] = comm.allgather(_attempt(step))
     problems = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
     require(what, problems)
     return [value for value, _ in outcomes]
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result of a step, or its error as text: not every exception can be sent."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -51,7 +51,7 @@ def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[Sto
         )
         return port, ["127.0.0.1"] if nodes == 1 else _addresses()
 
-    port, addresses = agree.on_root(comm, serve)
+    port, addresses = agree.on_root(comm, "init", serve)
     reached = [_local_address(address, port) for address in addresses]
     everywhere = [all(rank) for rank in zip(*comm.allgather([r is not None for r in reached]), strict=True)]
     if not any(everywhere):

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# All GPU checks, on a machine with a GPU and an environment that has torch with CUDA, mpi4py, pytest and pytest-mpi:
+#   tests/gpu/run.sh [PYTHON] [MPIRUN]
+# One rank with NCCL; 2 and 4 ranks, which share the GPUs if there are fewer; the whole suite's CPU part is not run.
+# With NCCL 2.30.3 or later, NCCL_MULTI_RANK_GPU_ENABLE=1 runs the ragged NCCL paths with 2 ranks on one GPU.
+set -u
+cd "$(dirname "$0")/../.."
+python=${1:-python} mpirun=${2:-mpirun}
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+status=0
+"$python" -c 'import torch; print("torch", torch.__version__, "NCCL", torch.cuda.nccl.version(), torch.cuda.get_device_name())'
+for np in 1 2 4; do
+    echo "== $np ranks"
+    timeout 300 "$mpirun" -n "$np" "$python" -m pytest -q --with-mpi -m "mpi and gpu" tests/gpu || status=1
+done
+if "$python" -c 'import sys, torch; sys.exit(torch.cuda.nccl.version() < (2, 30, 3))'; then
+    echo "== 2 ranks on one GPU with NCCL"
+    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
+        timeout 300 "$mpirun" -n 2 "$python" -m pytest -q --with-mpi -m "mpi and gpu" tests/gpu || status=1
+fi
+exit $status

@@ -1,0 +1,93 @@
+"""The verbs on GPU memory: NCCL where each rank has its own GPU, else ranks that share one, over mpi and gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcdist as hd
+from hpcdist.buffers import DTYPES, as_bytes
+from hpcdist.routes import cuda_aware, staged
+
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
+
+EXTENTS = {
+    "even": lambda rank, size: 3,
+    "ragged": lambda rank, size: 2 * rank + 1,
+    "zero first": lambda rank, size: rank,
+    "zero last": lambda rank, size: size - 1 - rank,
+    "all on one": lambda rank, size: 5 * (rank == size // 2),
+    "none": lambda rank, size: 0,
+}
+
+
+@pytest.fixture(scope="module")
+def gpu_world() -> hd.World:
+    """Ranks that share a GPU do without NCCL's group; those that have their own get it."""
+    from mpi4py import MPI
+
+    shared = MPI.COMM_WORLD.size > torch.cuda.device_count()
+    return hd.init(backend="gloo") if shared else hd.init()
+
+
+def routes(world: hd.World) -> list[str]:
+    return ["auto", "mpi", "gloo", *(["nccl"] if world.own_gpus else [])]
+
+
+def whole_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Bytes that count up, on the CPU (bool: 0 and 1 in turn)."""
+    raw = (torch.arange(int(torch.Size(shape).numel()) * dtype.itemsize) * 7 % 251).to(torch.uint8)
+    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
+
+
+def same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
+    return x is not None and x.is_cuda and torch.equal(as_bytes(x.cpu().contiguous()), as_bytes(y.contiguous()))
+
+
+@pytest.mark.parametrize("window", [staged.WINDOW, 64])
+@pytest.mark.parametrize("case", EXTENTS)
+def test_every_verb_route_dtype_and_dim(
+    case: str, window: int, gpu_world: hd.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "WINDOW", window)
+    rank, size = gpu_world.rank, gpu_world.world_size
+    extents = [EXTENTS[case](r, size) for r in range(size)]
+    start = sum(extents[:rank])
+    for route in routes(gpu_world):
+        for dtype in DTYPES:
+            for dim in (0, 1):
+                shape = (sum(extents), 3) if dim == 0 else (3, sum(extents))
+                whole = whole_of(shape, dtype)
+                part = whole.narrow(dim, start, extents[rank])
+                x = part.to(gpu_world.device).t().contiguous().t()  # strided the other way round
+                assert same(hd.concat(x, dim, route=route), whole), (route, dtype, dim)
+                got = hd.gather(x, dim, size - 1, route=route)
+                assert got is None if rank < size - 1 else same(got, whole), (route, dtype, dim)
+                sent = whole.to(gpu_world.device) if rank == 0 else None
+                assert same(hd.split(sent, dim, counts=extents, route=route), part), (route, dtype, dim)
+
+
+def test_work_on_a_side_stream_is_waited_for(gpu_world: hd.World) -> None:
+    """The shard is still being computed on the current stream when the verb is called."""
+    for route in routes(gpu_world):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            x = torch.zeros(1 << 20, device=gpu_world.device)
+            torch.cuda._sleep(50_000_000)
+            x += gpu_world.rank + 1
+            whole = hd.concat(x, route=route)
+            expected = torch.arange(1, gpu_world.world_size + 1, device=x.device).repeat_interleave(1 << 20)
+            assert torch.equal(whole, expected.to(x.dtype)), route
+        torch.cuda.synchronize()
+
+
+def test_cpu_and_gpu_ranks_together(gpu_world: hd.World) -> None:
+    x = torch.full((3,), gpu_world.rank)
+    whole = hd.concat(x.to(gpu_world.device) if gpu_world.rank % 2 else x, route="mpi")
+    assert whole.tolist() == [r for r in range(gpu_world.world_size) for _ in range(3)]
+    assert whole.is_cuda == bool(gpu_world.rank % 2)
+
+
+def test_whether_mpi_takes_gpu_memory_is_found_without_harm(gpu_world: hd.World) -> None:
+    assert cuda_aware.mpi_takes_gpu_memory(gpu_world.team) in (True, False)
+    assert torch.ones(3, device=gpu_world.device).sum().item() == 3
