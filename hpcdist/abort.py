@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
 from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
