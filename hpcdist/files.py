@@ -275,6 +275,8 @@ def _write_safetensors(x: Tensor, path: Path) -> None:
 def _write_h5(x: Tensor, path: Path) -> None:
     import h5py
 
+    with path.open("wb") as file:  # HDF5 does not survive a write that fails: let a limit show before it is used
+        file.truncate(x.nbytes)
     with h5py.File(path, "w") as file:
         raw = x if x.dtype in _NUMPY else x.contiguous().view(_RAW[x.dtype.itemsize])
         dataset = file.create_dataset("data", data=raw.numpy())

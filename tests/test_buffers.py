@@ -1,0 +1,127 @@
+"""Tensor <-> message, on one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, starts, strides_for, whole_of
+
+from hpcdist import buffers
+from hpcdist.buffers import Blocks, as_bytes, overlap, plain
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+
+SHAPES = [(4,), (4, 3), (2, 4, 3), (2, 3, 4, 2), (1, 4), (0, 4), (4, 0), (4, 1, 1)]
+CPU = torch.device("cpu")
+
+
+def test_every_dtype_of_whole_bytes_travels() -> None:
+    """Those that are left out have no bytes of their own: quantised, packed below a byte, or bare bits."""
+    every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    left_out = {str(dtype).removeprefix("torch.") for dtype in every - set(DTYPES)}
+    assert all(name.startswith(("q", "int", "uint", "bits", "float4")) for name in left_out), left_out
+    assert not left_out & {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+
+
+def test_each_dtype_has_its_own_number() -> None:
+    assert len(set(DTYPES.values())) == len(DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_bytes_is_a_view_of_all_bytes(dtype: torch.dtype) -> None:
+    x = whole_of((3, 4), dtype)
+    flat = as_bytes(x)
+    assert flat.dtype == torch.uint8
+    assert flat.shape == (12 * dtype.itemsize,)
+    assert flat.data_ptr() == x.data_ptr()
+    assert as_bytes(x[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex32, torch.bool], ids=str)
+def test_plain_keeps_the_values(dtype: torch.dtype) -> None:
+    for name in strides_for(dtype):
+        x = STRIDES[name](whole_of((3, 4), dtype))
+        y = plain(x)
+        assert same_bits(y, x), name
+        assert not y.is_conj(), name
+        assert not y.is_neg(), name
+        assert (y.data_ptr() == x.data_ptr()) == (name not in ("conjugated", "negated")), name
+
+
+def test_plain_has_no_gradient_history() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert not plain(x).requires_grad
+    assert not plain(x * 2).requires_grad
+    assert plain(x).data_ptr() == x.data_ptr()
+
+
+def test_overlap_of_views() -> None:
+    x = torch.arange(10)
+    assert overlap(x, x[3:5])
+    assert overlap(x[3:5], x)
+    assert not overlap(x, x.clone())
+    assert not overlap(x[:0], x)
+
+
+def test_overlap_of_two_storages_over_one_memory() -> None:
+    """Arrays of NumPy that share memory become tensors whose storages start at different addresses."""
+    memory = np.arange(10)
+    assert overlap(torch.from_numpy(memory[:6]), torch.from_numpy(memory[4:]))
+    assert not overlap(torch.from_numpy(memory[:5]), torch.from_numpy(memory[5:]))
+
+
+@pytest.mark.parametrize("case", EXTENTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_blocks_against_plain_indexing(case: str, size: int) -> None:
+    """pack() makes the messages that plain indexing gives, and landing() with unpack() brings them back."""
+    extents = extents_of(case, size)
+    for shape in SHAPES:
+        for dim in range(len(shape)):
+            whole = whole_of((*shape[:dim], sum(extents), *shape[dim + 1 :]), torch.float32)
+            shards = [part(whole, dim, extents, rank) for rank in range(size)]
+            blocks = Blocks(shape, dim, extents, torch.float32)
+            assert blocks.shape == whole.shape
+            assert blocks.counts == [shard.nbytes for shard in shards]
+            assert blocks.displs == starts(tuple(blocks.counts))
+            assert blocks.nbytes() == whole.nbytes
+            messages = torch.cat([as_bytes(shard.contiguous()) for shard in shards])
+            assert torch.equal(as_bytes(blocks.pack(whole)), messages)
+            assert torch.equal(as_bytes(blocks.pack(STRIDES["transposed"](whole))), messages)
+            outs = [None, torch.empty_like(whole), STRIDES["transposed"](torch.empty_like(whole))]
+            for out in outs:
+                result, landing = blocks.landing(out, CPU)
+                as_bytes(landing).copy_(messages)
+                blocks.unpack(landing, result)
+                assert same_bits(result, whole), (shape, dim, extents)
+                assert out is None or result is out
+            for rank, shard in enumerate(shards):
+                memory = blocks.shard(rank, CPU)
+                assert (memory.shape, memory.dtype) == (shard.shape, shard.dtype)
+                assert memory.is_contiguous()
+
+
+def test_no_copy_where_the_messages_are_the_whole() -> None:
+    whole = whole_of((6, 4), torch.int32)
+    joined = Blocks((2, 4), 0, (2, 4), torch.int32)
+    assert joined.pack(whole).data_ptr() == whole.data_ptr()
+    result, landing = joined.landing(None, CPU)
+    assert landing is result
+    one_holds_all = Blocks((6, 4), 1, (0, 4), torch.int32)
+    assert one_holds_all.pack(whole).data_ptr() == whole.data_ptr()
+    across = Blocks((6, 1), 1, (1, 3), torch.int32)
+    assert across.pack(whole).data_ptr() != whole.data_ptr()
+
+
+def test_blocks_beyond_an_int() -> None:
+    """Counts and displacements are exact where an int32 or int64 product of shapes could wrap."""
+    blocks = Blocks((1, 2**20), 0, (2**15, 2**15, 2**15), torch.float64)
+    assert blocks.counts == [2**38] * 3
+    assert blocks.displs == [0, 2**38, 2**39]
+    assert blocks.nbytes() == 3 * 2**38
+
+
+def test_plans_are_remembered() -> None:
+    arguments = ((2, 4), 0, (2, 4), torch.int32)
+    assert buffers.blocks(*arguments) is buffers.blocks(*arguments)
+    assert buffers.blocks(*arguments) is not buffers.blocks((2, 4), 0, (2, 4), torch.float32)

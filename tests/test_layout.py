@@ -1,0 +1,72 @@
+"""Who holds which rows: integers only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist import layout
+
+SIZES = [(extent, parts) for extent in (0, 1, 2, 3, 5, 7, 8, 100, 2**40 + 3) for parts in (1, 2, 3, 5, 8)]
+
+
+@pytest.mark.parametrize(("extent", "parts"), SIZES)
+def test_block_is_even_with_the_longer_parts_first(extent: int, parts: int) -> None:
+    counts = layout.block(extent, parts)
+    assert len(counts) == parts
+    assert sum(counts) == extent
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize(("extent", "parts"), [size for size in SIZES if size[0] < 1000])
+def test_chunk_is_what_torch_chunk_does(extent: int, parts: int) -> None:
+    lengths = [len(piece) for piece in torch.arange(extent).chunk(parts)]
+    assert layout.chunk(extent, parts) == lengths + [0] * (parts - len(lengths))
+
+
+def test_block_and_chunk_differ() -> None:
+    assert layout.block(10, 4) == [3, 3, 2, 2]
+    assert layout.chunk(10, 4) == [3, 3, 3, 1]
+    assert layout.chunk(5, 4) == [2, 2, 1, 0]
+
+
+def test_counts_of_a_rule() -> None:
+    assert layout.counts_of(None, 10, 4) == layout.block(10, 4)
+    assert layout.counts_of("block", 10, 4) == layout.block(10, 4)
+    assert layout.counts_of("chunk", 10, 4) == layout.chunk(10, 4)
+
+
+def test_counts_of_explicit_counts() -> None:
+    assert layout.counts_of([0, 7, 0], 7, 3) == [0, 7, 0]
+    assert layout.counts_of(torch.tensor([1, 2]), 3, 2) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ("blocks", r"expected one of \['block', 'chunk'\], got 'blocks'"),
+        ("", "got ''"),
+        ([1, 2], r"has 2 entries, expected one for each of 3 ranks"),
+        ([], r"has 0 entries, expected one for each of 3 ranks"),
+        ([5, -1, 3], r"negative entry: \[5, -1, 3\]"),
+        ([1, 2, 3], r"add up to 6, expected 7"),
+    ],
+)
+def test_counts_that_do_not_fit(counts: str | list[int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        layout.counts_of(counts, 7, 3)
+
+
+def test_displs() -> None:
+    assert layout.displs([3, 0, 2]) == [0, 3, 3]
+    assert layout.displs([0]) == [0]
+    assert layout.displs([2**31, 2**31, 1]) == [0, 2**31, 2**32]
+
+
+@pytest.mark.parametrize("extent", [0, 1, 6, 7, 8, 100])
+@pytest.mark.parametrize("limit", [1, 7, 1000])
+def test_pieces_cover_everything_once(extent: int, limit: int) -> None:
+    pieces = layout.pieces(extent, limit)
+    assert [row for start, length in pieces for row in range(start, start + length)] == list(range(extent))
+    assert all(0 < length <= limit for _, length in pieces)
