@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
 
 import memory
 import mpi4py
@@ -33,7 +32,6 @@ SAMPLE = 0.004  # seconds that a sample lasts when its number of calls is chosen
 MOST_CALLS = 5000  # in one sample
 WARM_UP = 2  # rounds that are not counted
 FEWEST = 5  # rounds, for a contender that is too slow for all of them
-SHARE = 6  # a contender gets fewer rounds once all would take over budget / SHARE
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -78,6 +76,15 @@ class Contender:
 
     name: str
     call: Callable[[Case], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A contender, its timing so far, and the rounds that it takes part in."""
+
+    contender: Contender
+    timing: results.Timing
+    rounds: set[int]
 
 
 def make_counts(size: int, skew: str, world_size: int) -> list[int]:
@@ -151,43 +158,69 @@ def calibrate(contender: Contender, case: Case) -> tuple[int, float]:
         calls = min(MOST_CALLS, max(2 * calls, math.ceil(1.2 * SAMPLE / each)))
 
 
-def plan(contender: Contender, case: Case, rounds: int, budget: float) -> tuple[results.Timing, set[int]]:
-    """An empty timing, and the rounds to take part in: all, or evenly spread ones, or none and why. Collective.
+def plan(costs: Sequence[float], rounds: int, left: float) -> list[int]:
+    """How many rounds each contender takes part in: at most `rounds`, at least FEWEST, in `left` seconds where it can.
 
-    The baseline takes part in all, or the others would have nothing to be compared with.
+    `costs` are the seconds that a round takes each, the baseline's first. The cheap ones come first, and what they
+    leave of their share goes to the slow ones. The baseline takes part in all, or the others would have nothing to be
+    compared with.
     """
-    calls, each = calibrate(contender, case)
-    timing = results.Timing(contender.name, calls, [None] * rounds)
-    if calls > 1 or contender.name == results.BASELINE:
-        return timing, set(range(rounds))
-    if FEWEST * each > budget:
-        timing.skipped = f"one call takes {each:.2f} s, so that {FEWEST} rounds exceed the budget of {budget:g} s"
-        return timing, set()
-    taken = min(rounds, max(FEWEST, int(budget / SHARE / each)))
-    return timing, {i * rounds // taken for i in range(taken)}
+    taken = [0] * len(costs)
+    for done, i in enumerate(sorted(range(len(costs)), key=costs.__getitem__)):
+        share = left / (len(costs) - done)
+        taken[i] = min(rounds, max(FEWEST, int(share / costs[i])))
+        left -= taken[i] * costs[i]
+    taken[0] = max(taken)
+    return taken
 
 
-def measure(contenders: Sequence[Contender], case: Case, rounds: int, budget: float, bar: tqdm[Any]) -> results.Case:
-    """Check every contender, then time them round by round. Collective."""
-    plans = []
+def prepare(contenders: Sequence[Contender], case: Case, rounds: int, budget: float, until: float) -> list[Turn]:
+    """Check every contender, and choose the rounds it takes part in: evenly spread, none if it is too slow.
+
+    Collective. The baseline is the first. `until` is when the case should be done, by time.monotonic() on the root.
+    """
+    found = []
     for contender in contenders:
         check(contender, case)
-        plans.append((contender, *plan(contender, case, rounds, budget)))
+        found.append((contender, *calibrate(contender, case)))
+    costs = {c.name: calls * each for c, calls, each in found if FEWEST * calls * each <= budget or c is contenders[0]}
+    left = case.comm.bcast(until - time.monotonic(), ROOT)
+    taken = dict(zip(costs, plan(list(costs.values()), rounds, left), strict=True))
+    total = taken[contenders[0].name]
+    turns = []
+    for contender, calls, each in found:
+        timing, n = results.Timing(contender.name, calls, [None] * total), taken.get(contender.name, 0)
+        if not n:
+            timing.skipped = f"one call takes {each:.2f} s, so that {FEWEST} rounds exceed the budget of {budget:g} s"
+        turns.append(Turn(contender, timing, {i * total // n for i in range(n)}))
+    return turns
+
+
+def measure(turns: Sequence[Turn], case: Case, until: float) -> None:
+    """Fill in the timings, round by round. Collective.
+
+    Past `until`, by time.monotonic() on the root, it ends early, but not before FEWEST rounds.
+    """
+    rounds = len(turns[0].rounds)
+    warm_up = WARM_UP if rounds > FEWEST else 0  # so slow that being called twice already has to do
     gc.collect()
     gc.freeze()  # what is loaded by now stays, and need not be looked through after every round
     gc.disable()
-    for round_ in range(-WARM_UP, rounds):
-        order = random.Random(round_).sample(plans, len(plans))  # none always runs after the same other one
-        for contender, timing, taken in order:
-            if round_ in taken:
-                timing.samples[round_] = float(f"{sample(contender, case, timing.calls):.4g}")
-            elif round_ < 0 and len(taken) == rounds:
-                sample(contender, case, timing.calls)
+    for round_ in range(-warm_up, rounds):
+        order = random.Random(round_).sample(turns, len(turns))  # none always runs after the same other one
+        for turn in order:
+            if round_ in turn.rounds:
+                turn.timing.samples[round_] = float(f"{sample(turn.contender, case, turn.timing.calls):.4g}")
+            elif round_ < 0 and len(turn.rounds) == rounds:
+                sample(turn.contender, case, turn.timing.calls)
         gc.collect()
-        bar.update(round_ >= 0)
+        if round_ + 1 >= FEWEST and case.comm.bcast(time.monotonic() > until, ROOT):
+            break
     gc.enable()
-    nbytes = [count * DTYPE.itemsize for count in case.counts]
-    return results.Case(case.size, case.skew, nbytes, [timing for _, timing, _ in plans])
+    for turn in turns:
+        del turn.timing.samples[round_ + 1 :]
+        if not turn.timing.rounds and not turn.timing.skipped:
+            turn.timing.skipped = "the time was up before its turn"
 
 
 def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
@@ -202,34 +235,39 @@ def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
 
 
 def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) -> None:
-    """The program of a verb: parse the command line, time every size and skew, print on rank 0, write JSON."""
+    """The program of a verb: parse the command line, time every size and skew, print on rank 0, write JSON.
+
+    The first contender is the baseline.
+    """
     asked = _arguments(verb)
+    end = time.monotonic() + asked.seconds
     with hd.init(device="cpu") as world:
         cpus = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cpus // world.world_size))
         record = _record(verb, world.world_size, cpus)
-        comm = world.comm
-        total = len(asked.sizes) * len(asked.skew) * asked.rounds
-        quiet = None if world.rank == 0 else True  # None: tqdm looks whether stderr is a terminal
+        show = tqdm.write if world.rank == 0 else _say_nothing
         if with_peaks:
-            record.no_peaks = memory.unavailable(comm) or memory.too_small(max(asked.sizes))
+            record.no_peaks = memory.unavailable(world.comm) or memory.too_small(max(asked.sizes))
             if not record.no_peaks:
-                record.peaks = peaks(contenders, make_case(comm, verb, max(asked.sizes), "even"))
-        with tqdm(total=total, desc=verb, unit="round", disable=quiet) as bar:
-            for size in asked.sizes:
-                for skew in asked.skew:
-                    bar.set_postfix_str(f"{results.show_size(size)} {skew}")
-                    case = make_case(comm, verb, size, skew)
-                    record.cases.append(measure(contenders, case, asked.rounds, asked.budget, bar))
-                    if world.rank == 0:
-                        tqdm.write(report.case_table(record, record.cases[-1]) + "\n")
-                        if asked.json:  # what has been measured stays, should the run be ended
-                            written = results.save(record, asked.json)
-        if world.rank == 0:
-            if with_peaks:
-                print(report.peak_table(record))
-            if asked.json:
-                print(f"written: {written}")
+                record.peaks = peaks(contenders, make_case(world.comm, verb, max(asked.sizes), "even"))
+            show(report.peak_table(record) + "\n")
+        cases = list(product(asked.sizes, asked.skew))
+        quiet = None if world.rank == 0 else True  # None: tqdm looks whether stderr is a terminal
+        for done, (size, skew) in enumerate(tqdm(cases, desc=verb, unit="case", disable=quiet)):
+            case = make_case(world.comm, verb, size, skew)
+            now = time.monotonic()
+            share = max(0, end - now) / (len(cases) - done)
+            turns = prepare(contenders, case, asked.rounds, asked.budget, now + share)
+            measure(turns, case, now + 2 * share)
+            nbytes = [count * DTYPE.itemsize for count in case.counts]
+            record.cases.append(results.Case(size, skew, nbytes, [turn.timing for turn in turns]))
+            show(report.case_table(record, record.cases[-1]) + "\n")
+            if asked.json and world.rank == 0:  # what has been measured stays, should the run be ended
+                results.save(record, asked.json)
+
+
+def _say_nothing(text: str) -> None:
+    """What the other ranks do instead of printing."""
 
 
 def _record(verb: str, world_size: int, cpus: int) -> results.Record:
@@ -260,12 +298,14 @@ def _arguments(verb: str) -> argparse.Namespace:
     parser.add_argument("--skew", type=_skews, default=_skews("even,16:1"), metavar="LIST", help="even,16:1")
     parser.add_argument("--rounds", type=int, default=30, help="samples of each contender (%(default)s)")
     parser.add_argument(
+        "--seconds", type=float, default=150, help="for the run: fewer rounds for slow contenders (%(default)g)"
+    )
+    parser.add_argument(
         "--budget",
         type=float,
         default=12,
         metavar="SECONDS",
-        help=f"for a contender and case: fewer rounds once they take over 1/{SHARE} of it; skipped, with a note in the "
-        f"table, if not even {FEWEST} fit (%(default)s)",
+        help=f"skip a contender, and say so in the table, if {FEWEST} calls take longer (%(default)g)",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all samples there; in a folder: as MPI-npN-verb"

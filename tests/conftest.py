@@ -86,6 +86,8 @@ def _together(item: pytest.Item) -> Generator[None, Any, Any]:
         error = caught
     elsewhere = failures_elsewhere(_comm, error)
     if error is not None:
+        if elsewhere is not None and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"and on the other ranks:\n{elsewhere}")
         raise error
     if elsewhere is not None:
         pytest.fail(f"failed on another rank (its traceback is in build/test-logs)\n{elsewhere}", pytrace=False)

@@ -1,0 +1,102 @@
+"""Runs every benchmark under one MPI, then the report and the pictures.
+
+python benchmarks/all.py --np 2,4      in the environment whose mpi4py and mpirun are to be measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from results import FOLDER
+from tqdm import tqdm
+
+HERE = Path(__file__).parent
+VERBS = ("concat", "gather", "split")
+# Open MPI 4 and 5 would bind ranks to cores, MPICH does not, and gloo's threads want more than the rank's core.
+UNBOUND = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+# Open MPI 4 and 5 refuse more ranks than cores unless told, and should then give way while they wait.
+CROWDED = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def environment(world_size: int) -> dict[str, str]:
+    """For mpirun: this one, and what makes launchers comparable where it is not set already."""
+    crowded = CROWDED if world_size > (os.cpu_count() or 1) else {}
+    return {**UNBOUND, **crowded, **os.environ}
+
+
+def launch(command: list[str], environ: dict[str, str], deadline: float) -> str | None:
+    """Run a command to its end; past `deadline` seconds end it and all it started. Returns what went wrong."""
+    process = subprocess.Popen(command, env=environ, start_new_session=True)
+    try:
+        status = process.wait(deadline)
+        return f"exit status {status}" if status else None
+    except subprocess.TimeoutExpired:
+        return f"not done in {deadline:g} s"
+    finally:
+        if process.poll() is None:
+            process.terminate()  # mpirun hands it on to its ranks
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _mpirun() -> str:
+    """The launcher beside this Python (the wheels bring theirs), else the one on the path."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+
+
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the benchmarks: --rounds 10")
+    parser.add_argument("--mpirun", type=shlex.split, default=[_mpirun()], help="with its own options, in quotes")
+    parser.add_argument("--python", default=sys.executable, help="that has hpcdist and mpi4py (this one)")
+    parser.add_argument("--np", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], metavar="2,4")
+    parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(VERBS), metavar=",".join(VERBS))
+    parser.add_argument("--deadline", type=float, default=300, help="seconds for each run (%(default)g)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for the results (benchmarks/results)")
+    return parser.parse_known_args()
+
+
+def main() -> int:
+    asked, others = _arguments()
+    asked.folder.mkdir(exist_ok=True)
+    failed = []
+    start = time.monotonic()
+    runs = [(world_size, verb) for world_size in asked.np for verb in asked.verbs]
+    with tqdm(runs, unit="run", disable=None) as bar:
+        for world_size, verb in bar:
+            command = [*asked.mpirun, "-n", str(world_size), asked.python, str(HERE / f"{verb}.py")]
+            command += ["--json", str(asked.folder), *others]
+            bar.set_postfix_str(f"{verb}, np {world_size}")
+            problem = launch(command, environment(world_size), asked.deadline)
+            if problem:
+                failed.append(f"{verb}, np {world_size}: {problem}")
+    print(f"{len(runs)} runs in {time.monotonic() - start:.0f} s")
+    scripts = ["plot.py", "report.py"] if importlib.util.find_spec("matplotlib") else ["report.py"]
+    if len(scripts) == 1:
+        print("no pictures, for want of matplotlib here; draw them with a Python that has it: benchmarks/plot.py")
+    for script in scripts:
+        problem = launch([sys.executable, str(HERE / script), str(asked.folder)], dict(os.environ), asked.deadline)
+        if problem:
+            failed.append(f"{script}: {problem}")
+    print(*failed, sep="\n", file=sys.stderr, end="\n" if failed else "")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Renders the tables: results/tables.md, and README.md between its two marks. python benchmarks/report.py [FOLDER]"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import results
+from results import BASELINE, FOLDER, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, Case, Record, Spread, Timing
+
+README = Path(__file__).parent / "README.md"
+START, END = "<!-- results -->", "<!-- /results -->"
+_MIB = 2**20
+_LARGE = 64 * _MIB
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A markdown table with aligned columns, all but the first to the right."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+
+    def show(line: Sequence[str]) -> str:
+        cells = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))]  # noqa: B905
+        return "| " + " | ".join(cells) + " |"
+
+    rule = "|" + "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths)) + "|"
+    return "\n".join([show(lines[0]), rule, *map(show, lines[1:])])
+
+
+def case_table(record: Record, case: Case) -> str:
+    """Everything about one size and skew: times, bandwidth, the paired ratio and difference to the baseline."""
+    fastest = min(results.seconds(t).median for t in case.timings if not t.skipped)
+    scale, unit = (1e6, "us") if fastest < 1e-3 else (1e3, "ms")
+    head = [
+        f"{record.verb}, {shards(record, case)}",
+        unit,
+        f"IQR, {unit}",
+        "GB/s",
+        "ratio",
+        "IQR",
+        f"over baseline, {unit}",
+    ]
+    rows = [_row(case, timing, scale) for timing in case.timings]
+    return table([*head, "rounds x calls"], rows) + "".join(f"\n\n{note}" for note in _skipped(case))
+
+
+def shards(record: Record, case: Case) -> str:
+    """What the ranks hold, in words."""
+    size, least = results.show_size(max(case.nbytes)), results.show_size(min(case.nbytes))
+    return f"np {record.world_size}, {size} a rank" + ("" if case.skew == "even" else f" on rank 0, else {least}")
+
+
+def _row(case: Case, timing: Timing, scale: float) -> list[str]:
+    ratio, difference = results.ratio(case, timing.name), results.difference(case, timing.name)
+    if ratio is None or difference is None:
+        return [timing.name, "skipped", *["-"] * 6]
+    time = results.seconds(timing)
+    return [
+        timing.name,
+        figure(time.median * scale),
+        f"{figure(time.low * scale)} to {figure(time.high * scale)}",
+        f"{results.gigabytes_per_second(case, timing):.3f}",
+        figure(ratio.median),
+        f"{figure(ratio.low)} to {figure(ratio.high)}",
+        figure(difference.median * scale),
+        f"{timing.rounds} x {timing.calls}",
+    ]
+
+
+def _skipped(case: Case) -> list[str]:
+    return [f"{timing.name}: skipped, {timing.skipped}." for timing in case.timings if timing.skipped]
+
+
+def figure(value: float) -> str:
+    """Three significant digits, and two decimals near 1, where ratios are read.
+
+    Example::
+
+        >>> figure(1.0234), figure(0.00123), figure(123.4)
+        ('1.02', '0.00123', '123')
+    """
+    size = abs(value)
+    if size >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.3g}"
+
+
+def peak_table(record: Record) -> str:
+    """The peak of extra memory of each contender."""
+    if not record.peaks:
+        return f"Peak memory was not measured: {record.no_peaks}."
+    shown = f"{record.peaks[0].result / _MIB:.0f} MiB"
+    head = [f"{record.verb}, np {record.world_size}: peak extra memory, result {shown}", "MiB", "of the result"]
+    return table(head, [[p.name, f"{p.extra / _MIB:.1f}", f"{p.extra / p.result:.3f}"] for p in record.peaks])
+
+
+def ratio_table(record: Record) -> str:
+    """One run at a glance: a row for each contender, a column for each size and skew, paired ratios."""
+    head = [f"{record.verb}, np {record.world_size}"]
+    head += [f"{results.show_size(case.size)}{'' if case.skew == 'even' else ' ' + case.skew}" for case in record.cases]
+    rows = []
+    for name in [timing.name for timing in record.cases[0].timings]:
+        cells = [results.ratio(case, name) for case in record.cases]
+        rows.append([name, *("skipped" if cell is None else figure(cell.median) for cell in cells)])
+    rows[0] = [f"{BASELINE}, time", *map(_baseline_time, record.cases)]
+    return table(head, rows)
+
+
+def _baseline_time(case: Case) -> str:
+    timing = case.timing(BASELINE)
+    if timing is None:
+        return "skipped"
+    time = results.seconds(timing).median
+    return f"{figure(time * 1e6)} us" if time < 1e-3 else f"{figure(time * 1e3)} ms"
+
+
+class Target(NamedTuple):
+    """What is promised, and how a record shows whether it holds. `measure` is None where there is nothing to show."""
+
+    what: str
+    verb: str
+    world_sizes: tuple[int, ...]
+    limit: float
+    at_most: bool
+    unit: str
+    measure: Callable[[Record], Spread | None]
+
+
+def _ratio_of(size: int, skew: str, name: str, other: str) -> Callable[[Record], Spread | None]:
+    def measure(record: Record) -> Spread | None:
+        case = record.case(size, skew)
+        return None if case is None else results.ratio(case, name, other)
+
+    return measure
+
+
+def _small_difference(record: Record) -> Spread | None:
+    case = record.case(8, "even")
+    found = None if case is None else results.difference(case, HPCDIST_OUT)
+    return None if found is None else Spread(*(value * 1e6 for value in found))
+
+
+def _peak_of_result(record: Record) -> Spread | None:
+    found = [peak.extra / peak.result for peak in record.peaks if peak.name == HPCDIST_NEW]
+    return Spread(found[0], found[0], found[0]) if found else None
+
+
+_AS_RAW = _ratio_of(_LARGE, "even", HPCDIST_OUT, BASELINE)
+_SKEWED = _ratio_of(_LARGE, "16:1", GLOO_PADDED, HPCDIST_OUT)
+TARGETS = [
+    *(
+        Target(f"{v}, 64 MiB a rank: time of raw mpi4py", v, (2, 4), 1.05, True, "x", _AS_RAW)
+        for v in ("concat", "gather")
+    ),
+    *(
+        Target(f"{v}, 64 MiB, 16:1: gloo padded's time", v, (2, 4), 8, False, "x", _SKEWED)
+        for v in ("concat", "gather")
+    ),
+    Target("concat, 8 B: over raw mpi4py", "concat", (2,), 25, True, "us", _small_difference),
+    Target("concat, dim 0: peak extra memory by the result", "concat", (2, 4), 1.0, True, "x", _peak_of_result),
+]
+_COUNTERS = 0.005  # of the result: what the kernel's counters of memory may be off by
+
+
+def target_table(records: Sequence[Record]) -> str:
+    """The targets beside what was measured, for every MPI and number of ranks that they speak of."""
+    rows = []
+    for target in TARGETS:
+        limit = f"{'at most' if target.at_most else 'at least'} {target.limit:g} {target.unit}"
+        for mpi, np in product(dict.fromkeys(record.mpi for record in records), target.world_sizes):
+            mine = [r for r in records if (r.mpi, r.world_size, r.verb) == (mpi, np, target.verb)]
+            found = target.measure(mine[0]) if mine else None
+            verdict = ["not measured", "-", "-"] if found is None else _verdict(target, found)
+            rows.append([target.what, mpi, str(np), limit, *verdict])
+    return table(["target", "MPI", "np", "limit", "measured", "IQR", "met"], rows)
+
+
+def _verdict(target: Target, found: Spread) -> list[str]:
+    limit = target.limit + (_COUNTERS if target.measure is _peak_of_result else 0)
+    met = found.median <= limit if target.at_most else found.median >= limit
+    digits = 3 if target.measure is _peak_of_result else 2
+    iqr = "-" if found.low == found.high else f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+    return [f"{found.median:.{digits}f} {target.unit}", iqr, "yes" if met else "NO"]
+
+
+def _origin(records: Sequence[Record]) -> str:
+    """What the records were measured with and on, a line for each difference."""
+    lines: dict[str, None] = {}
+    for record in records:
+        versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+        lines[f"{record.mpi}, {versions}; {record.machine}; {record.date}."] = None
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def block(records: Sequence[Record]) -> str:
+    """What README.md shows."""
+    parts = ["Measured with:", _origin(records), "### Targets", target_table(records)]
+    parts += ["### Ratios", "Paired ratio to preallocated mpi4py (its own row: time); under 1 is faster."]
+    for mpi in dict.fromkeys(record.mpi for record in records):
+        parts.append(f"#### {mpi}")
+        mine = [record for record in records if record.mpi == mpi]
+        for verb in dict.fromkeys(record.verb for record in mine):
+            picture = FOLDER / f"{_label(mine[0])}-{verb}.svg"
+            if picture.exists():
+                parts.append(f"![{verb}, {mpi}](results/{picture.name})")
+            parts += [ratio_table(record) for record in mine if record.verb == verb]
+    peaks = [peak_table(record) for record in records if record.peaks or record.no_peaks]
+    skipped = [f"{r.name}, {shards(r, c)}: {note}" for r in records for c in r.cases for note in _skipped(c)]
+    parts += ["### Peak memory", *peaks] if peaks else []
+    parts += ["### Skipped", "\n".join(f"- {line}" for line in skipped)] if skipped else []
+    return "\n\n".join(parts)
+
+
+def _label(record: Record) -> str:
+    return record.name.split("-np")[0]
+
+
+def tables(records: Sequence[Record]) -> str:
+    """results/tables.md: every case of every record in full."""
+    parts = ["# All measurements", "Written by report.py; the words are defined in ../README.md."]
+    for record in records:
+        parts += [f"## {record.verb}, np {record.world_size}, {record.mpi}", _origin([record])]
+        parts += [case_table(record, case) for case in record.cases]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--show", action="store_true", help="print everything, write nothing")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=FOLDER, help="of the JSON files; README.md shows benchmarks/results"
+    )
+    asked = parser.parse_args()
+    records = results.load_all(asked.folder)
+    if not records:
+        raise SystemExit(f"no JSON files in {asked.folder}: run benchmarks/all.py first")
+    if asked.show:
+        print(block(records), tables(records), sep="\n\n")
+        return
+    (asked.folder / "tables.md").write_text(tables(records))
+    if asked.folder.resolve() != FOLDER.resolve():
+        return
+    text = README.read_text()
+    before, after = text[: text.index(START) + len(START)], text[text.index(END) :]
+    README.write_text(f"{before}\n\n{block(records)}\n\n{after}")
+
+
+if __name__ == "__main__":
+    main()

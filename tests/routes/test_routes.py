@@ -1,0 +1,223 @@
+"""Each route's four operations on messages of bytes, as large as they come and cut into small pieces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import EXTENTS, extents_of, starts, whole_of
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import routes
+from hpcdist.routes import c10d, mpi, staged
+from hpcdist.team import Team, team_of
+
+pytestmark = pytest.mark.mpi
+
+PIECE = 7  # bytes: divides no message of the tests evenly
+ROUTES: dict[str, routes.Route] = {
+    "mpi": mpi.MPI_ROUTE,
+    "gloo": c10d.GLOO,
+    "staged mpi": staged.Staged(mpi.MPI_ROUTE),
+    "staged gloo": staged.Staged(c10d.GLOO),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "in pieces"])
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits that real messages seldom reach, as they are, or lowered below those of the tests."""
+    if request.param:
+        monkeypatch.setattr(mpi, "LIMIT", 100)
+        monkeypatch.setattr(mpi, "PIECE", PIECE)
+        monkeypatch.setattr(c10d, "PIECE", PIECE)
+        monkeypatch.setattr(staged, "WINDOW", 33)
+
+
+def _team(world: hd.World, order: int) -> Team:
+    """All ranks, in the order of the world or in reverse."""
+    return world.team if order > 0 else team_of(_reversed(world), world)
+
+
+_reverse: list[object] = []
+
+
+def _reversed(world: hd.World) -> object:
+    if not _reverse:
+        _reverse.append(world.comm.Split(0, -world.rank))
+    return _reverse[0]
+
+
+def _messages(size: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Bytes by rank, and all messages one after the other: below and beyond every lowered limit."""
+    for turn, case in enumerate(EXTENTS):
+        for row in (1, 5, 40):
+            counts = tuple(extent * row for extent in extents_of(case, size))
+            yield counts, whole_of((sum(counts),), torch.uint8, salt=turn)
+
+
+def _part(messages: Tensor, counts: tuple[int, ...], rank: int) -> Tensor:
+    start = starts(counts)[rank]
+    return messages[start : start + counts[rank]].clone()
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "in reverse"])
+@pytest.mark.parametrize("name", ROUTES)
+class TestRoute:
+    """One battery for every route, and for a team whose ranks are not torch's."""
+
+    def test_gatherv(self, world: hd.World, name: str, order: int) -> None:
+        team, findings = _team(world, order), Findings(world.comm)
+        for turn, (counts, messages) in enumerate(_messages(team.size)):
+            root = turn % team.size
+            send = _part(messages, counts, team.rank)
+            recv = torch.zeros_like(messages) if team.rank == root else None
+            ROUTES[name].gatherv(team, send, recv, counts, starts(counts), root)
+            findings.check(recv is None or torch.equal(recv, messages), f"{counts} to {root}")
+            findings.same(send, _part(messages, counts, team.rank), f"send of {counts} to {root}")
+        findings.settle()
+
+    def test_scatterv(self, world: hd.World, name: str, order: int) -> None:
+        team, findings = _team(world, order), Findings(world.comm)
+        for turn, (counts, messages) in enumerate(_messages(team.size)):
+            root = turn % team.size
+            send = messages.clone() if team.rank == root else None
+            recv = torch.zeros(counts[team.rank], dtype=torch.uint8)
+            ROUTES[name].scatterv(team, send, recv, counts, starts(counts), root)
+            findings.same(recv, _part(messages, counts, team.rank), f"{counts} from {root}")
+            findings.check(send is None or torch.equal(send, messages), f"send of {counts} from {root}")
+        findings.settle()
+
+    def test_allgatherv(self, world: hd.World, name: str, order: int) -> None:
+        team, findings = _team(world, order), Findings(world.comm)
+        for counts, messages in _messages(team.size):
+            send, recv = _part(messages, counts, team.rank), torch.zeros_like(messages)
+            ROUTES[name].allgatherv(team, send, recv, counts, starts(counts))
+            findings.same(recv, messages, f"{counts}")
+            findings.same(send, _part(messages, counts, team.rank), f"send of {counts}")
+        findings.settle()
+
+    def test_alltoallv(self, world: hd.World, name: str, order: int) -> None:
+        """Rank i sends rank j table[i][j] bytes; with gaps between the messages, which stay as they were."""
+        team, findings = _team(world, order), Findings(world.comm)
+        ranks = range(team.size)
+        for row, gap in itertools.product((0, 1, 5, 40), (0, 3)):
+            table = [[row * ((i * 3 + j * 5) % 4) for j in ranks] for i in ranks]
+            sendcounts, recvcounts = table[team.rank], [table[i][team.rank] for i in ranks]
+            sdispls = [start + gap * j for j, start in enumerate(starts(tuple(sendcounts)))]
+            rdispls = [start + gap * i for i, start in enumerate(starts(tuple(recvcounts)))]
+            send = torch.full((sum(sendcounts) + gap * team.size,), 255, dtype=torch.uint8)
+            expected = torch.full((sum(recvcounts) + gap * team.size,), 254, dtype=torch.uint8)
+            for peer in ranks:
+                send[sdispls[peer] :][: sendcounts[peer]] = _letter(team.rank, peer, sendcounts[peer])
+                expected[rdispls[peer] :][: recvcounts[peer]] = _letter(peer, team.rank, recvcounts[peer])
+            before, recv = send.clone(), torch.full_like(expected, 254)
+            ROUTES[name].alltoallv(team, send, sendcounts, sdispls, recv, recvcounts, rdispls)
+            findings.same(recv, expected, f"rows of {row}, gaps of {gap}")
+            findings.same(send, before, "send")
+        findings.settle()
+
+    def test_messages_of_any_shape_and_dtype(self, world: hd.World, name: str, order: int) -> None:
+        """What counts is their memory."""
+        team, findings = _team(world, order), Findings(world.comm)
+        counts = tuple(48 * rank for rank in range(team.size))
+        whole = whole_of((sum(counts) // 16, 2), torch.float64)
+        at = starts(counts)[team.rank] // 16
+        send = whole[at : at + counts[team.rank] // 16].contiguous().view(torch.complex64)
+        recv = torch.zeros_like(whole)
+        ROUTES[name].allgatherv(team, send, recv, counts, starts(counts))
+        findings.same(recv, whole, "allgatherv")
+        findings.settle()
+
+
+def _letter(source: int, dest: int, length: int) -> Tensor:
+    """The message of `length` bytes from `source` to `dest`."""
+    return whole_of((length,), torch.uint8, salt=10 * source + dest)
+
+
+def test_staged_stays_within_its_window(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the inner route is given is never longer than the window, and every round is packed."""
+    monkeypatch.setattr(staged, "WINDOW", 64)
+    seen: list[tuple[int, int]] = []
+
+    class Spy:
+        def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: list[int], displs: list[int]) -> None:
+            seen.append((send.numel(), recv.numel()))
+            assert displs == starts(tuple(counts))
+            assert recv.numel() == sum(counts)
+            mpi.MPI_ROUTE.allgatherv(team, send, recv, counts, displs)
+
+    counts = tuple(100 * (rank + 1) for rank in range(world.world_size))
+    messages = whole_of((sum(counts),), torch.uint8)
+    recv = torch.zeros_like(messages)
+    staged.Staged(Spy()).allgatherv(  # type: ignore[arg-type]
+        world.team, _part(messages, counts, world.rank), recv, counts, starts(counts)
+    )
+    step = 64 // world.world_size
+    findings = Findings(world.comm)
+    findings.same(recv, messages, "allgatherv")
+    findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")
+    findings.check(all(send <= step and recv <= 64 for send, recv in seen), f"windows exceeded: {seen}")
+    findings.settle()
+
+
+def test_a_window_smaller_than_the_team(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "WINDOW", 0)
+    whole = whole_of((2 * world.world_size,), torch.uint8)
+    recv, counts = torch.zeros_like(whole), (2,) * world.world_size
+    staged.Staged(mpi.MPI_ROUTE).allgatherv(world.team, _part(whole, counts, world.rank), recv, counts, starts(counts))
+    assert_on_all_ranks(world.comm, torch.equal(recv, whole), f"got {recv}")
+
+
+def test_the_verbs_in_pieces(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowered limits from above: what a tensor of more than 2**31 bytes goes through."""
+    monkeypatch.setattr(mpi, "LIMIT", 100)
+    monkeypatch.setattr(mpi, "PIECE", PIECE)
+    monkeypatch.setattr(c10d, "PIECE", PIECE)
+    findings = Findings(world.comm)
+    counts = tuple(3 * rank + 2 for rank in range(world.world_size))
+    whole = whole_of((3, sum(counts), 2), torch.float32)
+    start = starts(counts)[world.rank]
+    shard = whole[:, start : start + counts[world.rank]]
+    for route in ("mpi", "gloo"):
+        findings.same(hd.concat(shard, 1, route=route), whole, route)
+        result = hd.gather(shard, 1, route=route)
+        findings.check(world.rank > 0 or torch.equal(result.view(torch.int32), whole.view(torch.int32)), route)
+        findings.same(hd.split(whole if world.rank == 0 else None, 1, 0, counts, route=route), shard, route)
+    findings.settle()
+
+
+def test_auto_is_mpi_for_host_memory(world: hd.World) -> None:
+    kinds = (routes.CPU,) * world.world_size
+    assert_on_all_ranks(world.comm, routes.agreed("gather", "auto", world.team, kinds) is mpi.MPI_ROUTE)
+    assert_on_all_ranks(world.comm, routes.agreed("gather", "gloo", world.team, kinds) is c10d.GLOO)
+
+
+def test_gloo_is_staged_where_a_rank_has_gpu_memory(world: hd.World) -> None:
+    """On all ranks alike, those with host memory too."""
+    kinds = (routes.CUDA, *(routes.CPU,) * (world.world_size - 1))
+    way = routes.agreed("gather", "gloo", world.team, kinds)
+    assert_on_all_ranks(world.comm, isinstance(way, staged.Staged) and way.route is c10d.GLOO, way)
+
+
+def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
+    """Refused everywhere, with what to do instead."""
+    if world.own_gpus:
+        assert c10d.NCCL.missing(world.team) is None
+        return
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.zeros(2), route="nccl"))
+    assert_on_all_ranks(world.comm, sorted(error.problems) == list(range(world.world_size)), error)
+    assert_on_all_ranks(world.comm, "needs a GPU of its own for each rank" in str(error), error)
+    assert_on_all_ranks(world.comm, "use route mpi or auto" in str(error), error)
+
+
+def test_every_route_has_the_four_operations() -> None:
+    for name in routes.ROUTES:
+        route = routes._load(name)
+        for operation in ("missing", "carries", "gatherv", "scatterv", "allgatherv", "alltoallv"):
+            assert callable(getattr(route, operation)), (name, operation)
+    assert ("auto", *routes.ROUTES) == routes.NAMES
