@@ -6,13 +6,14 @@ python benchmarks/plot.py [FOLDER]; needs matplotlib (pip install -e .[bench]).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 import results
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from results import BASELINE, CONTROL, FOLDER, Record
 
 mpl.use("Agg")
@@ -20,6 +21,7 @@ mpl.rcParams["svg.hashsalt"] = "hpcdist"  # the same figures give the same file
 mpl.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
 
 _BAR = 0.8  # of the height of a contender's row, shared by its bars
+Colour = tuple[float, float, float, float]
 _COLOURS = plt.get_cmap("viridis")
 
 
@@ -30,35 +32,35 @@ def draw(records: Sequence[Record], path: Path) -> None:
     line on a bar spans the quartiles.
     """
     skews = list(dict.fromkeys(case.skew for record in records for case in record.cases))
+    sizes = sorted({case.size for record in records for case in record.cases})
+    colours = {size: _COLOURS(0.9 * i / max(1, len(sizes) - 1)) for i, size in enumerate(sizes)}
     names = [t.name for t in records[0].cases[0].timings if t.name not in (BASELINE, CONTROL)]
     rows, columns = len(records), len(skews)
-    size = (5 + 3.5 * columns, 1.2 + rows * 0.45 * len(names))
-    figure, panels = plt.subplots(rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    inches = (5 + 3.5 * columns, 1.2 + rows * 0.45 * len(names))
+    figure, panels = plt.subplots(rows, columns, figsize=inches, sharex=True, sharey=True, squeeze=False)
     for line, record in zip(panels, records, strict=True):
         for panel, skew in zip(line, skews, strict=True):
-            _panel(panel, record, skew, names)
+            _panel(panel, record, skew, names, colours)
     first = records[0]
     figure.suptitle(f"{first.verb} on {first.mpi}: time as a multiple of preallocated mpi4py (less is faster)")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), title="bytes a rank", frameon=False)
+    keys = [Patch(color=colour, label=results.show_size(size)) for size, colour in colours.items()]
+    figure.legend(handles=keys, loc="lower center", ncols=len(keys), title="bytes a rank", frameon=False)
     figure.tight_layout(rect=(0, 0.09 if rows == 1 else 0.055, 1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 
-def _panel(panel: Axes, record: Record, skew: str, names: Sequence[str]) -> None:
-    cases = [case for case in record.cases if case.skew == skew]
-    height = _BAR / len(cases)
-    for number, case in enumerate(cases):
-        colour = _COLOURS(0.9 * number / max(1, len(cases) - 1))
+def _panel(panel: Axes, record: Record, skew: str, names: Sequence[str], colours: Mapping[int, Colour]) -> None:
+    height = _BAR / len(colours)
+    for number, (size, colour) in enumerate(colours.items()):
+        case = record.case(size, skew)
         for row, name in enumerate(names):
-            at = row + (number - (len(cases) - 1) / 2) * height
-            ratio = results.ratio(case, name)
+            at = row + (number - (len(colours) - 1) / 2) * height
+            ratio = None if case is None else results.ratio(case, name)
             if ratio is None:
-                panel.text(1.05, at, "skipped", va="center", fontsize=6)
+                panel.text(1.05, at, "skipped" if case else "not measured", va="center", fontsize=6)
                 continue
-            label = results.show_size(case.size) if row == 0 else None
-            panel.barh(at, ratio.median - 1, height, left=1, color=colour, label=label)
+            panel.barh(at, ratio.median - 1, height, left=1, color=colour)
             panel.hlines(at, ratio.low, ratio.high, color="black", linewidth=0.8)
     panel.set_xscale("log")
     panel.axvline(1, color="black", linewidth=0.8)

@@ -118,8 +118,9 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": _expanded,
     "conjugated": _conjugated,
     "negated": _negated,
+    "negated and contiguous": Tensor._neg_view,
 }
-"""Ways to lay a tensor out in memory; the last three change its values too."""
+"""Ways to lay a tensor out in memory; those from "expanded" on change its values too."""
 
 
 def strides_for(dtype: torch.dtype) -> Iterator[str]:
@@ -127,6 +128,6 @@ def strides_for(dtype: torch.dtype) -> Iterator[str]:
     for name in STRIDES:
         if name == "conjugated" and not dtype.is_complex:
             continue
-        if name == "negated" and dtype not in (torch.float32, torch.float64):
+        if name.startswith("negated") and dtype not in (torch.float32, torch.float64):
             continue
         yield name

@@ -11,6 +11,7 @@ from collective import Findings, assert_on_all_ranks
 from mpi4py import MPI
 
 import hpcdist as hd
+from hpcdist.routes import mpi
 from hpcdist.team import team_of
 
 pytestmark = pytest.mark.mpi
@@ -70,21 +71,26 @@ def test_communicators_come_and_go(world: hd.World) -> None:
     findings.settle()
 
 
-def test_messages_never_meet_the_users(world: hd.World) -> None:
+@pytest.mark.parametrize("order", [1, -1], ids=["the world", "in reverse"])
+def test_messages_never_meet_the_users(world: hd.World, order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receive from anyone with any tag, posted on the user's communicator before the verbs, gets the user's."""
-    comm, size = world.comm, world.world_size
-    findings = Findings(comm)
+    monkeypatch.setattr(mpi, "LIMIT", 10)  # sends and receives in pieces, which such a receive could take
+    findings = Findings(world.comm)
+    comm = world.comm if order == 1 else world.comm.Split(0, -world.rank)
+    own = team_of(comm, world).comm
+    findings.check(MPI.Comm.Compare(own, comm) == MPI.CONGRUENT, "the library talks on the user's communicator")
+    findings.settle()
+    size, extents = comm.size, (2,) * comm.size
     got = np.zeros(1, dtype=np.int64)
     request = comm.Irecv(got, MPI.ANY_SOURCE, MPI.ANY_TAG)
     whole = whole_of((2 * size, 3), torch.int64)
+    mine = part(whole, 0, extents, comm.rank)
     for route in ("mpi", "gloo"):
-        findings.same(hd.concat(part(whole, 0, (2,) * size, world.rank), route=route), whole, route)
-        findings.same(
-            hd.split(whole if world.rank == 0 else None, route=route), part(whole, 0, (2,) * size, world.rank), route
-        )
-    comm.Send(np.array([1000 + world.rank]), (world.rank + 1) % size, 7)
+        findings.same(hd.concat(mine, route=route, group=comm), whole, f"concat {route}")
+        findings.same(hd.split(whole if comm.rank == 0 else None, route=route, group=comm), mine, f"split {route}")
+    comm.Send(np.array([1000 + comm.rank]), (comm.rank + 1) % size, 7)
     request.Wait()
-    findings.check(got[0] == 1000 + (world.rank - 1) % size, f"received {got}")
+    findings.check(got[0] == 1000 + (comm.rank - 1) % size, f"received {got}")
     findings.settle()
 
 

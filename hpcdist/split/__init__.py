@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -95,14 +96,13 @@ def _describe(team: Team, call: Call) -> Blocks:
     """The root tells how its tensor is cut: one small broadcast, since the others hold nothing to know it from."""
     from mpi4py import MPI
 
-    fixed = torch.zeros(2 + _MAX_DIMS + team.size, dtype=torch.int64)
-    if call.x is not None and call.tensor is not None:
+    header = array("q", bytes(8 * (2 + _MAX_DIMS + team.size)))
+    if call.x is not None:
         shape = call.x.shape
-        cut = layout.counts_of(call.counts, shape[call.dim], team.size)
-        fixed[: 2 + len(shape)] = torch.tensor([DTYPES[call.x.dtype], len(shape), *shape])
-        fixed[2 + _MAX_DIMS :] = torch.tensor(cut)
-    team.comm.Bcast([fixed.numpy(), MPI.INT64_T], root=call.root)
-    code, ndim, *rest = fixed.tolist()
+        header[: 2 + len(shape)] = array("q", [DTYPES[call.x.dtype], len(shape), *shape])
+        header[2 + _MAX_DIMS :] = array("q", layout.counts_of(call.counts, shape[call.dim], team.size))
+    team.comm.Bcast([header, MPI.INT64_T], root=call.root)
+    code, ndim, *rest = header
     dtype = next(dtype for dtype, number in DTYPES.items() if number == code)
     return blocks(tuple(rest[:ndim]), call.said_dim % ndim, tuple(rest[_MAX_DIMS:]), dtype)
 
