@@ -7,6 +7,7 @@ idea is that of ``python -m mpi4py`` (mpi4py/run.py), without asking the user to
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import sys
 import time
@@ -126,6 +127,13 @@ class Transfer:
             job(1)
 
 
+def _exits() -> list[tuple[dict[str, Any], str]]:
+    """Where the program finds an exit: sys, the builtins exit and quit, and what __main__ has imported of these."""
+    places = [vars(sys), vars(builtins), vars(sys.modules["__main__"])]
+    known = [_exit, *(vars(builtins).get(name, _exit) for name in ("exit", "quit"))]
+    return [(place, name) for place in places for name, value in place.items() if any(value is k for k in known)]
+
+
 def arm() -> None:
     """From now on, an uncaught exception or a non-zero ``sys.exit`` of this process ends the whole MPI job.
 
@@ -139,7 +147,8 @@ def arm() -> None:
         while frame.f_back is not None:
             frame = frame.f_back
         _outermost = frame
-        sys.exit = _sys_exit
+        for place, name in _exits():
+            place[name] = _sys_exit
         _first_hook = sys.excepthook
         atexit.register(check)
     if sys.excepthook is not _excepthook:

@@ -39,12 +39,14 @@ def plain(x: Tensor) -> Tensor:
 
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor: a view."""
-    return x.view(-1).view(torch.uint8)
+    # Not view(-1): torch calls a tensor of at most one element contiguous whatever its strides, and keeps them.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether the two may share memory, so that writing one could change the other."""
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.numel() > 0
+    a, b = x.untyped_storage(), y.untyped_storage()  # of two arrays of one numpy memory, storages that overlap
+    return a.data_ptr() < b.data_ptr() + b.nbytes() and b.data_ptr() < a.data_ptr() + a.nbytes()
 
 
 @lru_cache(maxsize=256)

@@ -55,22 +55,26 @@ class _WrongError(Exception):
     """An argument is wrong; the text becomes the call's problem."""
 
 
-def shard_call(verb: str, x: Any, dim: Any, root: int | None, route: Any, out: Any, rank: int, size: int) -> Call:
-    """The call of a verb to which every rank brings a shard: gather (with a root) and concat (root None)."""
+def _problem(error: Exception) -> str:
+    return str(error) if isinstance(error, _WrongError) else f"{type(error).__name__}: {error}"
+
+
+def shard_call(verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, rank: int, size: int) -> Call:
+    """The call of a verb to which every rank brings a shard: gather, and concat, which has no root."""
     call = Call(verb)
     try:
         call.x, call.dim = _tensor(x, dim, "x")
         call.said_dim = call.dim
         _describe(call, call.x, x.dim())
-        if root is not None:
+        if verb != "concat":
             call.root = _root(root, size)
         call.route = _route(route)
         if out is not None:
-            if root is not None and rank != root:
+            if call.root not in (-1, rank):
                 raise _WrongError(f"out is given, but only the root (rank {root}) receives a result")
             _out(call, out)
-    except _WrongError as wrong:
-        call.problem = str(wrong)
+    except Exception as error:  # an argument's own methods may raise, too, and the other ranks are to hear of it
+        call.problem = _problem(error)
     return call
 
 
@@ -85,7 +89,7 @@ def split_call(
         call.counts = _counts(counts)
         if not _is_int(dim):
             raise _WrongError(f"dim must be an int, got {_show(dim)}")
-        call.said_dim = int(dim)
+        call.said_dim = index(dim)
         if rank == call.root:
             if isinstance(x, Tensor) and x.dim() == 0:
                 raise _WrongError("x has no dimension to split along: it is 0-d")
@@ -97,14 +101,16 @@ def split_call(
                 _out(call, out)
         else:
             if x is not None:
-                raise _WrongError(f"x is given, but split sends from the root (rank {call.root}); pass None here")
+                raise _WrongError(
+                    f"x is given, but split sends from the root (rank {call.root}): pass None "
+                    "here, or root=None everywhere if all ranks hold the whole"
+                )
             if out is not None:
                 call.out, call.dim = _tensor(out, dim, "out")
                 _describe(call, call.out, call.out.dim())
                 call.out_extent, call.extent = call.extent, -1
-                _writable(call.out)
-    except _WrongError as wrong:
-        call.problem = str(wrong)
+    except Exception as error:  # an argument's own methods may raise, too, and the other ranks are to hear of it
+        call.problem = _problem(error)
     return call
 
 
@@ -126,7 +132,8 @@ def _tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
         hint = " (torch.from_numpy makes one of an array)" if type(x).__module__ == "numpy" else ""
         raise _WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        raise _WrongError(f"{name} must be a dense tensor, got layout {x.layout}{' (quantized)' * x.is_quantized}")
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
+        raise _WrongError(f"{name} must be a dense tensor, got one that is {kind}")
     if x.dtype not in buffers.DTYPES:
         raise _WrongError(f"{name} has dtype {x.dtype}, which cannot be sent")
     if not (x.is_cuda or x.is_cpu):
@@ -136,8 +143,8 @@ def _tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
     ndim = x.dim() or 1
     if not -ndim <= dim < ndim:
         raise _WrongError(f"dim is {dim}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
-    x = buffers.plain(x)
-    return (x if x.dim() else x.view(1)), int(dim) % ndim
+    x = _writable(x) if name == "out" else buffers.plain(x)
+    return (x if x.dim() else x.view(1)), index(dim) % ndim
 
 
 def _out(call: Call, out: Any) -> None:
@@ -152,13 +159,16 @@ def _out(call: Call, out: Any) -> None:
         raise _WrongError(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
     if call.out.device != call.x.device:
         raise _WrongError(f"out is on {call.out.device}, expected {call.x.device}, that of x")
-    _writable(call.out)
     call.out_extent = shape[dim]
 
 
-def _writable(out: Tensor) -> None:
+def _writable(out: Tensor) -> Tensor:
+    """`out` as it is written: the memory itself, without gradient history."""
+    if out.is_conj() or out.is_neg():
+        raise _WrongError("out is a lazily conjugated or negated view; pass the tensor itself")
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise _WrongError("out is an expanded tensor: several of its elements share one place in memory")
+    return out.detach()
 
 
 def _root(root: Any, size: int) -> int:
@@ -166,13 +176,13 @@ def _root(root: Any, size: int) -> int:
         raise _WrongError(f"root must be an int, got {_show(root)}")
     if not 0 <= root < size:
         raise _WrongError(f"root is {root}, expected 0 to {size - 1} in a group of {size} ranks")
-    return int(root)
+    return index(root)
 
 
 def _route(route: Any) -> str:
-    if route not in NAMES:
-        raise _WrongError(f"route is {route!r}, expected one of {', '.join(NAMES)}")
-    return str(route)
+    if not isinstance(route, str) or route not in NAMES:
+        raise _WrongError(f"route is {_show(route)}, expected one of {', '.join(NAMES)}")
+    return route
 
 
 def _counts(counts: Any) -> str | tuple[int, ...] | None:
@@ -192,11 +202,22 @@ def _check_counts(call: Call, size: int) -> None:
 
 
 def _is_int(value: Any) -> bool:
-    return type(value) is int or (hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)))
+    if type(value) is int:
+        return True
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, (bool, Tensor))
 
 
 def _show(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"[:100] if not isinstance(value, Tensor) else "a tensor"
+    if isinstance(value, Tensor):
+        return "a tensor"
+    try:
+        return f"{type(value).__name__} {value!r}"[:100]
+    except Exception:  # its own repr fails, which is not what is wrong here
+        return type(value).__name__
 
 
 def show_shape(others: Sequence[int]) -> str:

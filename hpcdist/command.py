@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO, NoReturn, TypeVar
 
 from hpcdist import abort, world
-from hpcdist.errors import HpcdistError, InputError
+from hpcdist.errors import HpcdistError, InputError, RankError
 from hpcdist.world import World
 
 __all__ = ["Parser", "agreed", "progress", "run", "table"]
@@ -24,6 +24,9 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if _rank() == 0:
             super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (--help tells more)\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if message:
@@ -44,11 +47,19 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
         here.finalize()
     except HpcdistError as error:
         if _rank() == 0:
-            print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
+            print(f"{parser.prog}: error: {_line(error)}", file=sys.stderr, flush=True)
         status = BAD_INPUT
         world.finalize()
     abort.disarm()  # all ranks have agreed on this status
     sys.exit(status)
+
+
+def _line(error: HpcdistError) -> str:
+    """An error in one line: of a RankError, what is wrong on the lowest rank at fault."""
+    if isinstance(error, RankError):
+        rank, problem = next(iter(error.problems.items()))
+        return problem if len(set(error.problems.values())) == 1 else f"rank {rank}: {problem}"
+    return str(error)
 
 
 def agreed(here: World, step: Callable[[], T], root: int | None = None) -> list[T]:

@@ -81,8 +81,10 @@ def load(spec: str) -> Tensor:
         return read()
 
 
-def check_output(path: str, dtype: torch.dtype, nbytes: int) -> None:
+def check_output(path: str, dtype: torch.dtype, nbytes: int, inputs: Sequence[str] = ()) -> None:
     """Find before any data move what would keep a tensor from being written to `path`.
+
+    `inputs` are files that must survive; `path` must be none of them.
 
     Raises:
         InputError: unknown suffix, no such folder, not writable, no space for `nbytes`, or a format without `dtype`.
@@ -98,6 +100,9 @@ def check_output(path: str, dtype: torch.dtype, nbytes: int) -> None:
         raise InputError(f"{path}: no such folder: {target.parent}")
     if target.is_dir():
         raise InputError(f"{path}: is a folder")
+    for spec in inputs:
+        if target.exists() and os.path.samefile(target, _split(spec)[0]):
+            raise InputError(f"{path}: is also an input, which it would replace")
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"{path}: the folder is not writable")
     free = shutil.disk_usage(target.parent).free
@@ -114,7 +119,10 @@ def save(x: Tensor, path: str) -> None:
     target = Path(path)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
+        part.touch()  # with the mode that the user's umask gives; not every library takes that
+        mode = part.stat().st_mode
         _WRITERS[target.suffix].write(x.cpu(), part)
+        part.chmod(mode)
         with part.open("rb") as written:
             os.fsync(written.fileno())
         os.replace(part, target)

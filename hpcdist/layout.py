@@ -42,7 +42,7 @@ def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> li
         ValueError: the name is unknown, or the counts are not `parts` integers >= 0 with the sum `extent`.
     """
     if counts is None or isinstance(counts, str):
-        rule = RULES.get(counts or "block")
+        rule = RULES.get("block" if counts is None else counts)
         if rule is None:
             raise ValueError(f"counts names no rule: expected one of {sorted(RULES)}, got {counts!r}")
         return rule(extent, parts)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import weakref
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+from uuid import uuid4
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hpcdist.errors import HpcdistError
 
@@ -54,14 +57,21 @@ class Team:
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used."""
         if backend not in self._groups:
-            group = dist.new_group(sorted(self.peers), backend=backend, use_local_synchronization=True)
+            # torch names a group by how many groups this process has made, which differs from rank to rank, and ranks
+            # that do not find each other's name hang: so one rank chooses the name.
+            name = self.comm.bcast(f"hpcdist-{uuid4().hex}")
+            with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+                group = dist.new_group(sorted(self.peers), backend=backend, use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
             self._groups[backend] = group
         return self._groups[backend]
 
     def free(self) -> None:
-        """Free the communicator; the torch groups end with torch.distributed."""
-        self.comm.Free()
+        """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
+        from mpi4py import MPI
+
+        if self.comm != MPI.COMM_NULL:
+            self.comm.Free()
 
 
 _torch_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, Team] = weakref.WeakKeyDictionary()
@@ -97,13 +107,19 @@ def _of_comm(comm: MPI.Intracomm, world: World) -> Team:
     if comm == MPI.COMM_NULL:
         raise ValueError(f"rank {world.rank} of the world is not in the communicator that it passed (COMM_NULL)")
     if _keyval is None:
-        _keyval = MPI.Comm.Create_keyval()
+        _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
     team = comm.Get_attr(_keyval)
     if not isinstance(team, Team) or team.world is not world:
         same = MPI.Comm.Compare(comm, world.team.comm) in (MPI.IDENT, MPI.CONGRUENT)
         team = world.team if same else world.adopt(Team(comm.Dup(), world))
         comm.Set_attr(_keyval, team)
     return team
+
+
+def _forget(comm: MPI.Comm, keyval: int, team: Team) -> None:
+    """The user frees a communicator, which is collective: its team goes with it."""
+    if team is not team.world.team:
+        team.world.dismiss(team)
 
 
 def _of_torch(group: dist.ProcessGroup, world: World) -> Team:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, rendezvous
+from hpcdist import abort, agree, devices, rendezvous
 from hpcdist.checks import Call
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.team import Team
@@ -74,6 +74,16 @@ class World:
         self._teams.append(team)
         return team
 
+    def dismiss(self, team: Team) -> None:
+        """Free a team before the world ends. Collective over the team."""
+        if team in self._teams:
+            self._teams.remove(team)
+            team.free()
+
+    def child_environ(self) -> dict[str, str]:
+        """The environment for a child process that is to run MPI on its own, outside the job."""
+        return without_launcher(os.environ)
+
     def finalize(self) -> None:
         """End torch.distributed, if init() started it, and free the library's communicators; MPI stays up.
 
@@ -132,14 +142,15 @@ def init(
 
     Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
     process without a launcher. MPI, and torch.distributed, are used as they are where they already run. From here on,
-    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status.
+    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (CPython shows a
+    ``raise SystemExit(n)`` to nobody: it is noticed in a ``with hpcdist.init()`` block, or when others call a verb.)
 
     Args:
         comm: the processes that take part; COMM_WORLD if None.
         device: this rank's device. By default GPU number local_rank of the visible ones, or the CPU where the node has
             none. "cpu" on all ranks keeps the job off the GPUs.
         backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
-            every rank has its own GPU, else "gloo".
+            every rank has its own GPU, else "gloo". Not used, like `timeout`, if torch.distributed already runs.
         timeout: of torch.distributed, a timedelta or seconds; 30 minutes if None.
 
     Returns:
@@ -148,6 +159,8 @@ def init(
     Raises:
         LaunchError: on every rank that can know of it: the launcher does not belong to the MPI library, two ranks
             share a GPU that NCCL is to use, nodes that cannot reach each other. The message says what to do.
+        RankError: on every rank, if an argument is wrong on one of them.
+        TypeError: on this rank, for a `comm` that is none or does not hold it.
         ValueError: on this rank, if the world exists and the arguments differ from those it was made with.
 
     Example::
@@ -199,6 +212,8 @@ def _make(
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI") from error
+    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
+        raise TypeError(f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
     if comm is None:
         comm = MPI.COMM_WORLD
         _check_launcher(os.environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
@@ -208,10 +223,12 @@ def _make(
     local = private.Split_type(MPI.COMM_TYPE_SHARED)
     leaders = private.allgather(local.bcast(private.rank))
     order = sorted(set(leaders))
-    chosen, own_gpus = _choose_device(private, local.rank, device, backend)
-    group, owns_group = _start_torch(private, len(order), own_gpus, backend, timeout)
+    limit = _agree_on(private, backend, timeout)
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
+    chosen, own_gpus = devices.choose(private, local.rank, device, backend, shared)
+    group, owns_group = _start_torch(private, len(order), own_gpus, backend, limit)
     if comm.size > 1:
-        abort.arm()
+        abort.arm()  # again: torch has set a hook of its own
     world = World(
         rank=private.rank,
         world_size=private.size,
@@ -250,6 +267,31 @@ def _check_launcher(environ: Mapping[str, str], size: int, library: str) -> None
         )
 
 
+def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object) -> timedelta:
+    """Check what init() was given on all ranks; the timeout. Collective."""
+
+    def check() -> tuple[str | None, timedelta]:
+        if backend is not None and not isinstance(backend, str):
+            raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+        if backend is not None:
+            dist.BackendConfig(dist.Backend(backend))
+        if timeout is None:
+            return backend, _TIMEOUT
+        if not isinstance(timeout, (timedelta, int, float)):
+            raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if limit <= timedelta():
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        return backend, limit
+
+    given = agree.on_all(comm, "init", check)
+    names = [name for name, _ in given]
+    agree.require(
+        "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
+    )
+    return given[0][1]
+
+
 def _in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
     mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
@@ -267,62 +309,13 @@ def _in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     return ordered
 
 
-def _choose_device(
-    comm: MPI.Intracomm, local_rank: int, asked: torch.device | str | None, backend: str | None
-) -> tuple[torch.device, bool]:
-    """This rank's device, and whether each rank has a GPU of its own that NCCL can use. Collective."""
-
-    def choose() -> tuple[torch.device, str | None]:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if asked is None else torch.device(asked)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        return device, _uuid(device) if device.type == "cuda" else None
-
-    found = agree.on_all(comm, "init", choose)
-    uuids = [uuid for _, uuid in found]
-    wants_nccl = "nccl" in backend if backend else dist.is_nccl_available()
-    own_gpus = None not in uuids and dist.is_nccl_available()
-    if wants_nccl and backend and not own_gpus:
-        where = [rank for rank, uuid in enumerate(uuids) if uuid is None]
-        raise LaunchError(
-            f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
-        )
-    problem = _shared_gpu(uuids)
-    if problem and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        if wants_nccl:
-            raise LaunchError(problem)
-        own_gpus = False
-    device = found[comm.rank][0]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device, own_gpus
-
-
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _shared_gpu(uuids: list[str | None]) -> str | None:
-    """What is wrong if two ranks have the same GPU, and the ways out."""
-    first: dict[str, int] = {}
-    for rank, uuid in enumerate(uuids):
-        if uuid is not None and first.setdefault(uuid, rank) != rank:
-            return (
-                f"ranks {first[uuid]} and {rank} share one GPU (UUID {uuid}), which NCCL refuses. Start at most one "
-                "rank a GPU (mpirun --map-by ppr:GPUS:node, srun --ntasks-per-node=GPUS), check CUDA_VISIBLE_DEVICES, "
-                "or let ranks share it without NCCL: hpcdist.init(backend='gloo'), or stay off it: device='cpu'"
-            )
-    return None
-
-
 def _start_torch(
-    comm: MPI.Intracomm, nodes: int, own_gpus: bool, backend: str | None, timeout: timedelta | float | None
+    comm: MPI.Intracomm, nodes: int, own_gpus: bool, backend: str | None, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, bool]:
     """torch.distributed's group of all ranks, and whether it was started here."""
     started = not dist.is_initialized()
     if started:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout) if timeout else _TIMEOUT
-        store, interface = rendezvous.open_store(comm, nodes, limit)
+        store, interface = rendezvous.open_store(comm, nodes, timeout)
         if interface is not None:  # else gloo takes what the host's name stands for, on Debian 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
@@ -330,7 +323,7 @@ def _start_torch(
             store=store,
             rank=comm.rank,
             world_size=comm.size,
-            timeout=limit,
+            timeout=timeout,
         )
     group = dist.group.WORLD
     assert group is not None

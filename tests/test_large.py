@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.large, pytest.mark.timeou
 
 EXTENTS = (2**31 + 12345, 2**27 + 7)
 TOTAL = sum(EXTENTS)
-PIECE = 64 * 2**20 - 3  # odd, so that it is not a multiple of what a route cuts into
+PIECE = 4 * 2**20 - 3  # odd, so that it is not a multiple of what a route cuts into
 
 
 def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -25,14 +25,7 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
     for number in range(start // PIECE, -(-stop // PIECE)):
         first = number * PIECE
         begin, end = max(start, first), min(stop, first + PIECE)
-        yield begin, end, tile[begin - first : end - first] + number * 7
-
-
-def _filled(start: int, stop: int) -> Tensor:
-    memory = torch.empty(stop - start, dtype=torch.uint8)
-    for begin, end, values in _pieces(start, stop):
-        memory[begin - start : end - start] = values
-    return memory
+        yield begin, end, tile[begin - first : end - first] + number * 7 % 251
 
 
 def _holds(x: Tensor, start: int, stop: int) -> bool:
@@ -40,20 +33,29 @@ def _holds(x: Tensor, start: int, stop: int) -> bool:
     return x.shape == (stop - start,) and all(right)
 
 
+@pytest.fixture(scope="module")
+def memory(world: hd.World) -> tuple[Tensor, Tensor]:
+    """(for a shard, for the whole): once, because the first touch of memory takes most of the time here."""
+    return torch.empty(EXTENTS[world.rank], dtype=torch.uint8), torch.empty(TOTAL, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_gather_split_and_concat(world: hd.World, route: str) -> None:
+def test_gather_split_and_concat(world: hd.World, memory: tuple[Tensor, Tensor], route: str) -> None:
+    shard, whole = memory
     mine = ((0, EXTENTS[0]), (EXTENTS[0], TOTAL))[world.rank]
-    shard = _filled(*mine)
+    for begin, end, values in _pieces(*mine):
+        shard[begin - mine[0] : end - mine[0]] = values
+    whole.zero_()
 
-    whole = hd.gather(shard, root=1, route=route)
-    good = whole is None if world.rank == 0 else whole is not None and _holds(whole, 0, TOTAL)
+    result = hd.gather(shard, root=1, route=route, out=whole if world.rank == 1 else None)
+    good = result is None if world.rank == 0 else result is whole and _holds(whole, 0, TOTAL)
     assert_on_all_ranks(world.comm, good, "gather")
-
-    part = hd.split(whole, root=1, counts=EXTENTS, route=route)
-    del whole
-    assert_on_all_ranks(world.comm, _holds(part, *mine), "split")
-    del part
-
-    everything = hd.concat(shard, route=route)
-    assert_on_all_ranks(world.comm, _holds(everything, 0, TOTAL), "concat")
     assert_on_all_ranks(world.comm, _holds(shard, *mine), "the shard changed")
+
+    shard.zero_()
+    hd.split(result, root=1, counts=EXTENTS, route=route, out=shard)
+    assert_on_all_ranks(world.comm, _holds(shard, *mine), "split")
+
+    whole.zero_()
+    hd.concat(shard, route=route, out=whole)
+    assert_on_all_ranks(world.comm, _holds(whole, 0, TOTAL), "concat")

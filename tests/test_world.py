@@ -11,7 +11,8 @@ import torch
 from launch import mpirun, run
 
 from hpcdist import LaunchError
-from hpcdist.world import _check_launcher, _shared_gpu, without_launcher
+from hpcdist.devices import shared_gpu
+from hpcdist.world import _check_launcher, without_launcher
 
 HEAD = """
     import os, socket, sys, time
@@ -197,8 +198,8 @@ def test_a_launcher_that_fits_is_left_alone(environ: dict[str, str], size: int) 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:
     """By the GPUs' UUIDs, wherever the ranks are: the same index on two nodes is not the same GPU."""
-    assert _shared_gpu(["GPU-a", "GPU-b", None]) is None
-    text = _shared_gpu(["GPU-a", "GPU-b", "GPU-a"])
+    assert shared_gpu(["GPU-a", "GPU-b", None]) is None
+    text = shared_gpu(["GPU-a", "GPU-b", "GPU-a"])
     assert text is not None
     assert "ranks 0 and 2 share one GPU (UUID GPU-a)" in text
     assert "backend='gloo'" in text

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist import concat, files, gather, inputs
 from hpcdist.command import Parser, agreed, run
 from hpcdist.errors import InputError
-from hpcdist.gather.compare import ROUNDS, compare, route_table, timed
+from hpcdist.gather.compare import ROUNDS, compare, placed, route_table, timed
 from hpcdist.inputs import Inputs, sha256
 from hpcdist.routes import NAMES, best
 from hpcdist.world import World
@@ -26,7 +26,8 @@ def main(world: World, args: argparse.Namespace) -> int:
         raise InputError(f"--root {args.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks")
     data = inputs.find(world, args.input, args.dim)
     if args.output:
-        agreed(world, lambda: files.check_output(args.output, data.dtype, data.nbytes()), args.root)
+        specs = [source.spec for source in data.sources]
+        agreed(world, lambda: files.check_output(args.output, data.dtype, data.nbytes(), specs), args.root)
     shard = data.shard(world)
     report = _describe(world, data, shard, args)
 
@@ -38,7 +39,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     if args.compare:
         report["routes"], result = compare(world, shard, move, data.nbytes())
     else:
-        x = shard.to(world.device) if args.route == "nccl" and world.own_gpus else shard
+        x = placed(world, shard, args.route)
         report["seconds"], result = timed(world, lambda: move(x, args.route, None))
         report["route"] = best(world.team, x.is_cuda) if args.route == "auto" else args.route
     if args.output:

@@ -16,10 +16,15 @@ from hpcdist.inputs import equal
 from hpcdist.routes import ROUTES
 from hpcdist.world import World
 
-__all__ = ["ROUNDS", "Move", "compare", "route_table", "timed"]
+__all__ = ["ROUNDS", "Move", "compare", "placed", "route_table", "timed"]
 
 ROUNDS = 5  # timed runs of each route, after one that is not counted
 Move = Callable[[Tensor, str, Tensor | None], Tensor | None]  # (shard, route, out) -> result
+
+
+def placed(world: World, shard: Tensor, route: str) -> Tensor:
+    """The shard where the route is at home: what is read from files is in host memory, and NCCL moves GPU memory."""
+    return shard.to(world.device) if route == "nccl" and world.own_gpus else shard
 
 
 def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tensor | None]:
@@ -44,7 +49,7 @@ def compare(world: World, shard: Tensor, move: Move, nbytes: int) -> tuple[list[
     times: dict[str, list[float]] = {}
     refused: list[dict[str, Any]] = []
     for route in ROUTES:
-        x = shard.to(world.device) if route == "nccl" and world.own_gpus else shard
+        x = placed(world, shard, route)
         try:
             results[route] = move(x, route, None)
             inputs[route], times[route] = x, []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -38,19 +37,17 @@ def mpi_takes_gpu_memory(team: Team) -> bool:
 
     if "cuda_aware" not in team.memo:
         node = team.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        works = node.bcast(_try() if node.rank == 0 else None)
+        works = node.bcast(_try(team.world.child_environ()) if node.rank == 0 else None)
         node.Free()
         team.memo["cuda_aware"] = bool(team.comm.allreduce(works, op=MPI.LAND))
     return bool(team.memo["cuda_aware"])
 
 
-def _try() -> bool:
-    from hpcdist.world import without_launcher
-
+def _try(environ: dict[str, str]) -> bool:
     try:
         child = subprocess.run(
             [sys.executable, "-c", _TRIAL],
-            env=without_launcher(os.environ),
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

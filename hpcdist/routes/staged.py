@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.buffers import as_bytes
 from hpcdist.routes import Ints, Route
 
@@ -45,7 +45,7 @@ class Staged:
         for start, step in _rounds(max(counts), team.size):
             now = _lengths(blocks, start, step)
             room = None if target is None else target.room(start, step)
-            self.route.gatherv(team, source.load(start, step), room, now, _at(now), root)
+            self.route.gatherv(team, source.load(start, step), room, now, layout.displs(now), root)
             if target is not None:
                 target.store(start, step)
 
@@ -56,7 +56,7 @@ class Staged:
         for start, step in _rounds(max(counts), team.size):
             now = _lengths(blocks, start, step)
             loaded = None if source is None else source.load(start, step)
-            self.route.scatterv(team, loaded, target.room(start, step), now, _at(now), root)
+            self.route.scatterv(team, loaded, target.room(start, step), now, layout.displs(now), root)
             target.store(start, step)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
@@ -64,7 +64,7 @@ class Staged:
         source, target = _Host(send, [(0, counts[team.rank])]), _Host(recv, blocks)
         for start, step in _rounds(max(counts), team.size):
             now = _lengths(blocks, start, step)
-            self.route.allgatherv(team, source.load(start, step), target.room(start, step), now, _at(now))
+            self.route.allgatherv(team, source.load(start, step), target.room(start, step), now, layout.displs(now))
             target.store(start, step)
 
     def alltoallv(
@@ -83,7 +83,7 @@ class Staged:
         for start, step in _rounds(longest, team.size):
             out, in_ = _lengths(sends, start, step), _lengths(recvs, start, step)
             loaded, room = source.load(start, step), target.room(start, step)
-            self.route.alltoallv(team, loaded, out, _at(out), room, in_, _at(in_))
+            self.route.alltoallv(team, loaded, out, layout.displs(out), room, in_, layout.displs(in_))
             target.store(start, step)
 
 
@@ -95,10 +95,6 @@ def _rounds(longest: int, size: int) -> list[tuple[int, int]]:
 def _lengths(segments: Sequence[Segment], start: int, step: int) -> list[int]:
     """How much of each message travels in the round from `start`."""
     return [max(0, min(step, length - start)) for _, length in segments]
-
-
-def _at(lengths: Sequence[int]) -> list[int]:
-    return list(accumulate(lengths, initial=0))[:-1]
 
 
 class _Host:
@@ -135,7 +131,7 @@ class _Host:
         lengths = _lengths(self.segments, start, step)
         return [
             (room[at : at + length], self.messages[offset + start : offset + start + length])
-            for (offset, _), at, length in zip(self.segments, _at(lengths), lengths, strict=True)
+            for (offset, _), at, length in zip(self.segments, layout.displs(lengths), lengths, strict=True)
             if length
         ]
 

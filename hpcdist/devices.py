@@ -1,0 +1,81 @@
+"""Which device each rank works on, and whether every rank has a GPU to itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hpcdist import agree
+from hpcdist.errors import LaunchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["choose", "shared_gpu"]
+
+
+def choose(
+    comm: MPI.Intracomm, local_rank: int, asked: torch.device | str | None, backend: str | None, may_share: bool
+) -> tuple[torch.device, bool]:
+    """This rank's device, and whether each rank has a GPU of its own that NCCL can use. Collective.
+
+    Args:
+        asked: what this rank's caller wants; one GPU a rank by local rank if None, or the CPU where there is none.
+        backend: torch's backend, the same on all ranks.
+        may_share: NCCL is to work with several ranks on one GPU.
+
+    Raises:
+        RankError: on every rank, for a device that one of them does not have.
+        LaunchError: on every rank, if NCCL is to be used by ranks that share a GPU or have none.
+    """
+
+    def choose() -> tuple[torch.device, str | None]:
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda" if gpus else "cpu") if asked is None else torch.device(asked)
+        if device.type == "cpu":
+            return device, None
+        if device.type != "cuda":
+            raise ValueError(f"device is {device}, expected cpu or cuda")
+        if device.index is None and gpus:
+            device = torch.device("cuda", local_rank % gpus)
+        if device.index is None or device.index >= gpus:
+            raise ValueError(f"device is {device}, but this process sees {gpus} GPUs")
+        return device, _uuid(device)
+
+    found = agree.on_all(comm, "init", choose)
+    uuids = [uuid for _, uuid in found]
+    wants_nccl = "nccl" in backend if backend else dist.is_nccl_available()
+    own_gpus = None not in uuids and dist.is_nccl_available()
+    if wants_nccl and backend and not own_gpus:
+        where = [rank for rank, uuid in enumerate(uuids) if uuid is None]
+        raise LaunchError(
+            f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
+        )
+    problem = shared_gpu(uuids)
+    if problem and not may_share:
+        if wants_nccl:
+            raise LaunchError(problem)
+        own_gpus = False
+    device = found[comm.rank][0]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device, own_gpus
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def shared_gpu(uuids: list[str | None]) -> str | None:
+    """What is wrong if two ranks have the same GPU, and the ways out."""
+    first: dict[str, int] = {}
+    for rank, uuid in enumerate(uuids):
+        if uuid is not None and first.setdefault(uuid, rank) != rank:
+            return (
+                f"ranks {first[uuid]} and {rank} share one GPU (UUID {uuid}), which NCCL refuses. Start at most one "
+                "rank a GPU (mpirun --map-by ppr:GPUS:node, srun --ntasks-per-node=GPUS), check CUDA_VISIBLE_DEVICES, "
+                "or let ranks share it without NCCL: hpcdist.init(backend='gloo'), or stay off it: device='cpu'"
+            )
+    return None
