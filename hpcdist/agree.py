@@ -140,7 +140,7 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
             problems.setdefault(rank, []).append(fact["problem"])
     for name in ("route", "root", "dim", "dtype", "number of dims", "shape", "counts"):
         values = [None if fact["problem"] else fact[name] for fact in facts]
-        for rank, text in _deviations(name, values).items():
+        for rank, text in _deviations(name, values, _given(name, call, facts, values)).items():
             problems.setdefault(rank, []).append(text)
         if name == "number of dims" and len({v for v in values if v is not None}) > 1:
             break  # a difference of shape would say the same again
@@ -168,12 +168,21 @@ def _facts(call: Call) -> dict[str, Any]:
     }
 
 
-def _deviations(name: str, values: list[Any]) -> dict[int, str]:
-    """The ranks whose value is not the most common one (of equally common ones, that of the lowest rank)."""
+def _given(name: str, call: Call, facts: list[dict[str, Any]], values: list[Any]) -> Any:
+    """What the root says, where it decides: of split's tensor, to which the memory for the parts must fit."""
+    root = call.root
+    if name in ("dtype", "number of dims", "shape", "counts") and call.verb == "split":
+        return values[root] if all(fact["root"] == root >= 0 for fact in facts) else None
+    return None
+
+
+def _deviations(name: str, values: list[Any], usual: Any = None) -> dict[int, str]:
+    """The ranks whose value is not `usual`: by default the most common one (of equals, that of the lowest rank)."""
     known = [value for value in values if value is not None]
     if len(set(known)) < 2:
         return {}
-    usual = Counter(known).most_common(1)[0][0]  # most_common keeps the order of first sight among equals
+    if usual is None:
+        usual = Counter(known).most_common(1)[0][0]  # most_common keeps the order of first sight among equals
     where = _ranks([rank for rank, value in enumerate(values) if value == usual])
     is_, has = ("", "") if name == "verb" else (f"{name} is ", "has " if values.count(usual) == 1 else "have ")
     return {

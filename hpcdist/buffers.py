@@ -45,8 +45,15 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether the two may share memory, so that writing one could change the other."""
-    a, b = x.untyped_storage(), y.untyped_storage()  # of two arrays of one numpy memory, storages that overlap
-    return a.data_ptr() < b.data_ptr() + b.nbytes() and b.data_ptr() < a.data_ptr() + a.nbytes()
+    (x_start, x_end), (y_start, y_end) = _span(x), _span(y)
+    return max(x_start, y_start) < min(x_end, y_end)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of `x` and of the first one behind it."""
+    start = x.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.itemsize if x.numel() else start
 
 
 @lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -87,9 +88,7 @@ def split_call(
         call.root = _root(root, size)
         call.route = _route(route)
         call.counts = _counts(counts)
-        if not _is_int(dim):
-            raise _WrongError(f"dim must be an int, got {_show(dim)}")
-        call.said_dim = index(dim)
+        call.said_dim = _int(dim, "dim")
         if rank == call.root:
             if isinstance(x, Tensor) and x.dim() == 0:
                 raise _WrongError("x has no dimension to split along: it is 0-d")
@@ -132,26 +131,28 @@ def _tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
         hint = " (torch.from_numpy makes one of an array)" if type(x).__module__ == "numpy" else ""
         raise _WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
-        raise _WrongError(f"{name} must be a dense tensor, got one that is {kind}")
+        kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
+        raise _WrongError(f"{name} must be a dense tensor, got layout {x.layout}{kind}")
     if x.dtype not in buffers.DTYPES:
         raise _WrongError(f"{name} has dtype {x.dtype}, which cannot be sent")
     if not (x.is_cuda or x.is_cpu):
         raise _WrongError(f"{name} is on device {x.device}; expected cpu or cuda")
-    if not _is_int(dim):
-        raise _WrongError(f"dim must be an int, got {_show(dim)}")
-    ndim = x.dim() or 1
-    if not -ndim <= dim < ndim:
-        raise _WrongError(f"dim is {dim}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+    if x.numel() and not x.data_ptr():
+        raise _WrongError(f"{name} is a {type(x).__name__} without memory of its own (of a DTensor, pass x.to_local())")
+    where, ndim = _int(dim, "dim"), x.dim() or 1
+    if not -ndim <= where < ndim:
+        raise _WrongError(f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
     x = _writable(x) if name == "out" else buffers.plain(x)
-    return (x if x.dim() else x.view(1)), index(dim) % ndim
+    return (x if x.dim() else x.view(1)), where % ndim
 
 
 def _out(call: Call, out: Any) -> None:
     """`out` must fit the tensor of this rank's call; its extent is compared once all extents are known."""
     assert call.tensor is not None and call.x is not None
-    call.out, dim = _tensor(out, call.dim, "out")
     dtype, _, others = call.tensor
+    if isinstance(out, Tensor) and (out.dim() or 1) != len(others):
+        raise _WrongError(f"out has shape {tuple(out.shape)}, expected {show_shape(others)}")
+    call.out, dim = _tensor(out, call.dim, "out")
     if call.out.dtype != dtype:
         raise _WrongError(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
     shape = call.out.shape
@@ -166,22 +167,23 @@ def _writable(out: Tensor) -> Tensor:
     """`out` as it is written: the memory itself, without gradient history."""
     if out.is_conj() or out.is_neg():
         raise _WrongError("out is a lazily conjugated or negated view; pass the tensor itself")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise _WrongError("out was made in torch.inference_mode() and can be written only there")
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise _WrongError("out is an expanded tensor: several of its elements share one place in memory")
     return out.detach()
 
 
 def _root(root: Any, size: int) -> int:
-    if not _is_int(root):
-        raise _WrongError(f"root must be an int, got {_show(root)}")
-    if not 0 <= root < size:
-        raise _WrongError(f"root is {root}, expected 0 to {size - 1} in a group of {size} ranks")
-    return index(root)
+    value = _int(root, "root")
+    if not 0 <= value < size:
+        raise _WrongError(f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
+    return value
 
 
 def _route(route: Any) -> str:
     if not isinstance(route, str) or route not in NAMES:
-        raise _WrongError(f"route is {_show(route)}, expected one of {', '.join(NAMES)}")
+        raise _WrongError(f"route is {_repr(route)}, expected one of {', '.join(NAMES)}")
     return route
 
 
@@ -189,7 +191,7 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
     if counts is None or isinstance(counts, str):
         return counts
     try:
-        return tuple(index(c) for c in counts)
+        return tuple(int(index(c)) for c in counts)
     except TypeError:
         raise _WrongError(f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
 
@@ -201,23 +203,24 @@ def _check_counts(call: Call, size: int) -> None:
         raise _WrongError(str(wrong)) from None
 
 
-def _is_int(value: Any) -> bool:
+def _int(value: Any, name: str) -> int:
     if type(value) is int:
-        return True
-    try:
-        index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, (bool, Tensor))
+        return value
+    with suppress(TypeError):
+        if not isinstance(value, (bool, Tensor)):
+            return int(index(value))
+    raise _WrongError(f"{name} must be an int, got {_show(value)}")
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "a tensor"
+    return "a tensor" if isinstance(value, Tensor) else f"{type(value).__name__} {_repr(value)}"[:100]
+
+
+def _repr(value: Any) -> str:
     try:
-        return f"{type(value).__name__} {value!r}"[:100]
-    except Exception:  # its own repr fails, which is not what is wrong here
-        return type(value).__name__
+        return repr(value)
+    except Exception:  # which is not what is wrong here
+        return "(its repr fails)"
 
 
 def show_shape(others: Sequence[int]) -> str:

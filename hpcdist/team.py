@@ -70,6 +70,7 @@ class Team:
         """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
         from mpi4py import MPI
 
+        self._groups.clear()
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
 

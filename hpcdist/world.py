@@ -50,7 +50,7 @@ class World:
         node, nodes: the index of this node, in the order of the lowest rank on each, and the number of nodes.
         device: where this rank's tensors belong: one GPU a rank, or the CPU.
         comm: the communicator that init() was given, or COMM_WORLD.
-        group: the torch.distributed group of all ranks.
+        group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
         own_gpus: every rank has a GPU to itself, and NCCL can be used.
         team: the library's own communicator of all ranks; not for user code.
     """
@@ -100,10 +100,13 @@ class World:
         global _world
         _world = None
         atexit.unregister(_leave)
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
         for team in self._teams:
             team.free()
+        if self._owns_group:
+            # Without references left, gloo's threads end here; one that lives on when Python ends aborts the process.
+            self.group = None  # type: ignore[assignment]
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def __enter__(self) -> World:
         return self

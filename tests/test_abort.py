@@ -12,6 +12,7 @@ from launch import mpirun
 # Rank 1 fails while the others wait for it in a verb, in the user's own MPI, in torch.distributed, or do not wait.
 JOB = """
     import argparse, sys, time
+    from sys import exit as leave
     import torch, torch.distributed as dist
     import hpcdist as hd
 
@@ -30,6 +31,8 @@ FAILURES = {
     "exit-with-message": ("sys.exit('no such thing')", 1, "no such thing"),
     "exit-reraised": ("try: sys.exit(4)\n        except SystemExit as e:\n            kept = e; raise", 4, ""),
     "argparse": ("argparse.ArgumentParser().parse_args(['--nonsense'])", 2, "unrecognized arguments: --nonsense"),
+    "exit-builtin": ("exit(6)", 6, ""),
+    "exit-imported-before-init": ("leave(7)", 7, ""),
     "raise-SystemExit-in-with": ("with world:\n            raise SystemExit(5)", 5, ""),
 }
 OTHERS = {

@@ -101,7 +101,7 @@ def test_compare_runs_every_route_on_the_same_data(shards: Path) -> None:
     assert min(rows[route]["ratio_to_best"] for route in ("gloo", "mpi")) == 1
     if not torch.cuda.is_available():
         assert "needs a GPU of its own" in rows["nccl"]["refused"]
-    assert report["bytes_sent"] == 8 * 4 * 4  # rows 3 to 10 go from rank 1 to rank 0
+    assert report["bytes_sent"] == 7 * 4 * 4  # the last two files, rows 4 to 10, go from rank 1 to rank 0
     text = gather(2, f"{shards}/*", "--compare")
     assert "time (ms)" in text.out
     assert "ratio to best" in text.out
@@ -131,6 +131,8 @@ MISTAKES: dict[str, tuple[list[object], str]] = {  # the bad file is met by the 
     "root and all": ([*GOOD, "--root", 0, "--all"], "not allowed with argument"),
     "suffix": ([*GOOD, "-o", "out.txt"], "unknown suffix '.txt'"),
     "folder": ([*GOOD, "-o", "none/out.npy"], "none/out.npy: no such folder"),
+    "an input": ([*GOOD, "-o", "1.npy"], "1.npy: is also an input, which it would replace"),
+    "option": ([*GOOD, "--nonsense"], "unrecognized arguments: --nonsense"),
     "twice": ([*GOOD, "0.npy"], "0.npy: named twice"),
 }
 
@@ -151,6 +153,7 @@ def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) 
     assert len(ours) == 1, job.err
     assert message in ours[0]
     assert "Traceback" not in job.err
+    assert "usage" not in job.err
     assert job.out == ""
     assert sorted(tmp_path.iterdir()) == before
 
@@ -160,7 +163,8 @@ def test_a_route_that_cannot_run_here_is_refused() -> None:
         return
     job = gather(2, "--route", "nccl")
     assert job.status == 2, job.err
-    assert "route nccl needs a GPU of its own for each rank" in job.err
+    ours = "hpcdist.gather: error: route nccl needs a GPU of its own for each rank and a torch with NCCL; use route"
+    assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
 
 
 def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -218,15 +218,77 @@ def test_nccl_without_gpus_is_refused_on_all_ranks() -> None:
     assert lines == ["backend 'nccl' needs a GPU for every rank and a torch with NCCL; none on ranks [0, 1]"] * 2
 
 
-def test_a_device_that_does_not_exist_is_refused_on_all_ranks() -> None:
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("device='toaster'", "toaster"),
+        ("device='meta'", "device is meta, expected cpu or cuda"),
+        ("device='cuda:99'", "device is cuda:99, but this process sees"),
+        ("timeout='soon'", "timeout must be a timedelta or seconds, got str"),
+        ("timeout=-1", "timeout must be positive, got -1"),
+        ("backend=3", "backend must be a string, got int"),
+        ("backend='gloo'", "rank 1: backend is"),
+    ],
+)
+def test_a_wrong_argument_of_init_on_one_rank_is_refused_on_all(argument: str, message: str, wrong: int) -> None:
+    lines = job(
+        2,
+        f"""
+    try: hd.init(**(dict({argument}) if MPI.COMM_WORLD.rank == {wrong} else {{}}))
+    except hd.RankError as error: say(str(error).replace("\\n", " "))
+    assert hd.concat(torch.tensor(hd.init().rank)).tolist() == [0, 1]
+    """,
+    )
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert message in lines[0]
+
+
+def test_a_communicator_without_this_rank_is_refused() -> None:
     lines = job(
         2,
         """
-    try: hd.init(device="cpu" if MPI.COMM_WORLD.rank else "toaster")
-    except hd.RankError as error: say(f"{sorted(error.problems)}")
+    for comm in (MPI.COMM_NULL, "world"):
+        try: hd.init(comm)
+        except TypeError as error: say(str(error)[:37])
     """,
     )
-    assert lines == ["[0]", "[0]"]
+    assert lines == ["comm must be an mpi4py Intracomm that"] * 4
+
+
+def test_communicators_that_come_and_go_leave_nothing_behind() -> None:
+    """More of them than an MPI library has at once: freeing one frees the library's duplicate."""
+    lines = job(
+        2,
+        """
+    world = hd.init()
+    for _ in range(2200):
+        comm = world.comm.Split(0, -world.rank)
+        hd.concat(torch.tensor(world.rank), group=comm)
+        comm.Free()
+    assert len(world._teams) == 1
+    say("ok")
+    """,
+    )
+    assert lines == ["ok", "ok"]
+
+
+def test_gloo_on_some_ranks_first_and_then_on_all() -> None:
+    """The ranks have made different numbers of groups by then."""
+    lines = job(
+        3,
+        """
+    world = hd.init()
+    part = world.comm.Split(0 if world.rank < 2 else MPI.UNDEFINED)
+    if world.rank < 2:
+        assert hd.concat(torch.tensor(world.rank), group=part, route="gloo").tolist() == [0, 1]
+        dist.new_group([world.rank], use_local_synchronization=True)
+    assert hd.gather(torch.ones(int(world.rank != 1)), route="gloo") is None or world.rank == 0
+    say(str(hd.concat(torch.tensor(world.rank), route="gloo").tolist()))
+    """,
+    )
+    assert lines == ["[0, 1, 2]"] * 3
 
 
 def test_the_host_name_need_not_resolve(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ _MISMATCH = 1  # the exit status if the result is not what one process reads
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Gather the inputs on the ranks of the world; returns the exit status. Collective."""
+    args.root = 0 if args.root is None else args.root  # no default in the parser, which could not tell it from --root 0
     if not 0 <= args.root < world.world_size:
         raise InputError(f"--root {args.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks")
     data = inputs.find(world, args.input, args.dim)
@@ -130,7 +131,7 @@ def parser() -> Parser:
     p.add_argument("-o", "--output", metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
     p.add_argument("--dim", type=int, default=0, help="the dimension to join along (default 0)")
     where = p.add_mutually_exclusive_group()
-    where.add_argument("--root", type=int, default=0, help="the rank that receives the result (default 0)")
+    where.add_argument("--root", type=int, help="the rank that receives the result (default 0)")
     where.add_argument("--all", action="store_true", help="every rank receives the result; rank 0 writes it")
     p.add_argument("--route", choices=NAMES, default="auto", help="how the data travel (default auto)")
     p.add_argument("--compare", action="store_true", help="time every route that can run here, in one table")

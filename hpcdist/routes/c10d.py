@@ -25,9 +25,11 @@ class _C10d(Exchange):
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message]) -> None:
         # Both backends keep the order of messages between two ranks, so that pieces need no tags of their own.
+        if team.size == 1:
+            return
+        group, peers = team.torch_group(self.backend), team.peers  # collective: for ranks without messages, too
         if not sends and not recvs:
             return
-        group, peers = team.torch_group(self.backend), team.peers
         ops = [
             dist.P2POp(op, block[start : start + length], peers[rank], group)
             for op, messages in ((dist.irecv, recvs), (dist.isend, sends))

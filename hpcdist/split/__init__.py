@@ -118,4 +118,5 @@ def _local(x: object, dim: int, counts: object, team: Team, out: object) -> torc
         return part
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
         raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
-    return out.detach().copy_(part)
+    out.detach().copy_(part)
+    return out
