@@ -51,8 +51,9 @@ def test_default_input_is_the_standard_library(np_: int) -> None:
     assert job.out.count("ranks:") == 1  # rank 0 alone prints
 
 
-@pytest.mark.parametrize("np_", [0, 2, 6])
-@pytest.mark.parametrize("output", ["out.npy", "out.pt", "out.safetensors", "out.h5"])
+@pytest.mark.parametrize(
+    ("np_", "output"), [(0, "out.h5"), (2, "out.npy"), (2, "out.h5"), (3, "out.pt"), (6, "out.safetensors")]
+)
 def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, output: str, shards: Path, tmp_path: Path) -> None:
     out = tmp_path / output
     job = gather(np_, f"{shards}/*", "-o", out, "--verify", "--json", "--root", max(np_ - 1, 0))
@@ -126,7 +127,7 @@ MISTAKES: dict[str, tuple[list[object], str]] = {  # the bad file is met by the 
     "extent": ([*GOOD, "3-wide.npy"], "3-wide.npy: shape (2, 4) does not fit (2, 3) of 0.npy along dim 0"),
     "dims": ([*GOOD, "3-flat.npy"], "3-flat.npy: shape (3,) does not fit (2, 3)"),
     "dim": ([*GOOD, "--dim", 2], "--dim 2: 0.npy has 2 dims, expected -2 to 1"),
-    "root": ([*GOOD, "--root", 3], "--root 3: expected 0 to 2 with 3 ranks"),
+    "root": ([*GOOD, "--root", 3], "--root 3: expected 0 to 1 with 2 ranks"),
     "route": ([*GOOD, "--route", "pigeon"], "invalid choice: 'pigeon'"),
     "root and all": ([*GOOD, "--root", 0, "--all"], "not allowed with argument"),
     "suffix": ([*GOOD, "-o", "out.txt"], "unknown suffix '.txt'"),
@@ -147,7 +148,7 @@ def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) 
     (tmp_path / "3-junk.npy").write_bytes(b"junk")
     before = sorted(tmp_path.iterdir())
     args, message = MISTAKES[mistake]
-    job = gather(3, *args, cwd=tmp_path)
+    job = gather(2, *args, cwd=tmp_path)
     ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
     assert job.status == 2, job.err
     assert len(ours) == 1, job.err

@@ -218,31 +218,34 @@ def test_nccl_without_gpus_is_refused_on_all_ranks() -> None:
     assert lines == ["backend 'nccl' needs a GPU for every rank and a torch with NCCL; none on ranks [0, 1]"] * 2
 
 
+WRONG = {
+    "device='toaster'": "toaster",
+    "device='meta'": "device is meta, expected cpu or cuda",
+    "device='cuda:99'": "device is cuda:99, but this process sees",
+    "timeout='soon'": "timeout must be a timedelta or seconds, got str",
+    "timeout=-1": "timeout must be positive, got -1",
+    "backend=3": "backend must be a string, got int",
+    "backend='gloo'": "rank 1: backend is",
+}
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("device='toaster'", "toaster"),
-        ("device='meta'", "device is meta, expected cpu or cuda"),
-        ("device='cuda:99'", "device is cuda:99, but this process sees"),
-        ("timeout='soon'", "timeout must be a timedelta or seconds, got str"),
-        ("timeout=-1", "timeout must be positive, got -1"),
-        ("backend=3", "backend must be a string, got int"),
-        ("backend='gloo'", "rank 1: backend is"),
-    ],
-)
-def test_a_wrong_argument_of_init_on_one_rank_is_refused_on_all(argument: str, message: str, wrong: int) -> None:
+def test_a_wrong_argument_of_init_on_one_rank_is_refused_on_all(wrong: int) -> None:
+    """Each in turn, in one job, which then starts as if nothing had happened."""
+    calls = ", ".join(f"dict({argument})" for argument in WRONG)
     lines = job(
         2,
         f"""
-    try: hd.init(**(dict({argument}) if MPI.COMM_WORLD.rank == {wrong} else {{}}))
-    except hd.RankError as error: say(str(error).replace("\\n", " "))
+    for number, arguments in enumerate([{calls}]):
+        try: hd.init(**(arguments if MPI.COMM_WORLD.rank == {wrong} else {{}}))
+        except hd.RankError as error: say(f"{{number}} " + str(error).replace("\\n", " "))
     assert hd.concat(torch.tensor(hd.init().rank)).tolist() == [0, 1]
     """,
     )
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
-    assert message in lines[0]
+    assert len(lines) == 2 * len(WRONG)
+    for number, message in enumerate(WRONG.values()):
+        assert lines[2 * number] == lines[2 * number + 1]
+        assert message in lines[2 * number]
 
 
 def test_a_communicator_without_this_rank_is_refused() -> None:
