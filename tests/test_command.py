@@ -170,10 +170,12 @@ def test_a_route_that_cannot_run_here_is_refused() -> None:
 
 def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
     """The root's write fails, and all ranks end with status 2."""
-    np.save(tmp_path / "x.npy", np.arange(100_000))
+    np.save(tmp_path / "x.npy", np.arange(3_000_000))
     code = f"""
-        import resource, runpy, sys
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
+        import resource, runpy, sys, torch, hpcdist
+        hpcdist.init()  # MPI has files of its own, in shared memory
+        hpcdist.concat(torch.ones(1000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**24, resource.RLIM_INFINITY))
         sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / "out.npy")!r}]
         runpy.run_module("hpcdist.gather", run_name="__main__")
     """
