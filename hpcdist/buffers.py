@@ -52,6 +52,8 @@ def overlap(x: Tensor, y: Tensor) -> bool:
 def _span(x: Tensor) -> tuple[int, int]:
     """The addresses of the first byte of `x` and of the first one behind it."""
     start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return start, start + (last + 1) * x.itemsize if x.numel() else start
 

@@ -169,7 +169,9 @@ def _writable(out: Tensor) -> Tensor:
         raise _WrongError("out is a lazily conjugated or negated view; pass the tensor itself")
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise _WrongError("out was made in torch.inference_mode() and can be written only there")
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if not out.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)
+    ):
         raise _WrongError("out is an expanded tensor: several of its elements share one place in memory")
     return out.detach()
 
