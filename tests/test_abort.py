@@ -48,7 +48,7 @@ OTHERS = {
 def test_ends_whatever_the_others_do(failure: str, others: str) -> None:
     statement, status, message = FAILURES[failure]
     start = time.monotonic()
-    job = mpirun(3, code=JOB.format(failure=statement, others=OTHERS[others]))
+    job = mpirun(2, code=JOB.format(failure=statement, others=OTHERS[others]))
     assert job.status == status
     assert message in job.err
     assert "survived" not in job.out
