@@ -236,5 +236,7 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, str | None]:
     """The result of a step, or its error as text: not every exception can be sent."""
     try:
         return step(), None
+    except HpcdistError as error:
+        return None, str(error)
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist import buffers, layout
 from hpcdist.routes import CPU, CUDA, NAMES
 
-__all__ = ["CPU", "CUDA", "FOLLOWS", "FOLLOWS_CPU", "Call", "shard_call", "split_call"]
+__all__ = ["CPU", "CUDA", "FOLLOWS", "FOLLOWS_CPU", "Call", "WrongError", "problem_of", "shard_call", "split_call", "tensor"]
 
 # A receiver that brings no tensor has its part where the root has the whole, if it has a GPU itself.
 FOLLOWS, FOLLOWS_CPU = 3, 4
@@ -52,19 +52,20 @@ class Call:
     problem: str | None = None
 
 
-class _WrongError(Exception):
+class WrongError(Exception):
     """An argument is wrong; the text becomes the call's problem."""
 
 
-def _problem(error: Exception) -> str:
-    return str(error) if isinstance(error, _WrongError) else f"{type(error).__name__}: {error}"
+def problem_of(error: Exception) -> str:
+    """What is wrong, as the other ranks are told it."""
+    return str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
 
 
 def shard_call(verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, rank: int, size: int) -> Call:
     """The call of a verb to which every rank brings a shard: gather, and concat, which has no root."""
     call = Call(verb)
     try:
-        call.x, call.dim = _tensor(x, dim, "x")
+        call.x, call.dim = tensor(x, dim, "x")
         call.said_dim = call.dim
         _describe(call, call.x, x.dim())
         if verb != "concat":
@@ -72,10 +73,10 @@ def shard_call(verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, ran
         call.route = _route(route)
         if out is not None:
             if call.root not in (-1, rank):
-                raise _WrongError(f"out is given, but only the root (rank {root}) receives a result")
+                raise WrongError(f"out is given, but only the root (rank {root}) receives a result")
             _out(call, out)
     except Exception as error:  # an argument's own methods may raise, too, and the other ranks are to hear of it
-        call.problem = _problem(error)
+        call.problem = problem_of(error)
     return call
 
 
@@ -91,8 +92,8 @@ def split_call(
         call.said_dim = _int(dim, "dim")
         if rank == call.root:
             if isinstance(x, Tensor) and x.dim() == 0:
-                raise _WrongError("x has no dimension to split along: it is 0-d")
-            call.x, call.dim = _tensor(x, dim, "x")
+                raise WrongError("x has no dimension to split along: it is 0-d")
+            call.x, call.dim = tensor(x, dim, "x")
             _describe(call, call.x, call.x.dim())
             call.counts = "block" if call.counts is None else call.counts
             _check_counts(call, size)
@@ -100,16 +101,16 @@ def split_call(
                 _out(call, out)
         else:
             if x is not None:
-                raise _WrongError(
+                raise WrongError(
                     f"x is given, but split sends from the root (rank {call.root}): pass None "
                     "here, or root=None everywhere if all ranks hold the whole"
                 )
             if out is not None:
-                call.out, call.dim = _tensor(out, dim, "out")
+                call.out, call.dim = tensor(out, dim, "out")
                 _describe(call, call.out, call.out.dim())
                 call.out_extent, call.extent = call.extent, -1
     except Exception as error:  # an argument's own methods may raise, too, and the other ranks are to hear of it
-        call.problem = _problem(error)
+        call.problem = problem_of(error)
     return call
 
 
@@ -125,23 +126,23 @@ def _others(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def _tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
-    """`x` as it travels, 0-d made 1-d, and dim made non-negative."""
+def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
+    """`x` as it travels, 0-d made 1-d, and dim made non-negative; a WrongError if it cannot."""
     if not isinstance(x, Tensor):
         hint = " (torch.from_numpy makes one of an array)" if type(x).__module__ == "numpy" else ""
-        raise _WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
+        raise WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
-        raise _WrongError(f"{name} must be a dense tensor, got layout {x.layout}{kind}")
+        raise WrongError(f"{name} must be a dense tensor, got layout {x.layout}{kind}")
     if x.dtype not in buffers.DTYPES:
-        raise _WrongError(f"{name} has dtype {x.dtype}, which cannot be sent")
+        raise WrongError(f"{name} has dtype {x.dtype}, which cannot be sent")
     if not (x.is_cuda or x.is_cpu):
-        raise _WrongError(f"{name} is on device {x.device}; expected cpu or cuda")
+        raise WrongError(f"{name} is on device {x.device}; expected cpu or cuda")
     if x.numel() and not x.data_ptr():
-        raise _WrongError(f"{name} is a {type(x).__name__} without memory of its own (of a DTensor, pass x.to_local())")
+        raise WrongError(f"{name} is a {type(x).__name__} without memory of its own (of a DTensor, pass x.to_local())")
     where, ndim = _int(dim, "dim"), x.dim() or 1
     if not -ndim <= where < ndim:
-        raise _WrongError(f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+        raise WrongError(f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
     x = _writable(x) if name == "out" else buffers.plain(x)
     return (x if x.dim() else x.view(1)), where % ndim
 
@@ -151,41 +152,41 @@ def _out(call: Call, out: Any) -> None:
     assert call.tensor is not None and call.x is not None
     dtype, _, others = call.tensor
     if isinstance(out, Tensor) and (out.dim() or 1) != len(others):
-        raise _WrongError(f"out has shape {tuple(out.shape)}, expected {show_shape(others)}")
-    call.out, dim = _tensor(out, call.dim, "out")
+        raise WrongError(f"out has shape {tuple(out.shape)}, expected {show_shape(others)}")
+    call.out, dim = tensor(out, call.dim, "out")
     if call.out.dtype != dtype:
-        raise _WrongError(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
+        raise WrongError(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
     shape = call.out.shape
     if _others(shape, dim) != others:
-        raise _WrongError(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
+        raise WrongError(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
     if call.out.device != call.x.device:
-        raise _WrongError(f"out is on {call.out.device}, expected {call.x.device}, that of x")
+        raise WrongError(f"out is on {call.out.device}, expected {call.x.device}, that of x")
     call.out_extent = shape[dim]
 
 
 def _writable(out: Tensor) -> Tensor:
     """`out` as it is written: the memory itself, without gradient history."""
     if out.is_conj() or out.is_neg():
-        raise _WrongError("out is a lazily conjugated or negated view; pass the tensor itself")
+        raise WrongError("out is a lazily conjugated or negated view; pass the tensor itself")
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise _WrongError("out was made in torch.inference_mode() and can be written only there")
+        raise WrongError("out was made in torch.inference_mode() and can be written only there")
     if not out.is_contiguous() and any(
         stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)
     ):
-        raise _WrongError("out is an expanded tensor: several of its elements share one place in memory")
+        raise WrongError("out is an expanded tensor: several of its elements share one place in memory")
     return out.detach()
 
 
 def _root(root: Any, size: int) -> int:
     value = _int(root, "root")
     if not 0 <= value < size:
-        raise _WrongError(f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
+        raise WrongError(f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
     return value
 
 
 def _route(route: Any) -> str:
     if not isinstance(route, str) or route not in NAMES:
-        raise _WrongError(f"route is {_repr(route)}, expected one of {', '.join(NAMES)}")
+        raise WrongError(f"route is {_repr(route)}, expected one of {', '.join(NAMES)}")
     return route
 
 
@@ -195,14 +196,14 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
     try:
         return tuple(int(index(c)) for c in counts)
     except TypeError:
-        raise _WrongError(f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
+        raise WrongError(f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
 
 
 def _check_counts(call: Call, size: int) -> None:
     try:
         layout.counts_of(call.counts, call.extent, size)
     except ValueError as wrong:
-        raise _WrongError(str(wrong)) from None
+        raise WrongError(str(wrong)) from None
 
 
 def _int(value: Any, name: str) -> int:
@@ -211,7 +212,7 @@ def _int(value: Any, name: str) -> int:
     with suppress(TypeError):
         if not isinstance(value, (bool, Tensor)):
             return int(index(value))
-    raise _WrongError(f"{name} must be an int, got {_show(value)}")
+    raise WrongError(f"{name} must be an int, got {_show(value)}")
 
 
 def _show(value: Any) -> str:

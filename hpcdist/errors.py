@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["HpcdistError", "InputError", "LaunchError", "RankError"]
+__all__ = ["FileError", "HpcdistError", "InputError", "LaunchError", "RankError"]
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
 
@@ -22,6 +22,13 @@ class LaunchError(HpcdistError):
 
 class InputError(HpcdistError):
     """A command was given something it cannot use: one line that says what and why; the exit status is 2."""
+
+
+class FileError(HpcdistError):
+    """A file cannot be used or written: not there, damaged, incomplete, or without what was asked for.
+
+    Raised on this rank by what one process does alone; a collective makes a RankError of it.
+    """
 
 
 class RankError(HpcdistError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import prod
+from typing import NamedTuple
 
-__all__ = ["block", "chunk", "counts_of", "displs", "pieces"]
+__all__ = ["Box", "block", "boxes", "chunk", "counts_of", "displs", "grid_boxes", "pieces", "runs", "shares", "whole"]
 
 
 def block(extent: int, parts: int) -> list[int]:
@@ -76,3 +78,122 @@ def pieces(extent: int, limit: int) -> list[tuple[int, int]]:
         [(0, 2), (2, 2), (4, 1)]
     """
     return [(start, min(limit, extent - start)) for start in range(0, extent, limit)]
+
+
+class Box(NamedTuple):
+    """A part of a tensor: `shape` elements from `offset` on, in each dim. In 0-d both are empty: one element."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def slices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
+        """The index of the box in a tensor; in one that itself begins at `origin` of the whole, if that is given."""
+        start = [o - at for o, at in zip(self.offset, origin, strict=True)] if origin else self.offset
+        return tuple(slice(o, o + n) for o, n in zip(start, self.shape, strict=True))
+
+    def meet(self, other: Box) -> Box:
+        """What two boxes have in common; of size 0 if nothing.
+
+        Example::
+
+            >>> Box((0, 2), (4, 4)).meet(Box((3, 0), (4, 4)))
+            Box(offset=(3, 2), shape=(1, 2))
+        """
+        low = tuple(map(max, self.offset, other.offset))
+        ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        high = [min(a + n, b + m) for a, n, b, m in ends]
+        return Box(low, tuple(max(0, h - l) for h, l in zip(high, low, strict=True)))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def boxes(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `limit` elements (one at least), in C order: each has as many rows as fit, and
+    where not even one does, a part of a row. Cut from a whole tensor, each is one run of its memory.
+
+    Example::
+
+        >>> [b.slices() for b in boxes(whole((3, 4)), 8)]     # two rows, one row
+        [(slice(0, 2), slice(0, 4)), (slice(2, 3), slice(0, 4))]
+    """
+    if box.size() == 0:
+        return
+    dim = 0
+    while dim < len(box.shape) and prod(box.shape[dim + 1 :]) > limit:
+        dim += 1
+    if dim == len(box.shape):  # 0-d, or a limit below one element
+        dim = max(0, dim - 1)
+    if not box.shape:
+        yield box
+        return
+    step = max(1, limit // prod(box.shape[dim + 1 :]))
+    yield from _cut(box, dim, step)
+
+
+def _cut(box: Box, dim: int, step: int) -> Iterator[Box]:
+    """One index at a time in the dims before `dim`, and `step` of them in `dim`."""
+    for lead in _indices(box.shape[:dim]):
+        for start, length in pieces(box.shape[dim], step):
+            at = (*lead, start, *(0,) * (len(box.shape) - dim - 1))
+            yield Box(
+                tuple(map(sum, zip(box.offset, at, strict=True))), (*(1,) * dim, length, *box.shape[dim + 1 :])
+            )
+
+
+def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All indices of a tensor, in C order."""
+    if not shape:
+        yield ()
+        return
+    for first in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (first, *rest)
+
+
+def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, Iterator[int]]:
+    """Where a box of a contiguous tensor of `shape` lies: (elements of a run, number of runs, where each starts).
+
+    Example::
+
+        >>> length, count, starts = runs(Box((1, 2), (2, 3)), (4, 10))
+        >>> length, count, list(starts)
+        (3, 2, [12, 22])
+    """
+    dim = len(shape)
+    while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    dim = max(0, dim - 1)  # the last dim of which not all is there belongs to the run
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    lead = box.shape[:dim]
+    starts = (first + sum(i * s for i, s in zip(at, strides, strict=False)) for at in _indices(lead))
+    return prod(box.shape[dim:]), prod(lead), starts
+
+
+def grid_boxes(shape: Sequence[int], cell: Sequence[int], limit: int) -> Iterator[Box]:
+    """Cut a whole tensor into boxes of whole cells of a grid, each of at most `limit` elements (one cell at least)."""
+    grid = [-(-extent // size) for extent, size in zip(shape, cell, strict=True)]
+    for part in boxes(whole(grid), max(1, limit // prod(cell))):
+        offset = tuple(o * c for o, c in zip(part.offset, cell, strict=True))
+        ends = zip(part.offset, part.shape, cell, shape, strict=True)
+        yield Box(offset, tuple(min((o + n) * c, s) - o * c for o, n, c, s in ends))
+
+
+def shares(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:
+    """Share `extent` things by the block rule among `takers` of `parts` ranks, evenly spread: (first, end) a rank.
+
+    Example::
+
+        >>> shares(10, 4, 2)       # ranks 0 and 2
+        [(0, 5), (5, 5), (5, 10), (10, 10)]
+    """
+    chosen = {taker * parts // takers for taker in range(takers)}
+    counts = iter(block(extent, takers))
+    ends = list(accumulate((next(counts) if rank in chosen else 0 for rank in range(parts)), initial=0))
+    return list(zip(ends, ends[1:], strict=False))

@@ -1,0 +1,156 @@
+"""Arrays that lie in a file as plain bytes, at an offset: reading and writing boxes of them. One process.
+
+Every system call is positioned, so that any number of processes work on one file at once; memory that is not asked
+for stays within the caller's window. A checksum is taken block by block, while the block is in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpcdist import layout
+from hpcdist.buffers import as_bytes
+from hpcdist.layout import Box
+
+__all__ = ["BLOCK", "Digest", "Raw", "bits", "read_at", "write_at"]
+
+BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is hashed and copied without going to memory twice
+SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Digest(Protocol):
+    """What takes a checksum: one of hashlib's or xxhash's objects."""
+
+    def update(self, data: memoryview, /) -> object: ...
+
+
+def bits(x: Tensor) -> Tensor:
+    """The same memory as a dtype that every operation knows: a view."""
+    return x.view(_INTS[x.itemsize])
+
+
+def memory(x: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor."""
+    return memoryview(as_bytes(x).numpy())
+
+
+def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None) -> None:
+    """Fill `into` from the file.
+
+    Raises:
+        OSError: the file cannot be read; EOFError: it ends before.
+    """
+    done, step = 0, len(into) if digest is None else BLOCK
+    while done < len(into):
+        block = into[done : done + step]
+        got = os.preadv(fd, [block], offset + done)
+        if got == 0:
+            raise EOFError(f"the file ends at byte {offset + done}, in the middle of the data")
+        if digest is not None:
+            digest.update(block[:got])
+        done += got
+
+
+def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = None) -> None:
+    """Write all of `data` at `offset`.
+
+    Raises:
+        OSError: it cannot be written; how much of it was is unknown.
+    """
+    done, step = 0, len(data) if digest is None else BLOCK
+    while done < len(data):
+        block = data[done : done + step]
+        put = os.pwrite(fd, block, offset + done)
+        if digest is not None:
+            digest.update(block[:put])
+        done += put
+
+
+@dataclass(frozen=True)
+class Raw:
+    """An array in a file.
+
+    Attributes:
+        path, offset: the file, and the first byte of the array in it.
+        shape, dtype: of the array.
+        swapped: it is stored in the other byte order.
+        fortran: the first dim is the one that varies fastest, as in numpy's Fortran order.
+    """
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    swapped: bool = False
+    fortran: bool = False
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def place(self, box: Box) -> int:
+        """The byte of the file at which a box begins that is one run."""
+        _, _, starts = layout.runs(box, self.shape)
+        return self.offset + next(starts) * self.dtype.itemsize
+
+    def read(self, fd: int, box: Box, out: Tensor, window: int) -> None:
+        """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
+
+        Straight into place if `out` is contiguous and the box consists of runs of SHORT bytes or more; else by way of
+        a buffer of at most `window` bytes, with what lies between short runs.
+        """
+        if self.fortran:
+            turned = Raw(self.path, self.offset, self.shape[::-1], self.dtype, self.swapped)
+            dims = tuple(reversed(range(out.dim())))
+            turned.read(fd, Box(box.offset[::-1], box.shape[::-1]), out.permute(dims), window)
+            return
+        if box.size() == 0:
+            return
+        cover = self._cover(box)
+        if cover == box and out.is_contiguous():
+            self._read_runs(fd, box, out)
+            return
+        for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
+            held = part.meet(box)
+            if held.size():
+                buffer = torch.empty(part.shape, dtype=self.dtype)
+                self._read_runs(fd, part, buffer)
+                bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
+
+    def _cover(self, box: Box) -> Box:
+        """The box, with its short runs made longer by all that lies between them."""
+        length, count, _ = layout.runs(box, self.shape)
+        dim = len(self.shape)
+        while count > 1 and length * self.dtype.itemsize < SHORT and dim > 0:
+            dim -= 1
+            offset = (*box.offset[:dim], *(0,) * (len(self.shape) - dim))
+            box = Box(offset, (*box.shape[:dim], *self.shape[dim:]))
+            length, count, _ = layout.runs(box, self.shape)
+        return box
+
+    def _read_runs(self, fd: int, box: Box, out: Tensor) -> None:
+        """Read a box run by run into contiguous memory."""
+        target = memory(out)
+        length, _, starts = layout.runs(box, self.shape)
+        size = length * self.dtype.itemsize
+        for i, start in enumerate(starts):
+            read_at(fd, self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size])
+        if self.swapped:
+            part = self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
+            flat = as_bytes(out).view(-1, part)
+            flat.copy_(flat.flip(1))
+
+    def write(self, fd: int, box: Box, x: Tensor) -> None:
+        """Write a contiguous CPU tensor as a box, run by run."""
+        source = memory(x)
+        length, _, starts = layout.runs(box, self.shape)
+        size = length * self.dtype.itemsize
+        for i, start in enumerate(starts if box.size() else ()):
+            write_at(fd, self.offset + start * self.dtype.itemsize, source[i * size : (i + 1) * size])

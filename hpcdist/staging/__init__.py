@@ -1,0 +1,2 @@
+from hpcdist.staging.save import save
+from hpcdist.staging.load import load

@@ -1,0 +1,316 @@
+"""load(): each rank gets its part of the datasets of one file, whatever wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcdist import agree, checks, layout, world
+from hpcdist.checks import Call
+from hpcdist.errors import FileError
+from hpcdist.layout import Box
+from hpcdist.raw import SHORT
+from hpcdist.staging import format
+from hpcdist.staging.format import Contents, Stored
+from hpcdist.staging.names import SINGLE, nest
+from hpcdist.staging.pieces import PIECE, Plan, deliver, owners_of, shard_boxes
+from hpcdist.staging.reader import Reader, opened
+from hpcdist.staging.saving import WINDOW
+from hpcdist.team import Team, team_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["load"]
+
+VERB = "staging.load"
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What one rank wants.
+
+    Attributes:
+        same: the options that must be the same on all ranks, by name.
+        box: the box that this rank wants, if it names one itself.
+        out: dtype and shape of the memory that it gives.
+    """
+
+    same: dict[str, Any] = field(default_factory=dict)
+    box: Box | None = None
+    out: tuple[torch.dtype, tuple[int, ...]] | None = None
+
+
+def load(
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    dim: int | None = 0,
+    counts: str | Sequence[int] | None = None,
+    box: tuple[Sequence[int], Sequence[int]] | None = None,
+    out: Tensor | None = None,
+    device: torch.device | str | None = None,
+    window: int = WINDOW,
+    readers: int | None = None,
+    verify: bool | None = None,
+    progress: Callable[[int], None] | None = None,
+    group: dist.ProcessGroup | MPI.Comm | None = None,
+) -> Any:
+    """Read each rank's part of the tensors of an HDF5 file, with any number of ranks, whoever wrote it.
+
+    Collective over `group`. Along dim 0 every rank reads straight into its result; where parts are so narrow that
+    reading them alone would read everything many times, the ranks share the reading and send each other what they
+    want, a window at a time.
+
+    Args:
+        path: of the file, seen by all ranks.
+        name: of a tensor, or of a group of them; None for all that the file holds. Must agree.
+        dim: the dimension along which tensors are split; None for the whole on every rank. Must agree. 0-d tensors
+            are given whole to every rank.
+        counts: the extent along `dim` for each rank, or a rule, as in :func:`hpcdist.split`: "block" by default. Must
+            agree.
+        box: this rank's part as (offset, shape), each with an entry for every dim; instead of `dim` and `counts`, on
+            all ranks or on none. Each rank is free in its box; boxes may overlap.
+        out: memory for this rank's part of the one tensor that is read, of its shape and dtype, any strides, any
+            device. Each rank is free to give it. If the call fails, its contents are not defined.
+        device: where the result is to be, without `out`; the CPU by default.
+        window: bytes of host memory that a rank may use besides the result. Must agree.
+        readers: how many ranks read from the file; by default all. Must agree.
+        verify: True: check every piece of which something is read against its checksum; None: those that are read
+            whole; False: none. Files of other tools have no checksums. Must agree.
+        progress: called on each rank, now and then, with the number of bytes it has just read.
+        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
+
+    Returns:
+        On each rank its part: a contiguous tensor that it owns (or `out`), of the dtype that was saved and of native
+        byte order; a nested dict of these if there are several, or `name` is a group.
+
+    Raises:
+        RankError: on every rank: no such file, not HDF5, incomplete, truncated, damaged, no such tensor, an argument
+            that is wrong on one rank or does not agree. The job can go on.
+
+    Example, on 3 ranks::
+
+        >>> hd.staging.load("x.h5")                    # saved from 5 rows
+        tensor([[0, 1], [2, 3]])                       # on rank 0; two rows on rank 1, one on rank 2
+        >>> hd.staging.load("x.h5", "data", box=((rank, 0), (1, 2)))
+        tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
+    """
+    team = team_of(group, world.current())
+    call = Call(VERB)
+    ask = _Ask()
+    try:
+        ask = _ask(path, name, dim, counts, box, out, window, readers, verify, team.size)
+        target = torch.device("cpu" if device is None else device)
+    except Exception as error:  # the other ranks are to hear of it
+        call.problem = checks.problem_of(error)
+    agree.exchange(team, call)
+    asks: list[_Ask] = team.comm.allgather(ask)
+    agree.require(VERB, {rank: text for rank, other in enumerate(asks) if (text := _odd(asks[0], other))})
+    place = os.fspath(path)
+    contents = agree.on_root(team.comm, VERB, lambda: _describe(place, ask.same["name"]))
+    wants = _wants(team, contents, asks)
+    results = {
+        key: _memory(out, wants[key][team.rank], stored.dtype, target) for key, stored in contents.datasets.items()
+    }
+    problems: list[str] = []
+    with _opened_by_all(team, place) as fd:
+        for key, stored in contents.datasets.items():
+            reader = Reader(place, fd, stored, window, verify, progress)
+            _read(team, reader, wants[key], results[key].view(wants[key][team.rank].shape), readers, problems)
+    told = enumerate(team.comm.allgather(problems[:1]))
+    agree.require(VERB, {rank: texts[0] for rank, texts in told if texts})
+    if out is not None:
+        return out
+    return nest(results, ask.same["name"] or (SINGLE if list(results) == [SINGLE] else ""))
+
+
+def _ask(
+    path: Any, name: Any, dim: Any, counts: Any, box: Any, out: Any, window: Any, readers: Any, verify: Any, size: int
+) -> _Ask:
+    if name is not None and not isinstance(name, str):
+        raise checks.WrongError(f"name must be a string or None, got {name!r}")
+    if index(window) < 1:
+        raise checks.WrongError(f"window is {window}, expected a number of bytes >= 1")
+    if readers is not None and not 1 <= index(readers) <= size:
+        raise checks.WrongError(f"readers is {readers}, expected 1 to {size} in a group of {size} ranks")
+    if box is not None and (dim != 0 or counts is not None):
+        raise checks.WrongError("box is given, and so is dim or counts: a box says it all")
+    if counts is not None and not isinstance(counts, str):
+        counts = tuple(index(c) for c in counts)
+    same = {
+        "path": os.fspath(path),
+        "name": None if name is None else name.strip("/"),
+        "dim": None if dim is None else index(dim),
+        "counts": counts,
+        "window": index(window),
+        "readers": readers,
+        "verify": verify,
+        "box": "given" if box is not None else "not given",
+    }
+    mine = None
+    if box is not None:
+        offset, shape = box
+        mine = Box(tuple(index(o) for o in offset), tuple(index(n) for n in shape))
+    kept = None
+    if out is not None:
+        checks.tensor(out, 0, "out")
+        kept = (out.dtype, tuple(out.shape))
+    return _Ask(same, mine, kept)
+
+
+def _odd(first: _Ask, other: _Ask) -> str | None:
+    """How a rank's request differs from that of rank 0."""
+    for option, value in first.same.items():
+        if other.same[option] != value:
+            return f"{option} is {other.same[option]!r}, where rank 0 has {value!r}"
+    return None
+
+
+def _describe(path: str, name: str | None) -> Contents:
+    """The tensors of a file that are meant."""
+    contents = format.describe(path)
+    if name is None:
+        return contents
+    chosen = {key: s for key, s in contents.datasets.items() if key == name or key.startswith(f"{name}/")}
+    if not chosen:
+        names = list(contents.datasets)
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        raise FileError(f"{path}: holds no tensor {name!r}; it has: {shown or 'none'}")
+    return replace(contents, datasets=chosen)
+
+
+def _wants(team: Team, contents: Contents, asks: Sequence[_Ask]) -> dict[str, list[Box]]:
+    """The box of each tensor that each rank gets; a RankError everywhere if it cannot be, or does not fit `out`."""
+    problems: dict[int, str] = {}
+    wants: dict[str, list[Box]] = {}
+    for key, stored in contents.datasets.items():
+        boxes: list[Box] = []
+        for rank, ask in enumerate(asks):
+            try:
+                boxes.append(_want(stored, ask, rank, team.size))
+            except ValueError as error:
+                problems.setdefault(rank, f"{key}: {error}")
+        wants[key] = boxes
+    for rank, ask in enumerate(asks):
+        if ask.out is not None and rank not in problems:
+            text = _unfit(contents, ask.out, {key: boxes[rank] for key, boxes in wants.items()})
+            if text is not None:
+                problems[rank] = text
+    agree.require(VERB, problems)
+    return wants
+
+
+def _want(stored: Stored, ask: _Ask, rank: int, size: int) -> Box:
+    shape = stored.shape
+    if ask.box is not None:
+        box = ask.box
+        right = len(box.offset) == len(box.shape) == len(shape) and all(
+            0 <= o and 0 <= n and o + n <= extent for o, n, extent in zip(box.offset, box.shape, shape, strict=True)
+        )
+        if not right:
+            raise ValueError(f"box is (offset {box.offset}, shape {box.shape}), which is not in shape {shape}")
+        return box
+    dim = ask.same["dim"]
+    if dim is None or not shape:
+        return layout.whole(shape)
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"dim is {dim}, expected {-len(shape)} to {len(shape) - 1} for {len(shape)} dims")
+    dim %= len(shape)
+    return shard_boxes(shape, dim, layout.counts_of(ask.same["counts"], shape[dim], size))[rank]
+
+
+def _unfit(contents: Contents, out: tuple[torch.dtype, tuple[int, ...]], boxes: Mapping[str, Box]) -> str | None:
+    """Why `out` cannot take what this rank gets."""
+    if len(boxes) != 1:
+        return f"out is given, but {len(boxes)} tensors are meant: {', '.join(list(boxes)[:6])}"
+    ((key, box),) = boxes.items()
+    dtype, shape = out
+    stored = contents.datasets[key]
+    if dtype != stored.dtype:
+        return f"out has dtype {dtype}, expected {stored.dtype}, that of {key!r} in the file"
+    return None if shape == box.shape else f"out has shape {shape}, expected {box.shape}"
+
+
+def _memory(out: Tensor | None, want: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(want.shape, dtype=dtype, device=device) if out is None else out.detach()
+
+
+@contextmanager
+def _opened_by_all(team: Team, path: str) -> Iterator[int]:
+    """The file, open on every rank; a RankError everywhere if one cannot."""
+    with ExitStack() as stack:
+        fds = []
+        agree.on_all(team.comm, VERB, lambda: fds.append(stack.enter_context(opened(path))))
+        yield fds[0]
+
+
+def _read(
+    team: Team, reader: Reader, wants: Sequence[Box], out: Tensor, readers: int | None, problems: list[str]
+) -> None:
+    """Read this rank's box; what goes wrong is added to `problems`. Collective."""
+    stored = reader.stored
+    if stored.raw is None or (readers is None and _apart(stored, wants, reader.verify)):
+        with _kept(problems):
+            reader.read(wants[team.rank], out)
+        return
+    plan, rows = _plan(stored, wants, reader, readers or team.size)
+    if reader.verify and rows is None:  # pieces too large for the window: checked on their own
+        with _kept(problems):
+            for row in range(team.rank, len(stored.boxes()), team.size):
+                reader.check(row)
+    for round_ in plan.rounds:
+        piece = None
+        row = round_.get(team.rank)
+        if row is not None:
+            piece = torch.empty(plan.pieces[row].shape, dtype=stored.dtype)
+            with _kept(problems):
+                reader.fill(plan.pieces[row], None if rows is None else rows[row], piece)
+        deliver(team, plan, piece, out, round_)
+
+
+def _apart(stored: Stored, wants: Sequence[Box], verify: bool | None) -> bool:
+    """Whether every rank can well read on its own: long runs, or little in all; and whole pieces, to be verified."""
+    size = stored.dtype.itemsize
+    asked = sum(want.size() for want in wants)
+    little = not verify and 2 * asked < layout.whole(stored.shape).size()
+    for want in wants:
+        length, count, _ = layout.runs(want, stored.shape)
+        if count > 1 and want.size() and not little and (verify or length * size < SHORT):
+            return False
+    return True
+
+
+def _plan(
+    stored: Stored, wants: Sequence[Box], reader: Reader, readers: int
+) -> tuple[Plan, list[int] | None]:
+    """Who reads what, and for each piece its number in the file's table, if the table's pieces are read."""
+    size, itemsize = len(wants), stored.dtype.itemsize
+    boxes = stored.boxes()
+    largest = max((box.size() * itemsize for box in boxes), default=0)
+    if boxes and 2 * largest <= reader.window:
+        rows = [row for row, box in enumerate(boxes) if reader.verify or any(box.meet(w).size() for w in wants)]
+        pieces = [boxes[row] for row in rows]
+        takers = max(1, min(readers, reader.window // (2 * largest)))
+        return Plan(pieces, owners_of(len(pieces), size, takers), list(wants), straight=False), rows
+    limit = max(1, min(PIECE, reader.window // (2 * readers)) // itemsize)
+    cut = [box for box in layout.boxes(layout.whole(stored.shape), limit) if any(box.meet(w).size() for w in wants)]
+    return Plan(cut, owners_of(len(cut), size, readers), list(wants), straight=False), None
+
+
+@contextmanager
+def _kept(problems: list[str]) -> Iterator[None]:
+    """Keep what goes wrong on this rank, so that it goes on with the others, who are told at the end."""
+    try:
+        yield
+    except (FileError, OSError) as error:
+        text = error.strerror if isinstance(error, OSError) else None
+        problems.append(text or str(error))

@@ -1,0 +1,58 @@
+"""Nested dicts of tensors, and the names that their tensors have in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hpcdist.staging.format import GROUP
+
+__all__ = ["SINGLE", "flatten", "nest"]
+
+SINGLE = "data"  # the name of a tensor that was saved alone
+
+
+def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a nested dict by their path, ``{"a": {"b": x}}`` -> ``{"a/b": x}``; of a lone leaf, SINGLE.
+
+    Raises:
+        ValueError, TypeError: a name that a file cannot have, or that two leaves have.
+    """
+    if not isinstance(tensors, Mapping):
+        return {prefix or SINGLE: tensors}
+    flat: dict[str, Any] = {}
+    for key, value in tensors.items():
+        if not isinstance(key, str):
+            raise TypeError(f"names must be strings, got {key!r}")
+        parts = key.split("/")
+        if not all(parts) or "." in parts or ".." in parts or "\0" in key:
+            raise ValueError(f"{key!r} cannot be a name in an HDF5 file")
+        name = f"{prefix}/{key}" if prefix else key
+        if name.split("/")[0] == GROUP:
+            raise ValueError(f"{name!r}: names that begin with {GROUP} are hpcdist's own")
+        for leaf, tensor in flatten(value, name).items():
+            if leaf in flat:
+                raise ValueError(f"two tensors have the name {leaf!r}")
+            flat[leaf] = tensor
+    for leaf in flat:
+        ends = [i for i, letter in enumerate(leaf) if letter == "/"]
+        above = next((leaf[:end] for end in ends if leaf[:end] in flat), None)
+        if above is not None:
+            raise ValueError(f"{above!r} cannot be a tensor and hold {leaf!r}")
+    return flat
+
+
+def nest(flat: Mapping[str, Tensor], prefix: str = "") -> Any:
+    """The nested dict of these paths, from below `prefix` on; the tensor itself, if it has that very name."""
+    if prefix in flat:
+        return flat[prefix]
+    tree: dict[str, Any] = {}
+    for name, tensor in flat.items():
+        *groups, last = name.removeprefix(prefix).strip("/").split("/")
+        branch = tree
+        for group in groups:
+            branch = branch.setdefault(group, {})
+        branch[last] = tensor
+    return tree

@@ -1,0 +1,172 @@
+"""Reading boxes of the datasets of one file into tensors, on one rank, with the checksums of what is read whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpcdist import layout, raw
+from hpcdist.errors import FileError
+from hpcdist.layout import Box
+from hpcdist.raw import memory
+from hpcdist.staging import format
+from hpcdist.staging.format import Stored
+from hpcdist.staging.host import incoming
+from hpcdist.staging.pieces import PIECE
+
+__all__ = ["Reader", "checksum_of", "damage", "opened"]
+
+
+def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
+    """The checksum of a piece in a file.
+
+    Raises:
+        OSError, EOFError: it cannot be read.
+    """
+    digest = format.digest()
+    buffer = memoryview(bytearray(raw.BLOCK))
+    start, left = where.place(box), box.size() * where.dtype.itemsize
+    while left:
+        block = buffer[: min(left, raw.BLOCK)]
+        raw.read_at(fd, start, block, digest)
+        start, left = start + len(block), left - len(block)
+    return int(digest.intdigest())
+
+
+def damage(path: str, stored: Stored, row: int) -> str:
+    """What is said of a piece whose bytes are not those that were written."""
+    assert stored.pieces is not None
+    box, rank = stored.boxes()[row], stored.pieces[row]["rank"]
+    where = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
+    return f"{path}: {stored.name}: piece {row} is damaged: elements [{where}], written by rank {rank}"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A dataset in an open file.
+
+    Attributes:
+        path, fd: of the file.
+        stored: the dataset.
+        window: bytes of host memory for what is on its way.
+        verify: True: every piece that is touched is checked, and read whole for that if need be; None: those that are
+            read whole anyway; False: none.
+        progress: called with the bytes that have just been read.
+    """
+
+    path: str
+    fd: int
+    stored: Stored
+    window: int
+    verify: bool | None
+    progress: Callable[[int], None] | None = None
+
+    def read(self, want: Box, out: Tensor) -> None:
+        """Read a box into `out`, a tensor of its shape on any device.
+
+        Raises:
+            FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
+        """
+        where = self.stored.raw
+        if where is None:
+            self._by_hdf5(want, out)
+            return
+        _, count, _ = layout.runs(want, self.stored.shape)
+        limit = max(1, min(PIECE, self.window // 2) // where.dtype.itemsize)
+        rows: list[int | None]
+        if count == 1 and self.verify is not False and self.stored.pieces is not None:
+            rows, parts = self._pieces(want, limit)
+        else:
+            parts = list(layout.boxes(want, limit))
+            rows = [None] * len(parts)
+            if self.verify:
+                self._check(want)
+        local = [Box(tuple(o - at for o, at in zip(p.offset, want.offset, strict=True)), p.shape) for p in parts]
+        for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
+            self.fill(part, row, target)
+
+    def fill(self, part: Box, row: int | None, target: Tensor) -> None:
+        """Read a box into contiguous host memory; if it is the piece `row`, check it."""
+        where = self.stored.raw
+        assert where is not None
+        try:
+            if row is None:
+                where.read(self.fd, part, target, self.window)
+            else:
+                digest = format.digest()
+                raw.read_at(self.fd, where.place(part), memory(target), digest)
+                self._compare(row, digest.intdigest())
+        except EOFError as error:
+            raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
+        if self.progress is not None:
+            self.progress(target.nbytes)
+
+    def _pieces(self, want: Box, limit: int) -> tuple[list[int | None], list[Box]]:
+        """What a run of the dataset is read in: (a piece's number where the whole piece is read, the part)."""
+        found: list[tuple[int | None, Box]] = []
+        for row, piece in enumerate(self.stored.boxes()):
+            part = piece.meet(want)
+            if part.size() == 0:
+                continue
+            if part == piece and part.size() <= limit:
+                found.append((row, part))
+                continue
+            if self.verify or part == piece:
+                self.check(row)
+            found += [(None, cut) for cut in layout.boxes(part, limit)]
+        return [row for row, _ in found], [part for _, part in found]
+
+    def _check(self, want: Box) -> None:
+        """Check every piece that a box touches."""
+        for row, piece in enumerate(self.stored.boxes()):
+            if piece.meet(want).size():
+                self.check(row)
+
+    def check(self, row: int) -> None:
+        """Read a piece and compare its checksum; a FileError if it is damaged."""
+        where, box = self.stored.raw, self.stored.boxes()[row]
+        if where is None:
+            buffer = torch.empty(box.shape, dtype=self.stored.dtype)
+            format.read_box(self.path, self.stored.name, box, buffer, self.window)
+            digest = format.digest()
+            digest.update(memory(buffer))
+            self._compare(row, digest.intdigest())
+            return
+        try:
+            self._compare(row, checksum_of(self.fd, where, box))
+        except EOFError as error:
+            raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
+
+    def _compare(self, row: int, checksum: int) -> None:
+        assert self.stored.pieces is not None
+        if checksum != int(self.stored.pieces[row]["xxh3_64"]):
+            raise FileError(damage(self.path, self.stored, row))
+
+    def _by_hdf5(self, want: Box, out: Tensor) -> None:
+        if self.verify:
+            self._check(want)
+        limit = max(1, min(PIECE, self.window // 2) // out.itemsize)
+        parts = list(layout.boxes(want, limit))
+        local = [Box(tuple(o - at for o, at in zip(p.offset, want.offset, strict=True)), p.shape) for p in parts]
+        for part, target in zip(parts, incoming(out, local), strict=True):
+            format.read_box(self.path, self.stored.name, part, target, self.window)
+            if self.progress is not None:
+                self.progress(target.nbytes)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[int]:
+    """A file descriptor for reading; a FileError if there is no such file, or it may not be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,262 @@
+"""save(): every rank's shards become the datasets of one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcdist import agree, checks, layout, world
+from hpcdist.checks import Call
+from hpcdist.layout import Box
+from hpcdist.staging import writers as ways
+from hpcdist.staging.format import Dataset
+from hpcdist.staging.host import outgoing
+from hpcdist.staging.names import flatten
+from hpcdist.staging.pieces import Plan, collect, plan_save
+from hpcdist.staging.saving import WINDOW, Options, Saving
+from hpcdist.team import Team, team_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["save"]
+
+VERB = "staging.save"
+_CHUNK = 2**20  # bytes of a chunk, where the caller leaves it to us
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What one rank wants to be saved. `same` must be the same on all ranks.
+
+    Attributes:
+        shards: by name: dtype, dim, and the shape.
+        same: the options that count, by name.
+    """
+
+    shards: dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
+    same: dict[str, Any]
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: Tensor | Mapping[str, Any],
+    dim: int | None | Mapping[str, int | None] = 0,
+    *,
+    attrs: Mapping[str, Mapping[str, Any]] | None = None,
+    compression: str | int | Mapping[str, Any] | None = None,
+    chunks: tuple[int, ...] | None = None,
+    window: int = WINDOW,
+    writer: str = "auto",
+    writers: int | None = None,
+    align: int | None = None,
+    hints: Mapping[str, str] | None = None,
+    resume: bool = False,
+    progress: Callable[[int], None] | None = None,
+    group: dist.ProcessGroup | MPI.Comm | None = None,
+) -> None:
+    """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
+
+    Collective over `group`. The file appears under its name when it is complete and on the disk: whatever dies before,
+    the name holds what it held. Along dim 0 every rank writes its shard straight from its memory; along other dims the
+    ranks first bring the pieces of the file together, a window at a time.
+
+    Args:
+        path: of the file, in a folder that all ranks see.
+        tensors: this rank's shard, which gets the name "data", or a dict of shards by name; dicts may be nested, and
+            names may hold slashes: ``{"model": {"w": x}}`` and ``{"model/w": x}`` are the same. Any shape, dtype and
+            strides, on the CPU or a GPU. Names, dtypes and the extents besides `dim` must agree on all ranks.
+        dim: the dimension along which the shards are joined, in rank order, extents of zero included; None if every
+            rank holds the whole tensor; or a dict of these by name. Must agree. 0-d shards are stacked.
+        attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written.
+        compression: "gzip", a gzip level, or h5py's arguments for another filter, such as ``hdf5plugin.Zstd()``. The
+            file is then chunked, and a save that died starts anew. Must agree.
+        chunks: shape of a chunk, for compressed tensors; by default, rows of about 1 MiB. Must agree.
+        window: bytes of host memory that a rank may use for what is on its way. Must agree.
+        writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
+            :func:`hpcdist.staging.writer`. The file is the same. Must agree.
+        writers: how many ranks write; all by default. Must agree.
+        align: alignment of the tensors in the file, in bytes; by default the file system's stripe, or 1 MiB.
+        hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
+        resume: go on with what a job that died in the same save has left: pieces that are proven complete by their
+            checksums are not written again. If this call fails, what it has written is kept for another try.
+        progress: called on each rank, now and then, with the number of bytes it has just done.
+        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
+
+    Raises:
+        RankError: on every rank, if an argument is wrong on one or they do not agree, if the folder is missing, not
+            writable, full or not shared, or a write fails. The old file is as it was, and the job can go on.
+
+    Example, on 3 ranks::
+
+        >>> hd.staging.save("x.h5", torch.full((rank, 2), rank))
+        >>> h5py.File("x.h5")["data"][:, 0]
+        array([1, 2, 2])
+    """
+    team = team_of(group, world.current())
+    call = Call(VERB)
+    flat: dict[str, Tensor] = {}
+    ask = _Ask({}, {})
+    options = Options()
+    try:
+        given = flatten(tensors)
+        dims = _dims(dim, given)
+        for name, x in given.items():
+            flat[name], at = checks.tensor(x, dims[name] or 0, name)
+            shown = x if dims[name] is None else flat[name]
+            flat[name] = flat[name].view(shown.shape)
+            ask.shards[name] = (x.dtype, None if dims[name] is None else at, tuple(shown.shape))
+        options = _options(window, writer, align, hints, resume, attrs, progress)
+        filters, shape = _filters(compression, chunks)
+        count = _writers(writers, team.size)
+        ask.same.update(path=os.fspath(path), compression=filters, chunks=shape, writers=count)
+        ask.same.update(writer=options.writer, window=options.window, align=align, resume=resume)
+        ask.same.update(hints=dict(options.hints))
+    except Exception as error:  # the other ranks are to hear of it
+        call.problem = checks.problem_of(error)
+    agree.exchange(team, call)
+    datasets, plans = _agree(team, ask, attrs or {})
+    saving = Saving(team, VERB, os.fspath(path), datasets, options)
+    saving.prove([plan.owners for plan in plans])
+    for i, plan in enumerate(plans):
+        write(saving, i, plan, flat[datasets[i].name])
+    saving.finish()
+
+
+def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
+    """Write one tensor of a file, of which `x` is this rank's box. Collective."""
+    team = saving.team
+    done = saving.done[i]
+    if plan.straight:
+        rows = [row for row in plan.rows(team.rank) if row not in done]
+        origin = plan.held[team.rank].offset
+        parts = [Box(part.offset, part.shape) for part in (plan.pieces[row] for row in rows)]
+        parts = [Box(tuple(o - at for o, at in zip(p.offset, origin, strict=True)), p.shape) for p in parts]
+        for row, piece in zip(rows, outgoing(x, parts), strict=True):
+            saving.put(i, row, piece)
+        return
+    for round_ in plan.rounds:
+        left = {owner: row for owner, row in round_.items() if row not in done}
+        piece = collect(team, plan, x, left) if left else None
+        row = left.get(team.rank)
+        if saving.datasets[i].chunks is not None:
+            saving.put_filtered(i, row, piece)
+        elif piece is not None and row is not None:
+            saving.put(i, row, piece)
+
+
+def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
+    """The dim of each tensor; None where every rank holds the whole."""
+    if not isinstance(dim, Mapping):
+        return dict.fromkeys(given, dim)
+    dims = flatten(dim)
+    if set(dims) != set(given):
+        odd = sorted(set(dims) ^ set(given))[0]
+        raise checks.WrongError(f"dim and tensors have different names: {odd!r} is in one of them only")
+    return dims
+
+
+def _options(
+    window: Any, writer: Any, align: Any, hints: Any, resume: Any, attrs: Any, progress: Any
+) -> Options:
+    for name, value in (("window", window), ("align", align)):
+        if value is not None and (index(value) < 1):
+            raise checks.WrongError(f"{name} is {value}, expected a number of bytes >= 1")
+    if writer not in ways.NAMES:
+        raise checks.WrongError(f"writer is {writer!r}, expected one of {', '.join(ways.NAMES)}")
+    reason = ways.missing(writer)
+    if reason is not None:
+        raise checks.WrongError(f"writer {writer} cannot be used: {reason}")
+    if hints and ways.choose(writer)[0] != "mpio":
+        raise checks.WrongError(f"hints are for MPI-IO, and the writer is posix ({ways.choose(writer)[1]})")
+    told = {str(k): str(v) for k, v in (hints or {}).items()}
+    return Options(writer, index(window), align, told, bool(resume), dict((attrs or {}).get("", {})), progress)
+
+
+def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, ...] | None]:
+    """h5py's arguments for the filters of chunks; none if nothing is to be compressed."""
+    if compression is None:
+        if chunks is not None:
+            raise checks.WrongError("chunks is given without compression: tensors are contiguous then")
+        return {}, None
+    if isinstance(compression, Mapping):
+        filters = dict(compression)
+    elif compression == "gzip" or (isinstance(compression, int) and 0 <= compression <= 9):
+        filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
+    else:
+        raise checks.WrongError(f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
+    if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
+        raise checks.WrongError(f"chunks is {chunks}, expected an extent >= 1 for each dim")
+    return filters, None if chunks is None else tuple(index(c) for c in chunks)
+
+
+def _writers(count: Any, size: int) -> int:
+    if count is None:
+        return size
+    if not 1 <= index(count) <= size:
+        raise checks.WrongError(f"writers is {count}, expected 1 to {size} in a group of {size} ranks")
+    return index(count)
+
+
+def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tuple[list[Dataset], list[Plan]]:
+    """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
+    asks: list[_Ask] = team.comm.allgather(ask)
+    agree.require(VERB, {rank: text for rank, other in enumerate(asks) if (text := _odd(asks[0], other))})
+    same = ask.same
+    datasets: list[Dataset] = []
+    plans: list[Plan] = []
+    problems = []
+    for name, (dtype, dim, shape) in asks[0].shards.items():
+        extents = [0 if dim is None else other.shards[name][2][dim] for other in asks]
+        if dim is not None:
+            shape = (*shape[:dim], sum(extents), *shape[dim + 1 :])
+        chunks = None
+        if same["compression"] and shape and 0 not in shape:
+            chunks = same["chunks"] or _chunk_shape(shape, dtype.itemsize)
+            if len(chunks) != len(shape):
+                problems.append(f"chunks is {chunks}, but {name!r} has {len(shape)} dims")
+                continue
+            chunks = tuple(map(min, chunks, shape))
+        plan = plan_save(shape, dtype.itemsize, dim, extents, same["window"], same["writers"], chunks)
+        filters = same["compression"] if chunks else {}
+        datasets.append(Dataset(name, shape, dtype, plan.pieces, chunks, filters, attrs.get(name, {})))
+        plans.append(plan)
+    agree.require(VERB, {0: problems[0]} if problems else {})
+    return datasets, plans
+
+
+def _odd(first: _Ask, other: _Ask) -> str | None:
+    """How a rank's request differs from that of rank 0."""
+    for option, value in first.same.items():
+        if other.same[option] != value:
+            return f"{option} is {other.same[option]!r}, where rank 0 has {value!r}"
+    for name in (*first.shards, *other.shards):
+        if name not in other.shards:
+            return f"has no tensor {name!r}, which rank 0 has"
+        if name not in first.shards:
+            return f"has a tensor {name!r}, which rank 0 does not have"
+    for name, (dtype, dim, shape) in first.shards.items():
+        dtype_here, dim_here, shape_here = other.shards[name]
+        if dtype_here != dtype:
+            return f"{name!r}: dtype is {dtype_here}, where rank 0 has {dtype}"
+        if len(shape_here) != len(shape) or _besides(shape_here, dim) != _besides(shape, dim):
+            return f"{name!r}: shape is {shape_here}, which does not fit {shape} of rank 0 along dim {dim}"
+        if dim_here != dim:
+            return f"{name!r}: dim is {dim_here}, where rank 0 has {dim}"
+    return None
+
+
+def _besides(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
+
+
+def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Rows of about a MiB."""
+    return next(layout.boxes(layout.whole(shape), max(1, _CHUNK // itemsize))).shape

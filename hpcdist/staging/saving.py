@@ -1,0 +1,269 @@
+"""Writing a staging file, from the layout to the rename: what save(), piecewise writing and the commands share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hpcdist import agree
+from hpcdist.commit import Commit, check_folder, sync
+from hpcdist.errors import FileError, RankError
+from hpcdist.layout import Box
+from hpcdist.raw import Raw, memory
+from hpcdist.staging import format, writers
+from hpcdist.staging.format import Dataset, Layout
+from hpcdist.staging.reader import checksum_of
+from hpcdist.team import Team
+
+__all__ = ["WINDOW", "Options", "Saving"]
+
+WINDOW = 2**28  # bytes a rank, of what is not the caller's tensors
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a file is written.
+
+    Attributes:
+        writer: "auto", "mpio" or "posix".
+        window: bytes of host memory a rank for what is on its way.
+        align: of datasets in the file, in bytes; None for the file system's own, 1 MiB at least.
+        hints: for MPI-IO.
+        resume: go on with what a job that died left of the same save.
+        attrs: HDF5 attributes of the file itself.
+        progress: called on each rank with the bytes that it has just done.
+    """
+
+    writer: str = "auto"
+    window: int = WINDOW
+    align: int | None = None
+    hints: Mapping[str, str] = field(default_factory=dict)
+    resume: bool = False
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    progress: Callable[[int], None] | None = None
+
+
+class Saving:
+    """A file that the ranks of a team write together. Making one is collective, and so are finish() and abandon().
+
+    A write that fails is kept until finish(), where every rank hears of it: ranks that exchange data go on doing so.
+
+    Args:
+        verb: the call on whose behalf it is, for messages.
+        datasets: what is written, the same on all ranks.
+
+    Attributes:
+        problem: what has gone wrong on this rank so far.
+        done: for each dataset, the pieces that another run has left complete.
+
+    Raises:
+        RankError: on every rank, if the file cannot be made. The target is as it was.
+    """
+
+    def __init__(self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], options: Options) -> None:
+        self.team = team
+        self.verb = verb
+        self.datasets = datasets
+        self.problem: str | None = None
+        self.done: list[set[int]] = [set() for _ in datasets]
+        self._options = options
+        self._target = Path(path)
+        self._commit: Commit | None = None
+        self._tables = [format.records(d.pieces, len(d.shape)) for d in datasets]
+        compressed = any(d.chunks for d in datasets)  # HDF5 changes its own index of them all the time
+        self._options = replace(options, resume=options.resume and not compressed)
+        self.layout, self._resumed = agree.on_root(team.comm, verb, self._lay_out)
+        try:
+            agree.on_all(team.comm, verb, self._look)
+            name, _ = writers.choose(options.writer)
+            self._writer = writers.opened(name, team.comm, datasets, self.layout, options.hints)
+        except RankError:
+            self._give_up()
+            raise
+
+    def _lay_out(self) -> tuple[Layout, bool]:
+        """On rank 0: the file that is to be, or what was left of it, and which of the two."""
+        nbytes = sum(d.nbytes() for d in self.datasets if d.chunks is None)
+        check_folder(self._target, 0)
+        plan = _summary(self.datasets)
+        commit = self._commit = Commit(self._target, self._options.resume)
+        try:
+            check_folder(self._target, nbytes - commit.part.stat().st_blocks * 512)
+            resumed = commit.resumed and _left(commit.part) == plan
+            if not resumed:
+                align = format.alignment_of(commit.part.parent, self._options.align)
+                format.create(commit.part, self.datasets, plan, self._options.attrs, align)
+            return format.find_layout(commit.part, len(self.datasets)), resumed
+        except BaseException as error:
+            self._give_up()
+            if isinstance(error, OSError):
+                raise FileError(f"{self._target}: cannot be written: {error}") from error
+            raise
+
+    def _look(self) -> None:
+        """On every rank: does it see the file that rank 0 has made?"""
+        path = self.layout.path
+        if not os.path.exists(path):
+            raise FileError(f"{path}: not seen by this rank: the folder is not shared by all nodes")
+        os.close(os.open(path, os.O_RDWR))
+        found = _token(path)
+        if found != self.layout.token:
+            raise FileError(f"{path}: another file by that name on this rank: the folder is not shared by all nodes")
+
+    def prove(self, owners: Sequence[Sequence[int]]) -> None:
+        """Find the pieces that are complete already, by reading them: each rank those that it owns. Collective."""
+        if not self._resumed:
+            return
+        tables = self.team.comm.bcast(self._left_tables() if self.team.rank == 0 else None)
+        proven: list[list[int]] = []
+        with open(self.layout.path, "rb") as file:
+            for i, table in enumerate(tables):
+                where = Raw(self.layout.path, self.layout.data[i] or 0, self.datasets[i].shape, self.datasets[i].dtype)
+                pieces = self.datasets[i].pieces
+                rows = [row for row, owner in enumerate(owners[i]) if owner == self.team.rank]
+                proven.append(
+                    [r for r in rows if table[r]["written"] and _holds(file.fileno(), where, pieces[r], table[r])]
+                )
+        for rank in self.team.comm.allgather(proven):
+            for i, found in enumerate(rank):
+                self.done[i].update(found)
+
+    def _left_tables(self) -> list[format.Table]:
+        stored = format.describe(self.layout.path, incomplete=True).datasets
+        tables = [stored[d.name].pieces for d in self.datasets]
+        return [table for table in tables if table is not None]
+
+    def put(self, i: int, row: int, piece: Tensor) -> None:
+        """Write a piece, contiguous host memory, and its checksum. On this rank alone; a failure is kept."""
+        if self.problem is None and row not in self.done[i]:
+            try:
+                digest = format.digest()
+                self._writer.write(i, self.datasets[i].pieces[row], memory(piece), digest)
+                self.record(i, row, digest.intdigest())
+            except Exception as error:
+                self.fail(error)
+        self._report(piece.nbytes)
+
+    def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
+        """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""
+        if self.problem is not None:
+            row = piece = None
+        box = None if row is None else self.datasets[i].pieces[row]
+        data = None if piece is None else memory(piece)
+        try:
+            self._writer.write_filtered(i, box, data)
+            if row is not None and data is not None:
+                digest = format.digest()
+                digest.update(data)
+                self.record(i, row, digest.intdigest())
+        except Exception as error:
+            self.fail(error)
+        self._report(0 if piece is None else piece.nbytes)
+
+    def record(self, i: int, row: int, checksum: int) -> None:
+        """Note that a piece is complete."""
+        record = self._tables[i][row]
+        record["xxh3_64"], record["rank"], record["written"] = checksum, self.team.rank, 1
+        self._writer.record(i, row, record)
+
+    def fail(self, error: Exception) -> None:
+        """Keep the first thing that went wrong on this rank."""
+        if self.problem is None:
+            text = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
+            self.problem = f"{self._target}: writing failed: {text.splitlines()[0] if text else type(error).__name__}"
+
+    def _report(self, nbytes: int) -> None:
+        if self._options.progress is not None:
+            self._options.progress(nbytes)
+
+    def finish(self, check: Callable[[], None] | None = None) -> None:
+        """Put the file in place under its name, complete and on the disk. Collective.
+
+        `check` is called on every rank when nothing has failed; what it raises is a failure.
+
+        Raises:
+            RankError: on every rank, if anything failed on any. The target is as it was.
+        """
+        try:
+            agree.on_all(self.team.comm, self.verb, self._raise_problem)
+            if check is not None:
+                agree.on_all(self.team.comm, self.verb, check)
+        except RankError:
+            self.abandon()
+            raise
+        self._writer.close()
+        try:
+            agree.on_all(self.team.comm, self.verb, lambda: sync(Path(self.layout.path)))
+            agree.on_root(self.team.comm, self.verb, self._complete)
+        except RankError:
+            self._give_up()
+            raise
+
+    def _raise_problem(self) -> None:
+        if self.problem is not None:
+            raise FileError(self.problem)
+
+    def _complete(self) -> None:
+        assert self._commit is not None
+        fd = os.open(self.layout.path, os.O_WRONLY)
+        try:
+            os.pwrite(fd, format.COMPLETE, self.layout.state)
+        finally:
+            os.close(fd)
+        self._commit.finish()
+        self._commit = None
+
+    def abandon(self) -> None:
+        """Close the file and give up: the target is as it was. Collective."""
+        self._writer.close()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._commit is not None:
+            self._commit.discard(keep=self._options.resume)
+            self._commit = None
+
+
+def _summary(datasets: Sequence[Dataset]) -> dict[str, Any]:
+    """What is written, and in which pieces: two saves with the same summary can go on with each other's file."""
+    pieces = hashlib.sha256(repr([d.pieces for d in datasets]).encode()).hexdigest()
+    return {
+        "datasets": [
+            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
+            for d in datasets
+        ],
+        "pieces": pieces,
+    }
+
+
+def _left(part: Path) -> dict[str, Any] | None:
+    """The plan of a file that was left, or None if there is nothing to go on with."""
+    try:
+        return format.describe(str(part), incomplete=True).plan
+    except FileError:
+        return None
+
+
+def _token(path: str) -> bytes:
+    import h5py
+
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return bytes(file[format.GROUP]["token"][()])
+    except (OSError, KeyError):
+        return b""
+
+
+def _holds(fd: int, where: Raw, box: Box, record: np.void) -> bool:
+    """Whether a piece in the file has the checksum that was noted when it was written."""
+    try:
+        return checksum_of(fd, where, box) == int(record["xxh3_64"])
+    except EOFError:
+        return False

@@ -1,0 +1,197 @@
+"""Two ways to bring pieces into a file that is laid out already. The file is the same.
+
+posix: every rank writes its pieces at their places; of compressed datasets, rank 0 writes chunks that all compress.
+mpio: HDF5 writes through MPI-IO; independently, or collectively where the dataset is compressed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from hpcdist import layout, raw
+from hpcdist.layout import Box
+from hpcdist.raw import Digest, Raw
+from hpcdist.staging.format import Dataset, Layout, stored_dtype
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["NAMES", "Writer", "choose", "missing", "opened"]
+
+NAMES = ("auto", "mpio", "posix")
+_STEP = 2**22  # bytes that mpio writes at a time; a call costs more there
+
+
+class Writer(Protocol):
+    """One rank's hold on a file that a job is writing. `i` is a dataset, by its place in the layout."""
+
+    def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
+        """Write a piece: `box` is one run of the dataset. On this rank alone."""
+
+    def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
+        """Write a box of whole chunks, or nothing, into a compressed dataset. Collective."""
+
+    def record(self, i: int, row: int, record: np.void) -> None:
+        """Write a row of the table of pieces. On this rank alone."""
+
+    def close(self) -> None:
+        """Collective."""
+
+
+def missing(name: str) -> str | None:
+    """Why a writer cannot be used here, and how to get it; None if it can."""
+    import h5py
+
+    if name != "mpio" or h5py.get_config().mpi:
+        return None
+    return f"h5py {h5py.__version__} was built without MPI (README, Install on a cluster, says how it is built with it)"
+
+
+def choose(name: str = "auto") -> tuple[str, str]:
+    """The writer that `name` stands for here, and why."""
+    import h5py
+
+    if name == "auto":
+        reason = missing("mpio")
+        hdf5 = f"h5py {h5py.__version__} has parallel HDF5 {h5py.version.hdf5_version}"
+        return ("mpio", hdf5) if reason is None else ("posix", reason)
+    return name, "asked for"
+
+
+def opened(
+    name: str, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout, hints: Mapping[str, str]
+) -> Writer:
+    """Open a file for writing. Collective over `comm`; every rank has seen that it can open the file."""
+    if name == "mpio":
+        return _Mpio(comm, datasets, place, hints)
+    return _Posix(comm, datasets, place)
+
+
+class _Posix:
+    def __init__(self, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout) -> None:
+        self._comm = comm
+        self._path = place.path
+        self._datasets = datasets
+        self._tables = place.tables
+        self._raws = [
+            None if at is None else Raw(place.path, at, d.shape, d.dtype)
+            for d, at in zip(datasets, place.data, strict=True)
+        ]
+        self._fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
+
+    def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
+        where = self._raws[i]
+        assert where is not None  # of compressed datasets, write_filtered is called
+        raw.write_at(self._fd, where.place(box), data, digest)
+
+    def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
+        dataset = self._datasets[i]
+        mine: list[_Chunk] = []
+        problem: Exception | None = None
+        try:
+            mine = [] if box is None or data is None else list(_filtered(dataset, box, data))
+        except Exception as error:  # told when no rank waits for this one
+            problem = error
+        if self._comm.rank:
+            self._comm.send(mine, 0)
+        for source in range(self._comm.size) if self._comm.rank == 0 else ():
+            chunks = mine if source == 0 else self._comm.recv(source=source)
+            try:
+                if problem is None:
+                    self._write_chunks(dataset.name, chunks)
+            except Exception as error:  # the others' chunks are to be received all the same
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def _write_chunks(self, name: str, chunks: list[_Chunk]) -> None:
+        import h5py
+
+        if chunks:
+            with h5py.File(self._path, "r+", locking=False) as file:
+                for offset, content in chunks:
+                    file[name].id.write_direct_chunk(offset, content)
+
+    def record(self, i: int, row: int, record: np.void) -> None:
+        start = self._tables[i]
+        assert start is not None  # a table has rows here
+        raw.write_at(self._fd, start + row * record.nbytes, memoryview(record.tobytes()))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+_Chunk = tuple[tuple[int, ...], bytes]  # where a chunk begins in the dataset, and what its filters made of it
+
+
+def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
+    """The chunks of a box, as HDF5's own filters make them, and where each belongs: by way of a file in memory."""
+    import h5py
+
+    dtype = stored_dtype(dataset.dtype)
+    with h5py.File("chunks", "w", driver="core", backing_store=False) as file:
+        free = (None,) * len(box.shape)
+        held = file.create_dataset(
+            "x", box.shape, dtype, chunks=dataset.chunks, maxshape=free, **dict(dataset.filters)
+        )
+        held[...] = np.frombuffer(data, dtype).reshape(box.shape)
+        file.flush()
+        for chunk in held.iter_chunks():
+            at = tuple(part.start for part in chunk)
+            _, content = held.id.read_direct_chunk(at)
+            yield tuple(map(sum, zip(at, box.offset, strict=True))), content
+
+
+class _Mpio:
+    def __init__(
+        self, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout, hints: Mapping[str, str]
+    ) -> None:
+        import h5py
+        from mpi4py import MPI
+
+        self._sizes = [d.dtype.itemsize for d in datasets]
+        info = MPI.Info.Create(dict(hints))
+        self._file = h5py.File(place.path, "r+", driver="mpio", comm=comm, info=info)
+        info.Free()
+        self._data = [self._file[d.name].id for d in datasets]
+        self._tables = [self._file[f"_hpcdist/pieces/{i}"].id for i in range(len(datasets))]
+        self._collective = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+        self._collective.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+
+    def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
+        size, start = self._sizes[i], 0
+        for part in layout.boxes(box, max(1, _STEP // size)):
+            block = data[start : start + part.size() * size]
+            digest.update(block)
+            _write(self._data[i], part, np.frombuffer(block, np.uint8), None)
+            start += len(block)
+
+    def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
+        content = np.empty(1, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+        _write(self._data[i], box, content, self._collective)
+
+    def record(self, i: int, row: int, record: np.void) -> None:
+        _write(self._tables[i], Box((row,), (1,)), np.frombuffer(record.tobytes(), np.uint8), None)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _write(dataset: Any, box: Box | None, data: np.ndarray[Any, np.dtype[np.uint8]], transfer: Any) -> None:
+    """Write bytes that are stored as they are; with no box, take part in a collective write of others."""
+    from h5py import h5s
+
+    space = dataset.get_space()
+    if box is None:
+        space.select_none()
+        here = h5s.create_simple((1,))
+        here.select_none()
+    else:
+        if box.shape:
+            space.select_hyperslab(box.offset, box.shape)
+        here = h5s.create_simple((box.size(),))
+    dataset.write(here, space, data, dataset.get_type(), transfer)
