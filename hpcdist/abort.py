@@ -17,6 +17,8 @@ from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from hpcdist.errors import RankError
+
 __all__ = ["Transfer", "arm", "check", "disarm", "job", "note"]
 
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
@@ -106,7 +108,7 @@ def note(error: BaseException | None) -> None:
 class Transfer:
     """A context in which ranks depend on each other: an exception there cannot be agreed on, and ends the job.
 
-    Alone (`size` 1), the exception goes to the caller.
+    Alone (`size` 1), the exception goes to the caller; so does a RankError, on which all ranks have agreed already.
     """
 
     __slots__ = ("size", "verb")
@@ -121,7 +123,7 @@ class Transfer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.size > 1:
+        if error is not None and self.size > 1 and not isinstance(error, RankError):
             traceback.print_exception(error)
             print(f"hpcdist: {self.verb}() failed in the middle of a transfer, and the job ends", file=sys.stderr)
             job(1)

@@ -210,14 +210,14 @@ def _allgather_json(comm: MPI.Intracomm, value: object) -> list[Any]:
     return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
-def on_root(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> T:
-    """Run `step` on rank 0 and hand its result to every rank; if it fails, the same RankError everywhere.
+def on_root(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0) -> T:
+    """Run `step` on the root and hand its result to every rank; if it fails, the same RankError everywhere.
 
     Collective; for set-up, where what is shared is small: it travels as a pickle.
     """
-    outcome = _attempt(step) if comm.rank == 0 else None
-    value, problem = comm.bcast(outcome)
-    require(what, {} if problem is None else {0: problem})
+    outcome = _attempt(step) if comm.rank == root else None
+    value, problem = comm.bcast(outcome, root)
+    require(what, {} if problem is None else {root: problem})
     return value  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, NoReturn, TypeVar
@@ -11,7 +12,7 @@ from hpcdist import abort, world
 from hpcdist.errors import HpcdistError, InputError, RankError
 from hpcdist.world import World
 
-__all__ = ["Parser", "agreed", "progress", "run", "table"]
+__all__ = ["Meter", "Parser", "nbytes", "progress", "run", "show_bytes", "table"]
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
     """
     args = parser.parse_args()
     try:
-        here = world.init()
+        here = world.init(staging=getattr(args, "staging", None))
         status = main(here, args)
         here.finalize()
     except HpcdistError as error:
@@ -62,32 +63,62 @@ def _line(error: HpcdistError) -> str:
     return str(error)
 
 
-def agreed(here: World, step: Callable[[], T], root: int | None = None) -> list[T]:
-    """Run `step` on every rank, or on the root alone; its InputError on any rank is raised on all. Collective.
-
-    Returns:
-        On every rank the results of all ranks, in rank order; of the root alone if there is one.
-    """
-    outcome: tuple[T | None, str | None] = (None, None)
-    if root is None or here.rank == root:
-        try:
-            outcome = (step(), None)
-        except InputError as error:
-            outcome = (None, str(error))
-    comm = here.team.comm
-    outcomes: list[tuple[T, str | None]] = [comm.bcast(outcome, root)] if root is not None else comm.allgather(outcome)
-    wrong = [error for _, error in outcomes if error is not None]
-    if wrong:
-        raise InputError(wrong[0])
-    return [value for value, _ in outcomes]
-
-
-def progress(items: Iterable[T], here: World, what: str, total: int | None = None) -> Iterable[T]:
+def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:
     """`items`, with a progress bar on rank 0 if its standard error is a terminal."""
     from tqdm import tqdm
 
-    bar: Iterable[T] = tqdm(items, desc=what, total=total, disable=here.rank != 0 or not sys.stderr.isatty())
+    bar: Iterable[T] = tqdm(items, desc=what, disable=here.rank != 0 or not sys.stderr.isatty())
     return bar
+
+
+class Meter:
+    """A progress bar of bytes, with their rate and the time that is left, on rank 0 if its standard error is a
+    terminal. Ranks do not wait for each other to draw it: it shows rank 0's own share of the work.
+    """
+
+    def __init__(self, here: World, what: str, total: int) -> None:
+        from tqdm import tqdm
+
+        off = here.rank != 0 or not sys.stderr.isatty()
+        what = f"{what} (rank 0 of {here.world_size})" if here.world_size > 1 else what
+        self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=off)
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        self._bar.update(nbytes)
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes on the command line: 4096, 64K, 64M, 1G.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, got {text!r}")
+    return int(match[1]) * 1024 ** " KMG".index(match[2].upper() or " ")
+
+
+def show_bytes(count: float) -> str:
+    """A number of bytes as people read it.
+
+    Example::
+
+        >>> show_bytes(3 * 2**20)
+        '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.errors import FileError
 
-__all__ = ["Commit", "check_folder", "sync"]
+__all__ = ["Commit", "check_folder", "check_target", "lock", "sweep", "sync"]
 
+_GRACE = 60  # seconds for which a file without a lock may still be on the way to one
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 
-def check_folder(target: Path, nbytes: int) -> None:
+def check_target(target: Path, nbytes: int) -> None:
     """Find before anything is written what would keep a file of `nbytes` from being written at `target`.
 
     Raises:
         FileError: no such folder, a folder in its place, not writable, or no space.
     """
-    folder = target.parent
-    if not folder.is_dir():
-        raise FileError(f"{target}: no such folder: {folder}")
     if target.is_dir():
         raise FileError(f"{target}: is a folder")
+    check_folder(target.parent, nbytes, str(target))
+
+
+def check_folder(folder: Path, nbytes: int, target: str) -> None:
+    """Find what would keep `nbytes` from being written in a folder; a FileError about `target`."""
+    if not folder.is_dir():
+        raise FileError(f"{target}: no such folder: {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise FileError(f"{target}: the folder is not writable")
     free = shutil.disk_usage(folder).free
@@ -44,6 +52,33 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def lock(fd: int) -> bool:
+    """Take the lock on a file, for as long as it is open here; False if another process has it.
+
+    On a file system without locks everybody gets it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNLOCKABLE:
+            raise
+    return True
+
+
+def sweep(folder: Path, prefix: str) -> None:
+    """Remove the files of that prefix that jobs which are gone have left: those that nobody holds locked."""
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):  # somebody else's, or gone by now
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(fd).st_mtime > _GRACE and lock(fd):
+                    path.unlink()
+            finally:
+                os.close(fd)
 
 
 class Commit:
@@ -73,15 +108,9 @@ class Commit:
                 fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
                 raise FileError(f"{path}: cannot be written: {error.strerror}") from error
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock(fd):
                 os.close(fd)
-                raise FileError(f"{path}: another process is writing it (it holds {self.part})") from None
-            except OSError as error:
-                if error.errno not in _UNLOCKABLE:
-                    os.close(fd)
-                    raise FileError(f"{path}: cannot be locked: {error.strerror}") from error
+                raise FileError(f"{path}: another process is writing it (it holds {self.part})")
             # Between open and lock the one who had it may have finished: then this is the target, not the part.
             if self.part.exists() and os.path.samestat(os.fstat(fd), self.part.stat()):
                 return fd

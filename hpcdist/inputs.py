@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import files, layout
+from hpcdist import agree, files, layout
 from hpcdist.buffers import as_bytes
-from hpcdist.command import agreed, progress
+from hpcdist.command import progress
 from hpcdist.errors import InputError
 from hpcdist.files import Source
+from hpcdist.formats import Opened
 from hpcdist.world import World
 
 __all__ = ["Inputs", "equal", "find", "sha256"]
+
+_WINDOW = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,22 +48,38 @@ class Inputs:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def nbytes_by_rank(self) -> list[int]:
+        """The bytes of the arrays that each rank reads."""
+        whole = sum(source.shape[self.dim] if source.shape else 1 for source in self.sources)
+        row = self.nbytes() // whole if whole else 0
+        return [
+            row * sum(s.shape[self.dim] if s.shape else 1 for s in self.sources[start:end])
+            for start, end in pairwise(self.bounds)
+        ]
+
+    def opened(self, source: Source) -> AbstractContextManager[Opened]:
+        """One array, for reading boxes of it."""
+        return files.opened_bytes(source.spec) if self.of_stdlib else files.opened(source.spec)
+
     def read(self, source: Source) -> Tensor:
         """One array, with at least one dim.
 
         Raises:
             InputError: it cannot be read, or is not what its header said before.
         """
-        x = torch.from_numpy(np.fromfile(source.spec, np.uint8)) if self.of_stdlib else files.load(source.spec)
-        if tuple(x.shape) != source.shape:
-            raise InputError(f"{source.spec}: has changed while it was read")
+        with self.opened(source) as array:
+            if array.shape != source.shape:
+                raise InputError(f"{source.spec}: has changed while it was read")
+            x = torch.empty(array.shape, dtype=array.dtype)
+            array.read(layout.whole(array.shape), x, _WINDOW)
         return x if x.dim() else x.view(1)
 
     def shard(self, world: World) -> Tensor:
-        """This rank's arrays, joined; no rows if it has none. Collective: an InputError anywhere is one everywhere."""
+        """This rank's arrays, joined; no rows if it has none. Collective: an error anywhere is a RankError everywhere."""
         mine = self.sources[self.bounds[world.rank] : self.bounds[world.rank + 1]]
         parts: list[Tensor] = []
-        agreed(world, lambda: parts.extend(self.read(source) for source in progress(mine, world, "read")))
+        step = lambda: parts.extend(self.read(source) for source in progress(mine, world, "read"))  # noqa: E731
+        agree.on_all(world.team.comm, "read", step)
         if len(parts) == 1:
             return parts[0]
         shape = list(self.shape)
@@ -87,13 +107,14 @@ def find(world: World, given: Sequence[str], dim: int) -> Inputs:
     """The inputs that `given` stands for; nothing given stands for Python's standard library. Collective.
 
     Raises:
-        InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
+        RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
     """
-    (specs,) = agreed(world, (lambda: files.expand(given)) if given else _stdlib, root=0)
+    comm = world.team.comm
+    specs = agree.on_root(comm, "inputs", (lambda: files.expand(given)) if given else _stdlib)
     bounds = [*layout.displs(layout.block(len(specs), world.world_size)), len(specs)]
     mine = specs[bounds[world.rank] : bounds[world.rank + 1]]
     describe = files.describe if given else _describe_text
-    described = agreed(world, lambda: [describe(spec) for spec in progress(mine, world, "look")])
+    described = agree.on_all(comm, "inputs", lambda: [describe(spec) for spec in progress(mine, world, "look")])
     sources = [source for part in described for source in part]
     dim = _check(sources, dim)
     total = sum(source.shape[dim] if source.shape else 1 for source in sources)

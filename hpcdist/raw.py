@@ -7,6 +7,7 @@ for stays within the caller's window. A checksum is taken block by block, while 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -18,7 +19,9 @@ from hpcdist import layout
 from hpcdist.buffers import as_bytes
 from hpcdist.layout import Box
 
-__all__ = ["BLOCK", "Digest", "Raw", "bits", "read_at", "write_at"]
+__all__ = ["BLOCK", "SHORT", "Digest", "Fetch", "Raw", "bits", "memory", "read_at", "write_at"]
+
+Fetch = Callable[[int, memoryview], None]
 
 BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is hashed and copied without going to memory twice
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
@@ -100,28 +103,29 @@ class Raw:
         _, _, starts = layout.runs(box, self.shape)
         return self.offset + next(starts) * self.dtype.itemsize
 
-    def read(self, fd: int, box: Box, out: Tensor, window: int) -> None:
+    def read(self, fetch: Fetch, box: Box, out: Tensor, window: int) -> None:
         """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
 
+        `fetch` fills memory from an offset of the file, as ``partial(read_at, fd)`` does.
         Straight into place if `out` is contiguous and the box consists of runs of SHORT bytes or more; else by way of
         a buffer of at most `window` bytes, with what lies between short runs.
         """
         if self.fortran:
             turned = Raw(self.path, self.offset, self.shape[::-1], self.dtype, self.swapped)
             dims = tuple(reversed(range(out.dim())))
-            turned.read(fd, Box(box.offset[::-1], box.shape[::-1]), out.permute(dims), window)
+            turned.read(fetch, Box(box.offset[::-1], box.shape[::-1]), out.permute(dims), window)
             return
         if box.size() == 0:
             return
         cover = self._cover(box)
         if cover == box and out.is_contiguous():
-            self._read_runs(fd, box, out)
+            self._read_runs(fetch, box, out)
             return
         for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
             held = part.meet(box)
             if held.size():
                 buffer = torch.empty(part.shape, dtype=self.dtype)
-                self._read_runs(fd, part, buffer)
+                self._read_runs(fetch, part, buffer)
                 bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
 
     def _cover(self, box: Box) -> Box:
@@ -135,13 +139,13 @@ class Raw:
             length, count, _ = layout.runs(box, self.shape)
         return box
 
-    def _read_runs(self, fd: int, box: Box, out: Tensor) -> None:
+    def _read_runs(self, fetch: Fetch, box: Box, out: Tensor) -> None:
         """Read a box run by run into contiguous memory."""
         target = memory(out)
         length, _, starts = layout.runs(box, self.shape)
         size = length * self.dtype.itemsize
         for i, start in enumerate(starts):
-            read_at(fd, self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size])
+            fetch(self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size])
         if self.swapped:
             part = self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
             flat = as_bytes(out).view(-1, part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,6 +53,7 @@ class World:
         comm: the communicator that init() was given, or COMM_WORLD.
         group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
         own_gpus: every rank has a GPU to itself, and NCCL can be used.
+        staging: the folder through which route "hdf5" moves data; rank 0's is used.
         team: the library's own communicator of all ranks; not for user code.
     """
 
@@ -64,6 +66,7 @@ class World:
     comm: MPI.Intracomm
     group: dist.ProcessGroup = field(repr=False)
     own_gpus: bool
+    staging: str
     team: Team = field(init=False, repr=False)
     _owns_group: bool = field(repr=False)
     _asked: tuple[Any, ...] = field(repr=False)
@@ -140,6 +143,7 @@ def init(
     device: torch.device | str | None = None,
     backend: str | None = None,
     timeout: timedelta | float | None = None,
+    staging: str | os.PathLike[str] | None = None,
 ) -> World:
     """Start torch.distributed on the processes of an MPI job, however they were launched.
 
@@ -155,6 +159,8 @@ def init(
         backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
             every rank has its own GPU, else "gloo". Not used, like `timeout`, if torch.distributed already runs.
         timeout: of torch.distributed, a timedelta or seconds; 30 minutes if None.
+        staging: the folder for the files of route "hdf5", which all nodes must share; by default what HPCDIST_STAGING
+            says, else on one node the folder for temporary files, and on several the current folder.
 
     Returns:
         The :class:`World`; the same one again at a second call with no or the same arguments.
@@ -174,7 +180,7 @@ def init(
             print(world.rank, world.world_size, world.device)   # 0 4 cuda:0, 1 4 cuda:1, ...
     """
     global _world
-    asked = (comm, device, backend, timeout)
+    asked = (comm, device, backend, timeout, None if staging is None else os.fspath(staging))
     if _world is not None:
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
             raise ValueError("hpcdist is already initialised with other arguments; call finalize() first")
@@ -210,6 +216,7 @@ def _make(
     device: torch.device | str | None,
     backend: str | None,
     timeout: timedelta | float | None,
+    staging: str | None,
 ) -> World:
     try:
         from mpi4py import MPI
@@ -242,12 +249,18 @@ def _make(
         comm=comm,
         group=group,
         own_gpus=own_gpus,
+        staging=os.path.abspath(staging or _staging_folder(len(order))),
         _owns_group=owns_group,
-        _asked=(comm, device, backend, timeout),
+        _asked=(comm, device, backend, timeout, staging),
     )
     local.Free()
     world.team = world.adopt(Team(private, world))
     return world
+
+
+def _staging_folder(nodes: int) -> str:
+    """Where route hdf5 stages what it moves, if the caller does not say."""
+    return os.environ.get("HPCDIST_STAGING") or (tempfile.gettempdir() if nodes == 1 else os.getcwd())
 
 
 def _check_launcher(environ: Mapping[str, str], size: int, library: str) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcdist import concat, files, gather, inputs
-from hpcdist.command import Parser, agreed, run
+from hpcdist import agree, concat, files, gather, inputs, layout, outputs, streaming
+from hpcdist.command import Parser, nbytes, run, show_bytes
 from hpcdist.errors import InputError
 from hpcdist.gather.compare import ROUNDS, compare, placed, route_table, timed
 from hpcdist.inputs import Inputs, sha256
 from hpcdist.routes import NAMES, best
+from hpcdist.staging.saving import WINDOW
+from hpcdist.team import Team
 from hpcdist.world import World
 
-_MISMATCH = 1  # the exit status if the result is not what one process reads
+MISMATCH = 1  # the exit status if the result is not what one process reads
 
 
 def main(world: World, args: argparse.Namespace) -> int:
@@ -26,11 +28,11 @@ def main(world: World, args: argparse.Namespace) -> int:
     if not 0 <= args.root < world.world_size:
         raise InputError(f"--root {args.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks")
     data = inputs.find(world, args.input, args.dim)
-    if args.output:
-        specs = [source.spec for source in data.sources]
-        agreed(world, lambda: files.check_output(args.output, data.dtype, data.nbytes(), specs), args.root)
+    check_output(world, data, args.output, args)
+    report = _describe(world, data, args)
+    if args.output and not (args.all or args.compare):
+        return _finish(world, data, args, report, _stream(world, data, args, report))
     shard = data.shard(world)
-    report = _describe(world, data, shard, args)
 
     def move(x: Tensor, route: str, out: Tensor | None) -> Tensor | None:
         if args.all:
@@ -44,18 +46,61 @@ def main(world: World, args: argparse.Namespace) -> int:
         report["seconds"], result = timed(world, lambda: move(x, args.route, None))
         report["route"] = best(world.team, x.is_cuda) if args.route == "auto" else args.route
     if args.output:
-        agreed(world, lambda: _save(result, args.output), args.root)
+        steps = [lambda team: _save(team, result, args)] if world.rank == args.root else []
+        streaming.each_alone(world, "gather", steps)
+    verdict = _verify(world, data, result, args) if args.verify or data.of_stdlib else {}
+    return _finish(world, data, args, report, verdict)
+
+
+def check_output(world: World, data: Inputs, path: str | None, args: argparse.Namespace) -> None:
+    """Find on the root what would keep the output from being written. Collective."""
+    if args.resume and not (path and path.endswith(".h5")):
+        raise InputError("--resume: needs -o with an .h5 file, which keeps a checksum of each piece")
+    if path:
+        specs = [source.spec for source in data.sources]
+        root = args.root
+        size = 0 if args.resume else data.nbytes()  # some of it may be there already
+        agree.on_root(world.team.comm, "output", lambda: files.check_output(path, data.dtype, size, specs), root)
+
+
+def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
+    """From the files to the output, with no more than a window in memory; what --verify finds. Collective."""
+    shape, dtype, window = data.shape, data.dtype, args.window
+    with streaming.Joined(data, window // 2) as joined:
+        if args.route in ("auto", "hdf5"):
+            report["route"] = "every rank writes"
+            seconds = streaming.to_file(
+                world, world.team, "gather", joined.read, args.output, shape, dtype, window, args.resume
+            )
+        else:
+            report["route"] = args.route
+            seconds = streaming.to_root(
+                world, joined.read, args.output, shape, dtype, window, args.route, args.root
+            )
+        report["seconds"] = max(world.team.comm.allgather(seconds))
+        if not args.verify:
+            return {}
+        parts = [(args.output, layout.whole(shape))]
+        step = lambda: streaming.verify(joined.read, parts, dtype, window)  # noqa: E731
+        right, digest = agree.on_root(world.team.comm, "verify", step, args.root)
+        return {"sha256": digest, "verified": right}
+
+
+def _finish(
+    world: World, data: Inputs, args: argparse.Namespace, report: dict[str, Any], verdict: dict[str, Any]
+) -> int:
+    if args.output:
         report["output"] = args.output
-    if args.verify or data.of_stdlib:
-        report |= _verify(world, data, result, args)
+    report |= verdict
     if world.rank == 0:
         print(json.dumps(report) if args.json else _text(report, data, args), flush=True)
-    return _MISMATCH if report.get("verified") is False else 0
+    return MISMATCH if report.get("verified") is False else 0
 
 
-def _describe(world: World, data: Inputs, shard: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """What is known before the data move. Nothing is padded, so that every route sends the same bytes. Collective."""
-    own: list[int] = world.team.comm.allgather(shard.nbytes)
+def _describe(world: World, data: Inputs, args: argparse.Namespace) -> dict[str, Any]:
+    """What is known before the data move. Nothing is padded, so that every route sends the same bytes."""
+    own = data.nbytes_by_rank()
+    streamed = args.output and not (args.all or args.compare) and args.route in ("auto", "hdf5")
     return {
         "verb": "concat" if args.all else "gather",
         "ranks": world.world_size,
@@ -65,13 +110,17 @@ def _describe(world: World, data: Inputs, shard: Tensor, args: argparse.Namespac
         "shape": list(data.shape),
         "dtype": str(data.dtype).removeprefix("torch."),
         "bytes": data.nbytes(),
-        "bytes_sent": sum(own) * (world.world_size - 1) if args.all else sum(own) - own[args.root],
+        "bytes_sent": 0 if streamed else sum(own) * (world.world_size - 1) if args.all else sum(own) - own[args.root],
     }
 
 
-def _save(result: Tensor | None, path: str) -> None:
+def _save(team: Team, result: Tensor | None, args: argparse.Namespace) -> None:
     assert result is not None  # the root, which writes, has the result
-    files.save(result, path)
+    whole = result.cpu()
+    out = outputs.create(team, "gather", args.output, tuple(whole.shape), whole.dtype, args.window)
+    for row in out.mine():
+        out.put(row, whole[out.pieces[row].slices()].contiguous())
+    out.finish()
 
 
 def _verify(world: World, data: Inputs, result: Tensor | None, args: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +132,7 @@ def _verify(world: World, data: Inputs, result: Tensor | None, args: argparse.Na
         held = [result.cpu()] + ([files.load(args.output)] if args.output else [])
         return data.verify(held, world)
 
-    ((right, serial),) = agreed(world, check, args.root)
+    right, serial = agree.on_root(world.team.comm, "verify", check, args.root)
     digests = world.team.comm.allgather(None if result is None else sha256(result))
     own = digests[args.root]
     same = {digest for digest in digests if digest is not None} == {own} and serial in (None, own)
@@ -99,14 +148,20 @@ def _text(report: dict[str, Any], data: Inputs, args: argparse.Namespace) -> str
         f"{report['verb']}: {report['files']} {what}, {size:,} bytes of {report['dtype']}, along dim {report['dim']}",
         f"ranks: {report['ranks']} on {report['nodes']} node{'s' * (report['nodes'] > 1)}; "
         f"arrays a rank: {', '.join(files_a_rank[:8])}{', ...' * (len(files_a_rank) > 8)}",
-        f"result: shape {tuple(report['shape'])} on {where}; {report['bytes_sent']:,} bytes sent between ranks",
     ]
+    if report.get("route") == "every rank writes":
+        lines[1] = f"ranks: {report['ranks']}, each reads and writes its share, {show_bytes(args.window)} at a time"
+        lines.append(f"result: shape {tuple(report['shape'])} in the file; nothing sent between ranks")
+    else:
+        sent = f"{report['bytes_sent']:,} bytes sent between ranks"
+        lines.append(f"result: shape {tuple(report['shape'])} on {where}; {sent}")
     if "routes" in report:
         lines += ["", route_table(report["routes"], report["bytes_sent"]), ""]
         lines.append(f"time: median of {ROUNDS} runs in turn, the slowest rank; GB/s: bytes of the result by time")
     else:
         seconds = report["seconds"]
-        lines.append(f"route {report['route']}: {seconds * 1e3:.2f} ms, {size / max(seconds, 1e-9) / 1e9:.2f} GB/s")
+        route = report["route"] if report["route"] == "every rank writes" else f"route {report['route']}"
+        lines.append(f"{route}: {seconds * 1e3:.2f} ms, {size / max(seconds, 1e-9) / 1e9:.2f} GB/s")
     if "output" in report:
         lines.append(f"written: {report['output']}")
     if "verified" in report:
@@ -119,25 +174,46 @@ def parser() -> Parser:
     """The command line of python -m hpcdist.gather."""
     p = Parser(
         prog="hpcdist.gather",
-        description="Join arrays from files along one dimension, over the ranks of an MPI job: each rank reads its "
-        "share of the files, in sorted order. Without INPUT: the source files of Python's standard library.",
+        description="Join arrays from files along one dimension, over the ranks of an MPI job. With -o they are "
+        "streamed: every rank reads and writes its share of the result, a window at a time, and nothing has to fit in "
+        "memory. Without, each rank reads its share of the files, in sorted order, and they are gathered in memory. "
+        "Without INPUT: the source files of Python's standard library.",
         epilog="example: mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
     )
+    add_inputs(p)
+    p.add_argument("-o", "--output", metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
+    where = p.add_mutually_exclusive_group()
+    where.add_argument("--root", type=int, help="the rank that receives the result (default 0)")
+    where.add_argument("--all", action="store_true", help="every rank receives the result; rank 0 writes it")
+    p.add_argument(
+        "--route", choices=NAMES, default="auto",
+        help="how the data travel (default auto: with -o from file to file, with no detour over a root)",
+    )  # fmt: skip
+    p.add_argument("--compare", action="store_true", help="time every route that can run here, in one table")
+    add_common(p)
+    return p
+
+
+def add_inputs(p: Parser) -> None:
+    """The arguments that say what is joined."""
     p.add_argument(
         "input", nargs="*", metavar="INPUT",
         help="a file or a quoted pattern: .npy, .npz, .pt, .safetensors, .h5; "
         "FILE:NAME for one array of a file that holds several",
     )  # fmt: skip
-    p.add_argument("-o", "--output", metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
     p.add_argument("--dim", type=int, default=0, help="the dimension to join along (default 0)")
-    where = p.add_mutually_exclusive_group()
-    where.add_argument("--root", type=int, help="the rank that receives the result (default 0)")
-    where.add_argument("--all", action="store_true", help="every rank receives the result; rank 0 writes it")
-    p.add_argument("--route", choices=NAMES, default="auto", help="how the data travel (default auto)")
-    p.add_argument("--compare", action="store_true", help="time every route that can run here, in one table")
+
+
+def add_common(p: Parser) -> None:
+    """The options that gather, concat and split share."""
+    p.add_argument(
+        "--window", type=nbytes, default=WINDOW, metavar="BYTES",
+        help="host memory for the data that a rank may use, such as 64M (default 256M); with -o",
+    )  # fmt: skip
+    p.add_argument("--resume", action="store_true", help="go on where a job that died has stopped; .h5 only")
+    p.add_argument("--staging", metavar="DIR", help="the folder of route hdf5, shared by all nodes")
     p.add_argument("--verify", action="store_true", help="compare the result with the inputs read on one process")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    return p
 
 
 if __name__ == "__main__":

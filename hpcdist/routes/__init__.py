@@ -18,7 +18,7 @@ from hpcdist.errors import RankError
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["CPU", "CUDA", "NAMES", "ROUTES", "Route", "agreed", "best"]
+__all__ = ["CPU", "CUDA", "NAMES", "ROUTES", "Route", "agreed", "best", "load"]
 
 Ints = Sequence[int]
 CPU, CUDA = 1, 2  # kinds of memory
@@ -60,6 +60,7 @@ ROUTES = {
     "nccl": ("hpcdist.routes.c10d", "NCCL"),
     "gloo": ("hpcdist.routes.c10d", "GLOO"),
     "mpi": ("hpcdist.routes.mpi", "MPI_ROUTE"),
+    "hdf5": ("hpcdist.routes.hdf5", "HDF5_ROUTE"),
 }
 
 
@@ -67,7 +68,8 @@ NAMES = ("auto", *ROUTES)  # what a caller may pass as ``route=``
 
 
 @cache
-def _load(name: str) -> Route:
+def load(name: str) -> Route:
+    """The route of that name, its module imported."""
     module, attribute = ROUTES[name]
     route: Route = getattr(import_module(module), attribute)
     return route
@@ -90,13 +92,13 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
 
 def best(team: Team, cuda: bool) -> str:
     """What route="auto" stands for: nccl where all data are in GPU memory (`cuda`) and the team has it, else mpi."""
-    return "nccl" if cuda and _load("nccl").missing(team) is None else "mpi"
+    return "nccl" if cuda and load("nccl").missing(team) is None else "mpi"
 
 
 def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> Route:
     if name == "auto":
         name = best(team, all(cuda))
-    route = _load(name)
+    route = load(name)
     reason = route.missing(team)
     if reason is not None:
         raise RankError(verb, dict.fromkeys(range(team.size), reason))

@@ -1,2 +1,16 @@
-from hpcdist.staging.save import save
+"""Tensors larger than any rank's memory, to and from one HDF5 file, written by all ranks at once.
+
+>>> from hpcdist import staging
+>>> staging.save("w.h5", {"weight": shard})       # every rank its rows; the file holds the whole tensor
+>>> shard = staging.load("w.h5", "weight")        # on any number of ranks, along any dim
+
+``mpirun -n N python -m hpcdist.staging verify FILE`` checks every piece of a file, ``... ls FILE`` tells what it holds.
+The format is an ordinary HDF5 file: see :mod:`hpcdist.staging.format`.
+"""
+
 from hpcdist.staging.load import load
+from hpcdist.staging.piecewise import ReadFile, WriteFile, open
+from hpcdist.staging.save import save
+from hpcdist.staging.writers import active as writer
+
+__all__ = ["ReadFile", "WriteFile", "load", "open", "save", "writer"]

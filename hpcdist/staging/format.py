@@ -14,9 +14,10 @@ that dies leaves a file that HDF5 can still read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -32,16 +33,18 @@ from hpcdist.layout import Box
 from hpcdist.raw import Raw
 
 __all__ = [
-    *("COMPLETE", "GROUP", "Contents", "Dataset", "Layout", "Stored", "create", "describe"),
-    *("digest", "record_dtype", "records", "stored_dtype"),
+    *("ALIGNMENT", "COMPLETE", "GROUP", "Contents", "Dataset", "Layout", "Stored", "create", "describe", "digest"),
+    *("find_layout", "look", "read_box", "record_dtype", "records", "stored_dtype", "summary"),
 ]
 
 GROUP = "_hpcdist"
 DTYPE_ATTRIBUTE = "torch_dtype"
 COMPLETE = b"\x01"
 _VERSION = 1
+NUMPY = {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
+NUMPY -= {torch.complex32}
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
-_ALIGNMENT = 2**20  # bytes: datasets of this size and more begin at a multiple of it, or of the file system's block
+ALIGNMENT = 2**20  # bytes: datasets of this size and more begin at a multiple of it, or of the file system's block
 
 Table = np.ndarray[Any, np.dtype[np.void]]
 
@@ -55,10 +58,9 @@ def digest() -> Any:
 
 def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """How a dtype is stored: as numpy's own, or as raw bits."""
-    try:
+    if dtype in NUMPY:
         return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        return np.dtype(_RAW_BITS[dtype.itemsize])
+    return np.dtype(_RAW_BITS[dtype.itemsize])
 
 
 def record_dtype(ndim: int) -> np.dtype[np.void]:
@@ -162,7 +164,7 @@ class Contents:
 def alignment_of(folder: Path, asked: int | None) -> int:
     """The alignment of datasets in bytes: as asked, or a multiple of the file system's preferred block (on Lustre
     that is the stripe)."""
-    return asked or max(_ALIGNMENT, os.stat(folder).st_blksize)
+    return asked or max(ALIGNMENT, os.stat(folder).st_blksize)
 
 
 def create(path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], attrs: Mapping[str, Any], align: int) -> None:
@@ -176,7 +178,7 @@ def create(path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], att
         for dataset in datasets:
             made = _create_dataset(file, dataset)
             made.attrs.update(dataset.attrs)
-            if stored_dtype(dataset.dtype) != _native(dataset.dtype):
+            if dataset.dtype not in NUMPY:
                 made.attrs[DTYPE_ATTRIBUTE] = str(dataset.dtype).removeprefix("torch.")
         group = file.create_group(GROUP)
         group.attrs["version"] = _VERSION
@@ -189,13 +191,6 @@ def create(path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], att
             made = _create_plain(file, f"{GROUP}/pieces/{i}", table.shape, table.dtype)
             if len(table):
                 made.write_direct(table)
-
-
-def _native(dtype: torch.dtype) -> np.dtype[Any] | None:
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        return None
 
 
 def _create_dataset(file: Any, dataset: Dataset) -> Any:
@@ -235,6 +230,41 @@ def find_layout(path: Path, count: int) -> Layout:
             [_offset(file[d["name"]]) for d in plan["datasets"]],
             [_offset(group[f"pieces/{i}"]) for i in range(count)],
         )
+
+
+def look(path: str, token: bytes) -> None:
+    """Does this rank see the file that another one has laid out, and may it write there?
+
+    Raises:
+        FileError: it does not: the folder is another one on this node.
+    """
+    if not os.path.exists(path):
+        raise FileError(f"{path}: not seen by this rank: the folder is not shared by all nodes")
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise FileError(f"{path}: cannot be written by this rank")
+    if _token(path) != token:
+        raise FileError(f"{path}: another file by that name on this rank: the folder is not shared by all nodes")
+
+
+def _token(path: str) -> bytes:
+    import h5py
+
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return bytes(file[GROUP]["token"][()])
+    except (OSError, KeyError):
+        return b""
+
+
+def summary(datasets: Sequence[Dataset]) -> dict[str, Any]:
+    """What is written, and in which pieces: two saves with the same summary can go on with each other's file."""
+    return {
+        "datasets": [
+            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
+            for d in datasets
+        ],
+        "pieces": hashlib.sha256(repr([d.pieces for d in datasets]).encode()).hexdigest(),
+    }
 
 
 def _offset(dataset: Any) -> int | None:
@@ -353,5 +383,3 @@ def read_box(path: str, name: str, box: Box, out: torch.Tensor, window: int) -> 
             part_of_out = raw.bits(out)[part.slices(box.offset)]
             part_of_out.copy_(raw.bits(torch.from_numpy(np.ascontiguousarray(array)).view(out.dtype)).view_as(part_of_out))
 
-
-Reader = Callable[[Box, torch.Tensor], None]

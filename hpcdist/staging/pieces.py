@@ -13,7 +13,6 @@ from hpcdist import abort, layout
 from hpcdist.buffers import as_bytes
 from hpcdist.layout import Box
 from hpcdist.raw import bits
-from hpcdist.routes.mpi import MPI_ROUTE
 from hpcdist.staging.host import on_host
 from hpcdist.team import Team
 
@@ -129,10 +128,16 @@ def collect(team: Team, plan: Plan, x: Tensor, round_: dict[int, int]) -> Tensor
         if own is not None:
             bits(piece)[own[0].slices(box.offset)] = bits(own[1])
     with abort.Transfer("staging.save", team.size):
-        MPI_ROUTE.exchange(team, sends, recvs)
+        _exchange(team, sends, recvs)
     for place, block in places:
         bits(place).copy_(bits(block))
     return piece
+
+
+def _exchange(team: Team, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
+    from hpcdist.routes.mpi import MPI_ROUTE
+
+    MPI_ROUTE.exchange(team, sends, recvs)
 
 
 def _places(
@@ -176,6 +181,6 @@ def deliver(team: Team, plan: Plan, piece: Tensor | None, out: Tensor, round_: d
         sources[owner] = plan.pieces[row]
     places, recvs = _places(out, plan.held[me], sources, me)
     with abort.Transfer("staging.load", team.size):
-        MPI_ROUTE.exchange(team, sends, recvs)
+        _exchange(team, sends, recvs)
     for place, block in places:
         place.copy_(block)

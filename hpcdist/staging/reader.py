@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ class Reader:
         assert where is not None
         try:
             if row is None:
-                where.read(self.fd, part, target, self.window)
+                where.read(partial(raw.read_at, self.fd), part, target, self.window)
             else:
                 digest = format.digest()
                 raw.read_at(self.fd, where.place(part), memory(target), digest)

@@ -174,8 +174,8 @@ def _options(
     reason = ways.missing(writer)
     if reason is not None:
         raise checks.WrongError(f"writer {writer} cannot be used: {reason}")
-    if hints and ways.choose(writer)[0] != "mpio":
-        raise checks.WrongError(f"hints are for MPI-IO, and the writer is posix ({ways.choose(writer)[1]})")
+    if hints and ways.active(writer)[0] != "mpio":
+        raise checks.WrongError(f"hints are for MPI-IO, and the writer is posix ({ways.active(writer)[1]})")
     told = {str(k): str(v) for k, v in (hints or {}).items()}
     return Options(writer, index(window), align, told, bool(resume), dict((attrs or {}).get("", {})), progress)
 

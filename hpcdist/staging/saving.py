@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from hpcdist import agree
-from hpcdist.commit import Commit, check_folder, sync
+from hpcdist.commit import Commit, check_target, sync
 from hpcdist.errors import FileError, RankError
 from hpcdist.layout import Box
 from hpcdist.raw import Raw, memory
@@ -81,8 +80,8 @@ class Saving:
         self._options = replace(options, resume=options.resume and not compressed)
         self.layout, self._resumed = agree.on_root(team.comm, verb, self._lay_out)
         try:
-            agree.on_all(team.comm, verb, self._look)
-            name, _ = writers.choose(options.writer)
+            agree.on_all(team.comm, verb, lambda: format.look(self.layout.path, self.layout.token))
+            name, _ = writers.active(options.writer)
             self._writer = writers.opened(name, team.comm, datasets, self.layout, options.hints)
         except RankError:
             self._give_up()
@@ -91,11 +90,11 @@ class Saving:
     def _lay_out(self) -> tuple[Layout, bool]:
         """On rank 0: the file that is to be, or what was left of it, and which of the two."""
         nbytes = sum(d.nbytes() for d in self.datasets if d.chunks is None)
-        check_folder(self._target, 0)
-        plan = _summary(self.datasets)
+        check_target(self._target, 0)
+        plan = format.summary(self.datasets)
         commit = self._commit = Commit(self._target, self._options.resume)
         try:
-            check_folder(self._target, nbytes - commit.part.stat().st_blocks * 512)
+            check_target(self._target, nbytes - commit.part.stat().st_blocks * 512)
             resumed = commit.resumed and _left(commit.part) == plan
             if not resumed:
                 align = format.alignment_of(commit.part.parent, self._options.align)
@@ -106,16 +105,6 @@ class Saving:
             if isinstance(error, OSError):
                 raise FileError(f"{self._target}: cannot be written: {error}") from error
             raise
-
-    def _look(self) -> None:
-        """On every rank: does it see the file that rank 0 has made?"""
-        path = self.layout.path
-        if not os.path.exists(path):
-            raise FileError(f"{path}: not seen by this rank: the folder is not shared by all nodes")
-        os.close(os.open(path, os.O_RDWR))
-        found = _token(path)
-        if found != self.layout.token:
-            raise FileError(f"{path}: another file by that name on this rank: the folder is not shared by all nodes")
 
     def prove(self, owners: Sequence[Sequence[int]]) -> None:
         """Find the pieces that are complete already, by reading them: each rank those that it owns. Collective."""
@@ -225,22 +214,14 @@ class Saving:
         self._writer.close()
         self._give_up()
 
+    def drop(self) -> None:
+        """Give up on this rank alone, when the job is about to end."""
+        self._give_up()
+
     def _give_up(self) -> None:
         if self._commit is not None:
             self._commit.discard(keep=self._options.resume)
             self._commit = None
-
-
-def _summary(datasets: Sequence[Dataset]) -> dict[str, Any]:
-    """What is written, and in which pieces: two saves with the same summary can go on with each other's file."""
-    pieces = hashlib.sha256(repr([d.pieces for d in datasets]).encode()).hexdigest()
-    return {
-        "datasets": [
-            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
-            for d in datasets
-        ],
-        "pieces": pieces,
-    }
 
 
 def _left(part: Path) -> dict[str, Any] | None:
@@ -249,16 +230,6 @@ def _left(part: Path) -> dict[str, Any] | None:
         return format.describe(str(part), incomplete=True).plan
     except FileError:
         return None
-
-
-def _token(path: str) -> bytes:
-    import h5py
-
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            return bytes(file[format.GROUP]["token"][()])
-    except (OSError, KeyError):
-        return b""
 
 
 def _holds(fd: int, where: Raw, box: Box, record: np.void) -> bool:

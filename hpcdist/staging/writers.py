@@ -20,7 +20,7 @@ from hpcdist.staging.format import Dataset, Layout, stored_dtype
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Writer", "choose", "missing", "opened"]
+__all__ = ["NAMES", "Writer", "active", "missing", "opened"]
 
 NAMES = ("auto", "mpio", "posix")
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there
@@ -51,15 +51,29 @@ def missing(name: str) -> str | None:
     return f"h5py {h5py.__version__} was built without MPI (README, Install on a cluster, says how it is built with it)"
 
 
-def choose(name: str = "auto") -> tuple[str, str]:
-    """The writer that `name` stands for here, and why."""
+def active(name: str = "auto") -> tuple[str, str]:
+    """The writer that is used for ``writer=name`` here, and why. On this rank alone; no file is touched.
+
+    Returns:
+        ("mpio", why) or ("posix", why).
+
+    Example::
+
+        >>> hd.staging.writer()
+        ('mpio', 'h5py 3.16.0 has parallel HDF5 1.10.8')
+    """
     import h5py
 
-    if name == "auto":
-        reason = missing("mpio")
-        hdf5 = f"h5py {h5py.__version__} has parallel HDF5 {h5py.version.hdf5_version}"
-        return ("mpio", hdf5) if reason is None else ("posix", reason)
-    return name, "asked for"
+    if name != "auto":
+        return name, "asked for"
+    reason = missing("mpio")
+    return ("posix", reason) if reason else ("mpio", f"h5py {h5py.__version__} has parallel HDF5 {_hdf5()}")
+
+
+def _hdf5() -> str:
+    import h5py
+
+    return str(h5py.version.hdf5_version)
 
 
 def opened(

@@ -217,7 +217,7 @@ def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
 
 def test_every_route_has_the_four_operations() -> None:
     for name in routes.ROUTES:
-        route = routes._load(name)
+        route = routes.load(name)
         for operation in ("missing", "carries", "gatherv", "scatterv", "allgatherv", "alltoallv"):
             assert callable(getattr(route, operation)), (name, operation)
     assert ("auto", *routes.ROUTES) == routes.NAMES

@@ -1,0 +1,100 @@
+"""The command ``python -m hpcdist.concat``: as hpcdist.gather, with the result on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from hpcdist import agree, inputs, layout, streaming
+from hpcdist.command import Parser, run
+from hpcdist.gather import __main__ as gather
+from hpcdist.inputs import Inputs
+from hpcdist.patterns import Names
+from hpcdist.routes import NAMES
+from hpcdist.team import Team
+from hpcdist.world import World
+
+
+def main(world: World, args: argparse.Namespace) -> int:
+    """Join the inputs on every rank of the world; returns the exit status. Collective."""
+    args.root = 0
+    if args.output is None or args.compare:
+        args.all = True
+        return gather.main(world, args)
+    if "{" not in args.output:
+        args.all = False  # one file, which all ranks write
+        return gather.main(world, args)
+    names = Names(args.output, world.world_size)
+    data = inputs.find(world, args.input, args.dim)
+    gather.check_output(world, data, names[0], args)
+    report = _copies(world, data, names, args)
+    if world.rank == 0:
+        print(json.dumps(report) if args.json else _text(report), flush=True)
+    return gather.MISMATCH if report.get("verified") is False else 0
+
+
+def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) -> dict[str, Any]:
+    """Every rank writes a copy of its own. Collective."""
+    path, seconds = names[world.rank], []
+    with streaming.Joined(data, args.window // 2) as joined:
+
+        def write(team: Team) -> None:
+            seconds.append(
+                streaming.to_file(
+                    world, team, "concat", joined.read, path, data.shape, data.dtype, args.window, args.resume
+                )
+            )
+
+        streaming.each_alone(world, "concat", [write])
+        report = {
+            "verb": "concat",
+            "ranks": world.world_size,
+            "files": len(data.sources),
+            "shape": list(data.shape),
+            "dtype": str(data.dtype).removeprefix("torch."),
+            "bytes": data.nbytes(),
+            "seconds": max(world.team.comm.allgather(seconds[0])),
+            "output": args.output,
+        }
+        if args.verify:
+            parts = [(path, layout.whole(data.shape))]
+            step = lambda: streaming.verify(joined.read, parts, data.dtype, args.window)  # noqa: E731
+            found = agree.on_all(world.team.comm, "verify", step)
+            report |= {"verified": all(right for right, _ in found), "sha256": found[0][1]}
+    return report
+
+
+def _text(report: dict[str, Any]) -> str:
+    rate = report["ranks"] * report["bytes"] / max(report["seconds"], 1e-9) / 1e9
+    lines = [
+        f"concat: {report['files']} arrays, {report['bytes']:,} bytes of {report['dtype']}",
+        f"result: shape {tuple(report['shape'])} in {report['ranks']} files, one a rank",
+        f"every rank writes: {report['seconds'] * 1e3:.2f} ms, {rate:.2f} GB/s",
+        f"written: {report['output']}",
+    ]
+    if "verified" in report:
+        verdict = "equal to" if report["verified"] else "NOT EQUAL to"
+        lines.append(f"sha256 {report['sha256']}: {verdict} the inputs")
+    return "\n".join(lines)
+
+
+def parser() -> Parser:
+    """The command line of python -m hpcdist.concat."""
+    p = Parser(
+        prog="hpcdist.concat",
+        description="Join arrays from files along one dimension, on every rank of an MPI job: as hpcdist.gather, but "
+        "every rank receives the result. With -o NAME one file is written, by all ranks; with -o 'NAME-{rank}' each "
+        "rank writes a copy of its own, for folders that the nodes do not share.",
+        epilog="example: mpirun -n 2 python -m hpcdist.concat 'shards/*.npy' -o '/local/whole-{rank}.npy'",
+    )
+    gather.add_inputs(p)
+    p.add_argument("-o", "--output", metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
+    p.add_argument("--route", choices=NAMES, default="auto", help="how the data travel (default auto)")
+    p.add_argument("--compare", action="store_true", help="time every route that can run here, in one table")
+    gather.add_common(p)
+    return p
+
+
+if __name__ == "__main__":
+    run(parser(), main)

@@ -1,0 +1,178 @@
+"""The files that the commands write: of any format, by all ranks of a team at once, piece by piece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpcdist import agree, layout, raw
+from hpcdist.commit import Commit, check_target, sync
+from hpcdist.errors import FileError, RankError
+from hpcdist.formats import FORMATS
+from hpcdist.layout import Box
+from hpcdist.raw import Raw
+from hpcdist.staging.format import Dataset
+from hpcdist.staging.pieces import PIECE, owners_of
+from hpcdist.staging.saving import Options, Saving
+from hpcdist.team import Team
+
+__all__ = ["Output", "create", "pieces_of"]
+
+
+class Output(Protocol):
+    """A file on its way. Pieces are given to put() in any order, each by one rank of the team.
+
+    Attributes:
+        pieces: the boxes of the array, each one run of the file.
+    """
+
+    pieces: list[Box]
+
+    def mine(self) -> list[int]:
+        """The pieces that this rank is to write: its share of them, without those that another run has left."""
+
+    def put(self, row: int, piece: Tensor) -> None:
+        """Write a piece: contiguous host memory. On this rank alone; a failure is told by finish()."""
+
+    def finish(self, problem: str | None = None) -> None:
+        """Put the file in place. Collective; a RankError on every rank if anything failed, or if one has a problem of
+        its own. Then the name holds what it held."""
+
+
+def pieces_of(shape: tuple[int, ...], dtype: torch.dtype, window: int) -> list[Box]:
+    """The pieces of a file: half of the window each, since reading one may take as much again."""
+    return list(layout.boxes(layout.whole(shape), max(1, min(PIECE, window // 2) // dtype.itemsize)))
+
+
+def create(
+    team: Team,
+    verb: str,
+    path: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    window: int,
+    resume: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Output:
+    """Begin a file with one array (in formats with names: "data"). Collective.
+
+    Raises:
+        RankError: on every rank, if it cannot be made.
+    """
+    pieces = pieces_of(shape, dtype, window)
+    if Path(path).suffix == ".h5":
+        options = Options(window=window, resume=resume, progress=progress)
+        return _Staged(Saving(team, verb, path, [Dataset("data", shape, dtype, pieces)], options))
+    return _Flat(team, verb, path, shape, dtype, pieces, progress)
+
+
+class _Staged:
+    def __init__(self, saving: Saving) -> None:
+        self._saving = saving
+        self._team = saving.team
+        self.pieces = saving.datasets[0].pieces
+        saving.prove([owners_of(len(self.pieces), self._team.size, self._team.size)])
+
+    def mine(self) -> list[int]:
+        first, end = layout.shares(len(self.pieces), self._team.size, self._team.size)[self._team.rank]
+        return [row for row in range(first, end) if row not in self._saving.done[0]]
+
+    def put(self, row: int, piece: Tensor) -> None:
+        self._saving.put(0, row, piece)
+
+    def finish(self, problem: str | None = None) -> None:
+        if problem is not None:
+            self._saving.fail(FileError(problem))
+        self._saving.finish()
+
+
+class _Flat:
+    """A format of which the array is plain bytes behind a header."""
+
+    def __init__(
+        self,
+        team: Team,
+        verb: str,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        pieces: list[Box],
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.pieces = pieces
+        self._team = team
+        self._verb = verb
+        self._path = path
+        self._progress = progress
+        self._problem: str | None = None
+        self._commit: Commit | None = None
+        self._raw = agree.on_root(team.comm, verb, lambda: self._lay_out(shape, dtype))
+        opened: list[int] = []
+        try:
+            agree.on_all(team.comm, verb, lambda: opened.append(_open(self._raw)))
+        except RankError:
+            self._give_up(opened)
+            raise
+        self._opened = opened
+
+    def _lay_out(self, shape: tuple[int, ...], dtype: torch.dtype) -> Raw:
+        target = Path(self._path)
+        lay_out = FORMATS[target.suffix].lay_out
+        assert lay_out is not None
+        check_target(target, Raw("", 0, shape, dtype).nbytes())
+        self._commit = Commit(target)
+        try:
+            return lay_out(self._commit.part, shape, dtype)
+        except BaseException as error:
+            self._give_up([])
+            if isinstance(error, (OSError, RuntimeError)):  # torch's own way to say it
+                raise FileError(f"{self._path}: cannot be written: {error}") from error
+            raise
+
+    def mine(self) -> list[int]:
+        return list(range(*layout.shares(len(self.pieces), self._team.size, self._team.size)[self._team.rank]))
+
+    def put(self, row: int, piece: Tensor) -> None:
+        if self._problem is None:
+            try:
+                raw.write_at(self._opened[0], self._raw.place(self.pieces[row]), raw.memory(piece))
+            except OSError as error:
+                self._problem = f"{self._path}: writing failed: {error.strerror}"
+        if self._progress is not None:
+            self._progress(piece.nbytes)
+
+    def finish(self, problem: str | None = None) -> None:
+        comm, problem = self._team.comm, problem or self._problem
+        try:
+            agree.on_all(comm, self._verb, partial(_raise, problem))
+            agree.on_all(comm, self._verb, lambda: sync(Path(self._raw.path)))
+            agree.on_root(comm, self._verb, lambda: self._commit and self._commit.finish())
+        except RankError:
+            self._give_up(self._opened)
+            raise
+        os.close(self._opened[0])
+
+    def _give_up(self, opened: list[int]) -> None:
+        for fd in opened:
+            os.close(fd)
+        if self._commit is not None:
+            self._commit.discard()
+            self._commit = None
+
+
+def _open(where: Raw) -> int:
+    try:
+        return os.open(where.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileError(f"{where.path}: not seen by this rank: the folder is not shared by all nodes") from error
+
+
+def _raise(problem: str | None) -> None:
+    if problem is not None:
+        raise FileError(problem)

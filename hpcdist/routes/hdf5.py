@@ -1,0 +1,168 @@
+"""Through one HDF5 file in the staging folder: each rank writes what it sends, and reads what is for it.
+
+For ranks that share a file system and little else. The file is made by rank 0, is there for one call, and belongs to
+its user alone; it holds the messages one after the other in one dataset.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcdist import agree, layout, raw
+from hpcdist.buffers import as_bytes
+from hpcdist.commit import check_folder, lock, sweep
+from hpcdist.errors import FileError
+from hpcdist.routes import Ints
+from hpcdist.staging import format
+from hpcdist.staging.format import Dataset
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["HDF5_ROUTE"]
+
+VERB = "route hdf5"
+PREFIX = "hpcdist-stage-"
+
+
+class _Hdf5:
+    def missing(self, team: Team) -> str | None:
+        return None
+
+    def carries(self, team: Team, cuda: bool) -> bool:
+        return not cuda
+
+    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
+        with _staged(team, displs[-1] + counts[-1]) as file:
+            file.write([(displs[team.rank], as_bytes(send))])
+            file.read([] if recv is None else [(0, as_bytes(recv)[: file.nbytes])])
+
+    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
+        with _staged(team, displs[-1] + counts[-1]) as file:
+            file.write([] if send is None else [(0, as_bytes(send)[: file.nbytes])])
+            file.read([(displs[team.rank], as_bytes(recv)[: counts[team.rank]])])
+
+    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+        with _staged(team, displs[-1] + counts[-1]) as file:
+            file.write([(displs[team.rank], as_bytes(send))])
+            file.read([(0, as_bytes(recv)[: file.nbytes])])
+
+    def alltoallv(
+        self,
+        team: Team,
+        send: Tensor,
+        sendcounts: Ints,
+        sdispls: Ints,
+        recv: Tensor,
+        recvcounts: Ints,
+        rdispls: Ints,
+    ) -> None:
+        # In the file: the messages of rank 0 in the order of their receivers, those of rank 1, ...
+        counts: list[list[int]] = team.comm.allgather(list(sendcounts))
+        starts = layout.displs([count for row in counts for count in row])
+        out, into, size = as_bytes(send), as_bytes(recv), team.size
+        with _staged(team, sum(map(sum, counts))) as file:
+            file.write(
+                [
+                    (starts[team.rank * size + dest], out[at : at + count])
+                    for dest, (at, count) in enumerate(zip(sdispls, sendcounts, strict=True))
+                ]
+            )
+            file.read(
+                [
+                    (starts[source * size + team.rank], into[at : at + count])
+                    for source, (at, count) in enumerate(zip(rdispls, recvcounts, strict=True))
+                ]
+            )
+
+
+class _File:
+    """The file of one call."""
+
+    def __init__(self, team: Team, path: str, start: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._team = team
+        self._path = path
+        self._start = start
+
+    def write(self, messages: list[tuple[int, Tensor]]) -> None:
+        """Write (offset, bytes) on every rank. Collective; the file is closed behind it, so that other nodes see it."""
+        self._each(messages, os.O_WRONLY, raw.write_at)
+
+    def read(self, messages: list[tuple[int, Tensor]]) -> None:
+        """Fill the messages on every rank from their offsets. Collective."""
+        self._each(messages, os.O_RDONLY, raw.read_at)
+
+    def _each(
+        self, messages: list[tuple[int, Tensor]], flags: int, step: Callable[[int, int, memoryview], None]
+    ) -> None:
+        def run() -> None:
+            fd = os.open(self._path, flags | os.O_CLOEXEC)
+            try:
+                for offset, message in messages:
+                    step(fd, self._start + offset, raw.memory(message))
+            finally:
+                os.close(fd)
+
+        agree.on_all(self._team.comm, VERB, run)
+
+
+@contextmanager
+def _staged(team: Team, nbytes: int) -> Iterator[_File]:
+    """A file for `nbytes` bytes of messages that every rank sees; it is gone afterwards. Collective.
+
+    Raises:
+        RankError: on every rank, if it cannot be made, or a rank does not see it. Nothing has been written.
+    """
+    held: list[_Stage] = []
+
+    def make() -> tuple[str, int, bytes]:
+        held.append(_Stage(team.world.staging, nbytes))
+        return held[0].path, held[0].start, held[0].token
+
+    try:
+        path, start, token = agree.on_root(team.comm, VERB, make)
+        agree.on_all(team.comm, VERB, lambda: format.look(path, token))
+        yield _File(team, path, start, nbytes)
+    finally:
+        for stage in held:
+            stage.remove()
+
+
+class _Stage:
+    """A new file in the staging folder, on the rank that makes it.
+
+    Raises:
+        FileError: the folder is missing, not writable or full.
+    """
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        check_folder(Path(folder), nbytes, "the staging folder")
+        sweep(Path(folder), PREFIX)
+        self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
+        try:
+            lock(self._fd)  # for as long as it is held, nobody sweeps the file
+            dataset = Dataset("messages", (nbytes,), torch.uint8, [])
+            format.create(Path(self.path), [dataset], format.summary([dataset]), {}, format.ALIGNMENT)
+            place = format.find_layout(Path(self.path), 1)
+        except BaseException as error:
+            self.remove()
+            if isinstance(error, OSError):
+                raise FileError(f"{folder}: a staging file cannot be made: {error}") from error
+            raise
+        self.start, self.token = place.data[0] or 0, place.token
+
+    def remove(self) -> None:
+        Path(self.path).unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+HDF5_ROUTE = _Hdf5()

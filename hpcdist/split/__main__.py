@@ -1,0 +1,145 @@
+"""The command ``python -m hpcdist.split``: one array in a file becomes parts in files of their own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpcdist import agree, files, inputs, layout, streaming
+from hpcdist.command import Parser, run, show_bytes
+from hpcdist.errors import InputError
+from hpcdist.gather import __main__ as gather
+from hpcdist.inputs import Inputs
+from hpcdist.layout import Box
+from hpcdist.patterns import Names
+from hpcdist.staging.pieces import owners_of, shard_boxes
+from hpcdist.streaming import Joined
+from hpcdist.team import Team
+from hpcdist.world import World
+
+
+def main(world: World, args: argparse.Namespace) -> int:
+    """Split the input on the ranks of the world; returns the exit status. Collective."""
+    data = inputs.find(world, [args.input], args.dim)
+    if len(data.sources) > 1:
+        raise InputError(f"{args.input}: matches {len(data.sources)} files, expected one")
+    if not data.sources[0].shape:
+        raise InputError(f"{args.input}: is 0-d: it has no dimension to split along")
+    parts = world.world_size if args.parts is None else args.parts
+    if parts < 1:
+        raise InputError(f"--parts {parts}: expected at least 1")
+    names = Names(args.output, parts)
+    if args.resume and not args.output.endswith(".h5"):
+        raise InputError("--resume: needs -o with .h5 files, which keep a checksum of each piece")
+    _check(world, data, names)
+    report = _split(world, data, names, args)
+    if world.rank == 0:
+        print(json.dumps(report) if args.json else _text(report, args), flush=True)
+    return gather.MISMATCH if report.get("verified") is False else 0
+
+
+def _check(world: World, data: Inputs, names: Names) -> None:
+    """Find on rank 0 what would keep the parts from being written. Collective."""
+
+    def check() -> None:
+        specs = [data.sources[0].spec]
+        for folder in sorted({str(Path(names[i]).parent) for i in range(len(names))}):
+            first = next(names[i] for i in range(len(names)) if str(Path(names[i]).parent) == folder)
+            files.check_output(first, data.dtype, data.nbytes(), specs)
+        for i in range(len(names)):
+            files.check_output(names[i], data.dtype, 0, specs)
+
+    agree.on_root(world.team.comm, "output", check)
+
+
+def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -> dict[str, Any]:
+    """Each rank writes its share of the parts. Collective."""
+    extents = layout.counts_of(args.counts, data.shape[data.dim], len(names))
+    boxes = shard_boxes(data.shape, data.dim, extents)
+    mine = [i for i, owner in enumerate(owners_of(len(names), world.world_size, world.world_size)) if owner == world.rank]
+    seconds: list[float] = []
+    with Joined(data, args.window // 2) as joined:
+        steps: list[Callable[[Team], None]] = [
+            partial(_write, world, joined, names[i], boxes[i], data, args, seconds) for i in mine
+        ]
+        streaming.each_alone(world, "split", steps)
+        report = {
+            "verb": "split",
+            "ranks": world.world_size,
+            "parts": len(names),
+            "dim": data.dim,
+            "shape": list(data.shape),
+            "extents": extents,
+            "dtype": str(data.dtype).removeprefix("torch."),
+            "bytes": data.nbytes(),
+            "seconds": max(world.team.comm.allgather(sum(seconds))),
+            "output": args.output,
+        }
+        if args.verify:
+            parts = [(names[i], boxes[i]) for i in range(len(names))]
+            step = lambda: streaming.verify(joined.read, parts, data.dtype, args.window)  # noqa: E731
+            report["verified"], report["sha256"] = agree.on_root(world.team.comm, "verify", step)
+    return report
+
+
+def _write(
+    world: World, joined: Joined, path: str, part: Box, data: Inputs, args: argparse.Namespace, seconds: list[float],
+    team: Team,
+) -> None:  # fmt: skip
+    """Write one part, a box of the array, on this rank alone."""
+
+    def read(box: Box, out: Any) -> None:
+        joined.read(Box(tuple(map(sum, zip(box.offset, part.offset, strict=True))), box.shape), out)
+
+    seconds.append(
+        streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, args.window, args.resume)
+    )
+
+
+def _text(report: dict[str, Any], args: argparse.Namespace) -> str:
+    shown = ", ".join(map(str, report["extents"][:8])) + ", ..." * (len(report["extents"]) > 8)
+    rate = report["bytes"] / max(report["seconds"], 1e-9) / 1e9
+    lines = [
+        f"split: shape {tuple(report['shape'])}, {report['bytes']:,} bytes of {report['dtype']}, along dim "
+        f"{report['dim']} into {report['parts']} parts of {shown} rows",
+        f"ranks: {report['ranks']}, each reads and writes its share, {show_bytes(args.window)} at a time",
+        f"every rank writes: {report['seconds'] * 1e3:.2f} ms, {rate:.2f} GB/s",
+        f"written: {report['output']}",
+    ]
+    if "verified" in report:
+        verdict = "equal to" if report["verified"] else "NOT EQUAL to"
+        lines.append(f"sha256 {report['sha256']} of the parts, one after the other: {verdict} the input")
+    return "\n".join(lines)
+
+
+def parser() -> Parser:
+    """The command line of python -m hpcdist.split."""
+    p = Parser(
+        prog="hpcdist.split",
+        description="Cut an array in a file along one dimension into parts in files of their own, over the ranks of "
+        "an MPI job. Every rank reads and writes its share, a window at a time: nothing has to fit in memory.",
+        epilog="example: mpirun -n 4 python -m hpcdist.split whole.h5 -o 'parts/{rank:04d}.npy' --parts 16",
+    )
+    p.add_argument(
+        "input", metavar="INPUT", help=".npy, .npz, .pt, .safetensors or .h5; FILE:NAME for one array of several"
+    )
+    p.add_argument(
+        "-o", "--output", metavar="PATTERN", required=True,
+        help="the names of the parts, with {rank} or {rank:04d} for their number: .npy, .pt, .safetensors or .h5",
+    )  # fmt: skip
+    p.add_argument("--parts", type=int, help="how many parts (default: one a rank)")
+    p.add_argument("--dim", type=int, default=0, help="the dimension to cut along (default 0)")
+    p.add_argument(
+        "--counts", choices=sorted(layout.RULES), default="block",
+        help="block: parts differ by at most one row (default); chunk: as torch.chunk does it",
+    )  # fmt: skip
+    gather.add_common(p)
+    return p
+
+
+if __name__ == "__main__":
+    run(parser(), main)

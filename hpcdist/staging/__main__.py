@@ -1,0 +1,146 @@
+"""The command ``python -m hpcdist.staging``: what a file holds, and whether it is still what was written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from hpcdist import agree, layout
+from hpcdist.command import Meter, Parser, run, show_bytes, table
+from hpcdist.errors import FileError, InputError
+from hpcdist.staging import format
+from hpcdist.staging.format import Contents, Stored
+from hpcdist.staging.reader import Reader, opened
+from hpcdist.staging.saving import WINDOW
+from hpcdist.world import World
+
+_DAMAGED = 1  # the exit status if a piece is not what was written
+_SHOWN = 20  # damaged pieces
+
+
+def main(world: World, args: argparse.Namespace) -> int:
+    """Run the subcommand on the ranks of the world; returns the exit status. Collective."""
+    contents = agree.on_root(world.team.comm, args.what, lambda: format.describe(args.file, incomplete=args.what == "ls"))
+    if args.what == "verify":
+        return _verify(world, contents, args)
+    if world.rank == 0:
+        print(json.dumps(_as_json(contents)) if args.json else _listing(contents), flush=True)
+    return 0
+
+
+def _listing(contents: Contents) -> str:
+    rows = [
+        [
+            stored.name,
+            str(stored.shape),
+            str(stored.dtype).removeprefix("torch."),
+            show_bytes(stored.nbytes()),
+            "-" if stored.pieces is None else f"{_written(stored)}/{len(stored.pieces)}",
+            _writers(stored) or "-",
+            stored.filters or "contiguous",
+        ]
+        for stored in contents.datasets.values()
+    ]
+    head = ["name", "shape", "dtype", "size", "pieces", "writers", "storage"]
+    return "\n".join([table(head, rows), "", f"state: {_state(contents)}"])
+
+
+def _state(contents: Contents) -> str:
+    if contents.plan is None:
+        return "not written by hpcdist: no checksums"
+    return "complete" if contents.complete else "INCOMPLETE: the job that wrote it ended before it was done"
+
+
+def _written(stored: Stored) -> int:
+    return 0 if stored.pieces is None else int(stored.pieces["written"].sum())
+
+
+def _writers(stored: Stored) -> str:
+    """The ranks that wrote the pieces.
+
+    Example: ``ranks 0 to 3``.
+    """
+    if stored.pieces is None or not _written(stored):
+        return ""
+    ranks = np.unique(stored.pieces["rank"][stored.pieces["written"] == 1]).tolist()
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks[:8]))}"
+
+
+def _as_json(contents: Contents) -> dict[str, Any]:
+    return {
+        "path": contents.path,
+        "state": "foreign" if contents.plan is None else "complete" if contents.complete else "incomplete",
+        "tensors": [
+            {
+                "name": stored.name,
+                "shape": list(stored.shape),
+                "dtype": str(stored.dtype).removeprefix("torch."),
+                "bytes": stored.nbytes(),
+                "pieces": None if stored.pieces is None else len(stored.pieces),
+                "written": None if stored.pieces is None else _written(stored),
+                "filters": stored.filters,
+            }
+            for stored in contents.datasets.values()
+        ],
+    }
+
+
+def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
+    """Read every piece once, shared out among the ranks. Collective."""
+    pieces = [(stored, row) for stored in contents.datasets.values() for row in range(len(stored.boxes()))]
+    if contents.plan is None:
+        raise InputError(f"{args.file}: not written by hpcdist: it holds no checksums")
+    first, end = layout.shares(len(pieces), world.world_size, world.world_size)[world.rank]
+    mine = pieces[first:end]
+    damaged: list[str] = []
+
+    def check() -> None:
+        total = sum(stored.boxes()[row].size() * stored.dtype.itemsize for stored, row in mine)
+        with opened(args.file) as fd, Meter(world, "verify", total) as meter:
+            for stored, row in mine:
+                try:
+                    Reader(args.file, fd, stored, WINDOW, None).check(row)
+                except FileError as error:
+                    damaged.append(str(error))
+                meter.add(stored.boxes()[row].size() * stored.dtype.itemsize)
+
+    agree.on_all(world.team.comm, "verify", check)
+    found = [text for texts in world.team.comm.allgather(damaged) for text in texts]
+    if world.rank == 0:
+        nbytes = sum(stored.nbytes() for stored in contents.datasets.values())
+        report = {"path": args.file, "pieces": len(pieces), "bytes": nbytes, "damaged": found}
+        print(json.dumps(report) if args.json else _verdict(args.file, len(pieces), nbytes, found), flush=True)
+    return _DAMAGED if found else 0
+
+
+def _verdict(path: str, pieces: int, nbytes: int, damaged: list[str]) -> str:
+    if not damaged:
+        return f"{path}: {pieces} pieces, {show_bytes(nbytes)}: all as they were written"
+    more = [f"and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else []
+    return "\n".join([*damaged[:_SHOWN], *more, f"{path}: {len(damaged)} of {pieces} pieces are DAMAGED"])
+
+
+def parser() -> Parser:
+    """The command line of python -m hpcdist.staging."""
+    p = Parser(
+        prog="hpcdist.staging",
+        description="Look at an HDF5 file that hpcdist.staging has written.",
+        epilog="example: mpirun -n 4 python -m hpcdist.staging verify whole.h5",
+    )
+    what = p.add_subparsers(dest="what", required=True, metavar="ls|verify")
+    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, who wrote them, and the file's state")
+    verify = what.add_parser("verify", help="compare every piece with its checksum; status 1 if one is damaged")
+    for sub in (ls, verify):
+        sub.add_argument("file", metavar="FILE")
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return p
+
+
+if __name__ == "__main__":
+    run(parser(), main)

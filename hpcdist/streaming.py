@@ -1,0 +1,213 @@
+"""From files to a file, with no more than a window of host memory on any rank: what the commands do with ``-o``."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hpcdist import agree, files, gather, layout, outputs
+from hpcdist.buffers import as_bytes
+from hpcdist.command import Meter
+from hpcdist.errors import InputError
+from hpcdist.files import Source
+from hpcdist.formats import Opened
+from hpcdist.inputs import Inputs, equal
+from hpcdist.layout import Box
+from hpcdist.raw import memory
+from hpcdist.team import Team
+from hpcdist.world import World
+
+__all__ = ["Joined", "each_alone", "to_file", "to_root", "verify"]
+
+_OPEN = 32  # files at most that are kept open
+
+
+class Joined:
+    """The inputs as the one array that they are together, of which any box can be read. To be used in a with block."""
+
+    def __init__(self, data: Inputs, window: int) -> None:
+        self._data = data
+        self._window = window
+        rows = [source.shape[data.dim] if source.shape else 1 for source in data.sources]
+        self._starts = list(accumulate(rows, initial=0))
+        self._open: dict[int, tuple[ExitStack, Opened]] = {}
+
+    def read(self, box: Box, out: Tensor) -> None:
+        """Fill `out`, a CPU tensor of the box's shape.
+
+        Raises:
+            InputError: a file cannot be read, or is not what its header said before.
+        """
+        dim = self._data.dim
+        row, end = box.offset[dim], box.offset[dim] + box.shape[dim]
+        i = max(0, bisect_right(self._starts, row) - 1)
+        while row < end:
+            stop = min(end, self._starts[i + 1])
+            if row < stop:
+                source = self._data.sources[i]
+                part = out.narrow(dim, row - box.offset[dim], stop - row)
+                at = (*box.offset[:dim], row - self._starts[i], *box.offset[dim + 1 :])
+                array = self._array(i, source)
+                want = Box(at, tuple(part.shape)) if source.shape else Box((), ())
+                try:
+                    array.read(want, part if source.shape else part.view(()), self._window)
+                except (OSError, EOFError, RuntimeError) as error:
+                    raise InputError(f"{source.spec}: cannot be read: {error}") from error
+                row = stop
+            i += 1
+
+    def _array(self, i: int, source: Source) -> Opened:
+        if i not in self._open:
+            if len(self._open) >= _OPEN:
+                self._open.pop(next(iter(self._open)))[0].close()
+            stack = ExitStack()
+            array = stack.enter_context(self._data.opened(source))
+            if array.shape != source.shape or array.dtype != source.dtype:
+                stack.close()
+                raise InputError(f"{source.spec}: has changed while it was read")
+            self._open[i] = (stack, array)
+        return self._open[i][1]
+
+    def __enter__(self) -> Joined:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stack, _array in self._open.values():
+            stack.close()
+
+
+Read = Callable[[Box, Tensor], None]
+
+
+def to_file(
+    world: World,
+    team: Team,
+    verb: str,
+    read: Read,
+    path: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    window: int,
+    resume: bool,
+) -> float:
+    """Write an array to a file: every rank of the team reads and writes its share of the pieces. Collective over it.
+
+    Returns:
+        The seconds that it took this rank.
+
+    Raises:
+        RankError: on every rank of the team, if anything failed; the name then holds what it held.
+    """
+    start = time.perf_counter()
+    nbytes = layout.whole(shape).size() * dtype.itemsize
+    with Meter(world, verb, nbytes // team.size) as meter:
+        out = outputs.create(team, verb, path, shape, dtype, window, resume, meter.add)
+        problem = None
+        try:
+            buffer = _Buffer(out.pieces, dtype)
+            for row in out.mine():
+                piece = buffer.of(out.pieces[row])
+                read(out.pieces[row], piece)
+                out.put(row, piece)
+        except InputError as error:
+            problem = str(error)
+        out.finish(problem)
+    return time.perf_counter() - start
+
+
+class _Buffer:
+    """The memory of one piece, used again for the next."""
+
+    def __init__(self, pieces: Sequence[Box], dtype: torch.dtype) -> None:
+        self._memory = torch.empty(max((p.size() for p in pieces), default=0), dtype=dtype)
+
+    def of(self, box: Box) -> Tensor:
+        return self._memory[: box.size()].view(box.shape)
+
+
+def to_root(
+    world: World, read: Read, path: str, shape: tuple[int, ...], dtype: torch.dtype, window: int, route: str, root: int
+) -> float:
+    """Write an array to a file as the root alone: round after round, every rank reads a piece, and the root gathers
+    them over the route and writes them. Collective over the world; otherwise as :func:`to_file`."""
+    start = time.perf_counter()
+    comm, size = world.team.comm, world.world_size
+    with _alone(world) as team, Meter(world, "gather", layout.whole(shape).size() * dtype.itemsize) as meter:
+        share = max(2 * dtype.itemsize, window // size)
+        out: list[outputs.Output] = []
+        agree.on_root(comm, "gather", lambda: out.append(outputs.create(team, "gather", path, shape, dtype, share)), root)
+        pieces = outputs.pieces_of(shape, dtype, share)
+        problem = None
+        for first in range(0, len(pieces), size):
+            now = range(first, min(first + size, len(pieces)))
+            mine = torch.empty(pieces[now[world.rank]].shape if world.rank < len(now) else (0,), dtype=dtype)
+            try:
+                if world.rank < len(now) and problem is None:
+                    read(pieces[now[world.rank]], mine)
+            except InputError as error:
+                problem = str(error)
+            got = gather(as_bytes(mine).to(world.device if route == "nccl" else "cpu"), 0, root, route=route)
+            if got is not None:
+                _put_all(out[0], now, got.cpu(), dtype)
+            meter.add(sum(pieces[row].size() for row in now) * dtype.itemsize)
+        problem = next((text for text in comm.allgather(problem) if text is not None), None)
+        agree.on_root(comm, "gather", lambda: out[0].finish(problem), root)
+    return time.perf_counter() - start
+
+
+def _put_all(out: outputs.Output, rows: Sequence[int], arrived: Tensor, dtype: torch.dtype) -> None:
+    """Write the pieces that have arrived one after the other."""
+    start = 0
+    for row in rows:
+        end = start + out.pieces[row].size() * dtype.itemsize
+        out.put(row, arrived[start:end].view(dtype).view(out.pieces[row].shape))
+        start = end
+
+
+@contextmanager
+def _alone(world: World) -> Iterator[Team]:
+    """A team of this rank only."""
+    from mpi4py import MPI
+
+    team = Team(MPI.COMM_SELF.Dup(), world)
+    try:
+        yield team
+    finally:
+        team.free()
+
+
+def each_alone(world: World, verb: str, steps: Sequence[Callable[[Team], None]]) -> None:
+    """Run steps on this rank, with a team of its own; what fails on any rank is a RankError on all. Collective."""
+
+    def run() -> None:
+        with _alone(world) as team:
+            for step in steps:
+                step(team)
+
+    agree.on_all(world.team.comm, verb, run)
+
+
+def verify(read: Read, specs: Sequence[tuple[str, Box]], dtype: torch.dtype, window: int) -> tuple[bool, str]:
+    """Whether files hold the boxes of an array, bit by bit, and the SHA-256 of what they hold. On this rank alone.
+
+    The boxes are of the array that `read` reads; the hash is of their bytes, one after the other.
+    """
+    right, digest = True, hashlib.sha256()
+    for spec, whole in specs:
+        with files.opened(spec) as array:
+            right = right and array.shape == whole.shape and array.dtype == dtype
+            for box in layout.boxes(layout.whole(whole.shape), max(1, window // 4 // dtype.itemsize)) if right else ():
+                got, expected = torch.empty(box.shape, dtype=dtype), torch.empty(box.shape, dtype=dtype)
+                array.read(box, got, window // 4)
+                at = tuple(map(sum, zip(box.offset, whole.offset, strict=True)))
+                read(Box(at, box.shape), expected)
+                right = right and equal(got, expected)
+                digest.update(memory(got))
+    return right, digest.hexdigest()
