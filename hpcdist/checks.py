@@ -15,7 +15,18 @@ from torch import Tensor
 from hpcdist import buffers, layout
 from hpcdist.routes import CPU, CUDA, NAMES
 
-__all__ = ["CPU", "CUDA", "FOLLOWS", "FOLLOWS_CPU", "Call", "WrongError", "problem_of", "shard_call", "split_call", "tensor"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "FOLLOWS",
+    "FOLLOWS_CPU",
+    "Call",
+    "WrongError",
+    "problem_of",
+    "shard_call",
+    "split_call",
+    "tensor",
+]
 
 # A receiver that brings no tensor has its part where the root has the whole, if it has a GPU itself.
 FOLLOWS, FOLLOWS_CPU = 3, 4

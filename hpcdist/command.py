@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO, NoReturn, TypeVar
 
 from hpcdist import abort, world
-from hpcdist.errors import HpcdistError, InputError, RankError
+from hpcdist.errors import HpcdistError, RankError
 from hpcdist.world import World
 
 __all__ = ["Meter", "Parser", "nbytes", "progress", "run", "show_bytes", "table"]
@@ -103,7 +103,7 @@ def nbytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, got {text!r}")
-    return int(match[1]) * 1024 ** " KMG".index(match[2].upper() or " ")
+    return int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
 
 
 def show_bytes(count: float) -> str:

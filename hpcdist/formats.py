@@ -24,8 +24,8 @@ from hpcdist.buffers import DTYPES
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
 from hpcdist.raw import Raw, bits, read_at
-from hpcdist.staging import format as staged
-from hpcdist.staging.format import NUMPY
+from hpcdist.staging.contents import describe, read_box
+from hpcdist.staging.format import NUMPY, stored_dtype
 
 __all__ = ["FORMATS", "Opened", "of_raw"]
 
@@ -183,17 +183,17 @@ def _safetensors_header(path: str) -> tuple[int, dict[str, Any]]:
 
 @contextmanager
 def _read_h5(path: str, name: str | None) -> Iterator[Opened]:
-    datasets = staged.describe(path).datasets
+    datasets = describe(path).datasets
     stored = datasets[_pick(path, name and name.strip("/"), list(datasets))]
     if stored.raw is not None:
         with of_raw(stored.raw) as opened:
             yield opened
     else:
-        yield Opened(stored.shape, stored.dtype, partial(staged.read_box, path, stored.name))
+        yield Opened(stored.shape, stored.dtype, partial(read_box, path, stored.name))
 
 
 def _lay_out_npy(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Raw:
-    header = {"descr": np.lib.format.dtype_to_descr(staged.stored_dtype(dtype)), "fortran_order": False, "shape": shape}
+    header = {"descr": np.lib.format.dtype_to_descr(stored_dtype(dtype)), "fortran_order": False, "shape": shape}
     with path.open("r+b") as file:
         np.lib.format.write_array_header_1_0(file, header)
         where = Raw(str(path), file.tell(), shape, dtype)

@@ -75,7 +75,7 @@ class Inputs:
         return x if x.dim() else x.view(1)
 
     def shard(self, world: World) -> Tensor:
-        """This rank's arrays, joined; no rows if it has none. Collective: an error anywhere is a RankError everywhere."""
+        """This rank's arrays, joined; no rows if it has none. Collective: an error on one rank is one on all."""
         mine = self.sources[self.bounds[world.rank] : self.bounds[world.rank + 1]]
         parts: list[Tensor] = []
         step = lambda: parts.extend(self.read(source) for source in progress(mine, world, "read"))  # noqa: E731

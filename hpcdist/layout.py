@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -91,7 +91,7 @@ class Box(NamedTuple):
 
     def slices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
         """The index of the box in a tensor; in one that itself begins at `origin` of the whole, if that is given."""
-        start = [o - at for o, at in zip(self.offset, origin, strict=True)] if origin else self.offset
+        start = self.seen_from(origin).offset if origin else self.offset
         return tuple(slice(o, o + n) for o, n in zip(start, self.shape, strict=True))
 
     def meet(self, other: Box) -> Box:
@@ -105,7 +105,11 @@ class Box(NamedTuple):
         low = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         high = [min(a + n, b + m) for a, n, b, m in ends]
-        return Box(low, tuple(max(0, h - l) for h, l in zip(high, low, strict=True)))
+        return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
+
+    def seen_from(self, origin: Sequence[int]) -> Box:
+        """The same box in a tensor that begins at `origin` of the whole."""
+        return Box(tuple(o - at for o, at in zip(self.offset, origin, strict=True)), self.shape)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -141,9 +145,7 @@ def _cut(box: Box, dim: int, step: int) -> Iterator[Box]:
     for lead in _indices(box.shape[:dim]):
         for start, length in pieces(box.shape[dim], step):
             at = (*lead, start, *(0,) * (len(box.shape) - dim - 1))
-            yield Box(
-                tuple(map(sum, zip(box.offset, at, strict=True))), (*(1,) * dim, length, *box.shape[dim + 1 :])
-            )
+            yield Box(tuple(map(sum, zip(box.offset, at, strict=True))), (*(1,) * dim, length, *box.shape[dim + 1 :]))
 
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -196,4 +198,4 @@ def shares(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:
     chosen = {taker * parts // takers for taker in range(takers)}
     counts = iter(block(extent, takers))
     ends = list(accumulate((next(counts) if rank in chosen else 0 for rank in range(parts)), initial=0))
-    return list(zip(ends, ends[1:], strict=False))
+    return list(pairwise(ends))

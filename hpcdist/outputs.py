@@ -152,11 +152,16 @@ class _Flat:
         try:
             agree.on_all(comm, self._verb, partial(_raise, problem))
             agree.on_all(comm, self._verb, lambda: sync(Path(self._raw.path)))
-            agree.on_root(comm, self._verb, lambda: self._commit and self._commit.finish())
+            agree.on_root(comm, self._verb, self._complete)
         except RankError:
             self._give_up(self._opened)
             raise
         os.close(self._opened[0])
+
+    def _complete(self) -> None:
+        assert self._commit is not None  # on the root
+        self._commit.finish()
+        self._commit = None
 
     def _give_up(self, opened: list[int]) -> None:
         for fd in opened:

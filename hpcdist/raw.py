@@ -42,7 +42,7 @@ def bits(x: Tensor) -> Tensor:
 
 def memory(x: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor."""
-    return memoryview(as_bytes(x).numpy())
+    return memoryview(as_bytes(x).numpy())  # type: ignore[arg-type]
 
 
 def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None) -> None:

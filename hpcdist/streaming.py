@@ -142,33 +142,55 @@ def to_root(
     with _alone(world) as team, Meter(world, "gather", layout.whole(shape).size() * dtype.itemsize) as meter:
         share = max(2 * dtype.itemsize, window // size)
         out: list[outputs.Output] = []
-        agree.on_root(comm, "gather", lambda: out.append(outputs.create(team, "gather", path, shape, dtype, share)), root)
+        agree.on_root(
+            comm, "gather", lambda: out.append(outputs.create(team, "gather", path, shape, dtype, share)), root
+        )
         pieces = outputs.pieces_of(shape, dtype, share)
+        buffer, arrived = _Buffer(pieces, dtype), _Arrived(pieces, dtype, size) if world.rank == root else None
         problem = None
         for first in range(0, len(pieces), size):
-            now = range(first, min(first + size, len(pieces)))
-            mine = torch.empty(pieces[now[world.rank]].shape if world.rank < len(now) else (0,), dtype=dtype)
+            now = pieces[first : first + size]
+            box = now[world.rank] if world.rank < len(now) else layout.whole((0,))
+            mine = buffer.of(box)
             try:
-                if world.rank < len(now) and problem is None:
-                    read(pieces[now[world.rank]], mine)
+                if box.size() and problem is None:
+                    read(box, mine)
             except InputError as error:
                 problem = str(error)
-            got = gather(as_bytes(mine).to(world.device if route == "nccl" else "cpu"), 0, root, route=route)
-            if got is not None:
-                _put_all(out[0], now, got.cpu(), dtype)
-            meter.add(sum(pieces[row].size() for row in now) * dtype.itemsize)
+            x = as_bytes(mine)
+            if arrived is None:
+                gather(x.to(world.device) if route == "nccl" else x, 0, root, route=route)
+            elif route == "nccl":
+                whole = gather(x.to(world.device), 0, root, route=route)
+                arrived.put(out[0], first, now, None if whole is None else whole.cpu())
+            else:
+                gather(x, 0, root, route=route, out=arrived.memory(now))
+                arrived.put(out[0], first, now, None)
+            meter.add(sum(box.size() for box in now) * dtype.itemsize)
         problem = next((text for text in comm.allgather(problem) if text is not None), None)
         agree.on_root(comm, "gather", lambda: out[0].finish(problem), root)
     return time.perf_counter() - start
 
 
-def _put_all(out: outputs.Output, rows: Sequence[int], arrived: Tensor, dtype: torch.dtype) -> None:
-    """Write the pieces that have arrived one after the other."""
-    start = 0
-    for row in rows:
-        end = start + out.pieces[row].size() * dtype.itemsize
-        out.put(row, arrived[start:end].view(dtype).view(out.pieces[row].shape))
-        start = end
+class _Arrived:
+    """The root's memory for the pieces of a round, one after the other."""
+
+    def __init__(self, pieces: Sequence[Box], dtype: torch.dtype, size: int) -> None:
+        self._dtype = dtype
+        largest = max((box.size() for box in pieces), default=0)
+        self._memory = torch.empty(min(size, len(pieces)) * largest, dtype=dtype)
+
+    def memory(self, boxes: Sequence[Box]) -> Tensor:
+        """The bytes of these pieces."""
+        return as_bytes(self._memory[: sum(box.size() for box in boxes)])
+
+    def put(self, out: outputs.Output, first: int, boxes: Sequence[Box], arrived: Tensor | None) -> None:
+        """Write the pieces, which are numbered from `first` on; `arrived` holds them if they are not here."""
+        source = self._memory if arrived is None else arrived.view(self._dtype)
+        start = 0
+        for i, box in enumerate(boxes):
+            out.put(first + i, source[start : start + box.size()].view(box.shape))
+            start += box.size()
 
 
 @contextmanager

@@ -34,17 +34,19 @@ FLOORS = (
     ("team", "rendezvous", "devices"),
     ("world",),
     ("gather", "concat", "split"),
-    ("staging.names", "staging.host", "staging.writers"),
+    ("staging.names", "staging.host", "staging.writers", "staging.contents"),
     ("staging.pieces",),
     ("staging.reader",),
     ("staging.saving",),
     ("staging.save", "staging.load", "staging.piecewise"),
     ("staging",),
     ("",),  # the package itself: the public names
-    ("files", "command"),
+    ("formats", "patterns", "command"),
+    ("files", "outputs"),
     ("inputs",),
-    ("gather.compare",),
+    ("gather.compare", "streaming"),
     ("gather.__main__", "staging.__main__", "__main__"),
+    ("concat.__main__", "split.__main__"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -74,9 +74,7 @@ def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[s
             )
         else:
             report["route"] = args.route
-            seconds = streaming.to_root(
-                world, joined.read, args.output, shape, dtype, window, args.route, args.root
-            )
+            seconds = streaming.to_root(world, joined.read, args.output, shape, dtype, window, args.route, args.root)
         report["seconds"] = max(world.team.comm.allgather(seconds))
         if not args.verify:
             return {}

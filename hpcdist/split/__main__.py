@@ -60,7 +60,9 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
     """Each rank writes its share of the parts. Collective."""
     extents = layout.counts_of(args.counts, data.shape[data.dim], len(names))
     boxes = shard_boxes(data.shape, data.dim, extents)
-    mine = [i for i, owner in enumerate(owners_of(len(names), world.world_size, world.world_size)) if owner == world.rank]
+    mine = [
+        i for i, owner in enumerate(owners_of(len(names), world.world_size, world.world_size)) if owner == world.rank
+    ]
     seconds: list[float] = []
     with Joined(data, args.window // 2) as joined:
         steps: list[Callable[[Team], None]] = [

@@ -11,8 +11,7 @@ import numpy as np
 from hpcdist import agree, layout
 from hpcdist.command import Meter, Parser, run, show_bytes, table
 from hpcdist.errors import FileError, InputError
-from hpcdist.staging import format
-from hpcdist.staging.format import Contents, Stored
+from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
 from hpcdist.world import World
@@ -23,7 +22,7 @@ _SHOWN = 20  # damaged pieces
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Run the subcommand on the ranks of the world; returns the exit status. Collective."""
-    contents = agree.on_root(world.team.comm, args.what, lambda: format.describe(args.file, incomplete=args.what == "ls"))
+    contents = agree.on_root(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
     if args.what == "verify":
         return _verify(world, contents, args)
     if world.rank == 0:

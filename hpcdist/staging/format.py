@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -26,21 +26,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist import raw
 from hpcdist.buffers import DTYPES
 from hpcdist.errors import FileError
 from hpcdist.layout import Box
-from hpcdist.raw import Raw
 
 __all__ = [
-    *("ALIGNMENT", "COMPLETE", "GROUP", "Contents", "Dataset", "Layout", "Stored", "create", "describe", "digest"),
-    *("find_layout", "look", "read_box", "record_dtype", "records", "stored_dtype", "summary"),
+    *("ALIGNMENT", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset", "Layout", "Table"),
+    *("alignment_of", "create", "digest", "find_layout", "look", "record_dtype", "records", "stored_dtype", "summary"),
 ]
 
 GROUP = "_hpcdist"
 DTYPE_ATTRIBUTE = "torch_dtype"
 COMPLETE = b"\x01"
-_VERSION = 1
+VERSION = 1
 NUMPY = {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
 NUMPY -= {torch.complex32}
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
@@ -66,7 +64,9 @@ def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def record_dtype(ndim: int) -> np.dtype[np.void]:
     """A row of the table of pieces of a tensor; a 0-d tensor counts as 1-d."""
     n = (max(1, ndim),)
-    return np.dtype([("offset", "<i8", n), ("shape", "<i8", n), ("xxh3_64", "<u8"), ("rank", "<i4"), ("written", "<i4")])
+    return np.dtype(
+        [("offset", "<i8", n), ("shape", "<i8", n), ("xxh3_64", "<u8"), ("rank", "<i4"), ("written", "<i4")]
+    )
 
 
 def records(boxes: Sequence[Box], ndim: int) -> Table:
@@ -115,59 +115,15 @@ class Layout:
     tables: list[int | None]
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A dataset in a file.
-
-    Attributes:
-        name, shape, dtype: of the tensor.
-        raw: where its bytes lie, if they lie in one run as they are; None if only HDF5 can read them.
-        pieces: the table of its pieces, if hpcdist wrote it.
-        filters: what it is compressed with, in words.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    raw: Raw | None
-    pieces: Table | None
-    filters: str
-
-    def boxes(self) -> list[Box]:
-        """The boxes of its pieces."""
-        if self.pieces is None:
-            return []
-        n = len(self.shape)
-        return [Box(tuple(map(int, row["offset"][:n])), tuple(map(int, row["shape"][:n]))) for row in self.pieces]
-
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Contents:
-    """A staging file, or a foreign HDF5 file.
-
-    Attributes:
-        path: of the file.
-        datasets: by name, in the order of the file.
-        plan: what was to be written; None in a foreign file.
-        complete: all of it has been.
-    """
-
-    path: str
-    datasets: dict[str, Stored]
-    plan: dict[str, Any] | None
-    complete: bool
-
-
 def alignment_of(folder: Path, asked: int | None) -> int:
     """The alignment of datasets in bytes: as asked, or a multiple of the file system's preferred block (on Lustre
     that is the stripe)."""
     return asked or max(ALIGNMENT, os.stat(folder).st_blksize)
 
 
-def create(path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], attrs: Mapping[str, Any], align: int) -> None:
+def create(
+    path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], attrs: Mapping[str, Any], align: int
+) -> None:
     """Lay out a file for these datasets; the data are not there yet. `attrs` are those of the file itself."""
     import h5py
 
@@ -181,7 +137,7 @@ def create(path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], att
             if dataset.dtype not in NUMPY:
                 made.attrs[DTYPE_ATTRIBUTE] = str(dataset.dtype).removeprefix("torch.")
         group = file.create_group(GROUP)
-        group.attrs["version"] = _VERSION
+        group.attrs["version"] = VERSION
         for name, content in (("state", b"\0"), ("token", os.urandom(16)), ("plan", json.dumps(plan).encode())):
             _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1")).write_direct(
                 np.frombuffer(content, np.uint8)
@@ -269,117 +225,3 @@ def summary(datasets: Sequence[Dataset]) -> dict[str, Any]:
 
 def _offset(dataset: Any) -> int | None:
     return dataset.id.get_offset() if dataset.chunks is None else None
-
-
-def describe(path: str, incomplete: bool = False) -> Contents:
-    """Read what a file holds, without the data.
-
-    Raises:
-        FileError: no such file, not HDF5, truncated, or a save of hpcdist that is not complete, unless `incomplete`
-            ones are wanted.
-    """
-    import h5py
-
-    if not os.path.exists(path):
-        raise FileError(f"{path}: no such file")
-    if os.path.isdir(path):
-        raise FileError(f"{path}: is a folder")
-    try:
-        with h5py.File(path, "r", locking="best-effort") as file:
-            contents = _contents(path, file)
-    except OSError as error:
-        raise FileError(f"{path}: {_why(path, error)}") from error
-    if not (contents.complete or incomplete):
-        raise FileError(f"{path}: incomplete: the job that wrote it ended before it was done")
-    size = os.path.getsize(path)
-    for stored in contents.datasets.values():
-        if stored.raw is not None and stored.raw.offset + stored.nbytes() > size:
-            raise FileError(f"{path}: truncated: {stored.name} ends behind the end of the file")
-    return contents
-
-
-def _why(path: str, error: OSError) -> str:
-    """What keeps HDF5 from opening a file, in a few words."""
-    import h5py
-
-    if not os.access(path, os.R_OK):
-        return "cannot be read: Permission denied"
-    text = str(error).splitlines()[0]
-    if "truncated" in text:
-        return f"truncated ({text})"
-    return f"cannot be read ({text})" if h5py.is_hdf5(path) else "not an HDF5 file"
-
-
-def _contents(path: str, file: Any) -> Contents:
-    import h5py
-
-    names: list[str] = []
-
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and not name.startswith(GROUP + "/"):
-            names.append(name)
-
-    file.visititems(visit)
-    group = file.get(GROUP)
-    ours = isinstance(group, h5py.Group) and "version" in group.attrs
-    if not ours:
-        return Contents(path, {n: s for n, s in _stored(path, file, names, {})}, None, complete=True)
-    if group.attrs["version"] > _VERSION:
-        raise FileError(f"{path}: written by a newer hpcdist (version {group.attrs['version']} of the format)")
-    plan = json.loads(bytes(group["plan"][()]))
-    tables = {d["name"]: group[f"pieces/{i}"] for i, d in enumerate(plan["datasets"])}
-    complete = bytes(group["state"][()]) == COMPLETE
-    return Contents(path, {n: s for n, s in _stored(path, file, names, tables)}, plan, complete)
-
-
-def _stored(path: str, file: Any, names: Sequence[str], tables: Mapping[str, Any]) -> Iterator[tuple[str, Stored]]:
-    for name in names:
-        dataset = file[name]
-        kept = dataset.attrs.get(DTYPE_ATTRIBUTE)
-        dtype = _torch_dtype(dataset.dtype) if kept is None else getattr(torch, str(kept), None)
-        if dtype is None or dtype not in DTYPES or dataset.shape is None:
-            continue  # strings, references, datasets without a shape: nothing that a tensor could hold
-        table = tables.get(name)
-        yield (
-            name,
-            Stored(
-                name,
-                tuple(dataset.shape),
-                dtype,
-                _raw(path, dataset, dtype),
-                None if table is None else table[()],
-                str(dataset.compression or ("chunked" if dataset.chunks else "")),
-            ),
-        )
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    try:
-        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
-    except TypeError:
-        return None
-
-
-def _raw(path: str, dataset: Any, dtype: torch.dtype) -> Raw | None:
-    """Where the dataset's bytes lie in this file, if they can be read without HDF5."""
-    offset = dataset.id.get_offset() if dataset.chunks is None and not dataset.external and not dataset.is_virtual else None
-    if offset is None:
-        return None
-    swapped = dataset.dtype.newbyteorder("=") != dataset.dtype
-    return Raw(path, offset, tuple(dataset.shape), dtype, swapped)
-
-
-def read_box(path: str, name: str, box: Box, out: torch.Tensor, window: int) -> None:
-    """Read a box of a dataset that only HDF5 can read (chunked, compressed, never written) into a CPU tensor."""
-    import h5py
-
-    from hpcdist import layout
-
-    stored = stored_dtype(out.dtype)
-    with h5py.File(path, "r", locking="best-effort") as file:
-        dataset = file[name]
-        for part in layout.boxes(box, max(1, window // (2 * out.dtype.itemsize))):  # HDF5 has a copy of its own
-            array = np.asarray(dataset[part.slices()]).astype(stored, copy=False)
-            part_of_out = raw.bits(out)[part.slices(box.offset)]
-            part_of_out.copy_(raw.bits(torch.from_numpy(np.ascontiguousarray(array)).view(out.dtype)).view_as(part_of_out))
-

@@ -18,8 +18,7 @@ from hpcdist.checks import Call
 from hpcdist.errors import FileError
 from hpcdist.layout import Box
 from hpcdist.raw import SHORT
-from hpcdist.staging import format
-from hpcdist.staging.format import Contents, Stored
+from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.names import SINGLE, nest
 from hpcdist.staging.pieces import PIECE, Plan, deliver, owners_of, shard_boxes
 from hpcdist.staging.reader import Reader, opened
@@ -177,7 +176,7 @@ def _odd(first: _Ask, other: _Ask) -> str | None:
 
 def _describe(path: str, name: str | None) -> Contents:
     """The tensors of a file that are meant."""
-    contents = format.describe(path)
+    contents = describe(path)
     if name is None:
         return contents
     chosen = {key: s for key, s in contents.datasets.items() if key == name or key.startswith(f"{name}/")}
@@ -214,7 +213,7 @@ def _want(stored: Stored, ask: _Ask, rank: int, size: int) -> Box:
     if ask.box is not None:
         box = ask.box
         right = len(box.offset) == len(box.shape) == len(shape) and all(
-            0 <= o and 0 <= n and o + n <= extent for o, n, extent in zip(box.offset, box.shape, shape, strict=True)
+            o >= 0 and n >= 0 and o + n <= extent for o, n, extent in zip(box.offset, box.shape, shape, strict=True)
         )
         if not right:
             raise ValueError(f"box is (offset {box.offset}, shape {box.shape}), which is not in shape {shape}")
@@ -265,15 +264,15 @@ def _read(
     plan, rows = _plan(stored, wants, reader, readers or team.size)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with _kept(problems):
-            for row in range(team.rank, len(stored.boxes()), team.size):
-                reader.check(row)
+            for number in range(team.rank, len(stored.boxes()), team.size):
+                reader.check(number)
     for round_ in plan.rounds:
         piece = None
         row = round_.get(team.rank)
         if row is not None:
             piece = torch.empty(plan.pieces[row].shape, dtype=stored.dtype)
             with _kept(problems):
-                reader.fill(plan.pieces[row], None if rows is None else rows[row], piece)
+                reader.fill(plan.pieces[row], None if rows is None or reader.verify is False else rows[row], piece)
         deliver(team, plan, piece, out, round_)
 
 
@@ -289,9 +288,7 @@ def _apart(stored: Stored, wants: Sequence[Box], verify: bool | None) -> bool:
     return True
 
 
-def _plan(
-    stored: Stored, wants: Sequence[Box], reader: Reader, readers: int
-) -> tuple[Plan, list[int] | None]:
+def _plan(stored: Stored, wants: Sequence[Box], reader: Reader, readers: int) -> tuple[Plan, list[int] | None]:
     """Who reads what, and for each piece its number in the file's table, if the table's pieces are read."""
     size, itemsize = len(wants), stored.dtype.itemsize
     boxes = stored.boxes()

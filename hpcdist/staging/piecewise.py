@@ -19,7 +19,8 @@ from hpcdist.errors import FileError
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.staging import format
-from hpcdist.staging.format import Contents, Dataset, Stored
+from hpcdist.staging.contents import Contents, Stored, describe
+from hpcdist.staging.format import Dataset
 from hpcdist.staging.names import flatten
 from hpcdist.staging.pieces import PIECE, owners_of
 from hpcdist.staging.reader import Reader, checksum_of, opened
@@ -100,7 +101,7 @@ class ReadFile:
     """
 
     def __init__(self, path: str, window: int) -> None:
-        self._contents: Contents = format.describe(path)
+        self._contents: Contents = describe(path)
         self._window = window
         self._open = opened(path)
         self._fd = self._open.__enter__()
@@ -295,7 +296,7 @@ class WriteFile:
 
 def _inside(shape: Sequence[int], offset: Sequence[int], extent: Sequence[int]) -> None:
     right = len(offset) == len(extent) == len(shape) and all(
-        0 <= o and 0 <= n and o + n <= whole for o, n, whole in zip(offset, extent, shape, strict=True)
+        o >= 0 and n >= 0 and o + n <= whole for o, n, whole in zip(offset, extent, shape, strict=True)
     )
     if not right:
         raise ValueError(f"box (offset {tuple(offset)}, shape {tuple(extent)}) is not in shape {tuple(shape)}")

@@ -16,7 +16,7 @@ from hpcdist.errors import FileError
 from hpcdist.layout import Box
 from hpcdist.raw import memory
 from hpcdist.staging import format
-from hpcdist.staging.format import Stored
+from hpcdist.staging.contents import Stored, read_box
 from hpcdist.staging.host import incoming
 from hpcdist.staging.pieces import PIECE
 
@@ -87,7 +87,7 @@ class Reader:
             rows = [None] * len(parts)
             if self.verify:
                 self._check(want)
-        local = [Box(tuple(o - at for o, at in zip(p.offset, want.offset, strict=True)), p.shape) for p in parts]
+        local = [part.seen_from(want.offset) for part in parts]
         for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
             self.fill(part, row, target)
 
@@ -96,7 +96,9 @@ class Reader:
         where = self.stored.raw
         assert where is not None
         try:
-            if row is None:
+            if row is not None and where.swapped:  # the checksum is of the bytes as they are stored
+                self.check(row)
+            if row is None or where.swapped:
                 where.read(partial(raw.read_at, self.fd), part, target, self.window)
             else:
                 digest = format.digest()
@@ -133,7 +135,7 @@ class Reader:
         where, box = self.stored.raw, self.stored.boxes()[row]
         if where is None:
             buffer = torch.empty(box.shape, dtype=self.stored.dtype)
-            format.read_box(self.path, self.stored.name, box, buffer, self.window)
+            read_box(self.path, self.stored.name, box, buffer, self.window)
             digest = format.digest()
             digest.update(memory(buffer))
             self._compare(row, digest.intdigest())
@@ -153,9 +155,9 @@ class Reader:
             self._check(want)
         limit = max(1, min(PIECE, self.window // 2) // out.itemsize)
         parts = list(layout.boxes(want, limit))
-        local = [Box(tuple(o - at for o, at in zip(p.offset, want.offset, strict=True)), p.shape) for p in parts]
+        local = [part.seen_from(want.offset) for part in parts]
         for part, target in zip(parts, incoming(out, local), strict=True):
-            format.read_box(self.path, self.stored.name, part, target, self.window)
+            read_box(self.path, self.stored.name, part, target, self.window)
             if self.progress is not None:
                 self.progress(target.nbytes)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hpcdist import agree, checks, layout, world
 from hpcdist.checks import Call
-from hpcdist.layout import Box
 from hpcdist.staging import writers as ways
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.host import outgoing
@@ -48,7 +47,7 @@ class _Ask:
 def save(
     path: str | os.PathLike[str],
     tensors: Tensor | Mapping[str, Any],
-    dim: int | None | Mapping[str, int | None] = 0,
+    dim: int | Mapping[str, int | None] | None = 0,
     *,
     attrs: Mapping[str, Mapping[str, Any]] | None = None,
     compression: str | int | Mapping[str, Any] | None = None,
@@ -109,10 +108,10 @@ def save(
         given = flatten(tensors)
         dims = _dims(dim, given)
         for name, x in given.items():
-            flat[name], at = checks.tensor(x, dims[name] or 0, name)
-            shown = x if dims[name] is None else flat[name]
-            flat[name] = flat[name].view(shown.shape)
-            ask.shards[name] = (x.dtype, None if dims[name] is None else at, tuple(shown.shape))
+            along = dims[name]
+            shard, at = checks.tensor(x, along or 0, name)
+            flat[name] = shard.view(x.shape) if along is None else shard
+            ask.shards[name] = (x.dtype, None if along is None else at, tuple(flat[name].shape))
         options = _options(window, writer, align, hints, resume, attrs, progress)
         filters, shape = _filters(compression, chunks)
         count = _writers(writers, team.size)
@@ -137,19 +136,18 @@ def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
     if plan.straight:
         rows = [row for row in plan.rows(team.rank) if row not in done]
         origin = plan.held[team.rank].offset
-        parts = [Box(part.offset, part.shape) for part in (plan.pieces[row] for row in rows)]
-        parts = [Box(tuple(o - at for o, at in zip(p.offset, origin, strict=True)), p.shape) for p in parts]
+        parts = [plan.pieces[row].seen_from(origin) for row in rows]
         for row, piece in zip(rows, outgoing(x, parts), strict=True):
             saving.put(i, row, piece)
         return
     for round_ in plan.rounds:
         left = {owner: row for owner, row in round_.items() if row not in done}
-        piece = collect(team, plan, x, left) if left else None
-        row = left.get(team.rank)
+        together = collect(team, plan, x, left) if left else None
+        mine = left.get(team.rank)
         if saving.datasets[i].chunks is not None:
-            saving.put_filtered(i, row, piece)
-        elif piece is not None and row is not None:
-            saving.put(i, row, piece)
+            saving.put_filtered(i, mine, together)
+        elif together is not None and mine is not None:
+            saving.put(i, mine, together)
 
 
 def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
@@ -163,9 +161,7 @@ def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
     return dims
 
 
-def _options(
-    window: Any, writer: Any, align: Any, hints: Any, resume: Any, attrs: Any, progress: Any
-) -> Options:
+def _options(window: Any, writer: Any, align: Any, hints: Any, resume: Any, attrs: Any, progress: Any) -> Options:
     for name, value in (("window", window), ("align", align)):
         if value is not None and (index(value) < 1):
             raise checks.WrongError(f"{name} is {value}, expected a number of bytes >= 1")

@@ -16,7 +16,7 @@ from hpcdist.commit import Commit, check_target, sync
 from hpcdist.errors import FileError, RankError
 from hpcdist.layout import Box
 from hpcdist.raw import Raw, memory
-from hpcdist.staging import format, writers
+from hpcdist.staging import contents, format, writers
 from hpcdist.staging.format import Dataset, Layout
 from hpcdist.staging.reader import checksum_of
 from hpcdist.team import Team
@@ -125,7 +125,7 @@ class Saving:
                 self.done[i].update(found)
 
     def _left_tables(self) -> list[format.Table]:
-        stored = format.describe(self.layout.path, incomplete=True).datasets
+        stored = contents.describe(self.layout.path, incomplete=True).datasets
         tables = [stored[d.name].pieces for d in self.datasets]
         return [table for table in tables if table is not None]
 
@@ -227,7 +227,7 @@ class Saving:
 def _left(part: Path) -> dict[str, Any] | None:
     """The plan of a file that was left, or None if there is nothing to go on with."""
     try:
-        return format.describe(str(part), incomplete=True).plan
+        return contents.describe(str(part), incomplete=True).plan
     except FileError:
         return None
 

@@ -149,9 +149,7 @@ def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
     dtype = stored_dtype(dataset.dtype)
     with h5py.File("chunks", "w", driver="core", backing_store=False) as file:
         free = (None,) * len(box.shape)
-        held = file.create_dataset(
-            "x", box.shape, dtype, chunks=dataset.chunks, maxshape=free, **dict(dataset.filters)
-        )
+        held = file.create_dataset("x", box.shape, dtype, chunks=dataset.chunks, maxshape=free, **dict(dataset.filters))
         held[...] = np.frombuffer(data, dtype).reshape(box.shape)
         file.flush()
         for chunk in held.iter_chunks():

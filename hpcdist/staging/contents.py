@@ -1,0 +1,183 @@
+"""What a file holds: staging files and those of other tools; and the data that only HDF5 can read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcdist import layout, raw
+from hpcdist.buffers import DTYPES
+from hpcdist.errors import FileError
+from hpcdist.layout import Box
+from hpcdist.raw import Raw
+from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, VERSION, Table, stored_dtype
+
+__all__ = ["Contents", "Stored", "describe", "read_box"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A dataset in a file.
+
+    Attributes:
+        name, shape, dtype: of the tensor.
+        raw: where its bytes lie, if they lie in one run as they are; None if only HDF5 can read them.
+        pieces: the table of its pieces, if hpcdist wrote it.
+        filters: what it is compressed with, in words.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    raw: Raw | None
+    pieces: Table | None
+    filters: str
+
+    def boxes(self) -> list[Box]:
+        """The boxes of its pieces."""
+        if self.pieces is None:
+            return []
+        n = len(self.shape)
+        return [Box(tuple(map(int, row["offset"][:n])), tuple(map(int, row["shape"][:n]))) for row in self.pieces]
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A staging file, or a foreign HDF5 file.
+
+    Attributes:
+        path: of the file.
+        datasets: by name, in the order of the file.
+        plan: what was to be written; None in a foreign file.
+        complete: all of it has been.
+    """
+
+    path: str
+    datasets: dict[str, Stored]
+    plan: dict[str, Any] | None
+    complete: bool
+
+
+def describe(path: str, incomplete: bool = False) -> Contents:
+    """Read what a file holds, without the data.
+
+    Raises:
+        FileError: no such file, not HDF5, truncated, or a save of hpcdist that is not complete, unless `incomplete`
+            ones are wanted.
+    """
+    import h5py
+
+    if not os.path.exists(path):
+        raise FileError(f"{path}: no such file")
+    if os.path.isdir(path):
+        raise FileError(f"{path}: is a folder")
+    try:
+        with h5py.File(path, "r", locking="best-effort") as file:
+            contents = _contents(path, file)
+    except OSError as error:
+        raise FileError(f"{path}: {_why(path, error)}") from error
+    if not (contents.complete or incomplete):
+        raise FileError(f"{path}: incomplete: the job that wrote it ended before it was done")
+    size = os.path.getsize(path)
+    for stored in contents.datasets.values():
+        if stored.raw is not None and stored.raw.offset + stored.nbytes() > size:
+            raise FileError(f"{path}: truncated: {stored.name} ends behind the end of the file")
+    return contents
+
+
+def _why(path: str, error: OSError) -> str:
+    """What keeps HDF5 from opening a file, in a few words."""
+    import h5py
+
+    if not os.access(path, os.R_OK):
+        return "cannot be read: Permission denied"
+    text = str(error).splitlines()[0]
+    if "truncated" in text:
+        return f"truncated ({text})"
+    return f"cannot be read ({text})" if h5py.is_hdf5(path) else "not an HDF5 file"
+
+
+def _contents(path: str, file: Any) -> Contents:
+    import h5py
+
+    names: list[str] = []
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and not name.startswith(GROUP + "/"):
+            names.append(name)
+
+    file.visititems(visit)
+    group = file.get(GROUP)
+    ours = isinstance(group, h5py.Group) and "version" in group.attrs
+    if not ours:
+        return Contents(path, dict(_stored(path, file, names, {})), None, complete=True)
+    if group.attrs["version"] > VERSION:
+        raise FileError(f"{path}: written by a newer hpcdist (version {group.attrs['version']} of the format)")
+    plan = json.loads(bytes(group["plan"][()]))
+    tables = {d["name"]: group[f"pieces/{i}"] for i, d in enumerate(plan["datasets"])}
+    complete = bytes(group["state"][()]) == COMPLETE
+    return Contents(path, dict(_stored(path, file, names, tables)), plan, complete)
+
+
+def _stored(path: str, file: Any, names: Sequence[str], tables: Mapping[str, Any]) -> Iterator[tuple[str, Stored]]:
+    for name in names:
+        dataset = file[name]
+        kept = dataset.attrs.get(DTYPE_ATTRIBUTE)
+        dtype = _torch_dtype(dataset.dtype) if kept is None else getattr(torch, str(kept), None)
+        if dtype is None or dtype not in DTYPES or dataset.shape is None:
+            continue  # strings, references, datasets without a shape: nothing that a tensor could hold
+        table = tables.get(name)
+        yield (
+            name,
+            Stored(
+                name,
+                tuple(dataset.shape),
+                dtype,
+                _raw(path, dataset, dtype),
+                None if table is None else table[()],
+                str(dataset.compression or ("chunked" if dataset.chunks else "")),
+            ),
+        )
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    try:
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    except TypeError:
+        return None
+
+
+def _raw(path: str, dataset: Any, dtype: torch.dtype) -> Raw | None:
+    """Where the dataset's bytes lie in this file, if they can be read without HDF5."""
+    offset = (
+        dataset.id.get_offset() if dataset.chunks is None and not dataset.external and not dataset.is_virtual else None
+    )
+    if offset is None:
+        return None
+    swapped = dataset.dtype.newbyteorder("=") != dataset.dtype
+    return Raw(path, offset, tuple(dataset.shape), dtype, swapped)
+
+
+def read_box(path: str, name: str, box: Box, out: torch.Tensor, window: int) -> None:
+    """Read a box of a dataset that only HDF5 can read (chunked, compressed, never written) into a CPU tensor."""
+    import h5py
+
+    stored = stored_dtype(out.dtype)
+    with h5py.File(path, "r", locking="best-effort") as file:
+        dataset = file[name]
+        for part in layout.boxes(box, max(1, window // (2 * out.dtype.itemsize))):  # HDF5 has a copy of its own
+            array = np.asarray(dataset[part.slices()]).astype(stored, copy=False)
+            part_of_out = raw.bits(out)[part.slices(box.offset)]
+            part_of_out.copy_(
+                raw.bits(torch.from_numpy(np.ascontiguousarray(array)).view(out.dtype)).view_as(part_of_out)
+            )
