@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -10,16 +11,41 @@ from torch import Tensor
 from hpcdist.layout import Box
 from hpcdist.raw import bits
 
-__all__ = ["incoming", "on_host", "outgoing"]
+__all__ = ["Scratch", "incoming", "outgoing"]
 
 
-def on_host(x: Tensor) -> Tensor:
-    """`x` in contiguous host memory: itself where it is, else one copy."""
-    if not x.is_cuda:
-        return x.contiguous()
-    buffer = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    buffer.copy_(x.contiguous())
-    return buffer
+class Scratch:
+    """Host memory that is used again in every round: new memory costs more than a copy into it."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._held: list[Tensor] = []
+        self._next = 0
+
+    def reset(self) -> None:
+        """All that was taken is free again."""
+        self._next = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Contiguous memory; its contents are not defined."""
+        nbytes = prod(shape) * dtype.itemsize
+        if self._next == len(self._held):
+            self._held.append(torch.empty(0, dtype=torch.uint8))
+        if self._held[self._next].numel() < nbytes:
+            self._held[self._next] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        self._next += 1
+        return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
+
+    def on_host(self, x: Tensor) -> Tensor:
+        """`x` in contiguous host memory: itself where it is, else one copy."""
+        if not x.is_cuda and x.is_contiguous():
+            return x
+        block = self.take(x.shape, x.dtype)
+        if x.is_cuda:
+            block.copy_(x.contiguous())
+        else:
+            bits(block).copy_(bits(x))
+        return block
 
 
 def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:

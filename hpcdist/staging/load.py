@@ -19,6 +19,7 @@ from hpcdist.errors import FileError
 from hpcdist.layout import Box
 from hpcdist.raw import SHORT
 from hpcdist.staging.contents import Contents, Stored, describe
+from hpcdist.staging.host import Scratch
 from hpcdist.staging.names import SINGLE, nest
 from hpcdist.staging.pieces import PIECE, Plan, deliver, owners_of, shard_boxes
 from hpcdist.staging.reader import Reader, opened
@@ -266,14 +267,16 @@ def _read(
         with _kept(problems):
             for number in range(team.rank, len(stored.boxes()), team.size):
                 reader.check(number)
+    scratch = Scratch(pinned=out.is_cuda)
     for round_ in plan.rounds:
+        scratch.reset()
         piece = None
         row = round_.get(team.rank)
         if row is not None:
-            piece = torch.empty(plan.pieces[row].shape, dtype=stored.dtype)
+            piece = scratch.take(plan.pieces[row].shape, stored.dtype)
             with _kept(problems):
                 reader.fill(plan.pieces[row], None if rows is None or reader.verify is False else rows[row], piece)
-        deliver(team, plan, piece, out, round_)
+        deliver(team, plan, piece, out, round_, scratch)
 
 
 def _apart(stored: Stored, wants: Sequence[Box], verify: bool | None) -> bool:

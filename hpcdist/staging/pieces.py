@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from torch import Tensor, empty
+from torch import Tensor
 
 from hpcdist import abort, layout
 from hpcdist.buffers import as_bytes
 from hpcdist.layout import Box
 from hpcdist.raw import bits
-from hpcdist.staging.host import on_host
+from hpcdist.staging.host import Scratch
 from hpcdist.team import Team
 
 __all__ = ["PIECE", "Plan", "collect", "deliver", "shard_boxes"]
@@ -100,12 +100,13 @@ def owners_of(pieces: int, size: int, takers: int) -> list[int]:
     return [rank for rank, (first, end) in enumerate(shares) for _ in range(first, end)]
 
 
-def collect(team: Team, plan: Plan, x: Tensor, round_: dict[int, int]) -> Tensor | None:
+def collect(team: Team, plan: Plan, x: Tensor, round_: dict[int, int], scratch: Scratch) -> Tensor | None:
     """Bring the pieces of one round together from the shards `x` of all ranks. Collective over the team.
 
     Returns:
-        This rank's piece, in contiguous host memory; None if it has none in this round.
+        This rank's piece, in contiguous host memory of `scratch`; None if it has none in this round.
     """
+    scratch.reset()
     me = team.rank
     mine = plan.held[me]
     sends: list[tuple[int, Tensor]] = []
@@ -113,7 +114,7 @@ def collect(team: Team, plan: Plan, x: Tensor, round_: dict[int, int]) -> Tensor
     for owner, row in round_.items():
         part = plan.pieces[row].meet(mine)
         if part.size():
-            block = on_host(x[part.slices(mine.offset)])
+            block = scratch.on_host(x[part.slices(mine.offset)])
             if owner == me:
                 own = (part, block)
             else:
@@ -123,8 +124,8 @@ def collect(team: Team, plan: Plan, x: Tensor, round_: dict[int, int]) -> Tensor
     recvs: list[tuple[int, Tensor]] = []
     if me in round_:
         box = plan.pieces[round_[me]]
-        piece = empty(box.shape, dtype=x.dtype)
-        places, recvs = _places(piece, box, plan.held, me)
+        piece = scratch.take(box.shape, x.dtype)
+        places, recvs = _places(piece, box, plan.held, me, scratch)
         if own is not None:
             bits(piece)[own[0].slices(box.offset)] = bits(own[1])
     with abort.Transfer("staging.save", team.size):
@@ -141,7 +142,7 @@ def _exchange(team: Team, sends: list[tuple[int, Tensor]], recvs: list[tuple[int
 
 
 def _places(
-    whole: Tensor, box: Box, others: Sequence[Box], me: int
+    whole: Tensor, box: Box, others: Sequence[Box], me: int, scratch: Scratch
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, Tensor]]]:
     """Where what comes from the boxes of the others goes in `whole`, which is `box`: (place, block) to be copied where
     the place is not contiguous, and (rank, bytes to receive into)."""
@@ -151,13 +152,15 @@ def _places(
         if part.size() and source != me:
             place = block = whole[part.slices(box.offset)]
             if not place.is_contiguous() or place.is_cuda:
-                block = empty(part.shape, dtype=whole.dtype)
+                block = scratch.take(part.shape, whole.dtype)
                 places.append((place, block))
             recvs.append((source, as_bytes(block)))
     return places, recvs
 
 
-def deliver(team: Team, plan: Plan, piece: Tensor | None, out: Tensor, round_: dict[int, int]) -> None:
+def deliver(
+    team: Team, plan: Plan, piece: Tensor | None, out: Tensor, round_: dict[int, int], scratch: Scratch
+) -> None:
     """Send the pieces of one round, which their owners have read, to the ranks that want them. Collective.
 
     `piece` is this rank's, in contiguous host memory, and `out` is the box of the whole that it wants.
@@ -175,12 +178,12 @@ def deliver(team: Team, plan: Plan, piece: Tensor | None, out: Tensor, round_: d
                     place = out[part.slices(want.offset)]
                     place.copy_(block) if place.is_cuda else bits(place).copy_(bits(block))
                 else:
-                    sends.append((dest, as_bytes(block.contiguous())))
+                    sends.append((dest, as_bytes(scratch.on_host(block))))
     sources = [layout.Box((0,) * out.dim(), (0,) * out.dim())] * team.size
     for owner, row in round_.items():
         sources[owner] = plan.pieces[row]
-    places, recvs = _places(out, plan.held[me], sources, me)
+    places, recvs = _places(out, plan.held[me], sources, me, scratch)
     with abort.Transfer("staging.load", team.size):
         _exchange(team, sends, recvs)
     for place, block in places:
-        place.copy_(block)
+        place.copy_(block) if place.is_cuda else bits(place).copy_(bits(block))

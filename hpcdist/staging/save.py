@@ -16,7 +16,7 @@ from hpcdist import agree, checks, layout, world
 from hpcdist.checks import Call
 from hpcdist.staging import writers as ways
 from hpcdist.staging.format import Dataset
-from hpcdist.staging.host import outgoing
+from hpcdist.staging.host import Scratch, outgoing
 from hpcdist.staging.names import flatten
 from hpcdist.staging.pieces import Plan, collect, plan_save
 from hpcdist.staging.saving import WINDOW, Options, Saving
@@ -140,9 +140,10 @@ def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
         for row, piece in zip(rows, outgoing(x, parts), strict=True):
             saving.put(i, row, piece)
         return
+    scratch = Scratch(pinned=x.is_cuda)
     for round_ in plan.rounds:
         left = {owner: row for owner, row in round_.items() if row not in done}
-        together = collect(team, plan, x, left) if left else None
+        together = collect(team, plan, x, left, scratch) if left else None
         mine = left.get(team.rank)
         if saving.datasets[i].chunks is not None:
             saving.put_filtered(i, mine, together)
