@@ -1,6 +1,7 @@
 """Runs every benchmark under one MPI, then the report and the pictures.
 
-python benchmarks/all.py --np 2,4      in the environment whose mpi4py and mpirun are to be measured
+python benchmarks/all.py --np 2,4 --verbs concat,staging
+In the environment whose mpi4py and mpirun are to be measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from results import FOLDER
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-VERBS = ("concat", "gather", "split")
+# How many ranks each runs with, unless told; staging writes files, resident only looks at memory.
+RANKS = {"concat": (2, 4), "gather": (2, 4), "split": (2, 4), "staging": (1, 2, 4), "resident": (2,)}
+DEADLINES = {"staging": 2400}  # seconds; of the others, --deadline
 # Open MPI 4 and 5 would bind ranks to cores, MPICH does not, and gloo's threads want more than the rank's core.
 UNBOUND = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
 # Open MPI 4 and 5 refuse more ranks than cores unless told, and should then give way while they wait.
@@ -65,9 +68,15 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the benchmarks: --rounds 10")
     parser.add_argument("--mpirun", type=shlex.split, default=[_mpirun()], help="with its own options, in quotes")
     parser.add_argument("--python", default=sys.executable, help="that has hpcdist and mpi4py (this one)")
-    parser.add_argument("--np", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], metavar="2,4")
-    parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(VERBS), metavar=",".join(VERBS))
-    parser.add_argument("--deadline", type=float, default=300, help="seconds for each run (%(default)g)")
+    parser.add_argument(
+        "--np",
+        type=lambda text: [int(n) for n in text.split(",")],
+        metavar="LIST",
+        help="numbers of ranks (2,4; staging 1,2,4; resident 2)",
+    )
+    parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(RANKS), metavar=",".join(RANKS))
+    late = ", ".join(f"{verb}: {seconds}" for verb, seconds in DEADLINES.items())
+    parser.add_argument("--deadline", type=float, help=f"seconds for each run (300; {late})")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the results (benchmarks/results)")
     return parser.parse_known_args()
 
@@ -77,13 +86,14 @@ def main() -> int:
     asked.folder.mkdir(exist_ok=True)
     failed = []
     start = time.monotonic()
-    runs = [(world_size, verb) for world_size in asked.np for verb in asked.verbs]
+    runs = sorted((world_size, verb) for verb in asked.verbs for world_size in asked.np or RANKS[verb])
     with tqdm(runs, unit="run", disable=None) as bar:
         for world_size, verb in bar:
             command = [*asked.mpirun, "-n", str(world_size), asked.python, str(HERE / f"{verb}.py")]
-            command += ["--json", str(asked.folder), *others]
+            command += ["--json", str(asked.folder), *(others if verb != "resident" else ())]
             bar.set_postfix_str(f"{verb}, np {world_size}")
-            problem = launch(command, environment(world_size), asked.deadline)
+            deadline = asked.deadline or DEADLINES.get(verb, 300)
+            problem = launch(command, environment(world_size), deadline)
             if problem:
                 failed.append(f"{verb}, np {world_size}: {problem}")
     print(f"{len(runs)} runs in {time.monotonic() - start:.0f} s")
@@ -91,7 +101,7 @@ def main() -> int:
     if len(scripts) == 1:
         print("no pictures, for want of matplotlib here; draw them with a Python that has it: benchmarks/plot.py")
     for script in scripts:
-        problem = launch([sys.executable, str(HERE / script), str(asked.folder)], dict(os.environ), asked.deadline)
+        problem = launch([sys.executable, str(HERE / script), str(asked.folder)], dict(os.environ), 300)
         if problem:
             failed.append(f"{script}: {problem}")
     print(*failed, sep="\n", file=sys.stderr, end="\n" if failed else "")

@@ -158,8 +158,8 @@ def calibrate(contender: Contender, case: Case) -> tuple[int, float]:
         calls = min(MOST_CALLS, max(2 * calls, math.ceil(1.2 * SAMPLE / each)))
 
 
-def plan(costs: Sequence[float], rounds: int, left: float) -> list[int]:
-    """How many rounds each contender takes part in: at most `rounds`, at least FEWEST, in `left` seconds where it can.
+def plan(costs: Sequence[float], rounds: int, left: float, fewest: int = FEWEST) -> list[int]:
+    """How many rounds each contender takes part in: at most `rounds`, at least `fewest`, in `left` seconds if it can.
 
     `costs` are the seconds that a round takes each, the baseline's first. The cheap ones come first, and what they
     leave of their share goes to the slow ones. The baseline takes part in all, or the others would have nothing to be
@@ -168,7 +168,7 @@ def plan(costs: Sequence[float], rounds: int, left: float) -> list[int]:
     taken = [0] * len(costs)
     for done, i in enumerate(sorted(range(len(costs)), key=costs.__getitem__)):
         share = left / (len(costs) - done)
-        taken[i] = min(rounds, max(FEWEST, int(share / costs[i])))
+        taken[i] = min(rounds, max(fewest, int(share / costs[i])))
         left -= taken[i] * costs[i]
     taken[0] = max(taken)
     return taken
@@ -244,7 +244,7 @@ def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) ->
     with hd.init(device="cpu") as world:
         cpus = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cpus // world.world_size))
-        record = _record(verb, world.world_size, cpus)
+        record = new_record(verb, world.world_size, cpus)
         show = tqdm.write if world.rank == 0 else _say_nothing
         if with_peaks:
             record.no_peaks = memory.unavailable(world.comm) or memory.too_small(max(asked.sizes))
@@ -270,7 +270,8 @@ def _say_nothing(text: str) -> None:
     """What the other ranks do instead of printing."""
 
 
-def _record(verb: str, world_size: int, cpus: int) -> results.Record:
+def new_record(verb: str, world_size: int, cpus: int) -> results.Record:
+    """A record without figures yet: what runs, and on what."""
     vendor, version = MPI.get_vendor()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -293,7 +294,7 @@ def _record(verb: str, world_size: int, cpus: int) -> results.Record:
 def _arguments(verb: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"Time {verb} and what people write by hand instead.")
     parser.add_argument(
-        "--sizes", type=_sizes, default=_sizes("8,64K,16M,64M"), metavar="LIST", help="bytes a rank (8,64K,16M,64M)"
+        "--sizes", type=sizes, default=sizes("8,64K,16M,64M"), metavar="LIST", help="bytes a rank (8,64K,16M,64M)"
     )
     parser.add_argument("--skew", type=_skews, default=_skews("even,16:1"), metavar="LIST", help="even,16:1")
     parser.add_argument("--rounds", type=int, default=30, help="samples of each contender (%(default)s)")
@@ -316,7 +317,8 @@ def _arguments(verb: str) -> argparse.Namespace:
     return asked
 
 
-def _sizes(text: str) -> list[int]:
+def sizes(text: str) -> list[int]:
+    """A list of sizes on the command line."""
     try:
         return [int(part.rstrip("KMG")) * _UNITS[part.lstrip("0123456789")] for part in text.upper().split(",")]
     except (KeyError, ValueError):

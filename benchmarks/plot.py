@@ -1,4 +1,5 @@
-"""Draws results/<mpi>-<verb>.svg out of the JSON files: the ratio of every contender to preallocated mpi4py.
+"""Draws results/<mpi>-<verb>.svg out of the JSON files: the ratio of every contender to preallocated mpi4py; of staging
+the rates of all.
 
 python benchmarks/plot.py [FOLDER]; needs matplotlib (pip install -e .[bench]).
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import results
+import staging_tables
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -73,6 +75,55 @@ def _panel(panel: Axes, record: Record, skew: str, names: Sequence[str], colours
     panel.set_title(f"np {record.world_size}, {'even' if skew == 'even' else f'{skew} (rank 0 holds the most)'}")
 
 
+def draw_rates(records: Sequence[Record], path: Path) -> None:
+    """Staging at the largest size that all records have: panels for save and load at each number of ranks.
+
+    A row for each contender, a bar for each layout. The line on a bar spans the quartiles.
+    """
+    common = set.intersection(*({case.size for case in record.cases} for record in records))
+    size = max(common or (case.size for record in records for case in record.cases))
+    layouts = [case.skew for case in records[0].cases if (case.what, case.size) == ("save", size)]
+    colours = {layout: _COLOURS(0.45 * i) for i, layout in enumerate(layouts)}
+    rows, inches = len(records), (14, 1.5 + 4 * len(records))
+    figure, panels = plt.subplots(rows, 2, figsize=inches, sharex="col", sharey="col", squeeze=False)
+    for line, record in zip(panels, records, strict=True):
+        for panel, what in zip(line, ("save", "load"), strict=True):
+            _rates(panel, record, size, what, colours)
+    title = (
+        f"staging on {records[0].mpi}: GB/s of all ranks together, {results.show_size(size)} a rank (more is faster)"
+    )
+    figure.suptitle(title)
+    keys = [Patch(color=colour, label=staging_tables.LAYOUTS[layout]) for layout, colour in colours.items()]
+    figure.legend(handles=keys, loc="lower center", ncols=len(keys), frameon=False)
+    figure.tight_layout(rect=(0, 0.35 / inches[1], 1, 1))
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _rates(panel: Axes, record: Record, size: int, what: str, colours: Mapping[str, Colour]) -> None:
+    height = _BAR / len(colours)
+    cases = {layout: record.case(size, layout, what) for layout in colours}
+    names = next(([t.name for t in case.timings if t.name != CONTROL] for case in cases.values() if case), [])
+    for number, (layout, colour) in enumerate(colours.items()):
+        case = cases[layout]
+        for row, name in enumerate(names):
+            at = row + (number - (len(colours) - 1) / 2) * height
+            timing = None if case is None else case.timing(name)
+            if case is None or timing is None:
+                panel.text(0, at, " left out" if case else " not measured", va="center", fontsize=6)
+                continue
+            time, gigabytes = results.seconds(timing), sum(case.nbytes) / 1e9
+            panel.barh(at, gigabytes / time.median, height, color=colour)
+            panel.hlines(at, gigabytes / time.high, gigabytes / time.low, color="black", linewidth=0.8)
+    panel.grid(axis="x", alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.set_yticks(range(len(names)), names)
+    for tick in panel.get_yticklabels():
+        tick.set_fontweight("bold" if tick.get_text().startswith("hpcdist") else "normal")
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_title(f"{what}, np {record.world_size}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="of the JSON files (benchmarks/results)")
@@ -80,10 +131,13 @@ def main() -> None:
     asked = parser.parse_args()
     pictures: dict[str, list[Record]] = {}
     for record in results.load_all(asked.folder):
+        if not record.cases:
+            continue
         pictures.setdefault(f"{record.name.split('-np')[0]}-{record.verb}", []).append(record)
     for name, records in pictures.items():
         path = asked.folder / f"{name}.{asked.format}"
-        draw(sorted(records, key=lambda record: record.world_size), path)
+        render = draw_rates if records[0].verb == "staging" else draw
+        render(sorted(records, key=lambda record: record.world_size), path)
         print(path)
 
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import results
+import staging_tables
 from results import BASELINE, FOLDER, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, Case, Record, Spread, Timing
+from tables import figure, table
 
 README = Path(__file__).parent / "README.md"
 START, END = "<!-- results -->", "<!-- /results -->"
 _MIB = 2**20
 _LARGE = 64 * _MIB
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A markdown table with aligned columns, all but the first to the right."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-
-    def show(line: Sequence[str]) -> str:
-        cells = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))]  # noqa: B905
-        return "| " + " | ".join(cells) + " |"
-
-    rule = "|" + "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths)) + "|"
-    return "\n".join([show(lines[0]), rule, *map(show, lines[1:])])
 
 
 def case_table(record: Record, case: Case) -> str:
@@ -72,20 +61,6 @@ def _row(case: Case, timing: Timing, scale: float) -> list[str]:
 
 def _skipped(case: Case) -> list[str]:
     return [f"{timing.name}: skipped, {timing.skipped}." for timing in case.timings if timing.skipped]
-
-
-def figure(value: float) -> str:
-    """Three significant digits, and two decimals near 1, where ratios are read.
-
-    Example::
-
-        >>> figure(1.0234), figure(0.00123), figure(123.4)
-        ('1.02', '0.00123', '123')
-    """
-    size = abs(value)
-    if size >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.3g}"
 
 
 def peak_table(record: Record) -> str:
@@ -195,27 +170,35 @@ def _origin(records: Sequence[Record]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def block(records: Sequence[Record]) -> str:
+def block(everything: Sequence[Record]) -> str:
     """What README.md shows."""
-    parts = ["Measured with:", _origin(records), "### Targets", target_table(records)]
+    records = [record for record in everything if record.verb not in staging_tables.VERBS]
+    parts = ["Measured with:", _origin(everything)]
+    parts += _verbs(records) if records else []
+    return "\n\n".join(parts + staging_tables.section(everything, _picture))
+
+
+def _verbs(records: Sequence[Record]) -> list[str]:
+    """The part about concat, gather and split."""
+    parts = ["### Targets", target_table(records)]
     parts += ["### Ratios", "Paired ratio to preallocated mpi4py (its own row: time); under 1 is faster."]
     for mpi in dict.fromkeys(record.mpi for record in records):
         parts.append(f"#### {mpi}")
         mine = [record for record in records if record.mpi == mpi]
         for verb in dict.fromkeys(record.verb for record in mine):
-            picture = FOLDER / f"{_label(mine[0])}-{verb}.svg"
-            if picture.exists():
-                parts.append(f"![{verb}, {mpi}](results/{picture.name})")
-            parts += [ratio_table(record) for record in mine if record.verb == verb]
+            of_verb = [record for record in mine if record.verb == verb]
+            parts += [_picture(of_verb[0]), *map(ratio_table, of_verb)]
     peaks = [peak_table(record) for record in records if record.peaks or record.no_peaks]
     skipped = [f"{r.name}, {shards(r, c)}: {note}" for r in records for c in r.cases for note in _skipped(c)]
     parts += ["### Peak memory", *peaks] if peaks else []
     parts += ["### Skipped", "\n".join(f"- {line}" for line in skipped)] if skipped else []
-    return "\n\n".join(parts)
+    return [part for part in parts if part]
 
 
-def _label(record: Record) -> str:
-    return record.name.split("-np")[0]
+def _picture(record: Record) -> str:
+    """The picture of the record's MPI and verb, for README.md; nothing if it was not drawn."""
+    path = FOLDER / f"{record.name.split('-np')[0]}-{record.verb}.svg"
+    return f"![{record.verb}, {record.mpi}](results/{path.name})" if path.exists() else ""
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -223,7 +206,9 @@ def tables(records: Sequence[Record]) -> str:
     parts = ["# All measurements", "Written by report.py; the words are defined in ../README.md."]
     for record in records:
         parts += [f"## {record.verb}, np {record.world_size}, {record.mpi}", _origin([record])]
-        parts += [case_table(record, case) for case in record.cases]
+        show = staging_tables.case_table if record.verb == "staging" else case_table
+        parts += [show(record, case) for case in record.cases]
+        parts += [staging_tables.resident_line(record, record.resident)] if record.resident else []
     return "\n\n".join(parts) + "\n"
 
 

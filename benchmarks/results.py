@@ -15,6 +15,12 @@ CONTROL = "the same once more (control)"
 HPCDIST_OUT = "hpcdist mpi, out="
 HPCDIST_NEW = "hpcdist mpi"
 GLOO_PADDED = "gloo, padded"
+# Of staging, where the baseline is what the operating system offers for the same bytes in one shared file:
+POSIX = "POSIX"
+HPCDIST = "hpcdist"
+HPCDIST_MPIO, HPCDIST_POSIX = "hpcdist, writer mpio", "hpcdist, writer posix"
+UNCHECKED, UNVERIFIED = "hpcdist, checksums switched off", "hpcdist, verify=False"
+PLAIN_H5PY = "h5py, collective"
 
 
 class Spread(NamedTuple):
@@ -51,16 +57,19 @@ class Case:
     """All contenders, timed in the same rounds.
 
     Attributes:
-        size: bytes of an even shard, and of rank 0's shard where the skew is not "even".
-        skew: "even" or "16:1".
+        size: bytes of an even shard, and of rank 0's shard where the skew is not "even"; of staging, of a shard in
+            the mean.
+        skew: "even" or "16:1"; of staging, how the ranks share the tensor.
         nbytes: bytes of each rank's shard.
         timings: one for each contender, the baseline first.
+        what: of a record that has cases of several kinds: "save" or "load".
     """
 
     size: int
     skew: str
     nbytes: list[int]
     timings: list[Timing]
+    what: str = ""
 
     def timing(self, name: str) -> Timing | None:
         """The contender's timing; None if it is unknown or was skipped."""
@@ -78,6 +87,15 @@ class Peak:
 
 
 @dataclass
+class Resident:
+    """Bytes of memory that each rank's whole process had resident at its peak, in a command over so many bytes."""
+
+    command: str
+    nbytes: int
+    ranks: list[int]
+
+
+@dataclass
 class Record:
     """One run of one verb: what ran, on what, and all samples."""
 
@@ -91,6 +109,7 @@ class Record:
     cases: list[Case] = field(default_factory=list)
     peaks: list[Peak] = field(default_factory=list)
     no_peaks: str | None = None
+    resident: Resident | None = None
 
     @property
     def name(self) -> str:
@@ -98,8 +117,9 @@ class Record:
         vendor = self.mpi.rsplit(" ", 1)[0]
         return f"{vendor.lower().replace(' ', '')}-np{self.world_size}-{self.verb}"
 
-    def case(self, size: int, skew: str) -> Case | None:
-        return next((case for case in self.cases if (case.size, case.skew) == (size, skew)), None)
+    def case(self, size: int, skew: str, what: str = "") -> Case | None:
+        found = (case for case in self.cases if (case.size, case.skew, case.what) == (size, skew, what))
+        return next(found, None)
 
 
 def save(record: Record, path: Path) -> Path:
@@ -121,7 +141,8 @@ def load(path: Path) -> Record:
     whole = json.loads(path.read_text())
     cases = [Case(**{**case, "timings": [Timing(**t) for t in case["timings"]]}) for case in whole.pop("cases")]
     peaks = [Peak(**peak) for peak in whole.pop("peaks")]
-    return Record(**whole, cases=cases, peaks=peaks)
+    resident = whole.pop("resident", None)
+    return Record(**whole, cases=cases, peaks=peaks, resident=Resident(**resident) if resident else None)
 
 
 def load_all(folder: Path = FOLDER) -> list[Record]:

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason
 
 __all__ = ["Commit", "check_folder", "check_target", "lock", "sweep", "sync"]
 
@@ -107,7 +107,7 @@ class Commit:
             try:
                 fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
-                raise FileError(f"{path}: cannot be written: {error.strerror}") from error
+                raise FileError(f"{path}: cannot be written: {reason(error)}") from error
             if not lock(fd):
                 os.close(fd)
                 raise FileError(f"{path}: another process is writing it (it holds {self.part})")
@@ -120,8 +120,8 @@ class Commit:
         """Put the complete file in place. The caller has brought what other processes wrote to the disk."""
         os.fsync(self._lock)
         os.replace(self.part, self.target)
+        os.close(self._lock)  # at once: HDF5 does not read a file that is locked
         sync(self.target.parent)
-        os.close(self._lock)
 
     def discard(self, keep: bool = False) -> None:
         """Give up; what was written goes, or stays for another try. The target is as it was."""

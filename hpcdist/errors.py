@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FileError", "HpcdistError", "InputError", "LaunchError", "RankError"]
+__all__ = ["FileError", "HpcdistError", "InputError", "LaunchError", "RankError", "reason"]
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
+
+
+def reason(error: BaseException) -> str:
+    """An error of the system or of a library in one line.
+
+    Example::
+
+        >>> reason(FileNotFoundError(2, "No such file or directory", "x.h5"))
+        'No such file or directory'
+    """
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    lines = text.strip().splitlines() or [""]
+    return lines[0] or type(error).__name__
 
 
 class HpcdistError(RuntimeError):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.commit import check_target
-from hpcdist.errors import FileError, InputError
+from hpcdist.errors import FileError, InputError, reason
 from hpcdist.formats import FORMATS, Opened, of_raw
 from hpcdist.raw import Raw
 
@@ -96,7 +96,7 @@ def opened(spec: str) -> Iterator[Opened]:
     except FileError as error:
         raise InputError(str(error)) from error
     except Exception as error:  # each library has its own way to say that a file is damaged
-        raise InputError(f"{path}: cannot be read: {_reason(error)}") from error
+        raise InputError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def opened_bytes(path: str) -> AbstractContextManager[Opened]:
@@ -130,12 +130,6 @@ def check_output(path: str, dtype: torch.dtype, nbytes: int, inputs: Sequence[st
 def path_of(spec: str) -> str:
     """The file in which an array is."""
     return _split(spec)[0]
-
-
-def _reason(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    lines = text.strip().splitlines() or [""]
-    return lines[0] or type(error).__name__
 
 
 def _split(spec: str) -> tuple[str, str | None]:

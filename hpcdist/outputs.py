@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcdist import agree, layout, raw
 from hpcdist.commit import Commit, check_target, sync
-from hpcdist.errors import FileError, RankError
+from hpcdist.errors import FileError, RankError, reason
 from hpcdist.formats import FORMATS
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
@@ -132,7 +132,7 @@ class _Flat:
         except BaseException as error:
             self._give_up([])
             if isinstance(error, (OSError, RuntimeError)):  # torch's own way to say it
-                raise FileError(f"{self._path}: cannot be written: {error}") from error
+                raise FileError(f"{self._path}: cannot be written: {reason(error)}") from error
             raise
 
     def mine(self) -> list[int]:
@@ -143,7 +143,7 @@ class _Flat:
             try:
                 raw.write_at(self._opened[0], self._raw.place(self.pieces[row]), raw.memory(piece))
             except OSError as error:
-                self._problem = f"{self._path}: writing failed: {error.strerror}"
+                self._problem = f"{self._path}: writing failed: {reason(error)}"
         if self._progress is not None:
             self._progress(piece.nbytes)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist import agree, files, gather, layout, outputs
 from hpcdist.buffers import as_bytes
 from hpcdist.command import Meter
-from hpcdist.errors import InputError
+from hpcdist.errors import InputError, reason
 from hpcdist.files import Source
 from hpcdist.formats import Opened
 from hpcdist.inputs import Inputs, equal
@@ -59,7 +59,7 @@ class Joined:
                 try:
                     array.read(want, part if source.shape else part.view(()), self._window)
                 except (OSError, EOFError, RuntimeError) as error:
-                    raise InputError(f"{source.spec}: cannot be read: {error}") from error
+                    raise InputError(f"{source.spec}: cannot be read: {reason(error)}") from error
                 row = stop
             i += 1
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcdist import agree, layout, raw
 from hpcdist.buffers import as_bytes
 from hpcdist.commit import check_folder, lock, sweep
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason
 from hpcdist.routes import Ints
 from hpcdist.staging import format
 from hpcdist.staging.format import Dataset
@@ -156,7 +156,7 @@ class _Stage:
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):
-                raise FileError(f"{folder}: a staging file cannot be made: {error}") from error
+                raise FileError(f"{folder}: a staging file cannot be made: {reason(error)}") from error
             raise
         self.start, self.token = place.data[0] or 0, place.token
 

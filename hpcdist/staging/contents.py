@@ -14,7 +14,7 @@ import torch
 
 from hpcdist import layout, raw
 from hpcdist.buffers import DTYPES
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, VERSION, Table, stored_dtype
@@ -82,7 +82,8 @@ def describe(path: str, incomplete: bool = False) -> Contents:
     if os.path.isdir(path):
         raise FileError(f"{path}: is a folder")
     try:
-        with h5py.File(path, "r", locking="best-effort") as file:
+        # A file that is being written is locked by its writer, which may well want to know what it holds.
+        with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:
             contents = _contents(path, file)
     except OSError as error:
         raise FileError(f"{path}: {_why(path, error)}") from error
@@ -101,7 +102,7 @@ def _why(path: str, error: OSError) -> str:
 
     if not os.access(path, os.R_OK):
         return "cannot be read: Permission denied"
-    text = str(error).splitlines()[0]
+    text = reason(error)
     if "truncated" in text:
         return f"truncated ({text})"
     return f"cannot be read ({text})" if h5py.is_hdf5(path) else "not an HDF5 file"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcdist import agree, checks, layout, world
 from hpcdist.checks import Call
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import SHORT
 from hpcdist.staging.contents import Contents, Stored, describe
@@ -312,5 +312,4 @@ def _kept(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except (FileError, OSError) as error:
-        text = error.strerror if isinstance(error, OSError) else None
-        problems.append(text or str(error))
+        problems.append(reason(error))

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist import agree, checks, layout, world
 from hpcdist.buffers import DTYPES
 from hpcdist.checks import Call
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.staging import format
@@ -164,7 +164,7 @@ class ReadFile:
         try:
             Reader(self._contents.path, self._fd, stored, self._window, verify).read(box, target)
         except OSError as error:
-            raise FileError(f"{self._contents.path}: cannot be read: {error}") from error
+            raise FileError(f"{self._contents.path}: cannot be read: {reason(error)}") from error
         return target if out is None else out
 
     def close(self) -> None:

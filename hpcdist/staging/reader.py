@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout, raw
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import memory
 from hpcdist.staging import format
@@ -168,7 +168,7 @@ def opened(path: str) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
     try:
         yield fd
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,7 @@ def save(
             ask.shards[name] = (x.dtype, None if along is None else at, tuple(flat[name].shape))
         options = _options(window, writer, align, hints, resume, attrs, progress)
         filters, shape = _filters(compression, chunks)
+        options = replace(options, writer=ways.fit_for(options.writer, filters))
         count = _writers(writers, team.size)
         ask.same.update(path=os.fspath(path), compression=filters, chunks=shape, writers=count)
         ask.same.update(writer=options.writer, window=options.window, align=align, resume=resume)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcdist import agree
 from hpcdist.commit import Commit, check_target, sync
-from hpcdist.errors import FileError, RankError
+from hpcdist.errors import FileError, RankError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import Raw, memory
 from hpcdist.staging import contents, format, writers
@@ -103,7 +103,7 @@ class Saving:
         except BaseException as error:
             self._give_up()
             if isinstance(error, OSError):
-                raise FileError(f"{self._target}: cannot be written: {error}") from error
+                raise FileError(f"{self._target}: cannot be written: {reason(error)}") from error
             raise
 
     def prove(self, owners: Sequence[Sequence[int]]) -> None:
@@ -165,8 +165,7 @@ class Saving:
     def fail(self, error: Exception) -> None:
         """Keep the first thing that went wrong on this rank."""
         if self.problem is None:
-            text = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
-            self.problem = f"{self._target}: writing failed: {text.splitlines()[0] if text else type(error).__name__}"
+            self.problem = f"{self._target}: writing failed: {reason(error)}"
 
     def _report(self, nbytes: int) -> None:
         if self._options.progress is not None:

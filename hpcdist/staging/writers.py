@@ -20,7 +20,7 @@ from hpcdist.staging.format import Dataset, Layout, stored_dtype
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Writer", "active", "missing", "opened"]
+__all__ = ["NAMES", "Writer", "active", "fit_for", "missing", "opened"]
 
 NAMES = ("auto", "mpio", "posix")
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there
@@ -76,6 +76,22 @@ def _hdf5() -> str:
     return str(h5py.version.hdf5_version)
 
 
+def fit_for(name: str, filters: Mapping[str, Any]) -> str:
+    """The writer for datasets with these filters, "posix" instead of what "auto" stands for if need be.
+
+    A filter may leave a chunk as it is where it would not get smaller; gzip never does. Parallel HDF5 (seen in 1.10.8)
+    then forgets to note it, and the chunk cannot be read again.
+
+    Raises:
+        ValueError: MPI-IO was asked for, and cannot write them.
+    """
+    if not filters or filters.get("compression") == "gzip" or active(name)[0] == "posix":
+        return name
+    if name == "mpio":
+        raise ValueError("writer mpio compresses with gzip only; use auto or posix for other filters")
+    return "posix"
+
+
 def opened(
     name: str, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout, hints: Mapping[str, str]
 ) -> Writer:
@@ -127,8 +143,8 @@ class _Posix:
 
         if chunks:
             with h5py.File(self._path, "r+", locking=False) as file:
-                for offset, content in chunks:
-                    file[name].id.write_direct_chunk(offset, content)
+                for offset, mask, content in chunks:
+                    file[name].id.write_direct_chunk(offset, content, mask)
 
     def record(self, i: int, row: int, record: np.void) -> None:
         start = self._tables[i]
@@ -139,7 +155,8 @@ class _Posix:
         os.close(self._fd)
 
 
-_Chunk = tuple[tuple[int, ...], bytes]  # where a chunk begins in the dataset, and what its filters made of it
+# Where a chunk begins in the dataset, which filters left it as it was, and what the others made of it.
+_Chunk = tuple[tuple[int, ...], int, bytes]
 
 
 def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
@@ -154,8 +171,8 @@ def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
         file.flush()
         for chunk in held.iter_chunks():
             at = tuple(part.start for part in chunk)
-            _, content = held.id.read_direct_chunk(at)
-            yield tuple(map(sum, zip(at, box.offset, strict=True))), content
+            mask, content = held.id.read_direct_chunk(at)
+            yield tuple(map(sum, zip(at, box.offset, strict=True))), mask, content
 
 
 class _Mpio:

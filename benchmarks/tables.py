@@ -1,0 +1,32 @@
+"""What all tables are made of: markdown with aligned columns, and figures of three digits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A markdown table with aligned columns, all but the first to the right."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+
+    def show(line: Sequence[str]) -> str:
+        cells = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))]  # noqa: B905
+        return "| " + " | ".join(cells) + " |"
+
+    rule = "|" + "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths)) + "|"
+    return "\n".join([show(lines[0]), rule, *map(show, lines[1:])])
+
+
+def figure(value: float) -> str:
+    """Three significant digits, and two decimals near 1, where ratios are read.
+
+    Example::
+
+        >>> figure(1.0234), figure(0.00123), figure(123.4)
+        ('1.02', '0.00123', '123')
+    """
+    size = abs(value)
+    if size >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.3g}"

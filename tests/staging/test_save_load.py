@@ -1,0 +1,289 @@
+"""save() and load(): every shape, dim, dtype and writer, against plain indexing, and h5py as the reader of the file."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, strides_for, whole_of
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from conftest import WRITERS
+
+import hpcdist as hd
+from hpcdist import layout, staging
+from hpcdist.staging import pieces
+
+pytestmark = pytest.mark.mpi
+
+SMALL = 100  # bytes: a window that divides nothing evenly, so that everything is done in many pieces
+
+
+def by_h5py(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the file, as h5py alone reads it."""
+    with h5py.File(path, locking=False) as file:
+        array = np.asarray(file[name][()])
+    return torch.from_numpy(np.atleast_1d(array)).view(dtype).view(array.shape)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("case", EXTENTS)
+def test_every_extent_dim_and_dtype(case: str, writer: str, world: hd.World, folder: Path) -> None:
+    findings, path = Findings(world.comm), folder / "x.h5"
+    extents = extents_of(case, world.world_size)
+    for dim in (0, 1, 2):
+        shape = [2, 3, 4]
+        shape[dim] = sum(extents)
+        wholes = {str(dtype): whole_of(tuple(shape), dtype) for dtype in DTYPES}
+        shards = {name: part(whole, dim, extents, world.rank) for name, whole in wholes.items()}
+        staging.save(path, shards, dim, writer=writer, window=SMALL)
+        loaded = staging.load(path, dim=dim, counts=extents, window=SMALL)
+        for name, whole in wholes.items():
+            findings.same(by_h5py(path, name, whole.dtype), whole, f"{name} {dim} by h5py")
+            findings.same(loaded[name], shards[name], f"{name} {dim} by load")
+        world.comm.Barrier()
+    findings.settle()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_way_to_load(dim: int, world: hd.World, folder: Path) -> None:
+    """By rule, counts, box, whole; by all ranks or one; in small pieces; with and without checksums."""
+    findings, size = Findings(world.comm), world.world_size
+    whole = whole_of((7, 5, 6), torch.int32)
+    saved = extents_of("ragged", size)
+    saved = tuple(layout.block(whole.shape[dim], size)) if sum(saved) != whole.shape[dim] else saved
+    staging.save(folder / "x.h5", {"a": {"b": part(whole, dim, saved, world.rank)}}, dim, window=SMALL)
+    for along, verify, readers, window in itertools.product(
+        (0, 1, -1), (None, True, False), (None, 1, size), (50, 4096)
+    ):
+        extent = whole.shape[along]
+        for counts in ("block", "chunk", tuple(extent if rank == size - 1 else 0 for rank in range(size))):
+            cut = tuple(layout.counts_of(counts, extent, size))
+            out = staging.load(
+                folder / "x.h5", "a/b", dim=along, counts=counts, verify=verify, readers=readers, window=window
+            )
+            findings.same(out, part(whole, along % 3, cut, world.rank), (along, verify, readers, window, counts))
+    for verify, readers in itertools.product((None, True), (None, 1)):
+        findings.same(staging.load(folder / "x.h5", "a/b", dim=None, verify=verify, readers=readers), whole, "whole")
+        offset, shape = (world.rank % 7, 1, 2), (1, 3, 4)
+        got = staging.load(folder / "x.h5", "a/b", box=(offset, shape), verify=verify, readers=readers)
+        findings.same(got, whole[layout.Box(offset, shape).slices()], f"box {verify} {readers}")
+        none = staging.load(folder / "x.h5", "a/b", box=((0, 0, 0), (0, 5, 6)), verify=verify, readers=readers)
+        findings.same(none, whole[:0], "an empty box")
+    findings.settle()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_strides_on_both_sides(writer: str, world: hd.World, folder: Path) -> None:
+    findings = Findings(world.comm)
+    extents = extents_of("zero in the middle", world.world_size)
+    for dtype, dim in itertools.product((torch.float32, torch.bfloat16, torch.complex64), (0, 1)):
+        shape = (sum(extents), 4) if dim == 0 else (4, sum(extents))
+        for name in strides_for(dtype):
+            mine = part(whole_of(shape, dtype), dim, extents, world.rank)
+            x = STRIDES[name](mine) if mine.numel() else mine
+            before = x.clone()
+            staging.save(folder / "x.h5", x, dim, writer=writer, window=SMALL)
+            findings.check(torch.equal(x, before) or x.isnan().any(), f"{name}: the input has changed")
+            out = torch.empty((x.shape[1], 2 * x.shape[0]), dtype=dtype).t()[::2]
+            got = staging.load(folder / "x.h5", dim=dim, counts=extents, out=out, window=SMALL)
+            findings.check(got is out, "out is returned")
+            findings.same(out, x, f"{name} {dtype} {dim}")
+            world.comm.Barrier()
+    findings.settle()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_names_scalars_whole_tensors_and_attributes(writer: str, world: hd.World, folder: Path) -> None:
+    """Nested names, a dim for each, tensors that all ranks hold whole, and 0-d ones of both kinds."""
+    rank, size = world.rank, world.world_size
+    tensors = {
+        "model": {
+            "layer1/weight": torch.full((2, rank), rank),
+            "layer1/bias": torch.arange(3.0),
+            "step": torch.tensor(7),
+        },
+        "loss": torch.tensor(rank / 2),
+    }
+    dims = {"model/layer1/weight": 1, "model/layer1/bias": None, "model/step": None, "loss": 0}
+    attrs = {"": {"title": "a run"}, "loss": {"unit": "nat"}, "model/layer1/weight": {"scale": [1.5, 2.5]}}
+    staging.save(folder / "x.h5", tensors, dims, attrs=attrs, writer=writer)
+    findings = Findings(world.comm)
+    with h5py.File(folder / "x.h5", locking=False) as file:
+        findings.check(file.attrs["title"] == "a run", "attribute of the file")
+        findings.check(file["loss"].attrs["unit"] == "nat", "attribute of a tensor")
+        findings.check(file["model/layer1/weight"].attrs["scale"].tolist() == [1.5, 2.5], "attribute that is an array")
+        findings.check(file["model/step"][()] == 7, "0-d")
+        findings.check(file["loss"][()].tolist() == [r / 2 for r in range(size)], "0-d shards are stacked")
+    everything = staging.load(folder / "x.h5", dim=None)
+    weight = torch.cat([torch.full((2, r), r) for r in range(size)], 1)
+    findings.same(everything["model"]["layer1"]["weight"], weight, "nested")
+    findings.same(everything["model"]["layer1"]["bias"], torch.arange(3.0), "whole on every rank")
+    findings.same(staging.load(folder / "x.h5", "model/step"), torch.tensor(7), "0-d is given to all")
+    findings.check(set(staging.load(folder / "x.h5", "model/layer1", dim=None)) == {"weight", "bias"}, "a group")
+    findings.settle()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_any_number_of_writers(count: int, world: hd.World, folder: Path) -> None:
+    """The file's bytes are the same, and the table of pieces names the ranks that wrote."""
+    count = min(count, world.world_size)
+    extents = extents_of("ragged", world.world_size)
+    whole = whole_of((sum(extents), 3), torch.int64)
+    staging.save(folder / "x.h5", part(whole, 0, extents, world.rank), writers=count, window=400)
+    findings = Findings(world.comm)
+    findings.same(by_h5py(folder / "x.h5", "data", torch.int64), whole, "contents")
+    with h5py.File(folder / "x.h5", locking=False) as file:
+        ranks = set(file["_hpcdist/pieces/0"]["rank"].tolist())
+    findings.check(ranks == {taker * world.world_size // count for taker in range(count)}, f"written by {ranks}")
+    findings.settle()
+
+
+FILTERS = [
+    {"compression": "gzip"},
+    {"compression": 9, "chunks": (2, 3)},
+    {"compression": {"compression": "lzf", "shuffle": True}, "chunks": (4, 1)},
+    {"compression": {"compression": "gzip", "fletcher32": True}, "chunks": (100, 100)},
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_compressed(filters: dict[str, object], writer: str, world: hd.World, folder: Path) -> None:
+    """Ranks with nothing to write take part; the checksums are of the data as they were given."""
+    findings = Findings(world.comm)
+    if writer == "mpio" and "lzf" in str(filters):  # which leaves chunks as they are, and HDF5 forgets that it did
+        refused = raises_on_all_ranks(
+            world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", torch.ones(3), writer=writer, **filters)
+        )
+        assert_on_all_ranks(world.comm, "writer mpio compresses with gzip only" in str(refused), refused)
+        writer = "auto"
+    for case, dim, dtype in itertools.product(EXTENTS, (0, 1), (torch.int16, torch.bfloat16, torch.bool)):
+        extents = extents_of(case, world.world_size)
+        shape = (sum(extents), 5) if dim == 0 else (5, sum(extents))
+        whole = whole_of(shape, dtype)
+        mine = {"x": part(whole, dim, extents, world.rank)}
+        staging.save(folder / "x.h5", mine, dim, writer=writer, window=SMALL, **filters)
+        findings.same(by_h5py(folder / "x.h5", "x", dtype), whole, f"{case} {dim} {dtype}")
+        got = staging.load(folder / "x.h5", "x", dim=dim, counts=extents, verify=True, window=SMALL)
+        findings.same(got, mine["x"], f"{case} {dim} {dtype} loaded")
+        with h5py.File(folder / "x.h5", locking=False) as file:
+            findings.check((file["x"].compression is not None) == (whole.numel() > 0), "compressed")
+        world.comm.Barrier()
+    findings.settle()
+
+
+def test_another_filter(world: hd.World, folder: Path) -> None:
+    hdf5plugin = pytest.importorskip("hdf5plugin")
+    x = torch.arange(1000) // 100 + world.rank
+    staging.save(folder / "x.h5", x, compression=hdf5plugin.Zstd(), window=2**16)
+    assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", counts=(1000,) * world.world_size), x))
+
+
+def _foreign(path: Path, whole: np.ndarray) -> None:
+    """What other tools write: chunked, compressed, big-endian, of another order, with fill values, compact."""
+    with h5py.File(path, "w", libver="latest") as file:
+        file["plain"] = whole
+        file.create_dataset("chunked", data=whole, chunks=(3, 2))
+        file.create_dataset("compressed", data=whole, chunks=(2, 5), compression="gzip", shuffle=True, fletcher32=True)
+        file.create_dataset("big endian", data=whole.astype(">i4"))
+        file.create_dataset("big endian, compressed", data=whole.astype(">i4"), chunks=(4, 4), compression="lzf")
+        file.create_dataset("fill", whole.shape, "i4", fillvalue=-7)  # never written
+        file.create_dataset("fill in part", whole.shape, "i4", chunks=(2, 2), fillvalue=-7)[:3] = whole[:3]
+        compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        compact.set_layout(h5py.h5d.COMPACT)
+        made = h5py.h5d.create(file.id, b"compact", h5py.h5t.STD_I32LE, h5py.h5s.create_simple(whole.shape), compact)
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(whole))
+        file["text"] = "not a tensor"
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_files_of_other_tools(dim: int | None, world: hd.World, folder: Path) -> None:
+    whole = np.arange(110, dtype="i4").reshape(11, 10)
+    if world.rank == 0:
+        _foreign(folder / "x.h5", whole)
+    world.comm.Barrier()
+    findings, size = Findings(world.comm), world.world_size
+    for window in (SMALL, 4096):
+        loaded = staging.load(folder / "x.h5", dim=dim, window=window, verify=True)
+        findings.check("text" not in loaded and len(loaded) == 8, f"tensors: {list(loaded)}")
+        for name, got in loaded.items():
+            expected = torch.from_numpy(whole.copy())
+            if name.startswith("fill"):
+                expected[3 if name == "fill in part" else 0 :] = -7
+            if dim is not None:
+                expected = part(expected, dim, tuple(layout.block(expected.shape[dim], size)), world.rank)
+            findings.same(got, expected, f"{name} {window}")
+    findings.settle()
+
+
+def test_random_draws(world: hd.World, folder: Path) -> None:
+    """Shapes, dims, windows, writers and readers drawn at random, the same on all ranks."""
+    draw, findings, size = random.Random(17), Findings(world.comm), world.world_size
+    for turn in range(40):
+        shape = [draw.randrange(1, 9) for _ in range(draw.randrange(1, 5))]
+        dim = draw.randrange(len(shape))
+        extents = tuple(draw.choice((0, 1, 2, 5)) for _ in range(size))
+        shape[dim] = sum(extents)
+        dtype = draw.choice(list(DTYPES))
+        whole = whole_of(tuple(shape), dtype, salt=turn)
+        window, count = draw.choice((16, 64, 333, 5000)), draw.randrange(1, size + 1)
+        x = part(whole, dim, extents, world.rank)
+        staging.save(folder / "x.h5", x, dim, window=window, writers=count, writer=draw.choice(WRITERS))
+        along = draw.randrange(len(shape))
+        readers, verify = draw.choice((None, 1, size)), draw.choice((None, True, False))
+        got = staging.load(
+            folder / "x.h5", dim=along, window=draw.choice((16, 100, 5000)), readers=readers, verify=verify
+        )
+        expected = part(whole, along, tuple(layout.block(shape[along], size)), world.rank)
+        findings.same(got, expected, f"turn {turn}: {shape} {dim} {extents} {dtype} {window} {count} {along} {readers}")
+        world.comm.Barrier()
+    findings.settle()
+
+
+def test_a_part_of_the_ranks(world: hd.World, folder: Path) -> None:
+    """A communicator of every second rank saves and loads while the others do so in a file of their own."""
+    half = world.comm.Split(world.rank % 2, -world.rank)
+    x = torch.full((half.rank + 1,), world.rank)
+    path = folder / f"x{world.rank % 2}.h5"
+    staging.save(path, x, group=half)
+    expected = torch.cat([torch.full((r + 1,), s) for r, s in enumerate(half.allgather(world.rank))])
+    got = staging.load(path, dim=None, group=half)
+    assert_on_all_ranks(world.comm, same_bits(got, expected), got)
+    half.Free()
+
+
+def test_pieces_are_no_longer_than_asked(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 64)
+    staging.save(folder / "x.h5", torch.arange(100), window=10_000)
+    with h5py.File(folder / "x.h5", locking=False) as file:
+        table = file["_hpcdist/pieces/0"][()]
+    found = Findings(world.comm)
+    found.check(table["shape"].max() == 8, "pieces of 64 bytes")
+    found.check(table["shape"].sum() == 100 * world.world_size, "all of the tensor")
+    found.check(table["written"].all(), "all written")
+    found.settle()
+
+
+def test_what_writes_can_be_asked(world: hd.World) -> None:
+    name, why = staging.writer()
+    assert_on_all_ranks(world.comm, (name == "mpio") == bool(h5py.get_config().mpi), name)
+    assert_on_all_ranks(world.comm, ("parallel HDF5" if name == "mpio" else "built without MPI") in why, why)
+    assert_on_all_ranks(world.comm, staging.writer("posix")[0] == "posix")
+
+
+def test_progress_counts_every_byte_once(world: hd.World, folder: Path) -> None:
+    done: list[int] = []
+    x = torch.zeros(100, 3, dtype=torch.int64)
+    for dim in (0, 1):
+        done.clear()
+        staging.save(folder / "x.h5", x, dim, progress=done.append, window=SMALL)
+        assert_on_all_ranks(world.comm, sum(world.comm.allgather(sum(done))) == x.nbytes * world.world_size, done)
+        done.clear()
+        staging.load(folder / "x.h5", dim=dim, progress=done.append)
+        assert_on_all_ranks(world.comm, sum(world.comm.allgather(sum(done))) == x.nbytes * world.world_size, done)
+        world.comm.Barrier()
