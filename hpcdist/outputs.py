@@ -128,6 +128,8 @@ class _Flat:
         check_target(target, Raw("", 0, shape, dtype).nbytes())
         self._commit = Commit(target)
         try:
+            os.truncate(self._commit.part, Raw("", 0, shape, dtype).nbytes())  # a limit on file sizes shows itself
+            os.truncate(self._commit.part, 0)
             return lay_out(self._commit.part, shape, dtype)
         except BaseException as error:
             self._give_up([])

@@ -79,7 +79,7 @@ def test_along_another_dim_on_all_ranks_over_every_route(tmp_path: Path) -> None
     whole = torch.arange(60.0).view(3, 10, 2)
     for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
         torch.save(part.clone(), tmp_path / f"{i}.pt")
-    for route in ("mpi", "gloo", "auto"):
+    for route in ("mpi", "gloo", "hdf5", "auto"):
         job = gather(
             3, f"{tmp_path}/?.pt", "--dim", -2, "--all", "--route", route, "-o", tmp_path / "all.npy", "--verify"
         )
@@ -94,12 +94,12 @@ def test_compare_runs_every_route_on_the_same_data(shards: Path) -> None:
     assert job.status == 0, job.err
     report = json.loads(job.out)
     rows = {row["route"]: row for row in report["routes"]}
-    assert set(rows) == {"nccl", "gloo", "mpi"}
-    for route in ("gloo", "mpi"):
+    assert set(rows) == {"nccl", "gloo", "mpi", "hdf5"}
+    for route in ("gloo", "mpi", "hdf5"):
         assert rows[route]["same_result"] is True
         assert rows[route]["seconds"] > 0
         assert rows[route]["ratio_to_best"] >= 1
-    assert min(rows[route]["ratio_to_best"] for route in ("gloo", "mpi")) == 1
+    assert min(rows[route]["ratio_to_best"] for route in ("gloo", "mpi", "hdf5")) == 1
     if not torch.cuda.is_available():
         assert "needs a GPU of its own" in rows["nccl"]["refused"]
     assert report["bytes_sent"] == 7 * 4 * 4  # the last two files, rows 4 to 10, go from rank 1 to rank 0
@@ -168,20 +168,29 @@ def test_a_route_that_cannot_run_here_is_refused() -> None:
     assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
 
 
-def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The root's write fails, and all ranks end with status 2."""
+@pytest.mark.parametrize("route", ["auto", "mpi"])
+@pytest.mark.parametrize("output", ["out.npy", "out.h5", "out.pt"])
+def test_no_space_half_way_leaves_nothing_behind(output: str, route: str, tmp_path: Path) -> None:
+    """A write fails, and all ranks end with status 2."""
     np.save(tmp_path / "x.npy", np.arange(3_000_000))
     code = f"""
-        import resource, runpy, sys, torch, hpcdist
-        hpcdist.init()  # MPI has files of its own, in shared memory
-        hpcdist.concat(torch.ones(1000))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**24, resource.RLIM_INFINITY))
-        sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / "out.npy")!r}]
+        import errno, os, runpy, sys
+        pwrite, calls = os.pwrite, []
+        def failing(fd, data, offset):
+            calls.append(offset)
+            if len(calls) > 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return pwrite(fd, data, offset)
+        os.pwrite = failing
+        from hpcdist.staging import writers
+        writers.missing = lambda name: "made up"  # HDF5's own writes cannot be made to fail here
+        sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / output)!r}, "--window", "1M"]
+        sys.argv += ["--route", {route!r}]
         runpy.run_module("hpcdist.gather", run_name="__main__")
     """
     job = mpirun(2, code=code)
     assert job.status == 2, job.err
-    assert "out.npy: cannot be written" in job.err
+    assert f"{output}: writing failed: No space left on device" in job.err
     assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
 
@@ -196,15 +205,17 @@ def test_help_and_the_list_of_commands_are_printed_once() -> None:
         assert line in job.out
 
 
-def test_the_result_that_differs_is_found(tmp_path: Path) -> None:
-    """--verify can fail: the file changes between the gather and the check."""
+@pytest.mark.parametrize(("all_", "output"), [("", "out.npy"), ("", "out.h5"), ("--all", "out.npy")])
+def test_the_result_that_differs_is_found(all_: str, output: str, tmp_path: Path) -> None:
+    """--verify can fail: what is written is not what was read."""
     np.save(tmp_path / "x.npy", np.arange(10))
     code = f"""
-        import runpy, sys, numpy as np
-        import hpcdist.files as files
-        save = files.save
-        files.save = lambda x, path: save(x.flip(0), path)
-        sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / "out.npy")!r}, "--verify"]
+        import runpy, sys
+        from hpcdist import outputs
+        for kind in (outputs._Flat, outputs._Staged):
+            kind.put = lambda self, row, piece, put=kind.put: put(self, row, piece.flip(0))
+        sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / output)!r}, "--verify"]
+        sys.argv += [{all_!r}] if {all_!r} else []
         runpy.run_module("hpcdist.gather", run_name="__main__")
     """
     job = mpirun(2, code=code)

@@ -22,7 +22,7 @@ from hpcdist.commit import check_folder, lock, sweep
 from hpcdist.errors import FileError, reason
 from hpcdist.routes import Ints
 from hpcdist.staging import format
-from hpcdist.staging.format import Dataset
+from hpcdist.staging.format import Dataset, Layout
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
@@ -124,14 +124,14 @@ def _staged(team: Team, nbytes: int) -> Iterator[_File]:
     """
     held: list[_Stage] = []
 
-    def make() -> tuple[str, int, bytes]:
+    def make() -> Layout:
         held.append(_Stage(team.world.staging, nbytes))
-        return held[0].path, held[0].start, held[0].token
+        return held[0].place
 
     try:
-        path, start, token = agree.on_root(team.comm, VERB, make)
-        agree.on_all(team.comm, VERB, lambda: format.look(path, token))
-        yield _File(team, path, start, nbytes)
+        place = agree.on_root(team.comm, VERB, make)
+        agree.on_all(team.comm, VERB, lambda: format.look(place))
+        yield _File(team, place.path, place.data[0] or 0, nbytes)
     finally:
         for stage in held:
             stage.remove()
@@ -151,14 +151,12 @@ class _Stage:
         try:
             lock(self._fd)  # for as long as it is held, nobody sweeps the file
             dataset = Dataset("messages", (nbytes,), torch.uint8, [])
-            format.create(Path(self.path), [dataset], format.summary([dataset]), {}, format.ALIGNMENT)
-            place = format.find_layout(Path(self.path), 1)
+            self.place = format.create(Path(self.path), [dataset], format.summary([dataset]), {}, format.ALIGNMENT)
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):
                 raise FileError(f"{folder}: a staging file cannot be made: {reason(error)}") from error
             raise
-        self.start, self.token = place.data[0] or 0, place.token
 
     def remove(self) -> None:
         Path(self.path).unlink(missing_ok=True)

@@ -110,6 +110,7 @@ class Layout:
 
     path: str
     token: bytes
+    token_at: int
     state: int
     data: list[int | None]
     tables: list[int | None]
@@ -123,7 +124,7 @@ def alignment_of(folder: Path, asked: int | None) -> int:
 
 def create(
     path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], attrs: Mapping[str, Any], align: int
-) -> None:
+) -> Layout:
     """Lay out a file for these datasets; the data are not there yet. `attrs` are those of the file itself."""
     import h5py
 
@@ -147,6 +148,7 @@ def create(
             made = _create_plain(file, f"{GROUP}/pieces/{i}", table.shape, table.dtype)
             if len(table):
                 made.write_direct(table)
+        return _layout(path, file, [d.name for d in datasets])
 
 
 def _create_dataset(file: Any, dataset: Dataset) -> Any:
@@ -172,44 +174,47 @@ def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[
     return file[name]
 
 
-def find_layout(path: Path, count: int) -> Layout:
-    """Where things lie in a file that create() made for `count` datasets, in its order."""
+def find_layout(path: Path) -> Layout:
+    """Where things lie in a file that create() has made."""
     import h5py
 
     with h5py.File(path, "r", locking=False) as file:
-        group = file[GROUP]
-        plan = json.loads(bytes(group["plan"][()]))
-        return Layout(
-            str(path),
-            bytes(group["token"][()]),
-            group["state"].id.get_offset(),
-            [_offset(file[d["name"]]) for d in plan["datasets"]],
-            [_offset(group[f"pieces/{i}"]) for i in range(count)],
-        )
+        plan = json.loads(bytes(file[GROUP]["plan"][()]))
+        return _layout(path, file, [d["name"] for d in plan["datasets"]])
 
 
-def look(path: str, token: bytes) -> None:
+def _layout(path: Path, file: Any, names: Sequence[str]) -> Layout:
+    group = file[GROUP]
+    token = group["token"]
+    return Layout(
+        str(path),
+        bytes(token[()]),
+        token.id.get_offset(),
+        group["state"].id.get_offset(),
+        [_offset(file[name]) for name in names],
+        [_offset(group[f"pieces/{i}"]) for i in range(len(names))],
+    )
+
+
+def look(place: Layout) -> None:
     """Does this rank see the file that another one has laid out, and may it write there?
 
     Raises:
         FileError: it does not: the folder is another one on this node.
     """
+    path = place.path
     if not os.path.exists(path):
         raise FileError(f"{path}: not seen by this rank: the folder is not shared by all nodes")
     if not os.access(path, os.R_OK | os.W_OK):
         raise FileError(f"{path}: cannot be written by this rank")
-    if _token(path) != token:
+    if _token(place) != place.token:
         raise FileError(f"{path}: another file by that name on this rank: the folder is not shared by all nodes")
 
 
-def _token(path: str) -> bytes:
-    import h5py
-
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            return bytes(file[GROUP]["token"][()])
-    except (OSError, KeyError):
-        return b""
+def _token(place: Layout) -> bytes:
+    with open(place.path, "rb") as file:
+        file.seek(place.token_at)
+        return file.read(len(place.token))
 
 
 def summary(datasets: Sequence[Dataset]) -> dict[str, Any]:

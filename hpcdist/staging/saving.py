@@ -80,7 +80,7 @@ class Saving:
         self._options = replace(options, resume=options.resume and not compressed)
         self.layout, self._resumed = agree.on_root(team.comm, verb, self._lay_out)
         try:
-            agree.on_all(team.comm, verb, lambda: format.look(self.layout.path, self.layout.token))
+            agree.on_all(team.comm, verb, lambda: format.look(self.layout))
             name, _ = writers.active(options.writer)
             self._writer = writers.opened(name, team.comm, datasets, self.layout, options.hints)
         except RankError:
@@ -98,8 +98,8 @@ class Saving:
             resumed = commit.resumed and _left(commit.part) == plan
             if not resumed:
                 align = format.alignment_of(commit.part.parent, self._options.align)
-                format.create(commit.part, self.datasets, plan, self._options.attrs, align)
-            return format.find_layout(commit.part, len(self.datasets)), resumed
+                return format.create(commit.part, self.datasets, plan, self._options.attrs, align), False
+            return format.find_layout(commit.part), True
         except BaseException as error:
             self._give_up()
             if isinstance(error, OSError):

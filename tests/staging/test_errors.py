@@ -218,7 +218,7 @@ def test_a_folder_that_is_not_shared(world: hd.World, folder: Path, monkeypatch:
             if case == "none":
                 monkeypatch.setattr(os.path, "exists", lambda p: seen(p) and ".part" not in str(p))
             else:
-                monkeypatch.setattr(format, "_token", lambda p: bytes(16))
+                monkeypatch.setattr(format, "_token", lambda place: bytes(16))
         writes: list[int] = []
         monkeypatch.setattr(raw, "write_at", lambda *a, seen=writes: seen.append(1))
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", X, writer="posix"))
@@ -272,7 +272,7 @@ def test_resume(dim: int, writer: str, world: hd.World, folder: Path, monkeypatc
     raises_on_all_ranks(world.comm, hd.RankError, save)
     assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == [".x.h5.part", "whole.h5"], os.listdir(folder))
     done = calls[:7]
-    table = format.find_layout(folder / ".x.h5.part", 1)
+    table = format.find_layout(folder / ".x.h5.part")
     if world.rank == 0:
         with h5py.File(folder / ".x.h5.part", locking=False) as file:
             assert file["_hpcdist/pieces/0"]["written"].sum() == 7 * world.world_size

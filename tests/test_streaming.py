@@ -1,0 +1,244 @@
+"""The commands from files to files: in windows far smaller than the data, of any format, resumed, split and joined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from launch import Job, mpirun
+from safetensors.torch import load_file, save_file
+
+WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
+
+
+def run(np_: int, command: str, *args: object, cwd: Path | None = None) -> Job:
+    return mpirun(np_, "-m", f"hpcdist.{command}", *map(str, args), cwd=cwd)
+
+
+def ok(np_: int, command: str, *args: object, cwd: Path | None = None) -> dict[str, object]:
+    job = run(np_, command, *args, "--json", cwd=cwd)
+    assert job.status == 0, job.err
+    report: dict[str, object] = json.loads(job.out)
+    return report
+
+
+def write(path: Path, x: np.ndarray) -> None:
+    """An array in a file of any kind, by the libraries of others."""
+    if path.suffix == ".npy":
+        np.save(path, x)
+    elif path.suffix == ".npz":
+        np.savez_compressed(path, x)
+    elif path.suffix == ".pt":
+        torch.save({"x": torch.from_numpy(x.copy())}, path)
+    elif path.suffix == ".safetensors":
+        save_file({"x": torch.from_numpy(x.copy())}, path)
+    else:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=x, chunks=(100, 2), compression="gzip")
+
+
+def read(path: Path) -> np.ndarray:
+    if path.suffix == ".npy":
+        return np.asarray(np.load(path))
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True).numpy()
+    if path.suffix == ".safetensors":
+        return load_file(path)["data"].numpy()
+    with h5py.File(path) as file:
+        return np.asarray(file["data"][()])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("output", ["out.npy", "out.h5", "out.pt", "out.safetensors"])
+def test_gather_every_format_in_a_small_window(output: str, dim: int, tmp_path: Path) -> None:
+    cuts = [900, 900, 1500, 2900] if dim == 0 else [1, 1, 4, 6]
+    suffixes = (".npy", ".npz", ".pt", ".safetensors", ".h5")
+    for i, (part, suffix) in enumerate(zip(np.split(WHOLE, cuts, dim), suffixes, strict=True)):
+        write(tmp_path / f"s{i}{suffix}", part)
+    report = ok(
+        3, "gather", f"{tmp_path}/s*", "--dim", dim, "-o", tmp_path / output, "--window", "4K", "--verify"
+    )  # fmt: skip
+    assert report["verified"] is True
+    assert report["bytes_sent"] == 0
+    assert np.array_equal(read(tmp_path / output), WHOLE)
+
+
+@pytest.mark.parametrize("route", ["mpi", "gloo", "hdf5"])
+def test_gather_over_a_route_that_is_named(route: str, tmp_path: Path) -> None:
+    for i, part in enumerate(np.split(WHOLE, [1000, 1001])):
+        np.save(tmp_path / f"s{i}.npy", part)
+    for np_, root in ((2, 1), (3, 0)):
+        out = tmp_path / f"out{np_}.h5"
+        report = ok(np_, "gather", f"{tmp_path}/s*", "-o", out, "--route", route, "--root", root, "--window", "3K")
+        assert np.array_equal(read(out), WHOLE)
+        assert (report["bytes_sent"] == 0) == (route == "hdf5")
+
+
+@pytest.mark.parametrize(("kind", "dim", "parts"), [(".npy", 0, None), (".pt", 1, 5), (".h5", 0, 7), (".npz", 0, 3)])
+def test_split_and_gather_again(kind: str, dim: int, parts: int | None, tmp_path: Path) -> None:
+    write(tmp_path / f"whole{kind}", WHOLE)
+    (tmp_path / "parts").mkdir()
+    out = ".h5" if kind == ".npz" else kind
+    more = () if parts is None else ("--parts", parts)
+    report = ok(
+        2, "split", f"whole{kind}", "-o", f"parts/{{rank:04d}}{out}", "--dim", dim, "--window", "5K", "--verify", *more,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert report["verified"] is True
+    names = sorted(p.name for p in (tmp_path / "parts").iterdir())
+    assert names == [f"{i:04d}{out}" for i in range(parts or 2)]
+    expected = np.array_split(WHOLE, parts or 2, dim)
+    for name, part in zip(names, expected, strict=True):
+        assert np.array_equal(read(tmp_path / "parts" / name), part)
+    ok(3, "gather", f"parts/*{out}", "--dim", dim, "-o", "back.npy", cwd=tmp_path)
+    assert np.array_equal(read(tmp_path / "back.npy"), WHOLE)
+
+
+def test_split_by_the_rule_of_torch(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(10))
+    ok(2, "split", "x.npy", "-o", "{rank}.npy", "--parts", 4, "--counts", "chunk", cwd=tmp_path)
+    assert [np.load(tmp_path / f"{i}.npy").tolist() for i in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_concat_writes_one_file_or_a_copy_a_rank(tmp_path: Path) -> None:
+    for i, part in enumerate(np.split(WHOLE, [1000])):
+        np.save(tmp_path / f"s{i}.npy", part)
+    ok(2, "concat", "s?.npy", "-o", "one.h5", "--verify", cwd=tmp_path)
+    report = ok(2, "concat", "s?.npy", "-o", "copy-{rank}.npy", "--verify", "--window", "8K", cwd=tmp_path)
+    assert report["verified"] is True
+    for name in ("one.h5", "copy-0.npy", "copy-1.npy"):
+        assert np.array_equal(read(tmp_path / name), WHOLE)
+    text = run(3, "concat", "s?.npy", cwd=tmp_path)  # in memory, on every rank
+    assert "shape (3000, 7) on every rank" in text.out
+
+
+def test_bf16_through_every_format_that_has_it(tmp_path: Path) -> None:
+    x = torch.arange(100).to(torch.bfloat16).view(20, 5)
+    torch.save(x, tmp_path / "x.pt")
+    ok(2, "split", "x.pt", "-o", "{rank}.h5", cwd=tmp_path)
+    ok(2, "gather", "?.h5", "-o", "y.safetensors", cwd=tmp_path)
+    assert torch.equal(load_file(tmp_path / "y.safetensors")["data"], x)
+    job = run(2, "gather", "?.h5", "-o", "y.npy", cwd=tmp_path)
+    assert job.status == 2
+    assert "a .npy file cannot hold torch.bfloat16; use one of .pt, .safetensors, .h5" in job.err
+
+
+def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """A gather dies half way; the next one writes only the rest."""
+    np.save(tmp_path / "x.npy", WHOLE)
+    code = """
+        import os, runpy, signal, sys
+        from hpcdist.staging import saving
+        record = saving.Saving.record
+        rows = []
+        def dying(self, i, row, checksum):
+            record(self, i, row, checksum)
+            rows.append(row)
+            if len(rows) == 4:
+                self.team.comm.Barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+        saving.Saving.record = dying
+        sys.argv = ["gather", "x.npy", "-o", "y.h5", "--window", "8K", "--resume"]
+        runpy.run_module("hpcdist.gather", run_name="__main__")
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status != 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".y.h5.part", "x.npy"]
+    listing = run(0, "staging", "ls", ".y.h5.part", cwd=tmp_path)
+    assert "8/21" in listing.out
+    assert "INCOMPLETE" in listing.out
+    refused = run(2, "gather", ".y.h5.part", cwd=tmp_path)
+    assert refused.status == 2
+    assert ".y.h5.part: incomplete: the job that wrote it ended before it was done" in refused.err
+    code = code.replace("if len(rows) == 4:", "if False:").replace(
+        'run_name="__main__")',
+        'run_name="__main__", init_globals={"done": __import__("atexit").register(print, rows)})',
+    )
+    job = mpirun(3, code=code, cwd=tmp_path)
+    assert job.status == 0, job.err
+    again = [int(n) for line in job.out.splitlines() if line.startswith("[") for n in line.strip("[]").split(",") if n]
+    assert len(again) == 21 - 8
+    assert np.array_equal(read(tmp_path / "y.h5"), WHOLE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.h5"]
+
+
+MISTAKES: dict[str, tuple[str, list[object], str]] = {
+    "no pattern": ("split", ["x.npy", "-o", "part.npy"], "part.npy: gives parts the same name; write {rank}"),
+    "bad pattern": ("split", ["x.npy", "-o", "{part}.npy"], "{part}.npy: cannot be a pattern"),
+    "parts": ("split", ["x.npy", "-o", "{rank}.npy", "--parts", 0], "--parts 0: expected at least 1"),
+    "two inputs": ("split", ["?.npy", "-o", "{rank}.npy"], "?.npy: matches 2 files, expected one"),
+    "dim": ("split", ["x.npy", "-o", "{rank}.npy", "--dim", 2], "--dim 2: x.npy has 2 dims"),
+    "0-d": ("split", ["s.npy", "-o", "{rank}.npy"], "s.npy: is 0-d"),
+    "over the input": ("split", ["0.npz", "-o", "{rank}.npz"], "unknown suffix '.npz'"),
+    "an input": ("concat", ["x.npy", "-o", "{rank}/../x.npy"], "no such folder"),
+    "window": ("gather", ["x.npy", "-o", "y.npy", "--window", "much"], "expected a number of bytes such as 64M"),
+    "resume": ("gather", ["x.npy", "-o", "y.npy", "--resume"], "--resume: needs -o with an .h5 file"),
+    "folder": ("gather", ["x.npy", "-o", "none/y.h5"], "none/y.h5: no such folder"),
+    "staging": ("gather", ["x.npy", "--route", "hdf5", "--staging", "none"], "the staging folder: no such folder"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_bad_input_is_one_clear_line(mistake: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", WHOLE[:6])
+    np.save(tmp_path / "s.npy", np.float32(1))
+    np.savez(tmp_path / "0.npz", WHOLE[:6])
+    before = sorted(tmp_path.iterdir())
+    command, args, message = MISTAKES[mistake]
+    job = run(2, command, *args, cwd=tmp_path)
+    ours = [line for line in job.err.splitlines() if line.startswith(f"hpcdist.{command}: error: ")]
+    assert (job.status, len(ours)) == (2, 1), job.err
+    assert message in ours[0]
+    assert "Traceback" not in job.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_damaged_file_is_found_and_its_piece_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", WHOLE)
+    ok(2, "gather", "x.npy", "-o", "y.h5", "--window", "40K", cwd=tmp_path)
+    good = run(2, "staging", "verify", "y.h5", cwd=tmp_path)
+    assert (good.status, "y.h5: 5 pieces, 82.0 KiB: all as they were written" in good.out) == (0, True), good.out
+    report = json.loads(run(2, "staging", "ls", "y.h5", "--json", cwd=tmp_path).out)
+    assert report["state"] == "complete"
+    assert report["tensors"][0] | {"filters": ""} == {
+        "name": "data", "shape": [3000, 7], "dtype": "int32", "bytes": 84000, "pieces": 5, "written": 5, "filters": ""
+    }  # fmt: skip
+    with h5py.File(tmp_path / "y.h5") as file:
+        start, rank = file["data"].id.get_offset(), file["_hpcdist/pieces/0"]["rank"][4]
+    with (tmp_path / "y.h5").open("r+b") as raw:
+        raw.seek(start + WHOLE.nbytes - 2)
+        raw.write(b"\xff")
+    bad = run(2, "staging", "verify", "y.h5", cwd=tmp_path)
+    assert bad.status == 1
+    assert f"y.h5: data: piece 4 is damaged: elements [2924:3000, 0:7], written by rank {rank}" in bad.out
+    assert "1 of 5 pieces are DAMAGED" in bad.out
+    write(tmp_path / "foreign.h5", WHOLE)
+    foreign = run(2, "staging", "verify", "foreign.h5", cwd=tmp_path)
+    assert foreign.status == 2
+    assert "it holds no checksums" in foreign.err
+
+
+def test_memory_stays_within_the_window(tmp_path: Path) -> None:
+    """600 MB gathered with a window of 16 MiB: the resident memory does not grow with the data."""
+    small, big = _peak(tmp_path, 2_000_000), _peak(tmp_path, 75_000_000)
+    grown = [b - s for b, s in zip(sorted(big), sorted(small), strict=True)]
+    assert max(grown) < 40 * 1024, f"KiB more than for little data: {grown}"
+
+
+def _peak(folder: Path, rows: int) -> list[int]:
+    np.save(folder / "m.npy", np.arange(rows))
+    code = """
+        import resource, runpy, sys
+        sys.argv = ["gather", "m.npy", "-o", "m.h5", "--window", "16M", "--verify"]
+        try:
+            runpy.run_module("hpcdist.gather", run_name="__main__")
+        finally:
+            print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    """
+    job = mpirun(2, code=code, cwd=folder)
+    assert job.status == 0, job.err
+    return [int(line.split()[1]) for line in job.out.splitlines() if line.startswith("peak")]
