@@ -8,11 +8,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from hpcdist import staging
 from hpcdist.command import Parser, run
 from hpcdist.world import World
 
-_COMMANDS = [["python -m hpcdist.gather", "join arrays from files over the ranks of a job"]]
-_PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors")
+_COMMANDS = [
+    ["python -m hpcdist.gather", "join arrays from files over the ranks of a job"],
+    ["python -m hpcdist.concat", "the same, with the result on every rank"],
+    ["python -m hpcdist.split", "cut an array in a file into parts in files of their own"],
+    ["python -m hpcdist.staging", "ls, verify: what an HDF5 file holds, and whether it is still what was written"],
+]
+_PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors", "xxhash")
 
 
 def main(world: World, args: argparse.Namespace) -> int:
@@ -27,12 +33,13 @@ def main(world: World, args: argparse.Namespace) -> int:
             ["python", platform.python_version()],
             ["MPI", MPI.Get_library_version().split("\n")[0].strip("\0 ")],
             ["HDF5", f"{h5py.version.hdf5_version} ({'parallel' if h5py.get_config().mpi else 'serial'})"],
+            ["staging", f"writer {staging.writer()[0]}: {staging.writer()[1]}; route hdf5 in {world.staging}"],
             ["NCCL", nccl],
             ["ranks", f"{world.world_size} on {world.nodes} node{'s' * (world.nodes > 1)}"],
         ]
         width = max(len(name) for name, _ in versions)
         print("commands (--help tells more):")
-        print("\n".join(f"  {command}  {what}" for command, what in _COMMANDS))
+        print("\n".join(f"  {command.ljust(25)}  {what}" for command, what in _COMMANDS))
         print("versions in use:")
         print("\n".join(f"  {name.ljust(width)}  {value}" for name, value in versions), flush=True)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import h5py
@@ -38,7 +39,7 @@ def write(path: Path, x: np.ndarray) -> None:
         save_file({"x": torch.from_numpy(x.copy())}, path)
     else:
         with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=x, chunks=(100, 2), compression="gzip")
+            file.create_dataset("x", data=x, chunks=(100, 1), compression="gzip")
 
 
 def read(path: Path) -> np.ndarray:
@@ -60,7 +61,7 @@ def test_gather_every_format_in_a_small_window(output: str, dim: int, tmp_path: 
     for i, (part, suffix) in enumerate(zip(np.split(WHOLE, cuts, dim), suffixes, strict=True)):
         write(tmp_path / f"s{i}{suffix}", part)
     report = ok(
-        3, "gather", f"{tmp_path}/s*", "--dim", dim, "-o", tmp_path / output, "--window", "4K", "--verify"
+        2, "gather", f"{tmp_path}/s*", "--dim", dim, "-o", tmp_path / output, "--window", "4K", "--verify"
     )  # fmt: skip
     assert report["verified"] is True
     assert report["bytes_sent"] == 0
@@ -71,15 +72,14 @@ def test_gather_every_format_in_a_small_window(output: str, dim: int, tmp_path: 
 def test_gather_over_a_route_that_is_named(route: str, tmp_path: Path) -> None:
     for i, part in enumerate(np.split(WHOLE, [1000, 1001])):
         np.save(tmp_path / f"s{i}.npy", part)
-    for np_, root in ((2, 1), (3, 0)):
-        out = tmp_path / f"out{np_}.h5"
-        report = ok(np_, "gather", f"{tmp_path}/s*", "-o", out, "--route", route, "--root", root, "--window", "3K")
-        assert np.array_equal(read(out), WHOLE)
-        assert (report["bytes_sent"] == 0) == (route == "hdf5")
+    out = tmp_path / "out.h5"
+    report = ok(3, "gather", f"{tmp_path}/s*", "-o", out, "--route", route, "--root", 1, "--window", "3K")
+    assert np.array_equal(read(out), WHOLE)
+    assert (report["bytes_sent"] == 0) == (route == "hdf5")
 
 
-@pytest.mark.parametrize(("kind", "dim", "parts"), [(".npy", 0, None), (".pt", 1, 5), (".h5", 0, 7), (".npz", 0, 3)])
-def test_split_and_gather_again(kind: str, dim: int, parts: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "dim", "parts"), [(".npy", 0, None), (".pt", 1, 5), (".npz", 0, 7)])
+def test_split(kind: str, dim: int, parts: int | None, tmp_path: Path) -> None:
     write(tmp_path / f"whole{kind}", WHOLE)
     (tmp_path / "parts").mkdir()
     out = ".h5" if kind == ".npz" else kind
@@ -94,8 +94,6 @@ def test_split_and_gather_again(kind: str, dim: int, parts: int | None, tmp_path
     expected = np.array_split(WHOLE, parts or 2, dim)
     for name, part in zip(names, expected, strict=True):
         assert np.array_equal(read(tmp_path / "parts" / name), part)
-    ok(3, "gather", f"parts/*{out}", "--dim", dim, "-o", "back.npy", cwd=tmp_path)
-    assert np.array_equal(read(tmp_path / "back.npy"), WHOLE)
 
 
 def test_split_by_the_rule_of_torch(tmp_path: Path) -> None:
@@ -151,16 +149,14 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     listing = run(0, "staging", "ls", ".y.h5.part", cwd=tmp_path)
     assert "8/21" in listing.out
     assert "INCOMPLETE" in listing.out
-    refused = run(2, "gather", ".y.h5.part", cwd=tmp_path)
+    refused = run(0, "staging", "verify", ".y.h5.part", cwd=tmp_path)
     assert refused.status == 2
     assert ".y.h5.part: incomplete: the job that wrote it ended before it was done" in refused.err
-    code = code.replace("if len(rows) == 4:", "if False:").replace(
-        'run_name="__main__")',
-        'run_name="__main__", init_globals={"done": __import__("atexit").register(print, rows)})',
-    )
+    code = code.replace("if len(rows) == 4:", "if False:").replace("runpy.run", "import atexit; runpy.run")
+    code = code.replace("import atexit", "import atexit; atexit.register(lambda: sys.stdout.write(f'rows {rows}\\n'))")
     job = mpirun(3, code=code, cwd=tmp_path)
     assert job.status == 0, job.err
-    again = [int(n) for line in job.out.splitlines() if line.startswith("[") for n in line.strip("[]").split(",") if n]
+    again = [int(n) for rows in re.findall(r"rows \[(.*?)\]", job.out) for n in rows.split(",") if n]
     assert len(again) == 21 - 8
     assert np.array_equal(read(tmp_path / "y.h5"), WHOLE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.h5"]
@@ -170,7 +166,7 @@ MISTAKES: dict[str, tuple[str, list[object], str]] = {
     "no pattern": ("split", ["x.npy", "-o", "part.npy"], "part.npy: gives parts the same name; write {rank}"),
     "bad pattern": ("split", ["x.npy", "-o", "{part}.npy"], "{part}.npy: cannot be a pattern"),
     "parts": ("split", ["x.npy", "-o", "{rank}.npy", "--parts", 0], "--parts 0: expected at least 1"),
-    "two inputs": ("split", ["?.npy", "-o", "{rank}.npy"], "?.npy: matches 2 files, expected one"),
+    "two inputs": ("split", ["[xz].npy", "-o", "{rank}.npy"], "[xz].npy: matches 2 files, expected one"),
     "dim": ("split", ["x.npy", "-o", "{rank}.npy", "--dim", 2], "--dim 2: x.npy has 2 dims"),
     "0-d": ("split", ["s.npy", "-o", "{rank}.npy"], "s.npy: is 0-d"),
     "over the input": ("split", ["0.npz", "-o", "{rank}.npz"], "unknown suffix '.npz'"),
@@ -185,6 +181,7 @@ MISTAKES: dict[str, tuple[str, list[object], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_bad_input_is_one_clear_line(mistake: str, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", WHOLE[:6])
+    np.save(tmp_path / "z.npy", WHOLE[:6])
     np.save(tmp_path / "s.npy", np.float32(1))
     np.savez(tmp_path / "0.npz", WHOLE[:6])
     before = sorted(tmp_path.iterdir())

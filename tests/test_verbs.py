@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -577,4 +578,24 @@ def test_at_random(world: hd.World, seed: int) -> None:
             findings.check(result is None, context)
         else:
             findings.same(result, wanted, context)
+    findings.settle()
+
+
+@pytest.mark.parametrize("case", EXTENTS)
+def test_by_way_of_a_file(case: str, world: hd.World) -> None:
+    """Route hdf5: strided, of every dtype, along every dim, to and from every root."""
+    findings = Findings(world.comm)
+    extents = extents_of(case, world.world_size)
+    for turn, (dtype, dim) in enumerate(itertools.product((torch.bfloat16, torch.complex128, torch.bool), (0, 1))):
+        root = turn % world.world_size
+        shape = (sum(extents), 3) if dim == 0 else (3, sum(extents))
+        whole = whole_of(shape, dtype)
+        mine = part(whole, dim, extents, world.rank)
+        x = STRIDES["transposed"](mine)
+        findings.same(hd.concat(x, dim, route="hdf5"), whole, f"concat {dtype} {dim}")
+        got = hd.gather(x, dim, root, route="hdf5")
+        findings.check((got is None) == (world.rank != root), "gather: who gets it")
+        findings.check(got is None or same_bits(got, whole), f"gather {dtype} {dim}")
+        sent = whole if world.rank == root else None
+        findings.same(hd.split(sent, dim, root, extents, route="hdf5"), mine, f"split {dtype} {dim}")
     findings.settle()

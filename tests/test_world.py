@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -302,3 +303,20 @@ def test_the_host_name_need_not_resolve(tmp_path: Path) -> None:
     assert not any(address.startswith("127.") for address in addresses)
     for address in addresses:
         assert socket.inet_aton(address)
+
+
+def test_the_staging_folder_by_argument_environment_and_default(tmp_path: Path) -> None:
+    code = """
+        import sys, hpcdist as hd
+        with hd.init(device="cpu", staging=sys.argv[1] if len(sys.argv) > 1 else None) as world:
+            print(world.staging)
+    """
+    here, there = tmp_path / "here", tmp_path / "there"
+    env = {"HPCDIST_STAGING": str(there), "TMPDIR": str(tmp_path)}
+    for args, environ, expected in (
+        ([str(here)], env, here),
+        ([], env, there),
+        ([], {"TMPDIR": str(tmp_path)}, tmp_path),
+    ):
+        job = run([sys.executable, "-c", textwrap.dedent(code), *args], env=environ)
+        assert job.out.strip() == str(expected), job.err

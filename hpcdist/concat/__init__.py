@@ -37,7 +37,7 @@ def concat(
             tensor.
         dim: the dimension to join along; may be negative. Must agree.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
-        route: "auto", "nccl", "gloo" or "mpi". Must agree.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for the result, of its shape, dtype and device; each rank is free to give it.
 
     Returns:

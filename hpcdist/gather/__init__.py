@@ -38,7 +38,7 @@ def gather(
         dim: the dimension to join along; may be negative. Must agree.
         root: the rank in `group` that receives. Must agree.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
-        route: "auto", "nccl", "gloo" or "mpi". Must agree.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: on the root, memory for the result, of its shape, dtype and device.
 
     Returns:

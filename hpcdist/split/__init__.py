@@ -46,7 +46,7 @@ def split(
             by at most one row, the longer ones first) or "chunk" (torch.chunk's: the ceiling for each rank until no
             row is left). Needed on the root only; another rank may pass None or the same.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
-        route: "auto", "nccl", "gloo" or "mpi". Must agree.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for this rank's part, of its shape and dtype; each rank is free to give it.
 
     Returns:

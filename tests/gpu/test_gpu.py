@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,7 +36,7 @@ def gpu_world() -> hd.World:
 
 
 def routes(world: hd.World) -> list[str]:
-    return ["auto", "mpi", "gloo", *(["nccl"] if world.own_gpus else [])]
+    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.own_gpus else [])]
 
 
 def whole_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -91,3 +96,46 @@ def test_cpu_and_gpu_ranks_together(gpu_world: hd.World) -> None:
 def test_whether_mpi_takes_gpu_memory_is_found_without_harm(gpu_world: hd.World) -> None:
     assert cuda_aware.mpi_takes_gpu_memory(gpu_world.team) in (True, False)
     assert torch.ones(3, device=gpu_world.device).sum().item() == 3
+
+
+@pytest.fixture
+def folder(gpu_world: hd.World) -> Iterator[Path]:
+    path = Path(gpu_world.comm.bcast(tempfile.mkdtemp() if gpu_world.rank == 0 else None))
+    yield path
+    gpu_world.comm.Barrier()
+    if gpu_world.rank == 0:
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("window", [2**28, 100])
+@pytest.mark.parametrize("case", EXTENTS)
+def test_staging_from_and_to_gpu_memory(case: str, window: int, gpu_world: hd.World, folder: Path) -> None:
+    """Through two pinned buffers: every dtype, along every dim, strided, in pieces of the window."""
+    rank, size = gpu_world.rank, gpu_world.world_size
+    extents = [EXTENTS[case](r, size) for r in range(size)]
+    start = sum(extents[:rank])
+    for dim in (0, 1):
+        shape = (sum(extents), 3) if dim == 0 else (3, sum(extents))
+        wholes = {str(dtype): whole_of(shape, dtype) for dtype in DTYPES}
+        parts = {name: whole.narrow(dim, start, extents[rank]) for name, whole in wholes.items()}
+        x = {name: part.to(gpu_world.device).t().contiguous().t() for name, part in parts.items()}
+        hd.staging.save(folder / "x.h5", x, dim, window=window)
+        got = hd.staging.load(folder / "x.h5", dim=dim, counts=extents, device=gpu_world.device, window=window)
+        whole = hd.staging.load(folder / "x.h5", dim=None, device=gpu_world.device, window=window, verify=True)
+        for name in wholes:
+            assert same(got[name], parts[name]), (name, dim)
+            assert same(whole[name], wholes[name]), (name, dim)
+            out = torch.empty(shape[::-1], dtype=wholes[name].dtype, device=gpu_world.device).t()
+            hd.staging.load(folder / "x.h5", name, dim=None, out=out, window=window)
+            assert same(out.contiguous(), wholes[name]), (name, dim)
+
+
+def test_staging_waits_for_work_on_a_side_stream(gpu_world: hd.World, folder: Path) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.zeros(1 << 24, device=gpu_world.device)
+        torch.cuda._sleep(50_000_000)
+        x += gpu_world.rank + 1
+        hd.staging.save(folder / "x.h5", x, window=1 << 22)
+        got = hd.staging.load(folder / "x.h5", device=gpu_world.device, window=1 << 22)
+        assert torch.equal(got, x)
+    torch.cuda.synchronize()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import routes
-from hpcdist.routes import c10d, mpi, staged
+from hpcdist import raw, routes
+from hpcdist.routes import c10d, hdf5, mpi, staged
+from hpcdist.staging import format
 from hpcdist.team import Team, team_of
 
 pytestmark = pytest.mark.mpi
@@ -24,6 +28,7 @@ ROUTES: dict[str, routes.Route] = {
     "gloo": c10d.GLOO,
     "staged mpi": staged.Staged(mpi.MPI_ROUTE),
     "staged gloo": staged.Staged(c10d.GLOO),
+    "hdf5": hdf5.HDF5_ROUTE,
 }
 
 
@@ -221,3 +226,51 @@ def test_every_route_has_the_four_operations() -> None:
         for operation in ("missing", "carries", "gatherv", "scatterv", "allgatherv", "alltoallv"):
             assert callable(getattr(route, operation)), (name, operation)
     assert ("auto", *routes.ROUTES) == routes.NAMES
+
+
+def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are in it while a call runs, readable by their user alone, and gone afterwards; leftovers are swept."""
+    folder = Path(world.comm.bcast(str(tmp_path)))
+    monkeypatch.setattr(world, "staging", str(folder))
+    if world.rank == 0:
+        (folder / "hpcdist-stage-old.h5").touch()
+        os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
+    seen: list[tuple[str, int]] = []
+    look = format.look
+    monkeypatch.setattr(format, "look", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), look(p)))
+    whole = hd.concat(torch.full((2,), world.rank), route="hdf5")
+    findings = Findings(world.comm)
+    findings.same(whole, torch.arange(world.world_size).repeat_interleave(2), "concat")
+    findings.check(len(seen) == 1 and Path(seen[0][0]).parent == folder and seen[0][1] == 0o600, seen)
+    world.comm.Barrier()
+    findings.check(os.listdir(folder) == [], os.listdir(folder))
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, not shared, full: the same error everywhere, nothing left, and the next call succeeds."""
+    folder, x = Path(world.comm.bcast(str(tmp_path))), torch.ones(3)
+
+    def refused(text: str) -> None:
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(x, route="hdf5"))
+        assert_on_all_ranks(world.comm, text in str(error), error)
+        assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))
+
+    monkeypatch.setattr(world, "staging", str(folder / "none"))
+    refused("the staging folder: no such folder")
+    monkeypatch.setattr(world, "staging", str(folder))
+    if world.rank == world.world_size - 1:
+        monkeypatch.setattr(format, "_token", lambda place: bytes(16))
+    refused("the folder is not shared by all nodes")
+    monkeypatch.undo()
+    monkeypatch.setattr(world, "staging", str(folder))
+    write = raw.write_at
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(raw, "write_at", full if world.rank == world.world_size - 1 else write)
+    refused("No space left on device")
+    monkeypatch.setattr(raw, "write_at", write)
+    assert_on_all_ranks(world.comm, len(hd.concat(x, route="hdf5")) == 3 * world.world_size)

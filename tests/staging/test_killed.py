@@ -17,10 +17,10 @@ from launch import mpirun
 
 from hpcdist.commit import Commit
 from hpcdist.layout import whole
-from hpcdist.staging import contents
+from hpcdist.staging import contents, writers
 from hpcdist.staging.reader import Reader, opened
 
-POINTS = 50
+POINTS = 50 if writers.missing("mpio") is None else 12  # serial HDF5 has half of the ways
 RANKS = 2
 KINDS = 6  # of turns: the writer and the dim alternate
 

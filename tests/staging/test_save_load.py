@@ -287,3 +287,26 @@ def test_progress_counts_every_byte_once(world: hd.World, folder: Path) -> None:
         staging.load(folder / "x.h5", dim=dim, progress=done.append)
         assert_on_all_ranks(world.comm, sum(world.comm.allgather(sum(done))) == x.nbytes * world.world_size, done)
         world.comm.Barrier()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_alignment_and_hints(writer: str, world: hd.World, folder: Path) -> None:
+    x = {"a": torch.zeros(3, dtype=torch.int8), "b": torch.ones(70_000, dtype=torch.int64)}
+    hints = {"romio_cb_write": "disable", "cb_nodes": "1"} if writer == "mpio" else None
+    for align in (None, 4096, 300_000):
+        staging.save(folder / "x.h5", x, align=align, hints=hints, writer=writer)
+        with h5py.File(folder / "x.h5", locking=False) as file:
+            at = file["b"].id.get_offset()
+        large = x["b"].nbytes * world.world_size >= (align or 2**20)
+        assert_on_all_ranks(world.comm, not large or at % (align or 2**20) == 0, f"{align}: at {at}")
+        assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", "b"), x["b"]))
+        world.comm.Barrier()
+
+
+def test_a_state_dict_of_many_small_tensors(world: hd.World, folder: Path) -> None:
+    state = {f"layer{i}/weight": torch.full((world.rank, 2), i) for i in range(300)}
+    staging.save(folder / "x.h5", state)
+    got = staging.load(folder / "x.h5", dim=None)
+    rows = sum(range(world.world_size))
+    right = all(torch.equal(got[f"layer{i}"]["weight"], torch.full((rows, 2), i)) for i in range(300))
+    assert_on_all_ranks(world.comm, right and len(got) == 300)
