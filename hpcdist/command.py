@@ -16,6 +16,7 @@ __all__ = ["Meter", "Parser", "nbytes", "progress", "run", "show_bytes", "table"
 
 T = TypeVar("T")
 
+_LEAST = 1024  # bytes of a window: each piece has a checksum, which is not to be longer than the piece
 BAD_INPUT = 2  # the exit status that argparse has, too
 
 
@@ -101,9 +102,10 @@ def nbytes(text: str) -> int:
         argparse.ArgumentTypeError: it is none.
     """
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, got {text!r}")
-    return int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
+    count = 0 if match is None else int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
+    if count < _LEAST:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, {_LEAST} at least, got {text!r}")
+    return count
 
 
 def show_bytes(count: float) -> str:

@@ -120,11 +120,17 @@ class Commit:
         """Put the complete file in place. The caller has brought what other processes wrote to the disk."""
         os.fsync(self._lock)
         os.replace(self.part, self.target)
-        os.close(self._lock)  # at once: HDF5 does not read a file that is locked
+        self._unlock()  # at once: HDF5 does not read a file that is locked
         sync(self.target.parent)
 
     def discard(self, keep: bool = False) -> None:
-        """Give up; what was written goes, or stays for another try. The target is as it was."""
-        if not keep:
-            self.part.unlink(missing_ok=True)
+        """Give up; what was written goes, or stays for another try. The target is as it was. After finish(), or a
+        second time, it does nothing."""
+        if self._lock >= 0:
+            if not keep:
+                self.part.unlink(missing_ok=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
         os.close(self._lock)
+        self._lock = -1

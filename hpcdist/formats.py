@@ -183,8 +183,9 @@ def _safetensors_header(path: str) -> tuple[int, dict[str, Any]]:
 
 @contextmanager
 def _read_h5(path: str, name: str | None) -> Iterator[Opened]:
-    datasets = describe(path).datasets
-    stored = datasets[_pick(path, name and name.strip("/"), list(datasets))]
+    key = name and name.strip("/")
+    datasets = describe(path, name=key).datasets
+    stored = datasets[_pick(path, key, list(datasets))]
     if stored.raw is not None:
         with of_raw(stored.raw) as opened:
             yield opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -47,6 +48,11 @@ class Inputs:
 
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    def fingerprint(self) -> str:
+        """What tells these inputs from others, and from themselves once they are changed."""
+        stats = [(s.spec, os.stat(files.path_of(s.spec))) for s in self.sources]
+        return repr((self.dim, [(spec, stat.st_size, stat.st_mtime_ns) for spec, stat in stats]))
 
     def nbytes_by_rank(self) -> list[int]:
         """The bytes of the arrays that each rank reads."""

@@ -94,6 +94,12 @@ class Box(NamedTuple):
         start = self.seen_from(origin).offset if origin else self.offset
         return tuple(slice(o, o + n) for o, n in zip(start, self.shape, strict=True))
 
+    def is_in(self, shape: Sequence[int]) -> bool:
+        """Whether it is a part of a tensor of that shape."""
+        return len(self.offset) == len(self.shape) == len(shape) and all(
+            o >= 0 and n >= 0 and o + n <= extent for o, n, extent in zip(self.offset, self.shape, shape, strict=True)
+        )
+
     def meet(self, other: Box) -> Box:
         """What two boxes have in common; of size 0 if nothing.
 

@@ -58,16 +58,19 @@ def create(
     dtype: torch.dtype,
     window: int,
     resume: bool = False,
+    source: str = "",
     progress: Callable[[int], None] | None = None,
 ) -> Output:
     """Begin a file with one array (in formats with names: "data"). Collective.
+
+    To `resume`, what was left must come from the same `source`.
 
     Raises:
         RankError: on every rank, if it cannot be made.
     """
     pieces = pieces_of(shape, dtype, window)
     if Path(path).suffix == ".h5":
-        options = Options(window=window, resume=resume, progress=progress)
+        options = Options(window=window, resume=resume, source=source, progress=progress)
         return _Staged(Saving(team, verb, path, [Dataset("data", shape, dtype, pieces)], options))
     return _Flat(team, verb, path, shape, dtype, pieces, progress)
 

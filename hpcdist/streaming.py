@@ -58,7 +58,7 @@ class Joined:
                 want = Box(at, tuple(part.shape)) if source.shape else Box((), ())
                 try:
                     array.read(want, part if source.shape else part.view(()), self._window)
-                except (OSError, EOFError, RuntimeError) as error:
+                except Exception as error:  # each library has its own way to say that a file is damaged
                     raise InputError(f"{source.spec}: cannot be read: {reason(error)}") from error
                 row = stop
             i += 1
@@ -95,9 +95,11 @@ def to_file(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     window: int,
-    resume: bool,
+    resume: str | None,
 ) -> float:
     """Write an array to a file: every rank of the team reads and writes its share of the pieces. Collective over it.
+
+    `resume` says what the array comes from, to go on with a file that was left of the same; None begins anew.
 
     Returns:
         The seconds that it took this rank.
@@ -108,7 +110,7 @@ def to_file(
     start = time.perf_counter()
     nbytes = layout.whole(shape).size() * dtype.itemsize
     with Meter(world, verb, nbytes // team.size) as meter:
-        out = outputs.create(team, verb, path, shape, dtype, window, resume, meter.add)
+        out = outputs.create(team, verb, path, shape, dtype, window, resume is not None, resume or "", meter.add)
         problem = None
         try:
             buffer = _Buffer(out.pieces, dtype)

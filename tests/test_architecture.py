@@ -38,7 +38,9 @@ FLOORS = (
     ("staging.pieces",),
     ("staging.reader",),
     ("staging.saving",),
-    ("staging.save", "staging.load", "staging.piecewise"),
+    ("staging.save", "staging.load", "staging.readfile"),
+    ("staging.writefile",),
+    ("staging.piecewise",),
     ("staging",),
     ("",),  # the package itself: the public names
     ("formats", "patterns", "command"),

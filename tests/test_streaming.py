@@ -173,6 +173,9 @@ MISTAKES: dict[str, tuple[str, list[object], str]] = {
     "an input": ("concat", ["x.npy", "-o", "{rank}/../x.npy"], "no such folder"),
     "window": ("gather", ["x.npy", "-o", "y.npy", "--window", "much"], "expected a number of bytes such as 64M"),
     "resume": ("gather", ["x.npy", "-o", "y.npy", "--resume"], "--resume: needs -o with an .h5 file"),
+    "resume and route": ("gather", ["x.npy", "-o", "y.h5", "--resume", "--route", "mpi"], "--resume: only where every"),
+    "a pattern": ("gather", ["x.npy", "-o", "y{rank}.npy"], "y{rank}.npy: gather writes one file"),
+    "a damaged input": ("gather", ["bad.npz", "-o", "y.npy"], "bad.npz: cannot be read"),
     "folder": ("gather", ["x.npy", "-o", "none/y.h5"], "none/y.h5: no such folder"),
     "staging": ("gather", ["x.npy", "--route", "hdf5", "--staging", "none"], "the staging folder: no such folder"),
 }
@@ -184,6 +187,10 @@ def test_bad_input_is_one_clear_line(mistake: str, tmp_path: Path) -> None:
     np.save(tmp_path / "z.npy", WHOLE[:6])
     np.save(tmp_path / "s.npy", np.float32(1))
     np.savez(tmp_path / "0.npz", WHOLE[:6])
+    np.savez_compressed(tmp_path / "bad.npz", WHOLE)
+    damaged = bytearray((tmp_path / "bad.npz").read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    (tmp_path / "bad.npz").write_bytes(damaged)
     before = sorted(tmp_path.iterdir())
     command, args, message = MISTAKES[mistake]
     job = run(2, command, *args, cwd=tmp_path)

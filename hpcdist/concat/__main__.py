@@ -37,13 +37,12 @@ def main(world: World, args: argparse.Namespace) -> int:
 def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) -> dict[str, Any]:
     """Every rank writes a copy of its own. Collective."""
     path, seconds = names[world.rank], []
+    resume = data.fingerprint() if args.resume else None
     with streaming.Joined(data, args.window // 2) as joined:
 
         def write(team: Team) -> None:
             seconds.append(
-                streaming.to_file(
-                    world, team, "concat", joined.read, path, data.shape, data.dtype, args.window, args.resume
-                )
+                streaming.to_file(world, team, "concat", joined.read, path, data.shape, data.dtype, args.window, resume)
             )
 
         streaming.each_alone(world, "concat", [write])

@@ -27,6 +27,8 @@ def main(world: World, args: argparse.Namespace) -> int:
     args.root = 0 if args.root is None else args.root  # no default in the parser, which could not tell it from --root 0
     if not 0 <= args.root < world.world_size:
         raise InputError(f"--root {args.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks")
+    if args.output and "{" in args.output:
+        raise InputError(f"{args.output}: gather writes one file; a pattern is for hpcdist.concat and hpcdist.split")
     data = inputs.find(world, args.input, args.dim)
     check_output(world, data, args.output, args)
     report = _describe(world, data, args)
@@ -56,6 +58,8 @@ def check_output(world: World, data: Inputs, path: str | None, args: argparse.Na
     """Find on the root what would keep the output from being written. Collective."""
     if args.resume and not (path and path.endswith(".h5")):
         raise InputError("--resume: needs -o with an .h5 file, which keeps a checksum of each piece")
+    if args.resume and (getattr(args, "all", False) or args.compare or args.route not in ("auto", "hdf5")):
+        raise InputError("--resume: only where every rank writes: without --all, --compare and --route")
     if path:
         specs = [source.spec for source in data.sources]
         root = args.root
@@ -66,11 +70,12 @@ def check_output(world: World, data: Inputs, path: str | None, args: argparse.Na
 def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
     """From the files to the output, with no more than a window in memory; what --verify finds. Collective."""
     shape, dtype, window = data.shape, data.dtype, args.window
+    resume = data.fingerprint() if args.resume else None
     with streaming.Joined(data, window // 2) as joined:
         if args.route in ("auto", "hdf5"):
             report["route"] = "every rank writes"
             seconds = streaming.to_file(
-                world, world.team, "gather", joined.read, args.output, shape, dtype, window, args.resume
+                world, world.team, "gather", joined.read, args.output, shape, dtype, window, resume
             )
         else:
             report["route"] = args.route

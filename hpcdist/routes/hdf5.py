@@ -151,7 +151,9 @@ class _Stage:
         try:
             lock(self._fd)  # for as long as it is held, nobody sweeps the file
             dataset = Dataset("messages", (nbytes,), torch.uint8, [])
-            self.place = format.create(Path(self.path), [dataset], format.summary([dataset]), {}, format.ALIGNMENT)
+            self.place = format.create(
+                Path(self.path), [dataset], format.summary([dataset], {}, ""), {}, format.ALIGNMENT
+            )
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):

@@ -93,13 +93,12 @@ def _write(
     team: Team,
 ) -> None:  # fmt: skip
     """Write one part, a box of the array, on this rank alone."""
+    resume = data.fingerprint() if args.resume else None
 
     def read(box: Box, out: Any) -> None:
         joined.read(Box(tuple(map(sum, zip(box.offset, part.offset, strict=True))), box.shape), out)
 
-    seconds.append(
-        streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, args.window, args.resume)
-    )
+    seconds.append(streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, args.window, resume))
 
 
 def _text(report: dict[str, Any], args: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,9 +17,11 @@ from hpcdist.buffers import DTYPES
 from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
-from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, VERSION, Table, stored_dtype
+from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, stored_dtype
 
 __all__ = ["Contents", "Stored", "describe", "read_box"]
+
+_PARTS = ("state", "token", "plan", "pieces")  # of our group; one without is somebody else's
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,27 @@ class Contents:
         datasets: by name, in the order of the file.
         plan: what was to be written; None in a foreign file.
         complete: all of it has been.
+        identity: size and inode of the file.
+        token: of a file of hpcdist: where its token lies, and what it is.
     """
 
     path: str
     datasets: dict[str, Stored]
     plan: dict[str, Any] | None
     complete: bool
+    identity: tuple[int, int] = (0, 0)
+    token: tuple[int, bytes] | None = None
+
+    def is_in(self, fd: int) -> bool:
+        """Whether this is what the open file holds: it may have been replaced since, or be another one on this node."""
+        stat = os.fstat(fd)
+        if self.token is not None:
+            return os.pread(fd, len(self.token[1]), self.token[0]) == self.token[1]
+        return (stat.st_size, stat.st_ino) == self.identity
 
 
-def describe(path: str, incomplete: bool = False) -> Contents:
-    """Read what a file holds, without the data.
+def describe(path: str, incomplete: bool = False, name: str | None = None) -> Contents:
+    """Read what a file holds, without the data; also what `name` links to, if that is given.
 
     Raises:
         FileError: no such file, not HDF5, truncated, or a save of hpcdist that is not complete, unless `incomplete`
@@ -81,12 +94,15 @@ def describe(path: str, incomplete: bool = False) -> Contents:
         raise FileError(f"{path}: no such file")
     if os.path.isdir(path):
         raise FileError(f"{path}: is a folder")
+    before = os.stat(path)
     try:
         # A file that is being written is locked by its writer, which may well want to know what it holds.
         with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:
-            contents = _contents(path, file)
+            contents = replace(_contents(path, file, name), identity=(before.st_size, before.st_ino))
     except OSError as error:
         raise FileError(f"{path}: {_why(path, error)}") from error
+    if not os.path.samestat(before, os.stat(path)):
+        return describe(path, incomplete, name)  # replaced meanwhile: which of the two it was is not known
     if not (contents.complete or incomplete):
         raise FileError(f"{path}: incomplete: the job that wrote it ended before it was done")
     size = os.path.getsize(path)
@@ -108,7 +124,7 @@ def _why(path: str, error: OSError) -> str:
     return f"cannot be read ({text})" if h5py.is_hdf5(path) else "not an HDF5 file"
 
 
-def _contents(path: str, file: Any) -> Contents:
+def _contents(path: str, file: Any, wanted: str | None) -> Contents:
     import h5py
 
     names: list[str] = []
@@ -118,23 +134,30 @@ def _contents(path: str, file: Any) -> Contents:
             names.append(name)
 
     file.visititems(visit)
+    if wanted and wanted not in names and isinstance(file.get(wanted), h5py.Dataset):
+        names.append(wanted)  # a link: visititems does not follow them
     group = file.get(GROUP)
-    ours = isinstance(group, h5py.Group) and "version" in group.attrs
+    ours = isinstance(group, h5py.Group) and "version" in group.attrs and all(n in group for n in _PARTS)
     if not ours:
         return Contents(path, dict(_stored(path, file, names, {})), None, complete=True)
     if group.attrs["version"] > VERSION:
         raise FileError(f"{path}: written by a newer hpcdist (version {group.attrs['version']} of the format)")
     plan = json.loads(bytes(group["plan"][()]))
-    tables = {d["name"]: group[f"pieces/{i}"] for i, d in enumerate(plan["datasets"])}
+    tables = {
+        d["name"]: group[f"pieces/{i}"]
+        for i, d in enumerate(plan["datasets"])
+        if d["name"] in file and tuple(d["shape"]) == file[d["name"]].shape  # else somebody has changed the file since
+    }
+    token = group["token"]
     complete = bytes(group["state"][()]) == COMPLETE
-    return Contents(path, dict(_stored(path, file, names, tables)), plan, complete)
+    stored = dict(_stored(path, file, names, tables))
+    return Contents(path, stored, plan, complete, token=(token.id.get_offset(), bytes(token[()])))
 
 
 def _stored(path: str, file: Any, names: Sequence[str], tables: Mapping[str, Any]) -> Iterator[tuple[str, Stored]]:
     for name in names:
         dataset = file[name]
-        kept = dataset.attrs.get(DTYPE_ATTRIBUTE)
-        dtype = _torch_dtype(dataset.dtype) if kept is None else getattr(torch, str(kept), None)
+        dtype = _dtype_of(dataset)
         if dtype is None or dtype not in DTYPES or dataset.shape is None:
             continue  # strings, references, datasets without a shape: nothing that a tensor could hold
         table = tables.get(name)
@@ -151,15 +174,28 @@ def _stored(path: str, file: Any, names: Sequence[str], tables: Mapping[str, Any
         )
 
 
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+def _dtype_of(dataset: Any) -> torch.dtype | None:
+    """The dtype that a dataset has as a tensor; None if it has none."""
+    kept = dataset.attrs.get(DTYPE_ATTRIBUTE)
+    kept = kept.decode() if isinstance(kept, bytes) else kept
+    named: torch.dtype | None = getattr(torch, kept, None) if isinstance(kept, str) else None
     try:
-        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
-    except TypeError:
+        stored = dataset.dtype
+        if named in DTYPES and named not in NUMPY and stored == stored_dtype(named):
+            return named
+        return torch.from_numpy(np.empty(0, stored.newbyteorder("="))).dtype
+    except TypeError:  # a type that numpy, or torch, does not have
         return None
 
 
 def _raw(path: str, dataset: Any, dtype: torch.dtype) -> Raw | None:
-    """Where the dataset's bytes lie in this file, if they can be read without HDF5."""
+    """Where the dataset's bytes lie in this file, if they can be read without HDF5, and are what numpy has."""
+    import h5py
+
+    same_file = dataset.file.filename == path and dataset.chunks is None
+    as_numpy = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
+    if not (same_file and as_numpy):
+        return None
     offset = (
         dataset.id.get_offset() if dataset.chunks is None and not dataset.external and not dataset.is_virtual else None
     )

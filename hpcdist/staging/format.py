@@ -129,7 +129,8 @@ def create(
     import h5py
 
     # HDF5 does not survive a write that fails: let a limit on file sizes show before it is used.
-    os.truncate(path, sum(d.nbytes() + align for d in datasets if d.chunks is None))
+    plain = [d.nbytes() for d in datasets if d.chunks is None]
+    os.truncate(path, sum(nbytes + (align if nbytes >= align else 0) for nbytes in plain))
     with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, locking=False) as file:
         file.attrs.update(attrs)
         for dataset in datasets:
@@ -217,14 +218,15 @@ def _token(place: Layout) -> bytes:
         return file.read(len(place.token))
 
 
-def summary(datasets: Sequence[Dataset]) -> dict[str, Any]:
+def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What is written, and in which pieces: two saves with the same summary can go on with each other's file."""
+    details = repr(([(d.pieces, d.filters, d.attrs) for d in datasets], attrs, source))
     return {
         "datasets": [
             {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
             for d in datasets
         ],
-        "pieces": hashlib.sha256(repr([d.pieces for d in datasets]).encode()).hexdigest(),
+        "details": hashlib.sha256(details.encode()).hexdigest(),
     }
 
 

@@ -53,7 +53,7 @@ def load(
     path: str | os.PathLike[str],
     name: str | None = None,
     *,
-    dim: int | None = 0,
+    dim: int | Mapping[str, int | None] | None = 0,
     counts: str | Sequence[int] | None = None,
     box: tuple[Sequence[int], Sequence[int]] | None = None,
     out: Tensor | None = None,
@@ -73,8 +73,8 @@ def load(
     Args:
         path: of the file, seen by all ranks.
         name: of a tensor, or of a group of them; None for all that the file holds. Must agree.
-        dim: the dimension along which tensors are split; None for the whole on every rank. Must agree. 0-d tensors
-            are given whole to every rank.
+        dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
+            name, 0 for those that are not in it. Must agree. 0-d tensors are given whole to every rank.
         counts: the extent along `dim` for each rank, or a rule, as in :func:`hpcdist.split`: "block" by default. Must
             agree.
         box: this rank's part as (offset, shape), each with an entry for every dim; instead of `dim` and `counts`, on
@@ -115,14 +115,13 @@ def load(
     agree.exchange(team, call)
     asks: list[_Ask] = team.comm.allgather(ask)
     agree.require(VERB, {rank: text for rank, other in enumerate(asks) if (text := _odd(asks[0], other))})
-    place = os.fspath(path)
-    contents = agree.on_root(team.comm, VERB, lambda: _describe(place, ask.same["name"]))
-    wants = _wants(team, contents, asks)
-    results = {
-        key: _memory(out, wants[key][team.rank], stored.dtype, target) for key, stored in contents.datasets.items()
-    }
+    place, results = str(ask.same["path"]), {}
     problems: list[str] = []
-    with _opened_by_all(team, place) as fd:
+    with _opened_by_all(team, place, ask.same["name"]) as (contents, fd):
+        wants = _wants(team, contents, asks)
+        mine = {key: (wants[key][team.rank], stored.dtype) for key, stored in contents.datasets.items()}
+        step = lambda: results.update({key: _memory(out, *what, target) for key, what in mine.items()})  # noqa: E731
+        agree.on_all(team.comm, VERB, step)
         for key, stored in contents.datasets.items():
             reader = Reader(place, fd, stored, window, verify, progress)
             _read(team, reader, wants[key], results[key].view(wants[key][team.rank].shape), readers, problems)
@@ -147,9 +146,9 @@ def _ask(
     if counts is not None and not isinstance(counts, str):
         counts = tuple(index(c) for c in counts)
     same = {
-        "path": os.fspath(path),
+        "path": os.fsdecode(path),
         "name": None if name is None else name.strip("/"),
-        "dim": None if dim is None else index(dim),
+        "dim": {str(k): _dim(v) for k, v in dim.items()} if isinstance(dim, Mapping) else _dim(dim),
         "counts": counts,
         "window": index(window),
         "readers": readers,
@@ -167,6 +166,10 @@ def _ask(
     return _Ask(same, mine, kept)
 
 
+def _dim(dim: Any) -> int | None:
+    return None if dim is None else index(dim)
+
+
 def _odd(first: _Ask, other: _Ask) -> str | None:
     """How a rank's request differs from that of rank 0."""
     for option, value in first.same.items():
@@ -177,7 +180,7 @@ def _odd(first: _Ask, other: _Ask) -> str | None:
 
 def _describe(path: str, name: str | None) -> Contents:
     """The tensors of a file that are meant."""
-    contents = describe(path)
+    contents = describe(path, name=name)
     if name is None:
         return contents
     chosen = {key: s for key, s in contents.datasets.items() if key == name or key.startswith(f"{name}/")}
@@ -220,6 +223,8 @@ def _want(stored: Stored, ask: _Ask, rank: int, size: int) -> Box:
             raise ValueError(f"box is (offset {box.offset}, shape {box.shape}), which is not in shape {shape}")
         return box
     dim = ask.same["dim"]
+    if isinstance(dim, dict):
+        dim = dim.get(stored.name, 0)
     if dim is None or not shape:
         return layout.whole(shape)
     if not -len(shape) <= dim < len(shape):
@@ -245,12 +250,20 @@ def _memory(out: Tensor | None, want: Box, dtype: torch.dtype, device: torch.dev
 
 
 @contextmanager
-def _opened_by_all(team: Team, path: str) -> Iterator[int]:
-    """The file, open on every rank; a RankError everywhere if one cannot."""
-    with ExitStack() as stack:
-        fds = []
-        agree.on_all(team.comm, VERB, lambda: fds.append(stack.enter_context(opened(path))))
-        yield fds[0]
+def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Contents, int]]:
+    """What the file holds, and the same file open on every rank; a RankError everywhere if one cannot have it."""
+    for last in (False, True):
+        with ExitStack() as stack:
+            fds: list[int] = []
+            contents = agree.on_root(team.comm, VERB, lambda: _describe(path, name))
+            agree.on_all(team.comm, VERB, lambda: fds.append(stack.enter_context(opened(path))))  # noqa: B023
+            same = agree.on_all(team.comm, VERB, lambda: contents.is_in(fds[0]))  # noqa: B023
+            if all(same):
+                yield contents, fds[0]
+                return
+            if last:
+                text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
+                agree.require(VERB, {rank: text for rank, right in enumerate(same) if not right})
 
 
 def _read(
@@ -311,5 +324,5 @@ def _kept(problems: list[str]) -> Iterator[None]:
     """Keep what goes wrong on this rank, so that it goes on with the others, who are told at the end."""
     try:
         yield
-    except (FileError, OSError) as error:
+    except Exception as error:
         problems.append(reason(error))

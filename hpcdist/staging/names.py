@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcdist.staging.format import GROUP
+from hpcdist.checks import WrongError
+from hpcdist.staging.format import DTYPE_ATTRIBUTE, GROUP
 
-__all__ = ["SINGLE", "flatten", "nest"]
+__all__ = ["SINGLE", "check_attrs", "flatten", "nest"]
 
 SINGLE = "data"  # the name of a tensor that was saved alone
 
@@ -56,3 +57,12 @@ def nest(flat: Mapping[str, Tensor], prefix: str = "") -> Any:
             branch = branch.setdefault(group, {})
         branch[last] = tensor
     return tree
+
+
+def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
+    """A WrongError for attributes of tensors that there are not, or that are ours."""
+    for name, values in (attrs or {}).items():
+        if name and name not in given:
+            raise WrongError(f"attrs has {name!r}, which is none of the tensors: {', '.join(list(given)[:6])}")
+        if DTYPE_ATTRIBUTE in values:
+            raise WrongError(f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")

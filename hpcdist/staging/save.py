@@ -17,7 +17,7 @@ from hpcdist.checks import Call
 from hpcdist.staging import writers as ways
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.host import Scratch, outgoing
-from hpcdist.staging.names import flatten
+from hpcdist.staging.names import check_attrs, flatten
 from hpcdist.staging.pieces import Plan, collect, plan_save
 from hpcdist.staging.saving import WINDOW, Options, Saving
 from hpcdist.team import Team, team_of
@@ -85,7 +85,8 @@ def save(
         align: alignment of the tensors in the file, in bytes; by default the file system's stripe, or 1 MiB.
         hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
         resume: go on with what a job that died in the same save has left: pieces that are proven complete by their
-            checksums are not written again. If this call fails, what it has written is kept for another try.
+            checksums, and hold the same data, are not written again. If this call fails, what it has written is kept
+            for another try. With other shards than before (along dim 0: on another number of ranks) it begins anew.
         progress: called on each rank, now and then, with the number of bytes it has just done.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
 
@@ -116,14 +117,16 @@ def save(
         filters, shape = _filters(compression, chunks)
         options = replace(options, writer=ways.fit_for(options.writer, filters))
         count = _writers(writers, team.size)
-        ask.same.update(path=os.fspath(path), compression=filters, chunks=shape, writers=count)
+        target = os.fsdecode(path)
+        check_attrs(attrs, given)
+        ask.same.update(path=target, compression=filters, chunks=shape, writers=count)
         ask.same.update(writer=options.writer, window=options.window, align=align, resume=resume)
         ask.same.update(hints=dict(options.hints))
     except Exception as error:  # the other ranks are to hear of it
         call.problem = checks.problem_of(error)
     agree.exchange(team, call)
     datasets, plans = _agree(team, ask, attrs or {})
-    saving = Saving(team, VERB, os.fspath(path), datasets, options)
+    saving = Saving(team, VERB, target, datasets, options)
     saving.prove([plan.owners for plan in plans])
     for i, plan in enumerate(plans):
         write(saving, i, plan, flat[datasets[i].name])
@@ -133,9 +136,8 @@ def save(
 def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
     """Write one tensor of a file, of which `x` is this rank's box. Collective."""
     team = saving.team
-    done = saving.done[i]
     if plan.straight:
-        rows = [row for row in plan.rows(team.rank) if row not in done]
+        rows = plan.rows(team.rank)
         origin = plan.held[team.rank].offset
         parts = [plan.pieces[row].seen_from(origin) for row in rows]
         for row, piece in zip(rows, outgoing(x, parts), strict=True):
@@ -143,9 +145,8 @@ def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
         return
     scratch = Scratch(pinned=x.is_cuda)
     for round_ in plan.rounds:
-        left = {owner: row for owner, row in round_.items() if row not in done}
-        together = collect(team, plan, x, left, scratch) if left else None
-        mine = left.get(team.rank)
+        together = collect(team, plan, x, round_, scratch)
+        mine = round_.get(team.rank)
         if saving.datasets[i].chunks is not None:
             saving.put_filtered(i, mine, together)
         elif together is not None and mine is not None:
@@ -175,7 +176,8 @@ def _options(window: Any, writer: Any, align: Any, hints: Any, resume: Any, attr
     if hints and ways.active(writer)[0] != "mpio":
         raise checks.WrongError(f"hints are for MPI-IO, and the writer is posix ({ways.active(writer)[1]})")
     told = {str(k): str(v) for k, v in (hints or {}).items()}
-    return Options(writer, index(window), align, told, bool(resume), dict((attrs or {}).get("", {})), progress)
+    own = dict((attrs or {}).get("", {}))
+    return Options(writer, index(window), align, told, bool(resume), attrs=own, progress=progress)
 
 
 def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, ...] | None]:
@@ -190,6 +192,8 @@ def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, 
         filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
     else:
         raise checks.WrongError(f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
+    if "scaleoffset" in filters:
+        raise checks.WrongError("compression with scaleoffset is lossy: what is loaded would not be what was saved")
     if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
         raise checks.WrongError(f"chunks is {chunks}, expected an extent >= 1 for each dim")
     return filters, None if chunks is None else tuple(index(c) for c in chunks)

@@ -37,6 +37,7 @@ class Options:
         hints: for MPI-IO.
         resume: go on with what a job that died left of the same save.
         attrs: HDF5 attributes of the file itself.
+        source: what the data come from, for a resumed save that does not look at them again.
         progress: called on each rank with the bytes that it has just done.
     """
 
@@ -46,6 +47,7 @@ class Options:
     hints: Mapping[str, str] = field(default_factory=dict)
     resume: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
     progress: Callable[[int], None] | None = None
 
 
@@ -79,19 +81,27 @@ class Saving:
         compressed = any(d.chunks for d in datasets)  # HDF5 changes its own index of them all the time
         self._options = replace(options, resume=options.resume and not compressed)
         self.layout, self._resumed = agree.on_root(team.comm, verb, self._lay_out)
+        self._writers: list[writers.Writer] = []
         try:
             agree.on_all(team.comm, verb, lambda: format.look(self.layout))
-            name, _ = writers.active(options.writer)
-            self._writer = writers.opened(name, team.comm, datasets, self.layout, options.hints)
-        except RankError:
+            agree.on_all(team.comm, verb, self._open_writer)
+        except BaseException:
             self._give_up()
             raise
+
+    def _open_writer(self) -> None:
+        name, _ = writers.active(self._options.writer)
+        self._writers.append(writers.opened(name, self.team.comm, self.datasets, self.layout, self._options.hints))
+
+    def _close_writer(self) -> None:
+        while self._writers:
+            self._writers.pop().close()
 
     def _lay_out(self) -> tuple[Layout, bool]:
         """On rank 0: the file that is to be, or what was left of it, and which of the two."""
         nbytes = sum(d.nbytes() for d in self.datasets if d.chunks is None)
         check_target(self._target, 0)
-        plan = format.summary(self.datasets)
+        plan = format.summary(self.datasets, self._options.attrs, self._options.source)
         commit = self._commit = Commit(self._target, self._options.resume)
         try:
             check_target(self._target, nbytes - commit.part.stat().st_blocks * 512)
@@ -110,35 +120,50 @@ class Saving:
         """Find the pieces that are complete already, by reading them: each rank those that it owns. Collective."""
         if not self._resumed:
             return
-        tables = self.team.comm.bcast(self._left_tables() if self.team.rank == 0 else None)
-        proven: list[list[int]] = []
-        with open(self.layout.path, "rb") as file:
-            for i, table in enumerate(tables):
-                where = Raw(self.layout.path, self.layout.data[i] or 0, self.datasets[i].shape, self.datasets[i].dtype)
-                pieces = self.datasets[i].pieces
-                rows = [row for row, owner in enumerate(owners[i]) if owner == self.team.rank]
-                proven.append(
-                    [r for r in rows if table[r]["written"] and _holds(file.fileno(), where, pieces[r], table[r])]
-                )
-        for rank in self.team.comm.allgather(proven):
+        comm = self.team.comm
+        self._tables = agree.on_root(comm, self.verb, self._left_tables)
+        proven = agree.on_all(comm, self.verb, lambda: [self._proven(i, o) for i, o in enumerate(owners)])
+        for rank in proven:
             for i, found in enumerate(rank):
                 self.done[i].update(found)
+
+    def _proven(self, i: int, owners: Sequence[int]) -> list[int]:
+        """The pieces of one dataset that this rank owns and finds complete."""
+        dataset, table, start = self.datasets[i], self._tables[i], self.layout.data[i]
+        if start is None:
+            return []  # there is nothing in it
+        where = Raw(self.layout.path, start, dataset.shape, dataset.dtype)
+        rows = [row for row, owner in enumerate(owners) if owner == self.team.rank and table[row]["written"]]
+        with open(self.layout.path, "rb") as file:
+            return [row for row in rows if _holds(file.fileno(), where, dataset.pieces[row], table[row])]
 
     def _left_tables(self) -> list[format.Table]:
         stored = contents.describe(self.layout.path, incomplete=True).datasets
         tables = [stored[d.name].pieces for d in self.datasets]
+        if any(table is None for table in tables):
+            raise FileError(f"{self.layout.path}: a table of pieces is missing")
         return [table for table in tables if table is not None]
 
     def put(self, i: int, row: int, piece: Tensor) -> None:
-        """Write a piece, contiguous host memory, and its checksum. On this rank alone; a failure is kept."""
-        if self.problem is None and row not in self.done[i]:
+        """Write a piece, contiguous host memory, and its checksum. On this rank alone; a failure is kept.
+
+        One that is there already is not written again, if these are the data that are there.
+        """
+        if self.problem is None and not self._has(i, row, piece):
             try:
                 digest = format.digest()
-                self._writer.write(i, self.datasets[i].pieces[row], memory(piece), digest)
+                self._writers[0].write(i, self.datasets[i].pieces[row], memory(piece), digest)
                 self.record(i, row, digest.intdigest())
             except Exception as error:
                 self.fail(error)
         self._report(piece.nbytes)
+
+    def _has(self, i: int, row: int, piece: Tensor) -> bool:
+        if row not in self.done[i]:
+            return False
+        digest = format.digest()
+        digest.update(memory(piece))
+        return int(digest.intdigest()) == int(self._tables[i][row]["xxh3_64"])
 
     def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
         """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""
@@ -147,7 +172,7 @@ class Saving:
         box = None if row is None else self.datasets[i].pieces[row]
         data = None if piece is None else memory(piece)
         try:
-            self._writer.write_filtered(i, box, data)
+            self._writers[0].write_filtered(i, box, data)
             if row is not None and data is not None:
                 digest = format.digest()
                 digest.update(data)
@@ -160,7 +185,7 @@ class Saving:
         """Note that a piece is complete."""
         record = self._tables[i][row]
         record["xxh3_64"], record["rank"], record["written"] = checksum, self.team.rank, 1
-        self._writer.record(i, row, record)
+        self._writers[0].record(i, row, record)
 
     def fail(self, error: Exception) -> None:
         """Keep the first thing that went wrong on this rank."""
@@ -168,30 +193,26 @@ class Saving:
             self.problem = f"{self._target}: writing failed: {reason(error)}"
 
     def _report(self, nbytes: int) -> None:
-        if self._options.progress is not None:
-            self._options.progress(nbytes)
+        try:
+            if self._options.progress is not None:
+                self._options.progress(nbytes)
+        except Exception as error:  # the caller's own; the ranks are to end this call together
+            self.fail(error)
 
-    def finish(self, check: Callable[[], None] | None = None) -> None:
+    def finish(self) -> None:
         """Put the file in place under its name, complete and on the disk. Collective.
-
-        `check` is called on every rank when nothing has failed; what it raises is a failure.
 
         Raises:
             RankError: on every rank, if anything failed on any. The target is as it was.
         """
+        comm = self.team.comm
         try:
-            agree.on_all(self.team.comm, self.verb, self._raise_problem)
-            if check is not None:
-                agree.on_all(self.team.comm, self.verb, check)
+            agree.on_all(comm, self.verb, self._raise_problem)
+            agree.on_all(comm, self.verb, self._close_writer)
+            agree.on_all(comm, self.verb, lambda: sync(Path(self.layout.path)))
+            agree.on_root(comm, self.verb, self._complete)
         except RankError:
             self.abandon()
-            raise
-        self._writer.close()
-        try:
-            agree.on_all(self.team.comm, self.verb, lambda: sync(Path(self.layout.path)))
-            agree.on_root(self.team.comm, self.verb, self._complete)
-        except RankError:
-            self._give_up()
             raise
 
     def _raise_problem(self) -> None:
@@ -210,11 +231,13 @@ class Saving:
 
     def abandon(self) -> None:
         """Close the file and give up: the target is as it was. Collective."""
-        self._writer.close()
+        agree.on_all(self.team.comm, self.verb, self._close_writer)
         self._give_up()
 
     def drop(self) -> None:
-        """Give up on this rank alone, when the job is about to end."""
+        """Give up on this rank alone, where the others cannot be told. What MPI-IO has open stays open."""
+        if self.team.size == 1 or writers.active(self._options.writer)[0] == "posix":
+            self._close_writer()
         self._give_up()
 
     def _give_up(self) -> None:
@@ -235,5 +258,5 @@ def _holds(fd: int, where: Raw, box: Box, record: np.void) -> bool:
     """Whether a piece in the file has the checksum that was noted when it was written."""
     try:
         return checksum_of(fd, where, box) == int(record["xxh3_64"])
-    except EOFError:
+    except (OSError, EOFError):  # it cannot be read: it is written again
         return False

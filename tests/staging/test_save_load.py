@@ -184,6 +184,11 @@ def test_another_filter(world: hd.World, folder: Path) -> None:
     assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", counts=(1000,) * world.world_size), x))
 
 
+_NAMES = (
+    *("plain", "chunked", "compressed", "big endian", "big endian, compressed", "fill", "fill in part", "compact"),
+)
+
+
 def _foreign(path: Path, whole: np.ndarray) -> None:
     """What other tools write: chunked, compressed, big-endian, of another order, with fill values, compact."""
     with h5py.File(path, "w", libver="latest") as file:
@@ -199,6 +204,22 @@ def _foreign(path: Path, whole: np.ndarray) -> None:
         made = h5py.h5d.create(file.id, b"compact", h5py.h5t.STD_I32LE, h5py.h5s.create_simple(whole.shape), compact)
         made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(whole))
         file["text"] = "not a tensor"
+        file["link"] = h5py.SoftLink("/compressed")
+        file["compound"] = np.zeros(2, [("a", "i4"), ("b", "f8")])
+        for name, bits, dtype in (("12 bits", 12, h5py.h5t.STD_I16LE), ("24 bits", 24, h5py.h5t.STD_I32LE)):
+            odd = dtype.copy()
+            odd.set_precision(bits) if bits == 12 else odd.set_size(3)
+            made = h5py.h5d.create(file.id, name.encode(), odd, h5py.h5s.create_simple((3,)))
+            if bits == 12:
+                made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([-1, 2, -3], "i2"))
+        brain = h5py.h5t.IEEE_F32LE.copy()  # bfloat16 as HDF5 itself would have it: h5py reads float32
+        brain.set_fields(15, 7, 8, 0, 7)
+        brain.set_size(2)
+        brain.set_ebias(127)
+        made = h5py.h5d.create(file.id, b"bf16", brain, h5py.h5s.create_simple((3,)))
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([1.5, 2, -3], "f4"))
+        file["plain"].attrs["torch_dtype"] = "float32"  # not ours: not obeyed
+        file["chunked"].attrs["torch_dtype"] = [1, 2]
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
@@ -208,15 +229,23 @@ def test_files_of_other_tools(dim: int | None, world: hd.World, folder: Path) ->
         _foreign(folder / "x.h5", whole)
     world.comm.Barrier()
     findings, size = Findings(world.comm), world.world_size
+    dims = dim if dim is None else dict.fromkeys(_NAMES, dim)
     for window in (SMALL, 4096):
-        loaded = staging.load(folder / "x.h5", dim=dim, window=window, verify=True)
-        findings.check("text" not in loaded and len(loaded) == 8, f"tensors: {list(loaded)}")
+        loaded = staging.load(folder / "x.h5", dim=dims, window=window, verify=True)
+        findings.check(set(loaded) == {*_NAMES, "12 bits", "bf16"}, f"tensors: {list(loaded)}")
+        link = staging.load(folder / "x.h5", "link", dim=None)
+        findings.same(link, torch.from_numpy(whole.copy()), "a link")
         for name, got in loaded.items():
             expected = torch.from_numpy(whole.copy())
+            if name in ("12 bits", "bf16"):
+                expected = (
+                    torch.tensor([-1, 2, -3], dtype=torch.int16) if name == "12 bits" else torch.tensor([1.5, 2, -3])
+                )
             if name.startswith("fill"):
                 expected[3 if name == "fill in part" else 0 :] = -7
+            along = 0 if name in ("12 bits", "bf16") else dim
             if dim is not None:
-                expected = part(expected, dim, tuple(layout.block(expected.shape[dim], size)), world.rank)
+                expected = part(expected, along, tuple(layout.block(expected.shape[along], size)), world.rank)
             findings.same(got, expected, f"{name} {window}")
     findings.settle()
 
