@@ -68,7 +68,7 @@ def test_gather_every_format_in_a_small_window(output: str, dim: int, tmp_path: 
     assert np.array_equal(read(tmp_path / output), WHOLE)
 
 
-@pytest.mark.parametrize("route", ["mpi", "gloo", "hdf5"])
+@pytest.mark.parametrize("route", ["mpi", "gloo", "hdf5"], ids="over {}".format)  # pytest-mpi skips "mpi"
 def test_gather_over_a_route_that_is_named(route: str, tmp_path: Path) -> None:
     for i, part in enumerate(np.split(WHOLE, [1000, 1001])):
         np.save(tmp_path / f"s{i}.npy", part)
