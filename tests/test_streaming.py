@@ -246,3 +246,29 @@ def _peak(folder: Path, rows: int) -> list[int]:
     job = mpirun(2, code=code, cwd=folder)
     assert job.status == 0, job.err
     return [int(line.split()[1]) for line in job.out.splitlines() if line.startswith("peak")]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_save_and_load_stay_within_two_windows(dim: int, tmp_path: Path) -> None:
+    """128 MiB a rank with a window of 16 MiB: what is resident beside the caller's tensors is two windows at most."""
+    code = f"""
+        import torch, hpcdist as hd
+
+        def peak():
+            return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+        with hd.init(device="cpu") as world:
+            big, out = torch.ones(4096, 4096, dtype=torch.int64), torch.zeros(4096, 4096, dtype=torch.int64)
+            for x, y in ((torch.ones(64, 64), torch.zeros(64, 64)), (big.t(), out), (big, out.t())):
+                before = peak()
+                hd.staging.save("m.h5", x, {dim}, window=2**24)
+                saved = peak()
+                hd.staging.load("m.h5", dim={dim}, out=y, window=2**24)
+                print("peak", saved - before, peak() - saved)
+                assert y.sum() == x.sum()
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status == 0, job.err
+    grown = [int(kib) for pair in re.findall(r"peak (\d+) (\d+)", job.out) for kib in pair]
+    assert len(grown) == 2 * 3 * 2, job.out
+    assert max(grown) < (2 * 16 + 16) * 1024, f"KiB of save and load by turns: {grown}"

@@ -55,8 +55,10 @@ def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
     caller works on this one.
     """
     if not x.is_cuda:
+        scratch = Scratch(pinned=False)
         for part in parts:
-            yield x[part.slices()].contiguous()
+            scratch.reset()
+            yield scratch.on_host(x[part.slices()])
         return
     buffers = _Pinned(x, parts)
     stream = torch.cuda.current_stream(x.device)
@@ -78,9 +80,11 @@ def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
     fills the next.
     """
     if not out.is_cuda:
+        scratch = Scratch(pinned=False)
         for part in parts:
+            scratch.reset()
             target = out[part.slices()]
-            buffer = target if target.is_contiguous() else torch.empty(part.shape, dtype=out.dtype)
+            buffer = target if target.is_contiguous() else scratch.take(part.shape, out.dtype)
             yield buffer
             if buffer is not target:
                 bits(target).copy_(bits(buffer))

@@ -1,0 +1,99 @@
+"""Parts of a tensor in host memory; the way of GPU memory with everything of CUDA played by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import whole_of
+
+from hpcdist import layout
+from hpcdist.staging import host
+
+
+class Stream:
+    """A stream whose copies are done when an event that was recorded behind them is waited for."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record_event(self) -> Any:
+        return mock.Mock(synchronize=self.synchronize)
+
+    def synchronize(self) -> None:
+        for target, source in self.pending:
+            self.copy(target, source)
+        self.pending.clear()
+
+    copy = staticmethod(torch.Tensor.copy_)
+
+
+@pytest.fixture
+def cuda() -> Iterator[Stream]:
+    """Every tensor claims to be on a GPU, and copies that need not block are late."""
+    stream, empty = Stream(), torch.empty
+
+    def late(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:
+            stream.pending.append((target, source))
+            return target
+        return Stream.copy(target, source)
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return empty(*args, **kwargs)
+
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: True)),
+        mock.patch.object(torch.Tensor, "copy_", late),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(torch, "empty", unpinned),
+    ):
+        yield stream
+
+
+@pytest.mark.parametrize("limit", [1, 5, 100])
+@pytest.mark.parametrize("strided", [False, True])
+def test_from_gpu_memory(limit: int, strided: bool, cuda: Stream) -> None:
+    whole = whole_of((5, 4), torch.int32)
+    x = whole.t().contiguous().t() if strided else whole
+    parts = list(layout.boxes(layout.whole(whole.shape), limit))
+    memory = set()
+    for part, got in zip(parts, host.outgoing(x, parts), strict=True):
+        assert got.tolist() == whole[part.slices()].tolist()  # at the time, and before the next one is asked for
+        assert got.is_contiguous()
+        memory.add(got.data_ptr())
+    assert len(memory) == min(2, len(parts))
+
+
+@pytest.mark.parametrize("limit", [1, 5, 100])
+@pytest.mark.parametrize("strided", [False, True])
+def test_to_gpu_memory(limit: int, strided: bool, cuda: Stream) -> None:
+    whole = whole_of((5, 4), torch.int32)
+    out = torch.zeros(4, 5, dtype=torch.int32).t() if strided else torch.zeros(5, 4, dtype=torch.int32)
+    parts = list(layout.boxes(layout.whole(whole.shape), limit))
+    for part, buffer in zip(parts, host.incoming(out, parts), strict=True):
+        buffer.view(-1)[:] = whole[part.slices()].reshape(-1)
+    assert out.tolist() == whole.tolist()
+
+
+def test_no_parts(cuda: Stream) -> None:
+    x = torch.zeros(0, 3)
+    assert list(host.outgoing(x, [])) == list(host.incoming(x, [])) == []
+
+
+def test_memory_is_used_again() -> None:
+    scratch, first = host.Scratch(pinned=False), []
+    for shape in ((3, 4), (2, 2), (4, 4)):
+        scratch.reset()
+        one, other = scratch.take(shape, torch.int16), scratch.take((5,), torch.float64)
+        assert one.shape == shape
+        assert one.dtype == torch.int16
+        first.append(other.data_ptr())
+        x = torch.arange(6).view(2, 3)
+        assert scratch.on_host(x) is x
+        assert torch.equal(scratch.on_host(x.t()), x.t())
+        assert scratch.on_host(x.t()).is_contiguous()
+    assert len(set(first)) == 1
