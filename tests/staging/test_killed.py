@@ -54,7 +54,7 @@ PROGRAM = """
         x = torch.arange(3000).view(100, 30) + 10_000 * world.rank + 1_000_000 * turn
         calls = 0
         staging.save({path!r}, x, turn % 2, window=1500, writer={writer!r}, resume={resume})
-        print("calls of rank", world.rank, ":", calls)
+        print(f"calls of rank {{world.rank}} : {{calls}} ")
 """
 
 
@@ -85,7 +85,7 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
     for turn in range(KINDS):
         status, text = save(path, turn)
         assert status == 0, text
-        found = re.findall(r"calls of rank (\d) : (\d+)", text)
+        found = re.findall(r"calls of rank (\d) : (\d+) ", text)
         calls |= {(turn, int(rank)): int(count) for rank, count in found}
     assert len(calls) == KINDS * RANKS
     now = KINDS - 1
