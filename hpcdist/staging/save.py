@@ -127,9 +127,13 @@ def save(
     agree.exchange(team, call)
     datasets, plans = _agree(team, ask, attrs or {})
     saving = Saving(team, VERB, target, datasets, options)
-    saving.prove([plan.owners for plan in plans])
-    for i, plan in enumerate(plans):
-        write(saving, i, plan, flat[datasets[i].name])
+    try:
+        saving.prove([plan.owners for plan in plans])
+        for i, plan in enumerate(plans):
+            write(saving, i, plan, flat[datasets[i].name])
+    except BaseException:
+        saving.drop()
+        raise
     saving.finish()
 
 

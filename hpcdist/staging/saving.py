@@ -121,8 +121,12 @@ class Saving:
         if not self._resumed:
             return
         comm = self.team.comm
-        self._tables = agree.on_root(comm, self.verb, self._left_tables)
-        proven = agree.on_all(comm, self.verb, lambda: [self._proven(i, o) for i, o in enumerate(owners)])
+        try:
+            self._tables = agree.on_root(comm, self.verb, self._left_tables)
+            proven = agree.on_all(comm, self.verb, lambda: [self._proven(i, o) for i, o in enumerate(owners)])
+        except RankError:
+            self.abandon()
+            raise
         for rank in proven:
             for i, found in enumerate(rank):
                 self.done[i].update(found)

@@ -199,6 +199,31 @@ def test_progress_that_raises(writer: str, world: hd.World, folder: Path) -> Non
         assert_on_all_ranks(world.comm, "no such luck" in str(error), error)
 
 
+def test_what_was_left_cannot_be_read(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 0, or on the last rank while it looks at its pieces."""
+    put = staging.saving.Saving.put
+
+    def failing(self: Any, i: int, row: int, piece: torch.Tensor) -> None:
+        put(self, i, row, piece)
+        self.fail(OSError(5, "made up"))
+
+    def unreadable(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    for name in ("_left_tables", "_proven"):
+        monkeypatch.setattr(staging.saving.Saving, "put", failing)
+        save = lambda: staging.save(folder / "x.h5", X, resume=True)  # noqa: E731
+        raises_on_all_ranks(world.comm, hd.RankError, save)
+        monkeypatch.undo()
+        if name == "_left_tables" or last(world):
+            monkeypatch.setattr(staging.saving.Saving, name, unreadable)
+        error = raises_on_all_ranks(world.comm, hd.RankError, save)
+        assert_on_all_ranks(world.comm, "Input/output error" in str(error), error)
+        monkeypatch.undo()
+        save()
+    assert_on_all_ranks(world.comm, os.listdir(folder) == ["x.h5"], os.listdir(folder))
+
+
 def test_attributes_that_cannot_be(world: hd.World, folder: Path) -> None:
     for attrs, text in (
         ({"dta": {"a": 1}}, "attrs has 'dta', which is none of the tensors: data"),
