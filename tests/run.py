@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test-logs"
-DEADLINE = 600  # seconds for one run; each test has a shorter one of its own
+DEADLINE = 900  # seconds for one run; each test has a shorter one of its own
 
 # More ranks than cores, and root: what the two Open MPIs want to be told.
 OPENMPI = {
