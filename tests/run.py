@@ -48,7 +48,7 @@ class Run:
         bin_ = ROOT / ".venv" / self.mpi / "bin"
         pytest = [str(bin_ / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         if self.np == 0:
-            return [*pytest, "-m", "not mpi"]
+            return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "openmpi" else "not mpi and not once"]
         own = bin_ / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
         return [mpirun, "-n", str(self.np), *pytest, "--with-mpi", "-m", "mpi"]

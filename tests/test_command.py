@@ -138,6 +138,7 @@ MISTAKES: dict[str, tuple[list[object], str]] = {  # the bad file is met by the 
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) -> None:
     for name in GOOD:
@@ -168,8 +169,7 @@ def test_a_route_that_cannot_run_here_is_refused() -> None:
     assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
 
 
-@pytest.mark.parametrize("route", ["auto", "mpi"])
-@pytest.mark.parametrize("output", ["out.npy", "out.h5", "out.pt"])
+@pytest.mark.parametrize(("output", "route"), [("out.npy", "auto"), ("out.h5", "auto"), ("out.pt", "mpi")])
 def test_no_space_half_way_leaves_nothing_behind(output: str, route: str, tmp_path: Path) -> None:
     """A write fails, and all ranks end with status 2."""
     np.save(tmp_path / "x.npy", np.arange(3_000_000))
