@@ -211,6 +211,10 @@ class Saving:
         """
         comm = self.team.comm
         try:
+            sync(Path(self.layout.path))  # each rank as soon as it is done: the disk works while others still write
+        except OSError as error:
+            self.fail(error)
+        try:
             agree.on_all(comm, self.verb, self._raise_problem)
             agree.on_all(comm, self.verb, self._close_writer)
             agree.on_all(comm, self.verb, lambda: sync(Path(self.layout.path)))
