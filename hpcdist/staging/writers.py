@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "Writer", "active", "fit_for", "missing", "opened"]
 
 NAMES = ("auto", "mpio", "posix")
-_STEP = 2**22  # bytes that mpio writes at a time; a call costs more there
+_AHEAD = 2**23  # bytes that are written before the disk begins
+_STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
 
 
 class Writer(Protocol):
@@ -116,7 +117,10 @@ class _Posix:
     def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
         where = self._raws[i]
         assert where is not None  # of compressed datasets, write_filtered is called
-        raw.write_at(self._fd, where.place(box), data, digest)
+        place = where.place(box)
+        for start in range(0, len(data), _AHEAD):
+            raw.write_at(self._fd, place + start, data[start : start + _AHEAD], digest)
+            raw.start_writeback(self._fd, place + start, _AHEAD)
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         dataset = self._datasets[i]
@@ -183,6 +187,8 @@ class _Mpio:
         from mpi4py import MPI
 
         self._sizes = [d.dtype.itemsize for d in datasets]
+        self._places = place.data
+        self._fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)  # to tell the system what MPI-IO has written
         info = MPI.Info.Create(dict(hints))
         self._file = h5py.File(place.path, "r+", driver="mpio", comm=comm, info=info)
         info.Free()
@@ -192,12 +198,17 @@ class _Mpio:
         self._collective.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 
     def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
-        size, start = self._sizes[i], 0
+        size, start, begun, place = self._sizes[i], 0, 0, self._places[i]
+        assert place is not None
+        first = place + next(layout.runs(box, self._data[i].shape)[2]) * size
         for part in layout.boxes(box, max(1, _STEP // size)):
             block = data[start : start + part.size() * size]
             digest.update(block)
             _write(self._data[i], part, np.frombuffer(block, np.uint8), None)
             start += len(block)
+            if start - begun >= _AHEAD:
+                raw.start_writeback(self._fd, first + begun, start - begun)
+                begun = start
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         content = np.empty(1, np.uint8) if data is None else np.frombuffer(data, np.uint8)
@@ -207,6 +218,7 @@ class _Mpio:
         _write(self._tables[i], Box((row,), (1,)), np.frombuffer(record.tobytes(), np.uint8), None)
 
     def close(self) -> None:
+        os.close(self._fd)
         self._file.close()
 
 
