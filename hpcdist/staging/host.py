@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist.layout import Box
 from hpcdist.raw import bits
 
-__all__ = ["Scratch", "incoming", "new", "outgoing"]
-
-
-def new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """New contiguous host memory. numpy asks the kernel for huge pages, so that a large file is read into it in three
-    quarters of the time that torch.empty's takes, page by page."""
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    flat = np.empty(prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(flat).view(dtype).view(shape)
+__all__ = ["Scratch", "incoming", "outgoing"]
 
 
 class Scratch:
@@ -42,8 +32,7 @@ class Scratch:
         if self._next == len(self._held):
             self._held.append(torch.empty(0, dtype=torch.uint8))
         if self._held[self._next].numel() < nbytes:
-            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if self._pinned else None
-            self._held[self._next] = new((nbytes,), torch.uint8) if pinned is None else pinned
+            self._held[self._next] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         self._next += 1
         return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
 

@@ -19,7 +19,7 @@ from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import SHORT
 from hpcdist.staging.contents import Contents, Stored, describe
-from hpcdist.staging.host import Scratch, new
+from hpcdist.staging.host import Scratch
 from hpcdist.staging.names import SINGLE, nest
 from hpcdist.staging.pieces import PIECE, Plan, deliver, owners_of, shard_boxes
 from hpcdist.staging.reader import Reader, opened
@@ -246,9 +246,7 @@ def _unfit(contents: Contents, out: tuple[torch.dtype, tuple[int, ...]], boxes: 
 
 
 def _memory(out: Tensor | None, want: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if out is not None:
-        return out.detach()
-    return new(want.shape, dtype) if device.type == "cpu" else torch.empty(want.shape, dtype=dtype, device=device)
+    return torch.empty(want.shape, dtype=dtype, device=device) if out is None else out.detach()
 
 
 @contextmanager
