@@ -16,8 +16,9 @@ from hpcdist.raw import bits
 from hpcdist.staging.host import Scratch
 from hpcdist.team import Team
 
-__all__ = ["PIECE", "Plan", "collect", "deliver", "shard_boxes"]
+__all__ = ["PIECE", "ROUND", "Plan", "collect", "deliver", "shard_boxes"]
 
+ROUND = 2**24  # bytes of a piece that ranks bring together: what they use for it is soon used again
 PIECE = 2**26  # bytes of a piece at most: what is written, checked, and written again after a crash, at a time
 
 
@@ -86,7 +87,7 @@ def plan_save(
         return Plan([piece for piece, _ in cut], [rank for _, rank in cut], held, straight=True)
     straight = dim is None and chunks is None
     if not straight:
-        limit = max(1, min(limit, window // size // itemsize))
+        limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
     if chunks is None:
         pieces = list(layout.boxes(layout.whole(shape), limit))
     else:
