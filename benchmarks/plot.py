@@ -66,13 +66,18 @@ def _panel(panel: Axes, record: Record, skew: str, names: Sequence[str], colours
             panel.hlines(at, ratio.low, ratio.high, color="black", linewidth=0.8)
     panel.set_xscale("log")
     panel.axvline(1, color="black", linewidth=0.8)
+    _rows(panel, names)
+    panel.set_title(f"np {record.world_size}, {'even' if skew == 'even' else f'{skew} (rank 0 holds the most)'}")
+
+
+def _rows(panel: Axes, names: Sequence[str]) -> None:
+    """A row for each contender, from the top; ours in bold."""
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
     panel.set_yticks(range(len(names)), names)
     for tick in panel.get_yticklabels():
         tick.set_fontweight("bold" if tick.get_text().startswith("hpcdist") else "normal")
     panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_title(f"np {record.world_size}, {'even' if skew == 'even' else f'{skew} (rank 0 holds the most)'}")
 
 
 def draw_rates(records: Sequence[Record], path: Path) -> None:
@@ -115,12 +120,7 @@ def _rates(panel: Axes, record: Record, size: int, what: str, colours: Mapping[s
             time, gigabytes = results.seconds(timing), sum(case.nbytes) / 1e9
             panel.barh(at, gigabytes / time.median, height, color=colour)
             panel.hlines(at, gigabytes / time.high, gigabytes / time.low, color="black", linewidth=0.8)
-    panel.grid(axis="x", alpha=0.3)
-    panel.set_axisbelow(True)
-    panel.set_yticks(range(len(names)), names)
-    for tick in panel.get_yticklabels():
-        tick.set_fontweight("bold" if tick.get_text().startswith("hpcdist") else "normal")
-    panel.set_ylim(len(names) - 0.5, -0.5)
+    _rows(panel, names)
     panel.set_title(f"{what}, np {record.world_size}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from hpcdist.team import Team
 
-__all__ = ["Agreed", "exchange", "leave", "on_all", "on_root", "refuse", "require"]
+__all__ = ["Agreed", "exchange", "leave", "odd_option", "on_all", "on_root", "refuse", "require"]
 
 T = TypeVar("T")
 
@@ -64,6 +64,14 @@ def require(verb: str, problems: dict[int, str]) -> None:
     """Raise a RankError if there are problems that every rank sees alike."""
     if problems:
         raise RankError(verb, problems)
+
+
+def odd_option(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """How the options of a rank differ from those of rank 0, which have the same names; None if they do not."""
+    for option, value in first.items():
+        if other[option] != value:
+            return f"{option} is {other[option]!r}, where rank 0 has {value!r}"
+    return None
 
 
 def refuse(verb: str, out_extents: Sequence[int], expected: Sequence[int]) -> None:

@@ -40,6 +40,10 @@ class Source:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def extent(self, dim: int) -> int:
+        """Its length along `dim`; a 0-d array counts as one row."""
+        return self.shape[dim] if self.shape else 1
+
 
 def expand(inputs: Sequence[str]) -> list[str]:
     """The files that the given names and patterns stand for, sorted; a name behind a colon goes with each file.

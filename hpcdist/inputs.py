@@ -56,10 +56,10 @@ class Inputs:
 
     def nbytes_by_rank(self) -> list[int]:
         """The bytes of the arrays that each rank reads."""
-        whole = sum(source.shape[self.dim] if source.shape else 1 for source in self.sources)
+        whole = self.shape[self.dim]
         row = self.nbytes() // whole if whole else 0
         return [
-            row * sum(s.shape[self.dim] if s.shape else 1 for s in self.sources[start:end])
+            row * sum(source.extent(self.dim) for source in self.sources[start:end])
             for start, end in pairwise(self.bounds)
         ]
 
@@ -123,7 +123,7 @@ def find(world: World, given: Sequence[str], dim: int) -> Inputs:
     described = agree.on_all(comm, "inputs", lambda: [describe(spec) for spec in progress(mine, world, "look")])
     sources = [source for part in described for source in part]
     dim = _check(sources, dim)
-    total = sum(source.shape[dim] if source.shape else 1 for source in sources)
+    total = sum(source.extent(dim) for source in sources)
     shape = sources[0].shape
     return Inputs(sources, bounds, (*shape[:dim], total, *shape[dim + 1 :]), sources[0].dtype, dim, of_stdlib=not given)
 

@@ -7,7 +7,10 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "block", "boxes", "chunk", "counts_of", "displs", "grid_boxes", "pieces", "runs", "shares", "whole"]
+__all__ = [
+    *("Box", "block", "boxes", "chunk", "counts_of", "displs", "grid_boxes", "pieces", "runs"),
+    *("share", "shares", "whole"),
+]
 
 
 def block(extent: int, parts: int) -> list[int]:
@@ -113,6 +116,10 @@ class Box(NamedTuple):
         high = [min(a + n, b + m) for a, n, b, m in ends]
         return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
+    def moved(self, by: Sequence[int]) -> Box:
+        """The same box `by` further on: what it is in a whole, if it is a box of a part that begins there."""
+        return Box(tuple(o + at for o, at in zip(self.offset, by, strict=True)), self.shape)
+
     def seen_from(self, origin: Sequence[int]) -> Box:
         """The same box in a tensor that begins at `origin` of the whole."""
         return Box(tuple(o - at for o, at in zip(self.offset, origin, strict=True)), self.shape)
@@ -151,7 +158,7 @@ def _cut(box: Box, dim: int, step: int) -> Iterator[Box]:
     for lead in _indices(box.shape[:dim]):
         for start, length in pieces(box.shape[dim], step):
             at = (*lead, start, *(0,) * (len(box.shape) - dim - 1))
-            yield Box(tuple(map(sum, zip(box.offset, at, strict=True))), (*(1,) * dim, length, *box.shape[dim + 1 :]))
+            yield Box(at, (*(1,) * dim, length, *box.shape[dim + 1 :])).moved(box.offset)
 
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -191,6 +198,17 @@ def grid_boxes(shape: Sequence[int], cell: Sequence[int], limit: int) -> Iterato
         offset = tuple(o * c for o, c in zip(part.offset, cell, strict=True))
         ends = zip(part.offset, part.shape, cell, shape, strict=True)
         yield Box(offset, tuple(min((o + n) * c, s) - o * c for o, n, c, s in ends))
+
+
+def share(extent: int, parts: int, rank: int) -> range:
+    """Which of `extent` things are a rank's, if all of `parts` ranks share them by the block rule.
+
+    Example::
+
+        >>> share(5, 3, 1)
+        range(2, 4)
+    """
+    return range(*shares(extent, parts, parts)[rank])
 
 
 def shares(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:

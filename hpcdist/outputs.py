@@ -83,8 +83,8 @@ class _Staged:
         saving.prove([owners_of(len(self.pieces), self._team.size, self._team.size)])
 
     def mine(self) -> list[int]:
-        first, end = layout.shares(len(self.pieces), self._team.size, self._team.size)[self._team.rank]
-        return [row for row in range(first, end) if row not in self._saving.done[0]]
+        mine = layout.share(len(self.pieces), self._team.size, self._team.rank)
+        return [row for row in mine if row not in self._saving.done[0]]
 
     def put(self, row: int, piece: Tensor) -> None:
         self._saving.put(0, row, piece)
@@ -141,7 +141,7 @@ class _Flat:
             raise
 
     def mine(self) -> list[int]:
-        return list(range(*layout.shares(len(self.pieces), self._team.size, self._team.size)[self._team.rank]))
+        return list(layout.share(len(self.pieces), self._team.size, self._team.rank))
 
     def put(self, row: int, piece: Tensor) -> None:
         if self._problem is None:

@@ -35,7 +35,7 @@ class Joined:
     def __init__(self, data: Inputs, window: int) -> None:
         self._data = data
         self._window = window
-        rows = [source.shape[data.dim] if source.shape else 1 for source in data.sources]
+        rows = [source.extent(data.dim) for source in data.sources]
         self._starts = list(accumulate(rows, initial=0))
         self._open: dict[int, tuple[ExitStack, Opened]] = {}
 
@@ -230,8 +230,7 @@ def verify(read: Read, specs: Sequence[tuple[str, Box]], dtype: torch.dtype, win
             for box in layout.boxes(layout.whole(whole.shape), max(1, window // 4 // dtype.itemsize)) if right else ():
                 got, expected = torch.empty(box.shape, dtype=dtype), torch.empty(box.shape, dtype=dtype)
                 array.read(box, got, window // 4)
-                at = tuple(map(sum, zip(box.offset, whole.offset, strict=True)))
-                read(Box(at, box.shape), expected)
+                read(box.moved(whole.offset), expected)
                 right = right and equal(got, expected)
                 digest.update(memory(got))
     return right, digest.hexdigest()

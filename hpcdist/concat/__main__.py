@@ -70,12 +70,8 @@ def _text(report: dict[str, Any]) -> str:
         f"concat: {report['files']} arrays, {report['bytes']:,} bytes of {report['dtype']}",
         f"result: shape {tuple(report['shape'])} in {report['ranks']} files, one a rank",
         f"every rank writes: {report['seconds'] * 1e3:.2f} ms, {rate:.2f} GB/s",
-        f"written: {report['output']}",
     ]
-    if "verified" in report:
-        verdict = "equal to" if report["verified"] else "NOT EQUAL to"
-        lines.append(f"sha256 {report['sha256']}: {verdict} the inputs")
-    return "\n".join(lines)
+    return "\n".join([*lines, *gather.outcome(report, ": {} the inputs")])
 
 
 def parser() -> Parser:

@@ -165,12 +165,16 @@ def _text(report: dict[str, Any], data: Inputs, args: argparse.Namespace) -> str
         seconds = report["seconds"]
         route = report["route"] if report["route"] == "every rank writes" else f"route {report['route']}"
         lines.append(f"{route}: {seconds * 1e3:.2f} ms, {size / max(seconds, 1e-9) / 1e9:.2f} GB/s")
-    if "output" in report:
-        lines.append(f"written: {report['output']}")
+    return "\n".join([*lines, *outcome(report, ": {} the inputs read on one process")])
+
+
+def outcome(report: dict[str, Any], verdict: str) -> list[str]:
+    """The last lines of a report: what was written, and what --verify has found, in the place of {} in `verdict`."""
+    lines = [f"written: {report['output']}"] if "output" in report else []
     if "verified" in report:
-        verdict = "equal to" if report["verified"] else "NOT EQUAL to"
-        lines.append(f"sha256 {report['sha256']}: {verdict} the inputs read on one process")
-    return "\n".join(lines)
+        found = "equal to" if report["verified"] else "NOT EQUAL to"
+        lines.append(f"sha256 {report['sha256']}{verdict.format(found)}")
+    return lines
 
 
 def parser() -> Parser:

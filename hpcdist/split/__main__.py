@@ -16,7 +16,7 @@ from hpcdist.gather import __main__ as gather
 from hpcdist.inputs import Inputs
 from hpcdist.layout import Box
 from hpcdist.patterns import Names
-from hpcdist.staging.pieces import owners_of, shard_boxes
+from hpcdist.staging.pieces import shard_boxes
 from hpcdist.streaming import Joined
 from hpcdist.team import Team
 from hpcdist.world import World
@@ -60,13 +60,12 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
     """Each rank writes its share of the parts. Collective."""
     extents = layout.counts_of(args.counts, data.shape[data.dim], len(names))
     boxes = shard_boxes(data.shape, data.dim, extents)
-    mine = [
-        i for i, owner in enumerate(owners_of(len(names), world.world_size, world.world_size)) if owner == world.rank
-    ]
+    mine = layout.share(len(names), world.world_size, world.rank)
+    resume = data.fingerprint() if args.resume else None
     seconds: list[float] = []
     with Joined(data, args.window // 2) as joined:
         steps: list[Callable[[Team], None]] = [
-            partial(_write, world, joined, names[i], boxes[i], data, args, seconds) for i in mine
+            partial(_write, world, joined, names[i], boxes[i], data, args.window, resume, seconds) for i in mine
         ]
         streaming.each_alone(world, "split", steps)
         report = {
@@ -89,16 +88,15 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
 
 
 def _write(
-    world: World, joined: Joined, path: str, part: Box, data: Inputs, args: argparse.Namespace, seconds: list[float],
-    team: Team,
+    world: World, joined: Joined, path: str, part: Box, data: Inputs, window: int, resume: str | None,
+    seconds: list[float], team: Team,
 ) -> None:  # fmt: skip
     """Write one part, a box of the array, on this rank alone."""
-    resume = data.fingerprint() if args.resume else None
 
     def read(box: Box, out: Any) -> None:
-        joined.read(Box(tuple(map(sum, zip(box.offset, part.offset, strict=True))), box.shape), out)
+        joined.read(box.moved(part.offset), out)
 
-    seconds.append(streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, args.window, resume))
+    seconds.append(streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, window, resume))
 
 
 def _text(report: dict[str, Any], args: argparse.Namespace) -> str:
@@ -109,12 +107,8 @@ def _text(report: dict[str, Any], args: argparse.Namespace) -> str:
         f"{report['dim']} into {report['parts']} parts of {shown} rows",
         f"ranks: {report['ranks']}, each reads and writes its share, {show_bytes(args.window)} at a time",
         f"every rank writes: {report['seconds'] * 1e3:.2f} ms, {rate:.2f} GB/s",
-        f"written: {report['output']}",
     ]
-    if "verified" in report:
-        verdict = "equal to" if report["verified"] else "NOT EQUAL to"
-        lines.append(f"sha256 {report['sha256']} of the parts, one after the other: {verdict} the input")
-    return "\n".join(lines)
+    return "\n".join([*lines, *gather.outcome(report, " of the parts, one after the other: {} the input")])
 
 
 def parser() -> Parser:

@@ -92,22 +92,21 @@ def _as_json(contents: Contents) -> dict[str, Any]:
 
 def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
     """Read every piece once, shared out among the ranks. Collective."""
-    pieces = [(stored, row) for stored in contents.datasets.values() for row in range(len(stored.boxes()))]
+    pieces = [(stored, row) for stored in contents.datasets.values() for row in range(len(stored.boxes))]
     if contents.plan is None:
         raise InputError(f"{args.file}: not written by hpcdist: it holds no checksums")
-    first, end = layout.shares(len(pieces), world.world_size, world.world_size)[world.rank]
-    mine = pieces[first:end]
+    mine = [pieces[i] for i in layout.share(len(pieces), world.world_size, world.rank)]
     damaged: list[str] = []
 
     def check() -> None:
-        total = sum(stored.boxes()[row].size() * stored.dtype.itemsize for stored, row in mine)
+        total = sum(stored.boxes[row].size() * stored.dtype.itemsize for stored, row in mine)
         with opened(args.file) as fd, Meter(world, "verify", total) as meter:
             for stored, row in mine:
                 try:
                     Reader(args.file, fd, stored, WINDOW, None).check(row)
                 except FileError as error:
                     damaged.append(str(error))
-                meter.add(stored.boxes()[row].size() * stored.dtype.itemsize)
+                meter.add(stored.boxes[row].size() * stored.dtype.itemsize)
 
     agree.on_all(world.team.comm, "verify", check)
     found = [text for texts in world.team.comm.allgather(damaged) for text in texts]

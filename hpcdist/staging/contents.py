@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -42,6 +43,7 @@ class Stored:
     pieces: Table | None
     filters: str
 
+    @cached_property
     def boxes(self) -> list[Box]:
         """The boxes of its pieces."""
         if self.pieces is None:
@@ -192,13 +194,11 @@ def _raw(path: str, dataset: Any, dtype: torch.dtype) -> Raw | None:
     """Where the dataset's bytes lie in this file, if they can be read without HDF5, and are what numpy has."""
     import h5py
 
-    same_file = dataset.file.filename == path and dataset.chunks is None
+    elsewhere = dataset.file.filename != path or dataset.external or dataset.is_virtual
     as_numpy = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
-    if not (same_file and as_numpy):
+    if dataset.chunks is not None or elsewhere or not as_numpy:
         return None
-    offset = (
-        dataset.id.get_offset() if dataset.chunks is None and not dataset.external and not dataset.is_virtual else None
-    )
+    offset = dataset.id.get_offset()
     if offset is None:
         return None
     swapped = dataset.dtype.newbyteorder("=") != dataset.dtype

@@ -114,7 +114,8 @@ def load(
         call.problem = checks.problem_of(error)
     agree.exchange(team, call)
     asks: list[_Ask] = team.comm.allgather(ask)
-    agree.require(VERB, {rank: text for rank, other in enumerate(asks) if (text := _odd(asks[0], other))})
+    odd = ((rank, agree.odd_option(asks[0].same, other.same)) for rank, other in enumerate(asks))
+    agree.require(VERB, {rank: text for rank, text in odd if text is not None})
     place, results = str(ask.same["path"]), {}
     problems: list[str] = []
     with _opened_by_all(team, place, ask.same["name"]) as (contents, fd):
@@ -170,14 +171,6 @@ def _dim(dim: Any) -> int | None:
     return None if dim is None else index(dim)
 
 
-def _odd(first: _Ask, other: _Ask) -> str | None:
-    """How a rank's request differs from that of rank 0."""
-    for option, value in first.same.items():
-        if other.same[option] != value:
-            return f"{option} is {other.same[option]!r}, where rank 0 has {value!r}"
-    return None
-
-
 def _describe(path: str, name: str | None) -> Contents:
     """The tensors of a file that are meant."""
     contents = describe(path, name=name)
@@ -216,10 +209,7 @@ def _want(stored: Stored, ask: _Ask, rank: int, size: int) -> Box:
     shape = stored.shape
     if ask.box is not None:
         box = ask.box
-        right = len(box.offset) == len(box.shape) == len(shape) and all(
-            o >= 0 and n >= 0 and o + n <= extent for o, n, extent in zip(box.offset, box.shape, shape, strict=True)
-        )
-        if not right:
+        if not box.is_in(shape):
             raise ValueError(f"box is (offset {box.offset}, shape {box.shape}), which is not in shape {shape}")
         return box
     dim = ask.same["dim"]
@@ -278,7 +268,7 @@ def _read(
     plan, rows = _plan(stored, wants, reader, readers or team.size)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with _kept(problems):
-            for number in range(team.rank, len(stored.boxes()), team.size):
+            for number in range(team.rank, len(stored.boxes), team.size):
                 reader.check(number)
     scratch = Scratch(pinned=out.is_cuda)
     for round_ in plan.rounds:
@@ -307,7 +297,7 @@ def _apart(stored: Stored, wants: Sequence[Box], verify: bool | None) -> bool:
 def _plan(stored: Stored, wants: Sequence[Box], reader: Reader, readers: int) -> tuple[Plan, list[int] | None]:
     """Who reads what, and for each piece its number in the file's table, if the table's pieces are read."""
     size, itemsize = len(wants), stored.dtype.itemsize
-    boxes = stored.boxes()
+    boxes = stored.boxes
     largest = max((box.size() * itemsize for box in boxes), default=0)
     if boxes and 2 * largest <= reader.window:
         rows = [row for row, box in enumerate(boxes) if reader.verify or any(box.meet(w).size() for w in wants)]

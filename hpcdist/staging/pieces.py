@@ -16,7 +16,7 @@ from hpcdist.raw import bits
 from hpcdist.staging.host import Scratch
 from hpcdist.team import Team
 
-__all__ = ["PIECE", "ROUND", "Plan", "collect", "deliver", "shard_boxes"]
+__all__ = ["PIECE", "ROUND", "Plan", "collect", "deliver", "owners_of", "plan_save", "shard_boxes"]
 
 ROUND = 2**24  # bytes of a piece that ranks bring together: what they use for it is soon used again
 PIECE = 2**26  # bytes of a piece at most: what is written, checked, and written again after a crash, at a time

@@ -42,7 +42,7 @@ def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
 def damage(path: str, stored: Stored, row: int) -> str:
     """What is said of a piece whose bytes are not those that were written."""
     assert stored.pieces is not None
-    box, rank = stored.boxes()[row], stored.pieces[row]["rank"]
+    box, rank = stored.boxes[row], stored.pieces[row]["rank"]
     where = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
     return f"{path}: {stored.name}: piece {row} is damaged: elements [{where}], written by rank {rank}"
 
@@ -112,7 +112,7 @@ class Reader:
     def _pieces(self, want: Box, limit: int) -> tuple[list[int | None], list[Box]]:
         """What a run of the dataset is read in: (a piece's number where the whole piece is read, the part)."""
         found: list[tuple[int | None, Box]] = []
-        for row, piece in enumerate(self.stored.boxes()):
+        for row, piece in enumerate(self.stored.boxes):
             part = piece.meet(want)
             if part.size() == 0:
                 continue
@@ -126,13 +126,13 @@ class Reader:
 
     def _check(self, want: Box) -> None:
         """Check every piece that a box touches."""
-        for row, piece in enumerate(self.stored.boxes()):
+        for row, piece in enumerate(self.stored.boxes):
             if piece.meet(want).size():
                 self.check(row)
 
     def check(self, row: int) -> None:
         """Read a piece and compare its checksum; a FileError if it is damaged."""
-        where, box = self.stored.raw, self.stored.boxes()[row]
+        where, box = self.stored.raw, self.stored.boxes[row]
         if where is None:
             buffer = torch.empty(box.shape, dtype=self.stored.dtype)
             read_box(self.path, self.stored.name, box, buffer, self.window)

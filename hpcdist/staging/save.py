@@ -240,9 +240,9 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
 
 def _odd(first: _Ask, other: _Ask) -> str | None:
     """How a rank's request differs from that of rank 0."""
-    for option, value in first.same.items():
-        if other.same[option] != value:
-            return f"{option} is {other.same[option]!r}, where rank 0 has {value!r}"
+    option = agree.odd_option(first.same, other.same)
+    if option is not None:
+        return option
     for name in (*first.shards, *other.shards):
         if name not in other.shards:
             return f"has no tensor {name!r}, which rank 0 has"

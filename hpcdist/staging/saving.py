@@ -74,7 +74,6 @@ class Saving:
         self.datasets = datasets
         self.problem: str | None = None
         self.done: list[set[int]] = [set() for _ in datasets]
-        self._options = options
         self._target = Path(path)
         self._commit: Commit | None = None
         self._tables = [format.records(d.pieces, len(d.shape)) for d in datasets]

@@ -19,7 +19,7 @@ from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.names import check_attrs, flatten
-from hpcdist.staging.pieces import PIECE, owners_of
+from hpcdist.staging.pieces import PIECE
 from hpcdist.staging.reader import checksum_of
 from hpcdist.staging.readfile import inside
 from hpcdist.staging.saving import Options, Saving
@@ -146,8 +146,7 @@ class WriteFile:
     def _checksums(self) -> None:
         """Each rank takes those of its share of the pieces, whoever wrote them."""
         for i, dataset in enumerate(self._saving.datasets):
-            owners = owners_of(len(dataset.pieces), self._team.size, self._team.size)
-            for row in (row for row, owner in enumerate(owners) if owner == self._team.rank):
+            for row in layout.share(len(dataset.pieces), self._team.size, self._team.rank):
                 try:
                     self._saving.record(i, row, checksum_of(self._fd, self._raw(i), dataset.pieces[row]))
                 except Exception as error:  # told to all in finish()

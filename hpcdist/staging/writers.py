@@ -15,7 +15,7 @@ import numpy as np
 from hpcdist import layout, raw
 from hpcdist.layout import Box
 from hpcdist.raw import Digest, Raw
-from hpcdist.staging.format import Dataset, Layout, stored_dtype
+from hpcdist.staging.format import GROUP, Dataset, Layout, stored_dtype
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,13 +68,11 @@ def active(name: str = "auto") -> tuple[str, str]:
     if name != "auto":
         return name, "asked for"
     reason = missing("mpio")
-    return ("posix", reason) if reason else ("mpio", f"h5py {h5py.__version__} has parallel HDF5 {_hdf5()}")
-
-
-def _hdf5() -> str:
-    import h5py
-
-    return str(h5py.version.hdf5_version)
+    return (
+        ("posix", reason)
+        if reason
+        else ("mpio", f"h5py {h5py.__version__} has parallel HDF5 {h5py.version.hdf5_version}")
+    )
 
 
 def fit_for(name: str, filters: Mapping[str, Any]) -> str:
@@ -193,7 +191,7 @@ class _Mpio:
         self._file = h5py.File(place.path, "r+", driver="mpio", comm=comm, info=info)
         info.Free()
         self._data = [self._file[d.name].id for d in datasets]
-        self._tables = [self._file[f"_hpcdist/pieces/{i}"].id for i in range(len(datasets))]
+        self._tables = [self._file[f"{GROUP}/pieces/{i}"].id for i in range(len(datasets))]
         self._collective = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         self._collective.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 
