@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import peers
-from harness import Contender, run
+from harness import Contender
 from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT
+from shards import run
 
 import hpcdist as hd
 

@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
-from itertools import accumulate, product
 from pathlib import Path
+from typing import Any, Protocol
 
-import memory
 import mpi4py
 import report
 import results
@@ -27,7 +25,6 @@ from tqdm import tqdm
 import hpcdist as hd
 
 ROOT = 0
-DTYPE, MPI_TYPE = torch.int64, MPI.INT64_T  # a value is its index in the whole tensor, exactly
 SAMPLE = 0.004  # seconds that a sample lasts when its number of calls is chosen; calls may get faster after that
 MOST_CALLS = 5000  # in one sample
 WARM_UP = 2  # rounds that are not counted
@@ -36,46 +33,53 @@ FEWEST = 5  # rounds, for a contender that is too slow for all of them
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-@dataclass(frozen=True)
-class Case:
-    """The data of one size and skew on this rank; every contender gets the same.
+class Data(Protocol):
+    """What the contenders of a case work on, the same for each; `size`, `skew`, `nbytes`, `what` as in results.Case."""
 
-    Attributes:
-        size, skew: as in results.Case.
-        rank, comm: of this process, and the communicator of all ranks.
-        counts: rows of each rank's shard, in rank order.
-        shard: this rank's rows: what it brings to concat and gather, what it must get from split.
-        whole: all rows: what split's root brings, what concat and gather's root must get; None on the other ranks.
-        expected: the one of the two that this rank must get; None where it gets nothing.
-        out: memory for the result, filled already; None where there is none.
-        send, recv: the same as mpi4py takes it, made in advance.
-    """
+    @property
+    def size(self) -> int: ...
+    @property
+    def skew(self) -> str: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def nbytes(self) -> list[int]: ...
+    @property
+    def comm(self) -> MPI.Intracomm: ...
 
-    size: int
-    skew: str
-    rank: int
-    comm: MPI.Intracomm
-    counts: list[int]
-    shard: torch.Tensor
-    whole: torch.Tensor | None
-    expected: torch.Tensor | None
-    out: torch.Tensor | None
-    send: list[object] | None
-    recv: list[object] | None
+    def spoil(self) -> None:
+        """Fill with -1 what contenders write to."""
+
+    def right(self, result: Any) -> bool:
+        """Whether it is what plain indexing gives."""
 
     def intact(self) -> bool:
         """Whether what the contenders read, and what they are compared with, is unchanged."""
-        first = sum(self.counts[: self.rank])
-        shard, whole = torch.arange(first, first + len(self.shard)), torch.arange(sum(self.counts))
-        return torch.equal(self.shard, shard) and (self.whole is None or torch.equal(self.whole, whole))
+
+
+def no_lack(case: Any) -> str | None:
+    """Of a contender for every case."""
+    return None
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do it: a name, and a function that takes a case and returns the result on this rank, if any."""
+    """One way to do it: a name, and a function that takes a case and returns the result on this rank, if any.
+
+    `lacks` says of a case why it cannot be done this way.
+    """
 
     name: str
-    call: Callable[[Case], torch.Tensor | None]
+    call: Callable[[Any], Any]
+    lacks: Callable[[Any], str | None] = no_lack
+
+
+@dataclass(frozen=True)
+class Step:
+    """A case to come: how its data are made, and who is timed on them; the first is the baseline."""
+
+    make: Callable[[MPI.Intracomm], Data]
+    contenders: Sequence[Contender]
 
 
 @dataclass(frozen=True)
@@ -87,50 +91,17 @@ class Turn:
     rounds: set[int]
 
 
-def make_counts(size: int, skew: str, world_size: int) -> list[int]:
-    """Rows of each rank's shard. For skew "16:1" rank 0 holds `size` bytes (16 rows at least), the others 1/16."""
-    rows = max(1, size // DTYPE.itemsize)
-    if skew == "even":
-        return [rows] * world_size
-    times = int(skew.split(":")[0])
-    small = max(1, rows // times)
-    return [small * times] + [small] * (world_size - 1)
-
-
-def make_case(comm: MPI.Intracomm, verb: str, size: int, skew: str) -> Case:
-    """The data of `verb` on this rank."""
-    counts = make_counts(size, skew, comm.size)
-    displs = list(accumulate(counts, initial=0))
-    everything = torch.arange(displs[-1], dtype=DTYPE)
-    shard = everything[displs[comm.rank] : displs[comm.rank + 1]].clone()
-    whole = everything if verb == "concat" or comm.rank == ROOT else None
-    brings, gets = (whole, shard) if verb == "split" else (shard, whole)
-    out = None if gets is None else torch.full_like(gets, -1)
-
-    def message(x: torch.Tensor | None) -> list[object] | None:
-        if x is None:
-            return None
-        return [x.numpy(), len(x), MPI_TYPE] if len(x) == len(shard) else [x.numpy(), counts, displs[:-1], MPI_TYPE]
-
-    return Case(size, skew, comm.rank, comm, counts, shard, whole, gets, out, message(brings), message(out))
-
-
-def check(contender: Contender, case: Case) -> None:
+def check(contender: Contender, case: Data) -> None:
     """Call it once and compare with plain indexing. Collective; ends the program on every rank if one is wrong."""
-    if case.out is not None:
-        case.out.fill_(-1)
-    result = contender.call(case)
-    if result is None or case.expected is None:
-        right = result is None and case.expected is None
-    else:
-        right = torch.equal(result, case.expected)
+    case.spoil()
+    right = case.right(contender.call(case))
     wrong = [rank for rank, ok in enumerate(case.comm.allgather(right and case.intact())) if not ok]
     if wrong:
         what = f"{results.show_size(case.size)}, {case.skew}"
         raise SystemExit(f"{contender.name!r} gave wrong data, or changed its input, on ranks {wrong} ({what})")
 
 
-def sample(contender: Contender, case: Case, calls: int) -> float:
+def sample(contender: Contender, case: Data, calls: int) -> float:
     """Seconds per call on the slowest rank, of `calls` calls from one barrier on. Collective.
 
     A batch of short calls comes after one that is not timed, or the first would pay for the contender before it.
@@ -146,7 +117,7 @@ def sample(contender: Contender, case: Case, calls: int) -> float:
     return float(case.comm.allreduce(mine, op=MPI.MAX)) / calls
 
 
-def calibrate(contender: Contender, case: Case) -> tuple[int, float]:
+def calibrate(contender: Contender, case: Data) -> tuple[int, float]:
     """(calls that last at least SAMPLE, seconds per call). Collective, the same on all ranks."""
     calls = 1
     while True:
@@ -174,29 +145,32 @@ def plan(costs: Sequence[float], rounds: int, left: float, fewest: int = FEWEST)
     return taken
 
 
-def prepare(contenders: Sequence[Contender], case: Case, rounds: int, budget: float, until: float) -> list[Turn]:
+def prepare(contenders: Sequence[Contender], case: Data, rounds: int, budget: float, until: float) -> list[Turn]:
     """Check every contender, and choose the rounds it takes part in: evenly spread, none if it is too slow.
 
     Collective. The baseline is the first. `until` is when the case should be done, by time.monotonic() on the root.
     """
-    found = []
+    found, turns = [], []
     for contender in contenders:
+        lack = contender.lacks(case)
+        if lack:
+            turns.append(Turn(contender, results.Timing(contender.name, 1, [], lack), set()))
+            continue
         check(contender, case)
         found.append((contender, *calibrate(contender, case)))
     costs = {c.name: calls * each for c, calls, each in found if FEWEST * calls * each <= budget or c is contenders[0]}
     left = case.comm.bcast(until - time.monotonic(), ROOT)
     taken = dict(zip(costs, plan(list(costs.values()), rounds, left), strict=True))
     total = taken[contenders[0].name]
-    turns = []
     for contender, calls, each in found:
         timing, n = results.Timing(contender.name, calls, [None] * total), taken.get(contender.name, 0)
         if not n:
             timing.skipped = f"one call takes {each:.2f} s, so that {FEWEST} rounds exceed the budget of {budget:g} s"
         turns.append(Turn(contender, timing, {i * total // n for i in range(n)}))
-    return turns
+    return sorted(turns, key=lambda turn: contenders.index(turn.contender))
 
 
-def measure(turns: Sequence[Turn], case: Case, until: float) -> None:
+def measure(turns: Sequence[Turn], case: Data, until: float) -> None:
     """Fill in the timings, round by round. Collective.
 
     Past `until`, by time.monotonic() on the root, it ends early, but not before FEWEST rounds.
@@ -223,51 +197,29 @@ def measure(turns: Sequence[Turn], case: Case, until: float) -> None:
             turn.timing.skipped = "the time was up before its turn"
 
 
-def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
-    """The peak of extra memory of one call of each. Collective."""
-    nbytes = sum(case.counts) * DTYPE.itemsize
-    found = []
-    for contender in contenders:
-        check(contender, case)
-        extra = memory.peak(case.comm, partial(contender.call, case))
-        found.append(results.Peak(contender.name, extra, nbytes))
-    return found
+def run(record: results.Record, comm: MPI.Intracomm, steps: Sequence[Step], asked: argparse.Namespace) -> None:
+    """Time every step, print on rank 0, write JSON. Collective; `asked` comes from a parser of :func:`parser`."""
+    root, end = comm.rank == ROOT, time.monotonic() + asked.seconds
+    for done, step in enumerate(tqdm(steps, desc=record.verb, unit="case", disable=None if root else True)):
+        case = step.make(comm)  # disable=None: tqdm looks whether stderr is a terminal
+        now = time.monotonic()
+        share = max(0, end - now) / (len(steps) - done)
+        chosen = [c for i, c in enumerate(step.contenders) if not i or not any(w in c.name for w in asked.without)]
+        turns = prepare(chosen, case, asked.rounds, asked.budget, now + share)
+        measure(turns, case, now + 2 * share)
+        record.cases.append(results.Case(case.size, case.skew, case.nbytes, [turn.timing for turn in turns], case.what))
+        if root:
+            tqdm.write(report.case_table(record, record.cases[-1]) + "\n")
+        if asked.json and root:  # what has been measured stays, should the run be ended
+            results.save(record, asked.json)
+        del case  # or the next one would be made beside it
 
 
-def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) -> None:
-    """The program of a verb: parse the command line, time every size and skew, print on rank 0, write JSON.
-
-    The first contender is the baseline.
-    """
-    asked = _arguments(verb)
-    end = time.monotonic() + asked.seconds
-    with hd.init(device="cpu") as world:
-        cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cpus // world.world_size))
-        record = new_record(verb, world.world_size, cpus)
-        show = tqdm.write if world.rank == 0 else _say_nothing
-        if with_peaks:
-            record.no_peaks = memory.unavailable(world.comm) or memory.too_small(max(asked.sizes))
-            if not record.no_peaks:
-                record.peaks = peaks(contenders, make_case(world.comm, verb, max(asked.sizes), "even"))
-            show(report.peak_table(record) + "\n")
-        cases = list(product(asked.sizes, asked.skew))
-        quiet = None if world.rank == 0 else True  # None: tqdm looks whether stderr is a terminal
-        for done, (size, skew) in enumerate(tqdm(cases, desc=verb, unit="case", disable=quiet)):
-            case = make_case(world.comm, verb, size, skew)
-            now = time.monotonic()
-            share = max(0, end - now) / (len(cases) - done)
-            turns = prepare(contenders, case, asked.rounds, asked.budget, now + share)
-            measure(turns, case, now + 2 * share)
-            nbytes = [count * DTYPE.itemsize for count in case.counts]
-            record.cases.append(results.Case(size, skew, nbytes, [turn.timing for turn in turns]))
-            show(report.case_table(record, record.cases[-1]) + "\n")
-            if asked.json and world.rank == 0:  # what has been measured stays, should the run be ended
-                results.save(record, asked.json)
-
-
-def _say_nothing(text: str) -> None:
-    """What the other ranks do instead of printing."""
+def start(verb: str, comm: MPI.Intracomm) -> results.Record:
+    """A record without figures yet, once torch has its share of the cores."""
+    cpus = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cpus // comm.size))
+    return new_record(verb, comm.size, cpus)
 
 
 def new_record(verb: str, world_size: int, cpus: int) -> results.Record:
@@ -291,30 +243,39 @@ def new_record(verb: str, world_size: int, cpus: int) -> results.Record:
     )
 
 
-def _arguments(verb: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=f"Time {verb} and what people write by hand instead.")
-    parser.add_argument(
-        "--sizes", type=sizes, default=sizes("8,64K,16M,64M"), metavar="LIST", help="bytes a rank (8,64K,16M,64M)"
+def parser(what: str, sizes_: str, seconds: float = 150, budget: float = 12) -> argparse.ArgumentParser:
+    """The command line that the benchmarks have in common; `sizes_` are the default ones."""
+    found = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--sizes", type=sizes, default=sizes_, metavar="LIST", help=f"bytes a rank ({sizes_})")
+    found.add_argument("--rounds", type=_rounds, default=30, help="samples of each contender (%(default)s)")
+    found.add_argument(
+        "--seconds", type=float, default=seconds, help="for the run: fewer rounds for slow contenders (%(default)g)"
     )
-    parser.add_argument("--skew", type=_skews, default=_skews("even,16:1"), metavar="LIST", help="even,16:1")
-    parser.add_argument("--rounds", type=int, default=30, help="samples of each contender (%(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=150, help="for the run: fewer rounds for slow contenders (%(default)g)"
-    )
-    parser.add_argument(
+    found.add_argument(
         "--budget",
         type=float,
-        default=12,
+        default=budget,
         metavar="SECONDS",
         help=f"skip a contender, and say so in the table, if {FEWEST} calls take longer (%(default)g)",
     )
-    parser.add_argument(
+    found.add_argument(
+        "--without", type=words, default=[], metavar="LIST", help="leave out contenders with these words in their name"
+    )
+    found.add_argument(
         "--json", type=Path, metavar="FILE", help="write all samples there; in a folder: as MPI-npN-verb"
     )
-    asked = parser.parse_args()
-    if asked.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return asked
+    return found
+
+
+def words(text: str) -> list[str]:
+    """A list on the command line."""
+    return text.split(",")
+
+
+def _rounds(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("expected at least 1")
+    return int(text)
 
 
 def sizes(text: str) -> list[int]:
@@ -323,10 +284,3 @@ def sizes(text: str) -> list[int]:
         return [int(part.rstrip("KMG")) * _UNITS[part.lstrip("0123456789")] for part in text.upper().split(",")]
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"expected sizes as in 8,64K,16M, got {text!r}") from None
-
-
-def _skews(text: str) -> list[str]:
-    skews = text.split(",")
-    if not set(skews) <= {"even", "16:1"}:
-        raise argparse.ArgumentTypeError(f"expected even, 16:1 or both, got {text!r}")
-    return skews

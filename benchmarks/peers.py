@@ -1,6 +1,6 @@
 """The ways people write gather, concat and split by hand today. Each is correct for ragged shards.
 
-Each takes a harness.Case and returns the result on this rank, None where it gets none. Only the preallocated mpi4py
+Each takes a shards.Case and returns the result on this rank, None where it gets none. Only the preallocated mpi4py
 ones are told the counts of all ranks; the others find out, as a program must. All shards are 1-d and of one dtype.
 """
 
@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from harness import Case
+    from shards import Case
 
 ROOT = 0
 # torch 2.13 has a new name for it; everybody's code has this one.

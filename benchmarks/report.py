@@ -10,7 +10,19 @@ from typing import NamedTuple
 
 import results
 import staging_tables
-from results import BASELINE, FOLDER, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, Case, Record, Spread, Timing
+from results import (
+    BASELINE,
+    FOLDER,
+    GLOO_PADDED,
+    HPCDIST_NEW,
+    HPCDIST_OUT,
+    KINDS,
+    STRUCTURES,
+    Case,
+    Record,
+    Spread,
+    Timing,
+)
 from tables import figure, table
 
 README = Path(__file__).parent / "README.md"
@@ -38,6 +50,10 @@ def case_table(record: Record, case: Case) -> str:
 
 def shards(record: Record, case: Case) -> str:
     """What the ranks hold, in words."""
+    if case.skew in KINDS:
+        return f"np {record.world_size}, {results.show_size(case.size)} a rank, {KINDS[case.skew]}"
+    if case.skew in STRUCTURES:
+        return f"np {record.world_size}, {STRUCTURES[case.skew]}, {results.show_size(case.size)} a list"
     size, least = results.show_size(max(case.nbytes)), results.show_size(min(case.nbytes))
     return f"np {record.world_size}, {size} a rank" + ("" if case.skew == "even" else f" on rank 0, else {least}")
 

@@ -15,6 +15,22 @@ CONTROL = "the same once more (control)"
 HPCDIST_OUT = "hpcdist mpi, out="
 HPCDIST_NEW = "hpcdist mpi"
 GLOO_PADDED = "gloo, padded"
+# Of redistribute, where the baseline is pack, Alltoallv, unpack:
+ALLTOALLV_OWN, ALLTOALLW = "Alltoallv, own piece by MPI too", "Alltoallw, subarrays"
+PLAN_OUT, DTENSOR = "hpcdist plan, out=", "DTensor on gloo"
+KINDS = {
+    "columns": "rows to columns",
+    "rows": "columns to rows",
+    "tiles": "rows to tiles",
+    "ragged": "ragged rows to even rows",
+}
+# Of structures, where the baseline is one call for each tensor:
+GLOO_ONE_BY_ONE, ALL_GATHER_OBJECT = "gloo, one by one", "gloo, all_gather_object"
+STRUCTURES = {
+    "small": "1,000 small tensors to the next rank",
+    "large": "10 tensors of 8 MiB to the next rank",
+    "many": "16 tensors from every rank to all",
+}
 # Of staging, where the baseline is what the operating system offers for the same bytes in one shared file:
 POSIX = "POSIX"
 HPCDIST = "hpcdist"
@@ -62,7 +78,7 @@ class Case:
         skew: "even" or "16:1"; of staging, how the ranks share the tensor.
         nbytes: bytes of each rank's shard.
         timings: one for each contender, the baseline first.
-        what: of a record that has cases of several kinds: "save" or "load".
+        what: of a record that has cases of several kinds: "save" or "load"; "send" or "gather".
     """
 
     size: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import peers
-from harness import Case, Contender, run
+from harness import Contender
 from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT
+from shards import Case, run
 from torch import Tensor
 
 import hpcdist as hd

@@ -23,8 +23,8 @@ __all__ = ["Agreed", "exchange", "leave", "odd_option", "on_all", "on_root", "re
 T = TypeVar("T")
 
 # Digests of the call, the tensor and the counts (zero: has none); extents of x and out along dim; where the data are;
-# 1 if this rank has something to complain of.
-_HEADER = struct.Struct("<24sqqBB6x")
+# 1 if a gradient is to flow; 1 if this rank has something to complain of.
+_HEADER = struct.Struct("<24sqqBBB5x")
 _NONE = bytes(8)
 
 
@@ -34,6 +34,12 @@ class Agreed(NamedTuple):
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
     kinds: tuple[int, ...]
+    grads: tuple[int, ...]
+
+    @property
+    def grad(self) -> bool:
+        """Whether a gradient is to flow back to any rank, so that all must take part in bringing it there."""
+        return 1 in self.grads
 
 
 def exchange(team: Team, call: Call) -> Agreed:
@@ -97,22 +103,23 @@ def _share(team: Team, call: Call) -> Agreed | None:
     _HEADER.pack_into(
         desk.mine,
         0,
-        _digests((call.verb, call.route, call.said_dim, call.root), call.tensor, call.counts),
+        _digests((call.verb, call.route, call.said_dim, call.root, *call.options), call.tensor, call.counts),
         call.extent,
         call.out_extent,
         call.kind,
+        call.grad,
         call.problem is not None,
     )
     team.comm.Allgather(desk.send, desk.recv)
     if desk.all == desk.last:  # a program repeats its calls: what they agreed on need not be worked out again
         return desk.agreed
-    digests, extents, out_extents, kinds, problems = zip(*_HEADER.iter_unpack(desk.all), strict=True)
+    digests, extents, out_extents, kinds, grads, problems = zip(*_HEADER.iter_unpack(desk.all), strict=True)
     whats, tensors, counts = (
         {digest[at : at + 8] for digest in digests if digest[at : at + 8] != _NONE} for at in (0, 8, 16)
     )
     if any(problems) or len(whats) > 1 or len(tensors) > 1 or len(counts) > 1:
         return None
-    desk.last, desk.agreed = bytes(desk.all), Agreed(extents, out_extents, kinds)
+    desk.last, desk.agreed = bytes(desk.all), Agreed(extents, out_extents, kinds, grads)
     return desk.agreed
 
 
@@ -146,8 +153,9 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     for rank, fact in enumerate(facts):
         if fact["problem"]:
             problems.setdefault(rank, []).append(fact["problem"])
-    for name in ("route", "root", "dim", "dtype", "number of dims", "shape", "counts"):
-        values = [None if fact["problem"] else fact[name] for fact in facts]
+    options = [name for name in facts[0] if name not in ("verb", "problem")]
+    for name in options:
+        values = [None if fact["problem"] else fact.get(name) for fact in facts]
         for rank, text in _deviations(name, values, _given(name, call, facts, values)).items():
             problems.setdefault(rank, []).append(text)
         if name == "number of dims" and len({v for v in values if v is not None}) > 1:
@@ -171,8 +179,9 @@ def _facts(call: Call) -> dict[str, Any]:
         "dim": call.said_dim,
         "dtype": dtype and str(dtype),
         "number of dims": ndim,
-        "shape": others and show_shape(others),
+        "shape": show_shape(others) if others else None,
         "counts": None if call.counts is None else str(call.counts),
+        **{name: str(value) for name, value in call.options},
     }
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "CUDA",
     "FOLLOWS",
     "FOLLOWS_CPU",
+    "LOST",
     "Call",
     "WrongError",
     "problem_of",
@@ -30,6 +31,7 @@ __all__ = [
 
 # A receiver that brings no tensor has its part where the root has the whole, if it has a GPU itself.
 FOLLOWS, FOLLOWS_CPU = 3, 4
+LOST = "out is given, but a gradient is to flow, which would be lost: leave out, or use torch.no_grad()"
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class Call:
         extent: of `x` along dim, or -1.
         out_extent: of `out` along dim, or -1.
         counts: how the root cuts the tensor: a rule's name or counts, as the caller gave it.
+        options: (name, value) of what must be the same on all ranks besides.
+        grad: a gradient is to flow back to this rank's tensor.
         problem: what is wrong with the arguments on this rank.
     """
 
@@ -60,6 +64,8 @@ class Call:
     out_extent: int = -1
     kind: int = CPU
     counts: str | tuple[int, ...] | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    grad: bool = False
     problem: str | None = None
 
 
@@ -76,8 +82,10 @@ def shard_call(verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, ran
     """The call of a verb to which every rank brings a shard: gather, and concat, which has no root."""
     call = Call(verb)
     try:
+        call.options = (("x", "a tensor"),)
         call.x, call.dim = tensor(x, dim, "x")
         call.said_dim = call.dim
+        call.grad = wants_grad(x, out)
         _describe(call, call.x, x.dim())
         if verb != "concat":
             call.root = _root(root, size)
@@ -105,6 +113,7 @@ def split_call(
             if isinstance(x, Tensor) and x.dim() == 0:
                 raise WrongError("x has no dimension to split along: it is 0-d")
             call.x, call.dim = tensor(x, dim, "x")
+            call.grad = wants_grad(x, out)
             _describe(call, call.x, call.x.dim())
             call.counts = "block" if call.counts is None else call.counts
             _check_counts(call, size)
@@ -123,6 +132,45 @@ def split_call(
     except Exception as error:  # an argument's own methods may raise, too, and the other ranks are to hear of it
         call.problem = problem_of(error)
     return call
+
+
+def layout_call(verb: str, x: Any, src: Any, dst: Any, route: Any, out: Any) -> Call:
+    """The call of redistribute: every rank brings a part, of a shape of its own; `out` is compared once all shapes are
+    known."""
+    call = Call(verb)
+    try:
+        for name, value in (("src", src), ("dst", dst)):
+            if not isinstance(value, (layout.Split, layout.Block, layout.Replicate, layout.Boxes)):
+                raise WrongError(f"{name} must be a layout (Split, Block, Replicate, Boxes), got {_show(value)}")
+        call.x = _as_it_is(x, "x")
+        call.options = (("src", src), ("dst", dst))
+        call.grad = wants_grad(x, out)
+        call.tensor = (x.dtype, x.dim(), ())
+        call.kind = CUDA if x.is_cuda else CPU
+        call.route = _route(route)
+        if out is not None:
+            if not isinstance(out, Tensor) or out.dim() != x.dim():
+                raise WrongError(f"out must be a tensor of {x.dim()} dims, got {_show(out)}")
+            call.out = _as_it_is(out, "out")
+            _same_kind(call.out, call.x)
+    except Exception as error:  # as above
+        call.problem = problem_of(error)
+    return call
+
+
+def _as_it_is(x: Any, name: str) -> Tensor:
+    """The tensor as it travels, a 0-d one too."""
+    checked, _ = tensor(x, 0, name)
+    return checked if x.dim() else checked.view(())
+
+
+def wants_grad(x: Tensor, out: Any) -> bool:
+    """Whether a gradient is to flow back to `x`; a WrongError if it cannot, because the result is to be `out`."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    if out is not None:
+        raise WrongError(LOST)
+    return True
 
 
 def _describe(call: Call, x: Tensor, ndim: int) -> None:
@@ -161,18 +209,22 @@ def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
 def _out(call: Call, out: Any) -> None:
     """`out` must fit the tensor of this rank's call; its extent is compared once all extents are known."""
     assert call.tensor is not None and call.x is not None
-    dtype, _, others = call.tensor
+    others = call.tensor[2]
     if isinstance(out, Tensor) and (out.dim() or 1) != len(others):
         raise WrongError(f"out has shape {tuple(out.shape)}, expected {show_shape(others)}")
     call.out, dim = tensor(out, call.dim, "out")
-    if call.out.dtype != dtype:
-        raise WrongError(f"out has dtype {call.out.dtype}, expected {dtype}, that of x")
     shape = call.out.shape
     if _others(shape, dim) != others:
         raise WrongError(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
-    if call.out.device != call.x.device:
-        raise WrongError(f"out is on {call.out.device}, expected {call.x.device}, that of x")
+    _same_kind(call.out, call.x)
     call.out_extent = shape[dim]
+
+
+def _same_kind(out: Tensor, x: Tensor) -> None:
+    if out.dtype != x.dtype:
+        raise WrongError(f"out has dtype {out.dtype}, expected {x.dtype}, that of x")
+    if out.device != x.device:
+        raise WrongError(f"out is on {out.device}, expected {x.device}, that of x")
 
 
 def _writable(out: Tensor) -> Tensor:

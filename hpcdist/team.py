@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -30,10 +30,12 @@ class Team:
         comm: a communicator of these ranks that belongs to the library.
         rank, size: of this process in the team, and the number of its ranks.
         world: the world the team is a part of.
+        front: the team itself; of a team that works in the background of another, that one.
     """
 
-    def __init__(self, comm: MPI.Intracomm, world: World) -> None:
+    def __init__(self, comm: MPI.Intracomm, world: World, front: Team | None = None) -> None:
         self.comm = comm
+        self.front = front or self
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.world = world
@@ -57,11 +59,13 @@ class Team:
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used."""
         if backend not in self._groups:
-            # torch names a group by how many groups this process has made, which differs from rank to rank, and ranks
-            # that do not find each other's name hang: so one rank chooses the name.
-            name = self.comm.bcast(f"hpcdist-{uuid4().hex}")
-            with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+            _choose_names()
+            # One rank chooses the name, see there.
+            _chosen.name = self.comm.bcast(f"hpcdist-{uuid4().hex}")
+            try:
                 group = dist.new_group(sorted(self.peers), backend=backend, use_local_synchronization=True)
+            finally:
+                _chosen.name = None
             assert isinstance(group, dist.ProcessGroup)
             self._groups[backend] = group
         return self._groups[backend]
@@ -70,9 +74,31 @@ class Team:
         """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
         from mpi4py import MPI
 
+        if "background" in self.memo:
+            self.memo.pop("background").stop()
         self._groups.clear()
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
+
+
+_chosen = threading.local()  # the name of the group that this thread is making
+
+
+def _choose_names() -> None:
+    """Have torch take our names for our groups: from now on, and for groups that are not ours it chooses its own.
+
+    torch names a group by how many groups this process has made, which differs from rank to rank, and ranks that do
+    not find each other's name hang. (The background makes groups too, so that this cannot be put on and off.)
+    """
+    its_own = distributed_c10d._process_group_name
+    if getattr(its_own, "hpcdist", False):
+        return
+
+    def name(*args: Any, **kwargs: Any) -> str:
+        return getattr(_chosen, "name", None) or its_own(*args, **kwargs)
+
+    name.hpcdist = True  # type: ignore[attr-defined]
+    distributed_c10d._process_group_name = name
 
 
 _torch_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, Team] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, devices, rendezvous
+from hpcdist import abort, agree, devices, handle, rendezvous
 from hpcdist.checks import Call
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.team import Team
@@ -54,7 +54,7 @@ class World:
         group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
         own_gpus: every rank has a GPU to itself, and NCCL can be used.
         staging: the folder through which route "hdf5" moves data; rank 0's is used.
-        team: the library's own communicator of all ranks; not for user code.
+        team, teams: the library's own communicator of all ranks, and all that it has; not for user code.
     """
 
     rank: int
@@ -68,19 +68,19 @@ class World:
     own_gpus: bool
     staging: str
     team: Team = field(init=False, repr=False)
+    teams: list[Team] = field(default_factory=list, init=False, repr=False)
     _owns_group: bool = field(repr=False)
     _asked: tuple[Any, ...] = field(repr=False)
-    _teams: list[Team] = field(default_factory=list, init=False, repr=False)
 
     def adopt(self, team: Team) -> Team:
         """Keep a team until the world ends."""
-        self._teams.append(team)
+        self.teams.append(team)
         return team
 
     def dismiss(self, team: Team) -> None:
         """Free a team before the world ends. Collective over the team."""
-        if team in self._teams:
-            self._teams.remove(team)
+        if team in self.teams:
+            self.teams.remove(team)
             team.free()
 
     def child_environ(self) -> dict[str, str]:
@@ -96,14 +96,17 @@ class World:
             RankError: on all ranks, if another rank calls a verb instead.
         """
         if _world is self:
+            behind = handle.in_backgrounds(self, lambda team: agree.exchange(team, Call("finalize")))
             agree.exchange(self.team, Call("finalize"))
+            for done in behind:
+                done.wait()
             self._close()
 
     def _close(self) -> None:
         global _world
         _world = None
         atexit.unregister(_leave)
-        for team in self._teams:
+        for team in self.teams:
             team.free()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that lives on when Python ends aborts the process.
@@ -207,7 +210,10 @@ def _leave() -> None:
 
     abort.check()  # handlers run last come first: abort's own would come too late
     if _world is not None and not MPI.Is_finalized():
+        behind = handle.in_backgrounds(_world, agree.leave)
         agree.leave(_world.team)
+        for done in behind:
+            done.wait()
         _world._close()
 
 

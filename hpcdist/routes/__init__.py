@@ -1,6 +1,6 @@
 """The ways that data can take, and which one a call takes.
 
-Every route offers the same four operations on messages: the memory of contiguous tensors of any shape and dtype, with
+Every route offers the same five operations on messages: the memory of contiguous tensors of any shape and dtype, with
 counts and displacements in bytes and in rank order. The caller has made sure that all ranks agree on them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,10 +18,27 @@ from hpcdist.errors import RankError
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["CPU", "CUDA", "NAMES", "ROUTES", "Route", "agreed", "best", "load"]
+__all__ = ["CPU", "CUDA", "NAMES", "ROUTES", "Alltoall", "Message", "Route", "agreed", "best", "load"]
 
 Ints = Sequence[int]
 CPU, CUDA = 1, 2  # kinds of memory
+Message = tuple[int, Tensor]  # (a rank of the team, the bytes that are sent to it or received from it)
+
+
+class Alltoall(NamedTuple):
+    """What one rank sends to and receives from each in an alltoallv, in bytes.
+
+    Attributes:
+        longest: of the messages of all ranks.
+        total: the most that the `send` or `recv` of any rank has.
+    """
+
+    sendcounts: Ints
+    sdispls: Ints
+    recvcounts: Ints
+    rdispls: Ints
+    longest: int
+    total: int
 
 
 class Route(Protocol):
@@ -42,17 +59,12 @@ class Route(Protocol):
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         """Rank i's `send` (counts[i] bytes) arrives at every rank in ``recv[displs[i]:]``."""
 
-    def alltoallv(
-        self,
-        team: Team,
-        send: Tensor,
-        sendcounts: Ints,
-        sdispls: Ints,
-        recv: Tensor,
-        recvcounts: Ints,
-        rdispls: Ints,
-    ) -> None:
+    def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         """Rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) arrives at rank j in ``recv[rdispls[i]:]``."""
+
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+        """Each message on its own, straight from and into its memory. At most one each way for two ranks, none for a
+        rank and itself, none that is empty; `longest` is the number of bytes of the longest one of all ranks."""
 
 
 # A route's name -> where it is made; the module is imported when the route is first selected.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.buffers import as_bytes
-from hpcdist.routes import Ints
-from hpcdist.routes.exchange import Exchange, Message
+from hpcdist.routes import Ints, Message
+from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
@@ -23,7 +23,7 @@ PIECE = 2**30  # bytes a message at most
 class _C10d(Exchange):
     backend: str
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message]) -> None:
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # Both backends keep the order of messages between two ranks, so that pieces need no tags of their own.
         if team.size == 1:
             return

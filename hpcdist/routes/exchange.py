@@ -1,4 +1,4 @@
-"""The four operations by sends and receives: straight from and into place, nothing padded, of any size."""
+"""The operations on messages by sends and receives: straight from and into place, nothing padded, of any size."""
 
 from __future__ import annotations
 
@@ -7,58 +7,47 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hpcdist.buffers import as_bytes
-from hpcdist.routes import Ints
+from hpcdist.routes import Alltoall, Ints, Message
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["Exchange", "Message"]
-
-Message = tuple[int, Tensor]  # (a rank of the team, the bytes sent to it or received from it)
+__all__ = ["Exchange"]
 
 
 class Exchange:
     """A route that only has to say how it exchanges a set of messages."""
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message]) -> None:
-        """Send and receive all messages at once; returns when they are done. At most one each way for a pair."""
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+        """Send and receive all messages at once; returns when they are done. See :meth:`Route.exchange`."""
         raise NotImplementedError
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         if recv is None:
-            self.exchange(team, _filled([(root, as_bytes(send))]), [])
+            self.exchange(team, _filled([(root, as_bytes(send))]), [], max(counts))
         else:
             blocks = _cut(recv, counts, displs)
             blocks[root].copy_(as_bytes(send))
-            self.exchange(team, [], _others(blocks, root))
+            self.exchange(team, [], _others(blocks, root), max(counts))
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         if send is None:
-            self.exchange(team, [], _filled([(root, as_bytes(recv))]))
+            self.exchange(team, [], _filled([(root, as_bytes(recv))]), max(counts))
         else:
             blocks = _cut(send, counts, displs)
             as_bytes(recv).copy_(blocks[root])
-            self.exchange(team, _others(blocks, root), [])
+            self.exchange(team, _others(blocks, root), [], max(counts))
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         blocks, send = _cut(recv, counts, displs), as_bytes(send)
         blocks[team.rank].copy_(send)
         sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
-        self.exchange(team, _filled(sends), _others(blocks, team.rank))
+        self.exchange(team, _filled(sends), _others(blocks, team.rank), max(counts))
 
-    def alltoallv(
-        self,
-        team: Team,
-        send: Tensor,
-        sendcounts: Ints,
-        sdispls: Ints,
-        recv: Tensor,
-        recvcounts: Ints,
-        rdispls: Ints,
-    ) -> None:
-        sends, recvs = _cut(send, sendcounts, sdispls), _cut(recv, recvcounts, rdispls)
+    def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+        sends, recvs = _cut(send, what.sendcounts, what.sdispls), _cut(recv, what.recvcounts, what.rdispls)
         recvs[team.rank].copy_(sends[team.rank])
-        self.exchange(team, _others(sends, team.rank), _others(recvs, team.rank))
+        self.exchange(team, _others(sends, team.rank), _others(recvs, team.rank), what.longest)
 
 
 def _cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:

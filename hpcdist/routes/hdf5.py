@@ -20,7 +20,8 @@ from hpcdist import agree, layout, raw
 from hpcdist.buffers import as_bytes
 from hpcdist.commit import check_folder, lock, sweep
 from hpcdist.errors import FileError, reason
-from hpcdist.routes import Ints
+from hpcdist.routes import Ints, Message
+from hpcdist.routes.exchange import Exchange
 from hpcdist.staging import format
 from hpcdist.staging.format import Dataset, Layout
 
@@ -33,7 +34,7 @@ VERB = "route hdf5"
 PREFIX = "hpcdist-stage-"
 
 
-class _Hdf5:
+class _Hdf5(Exchange):
     def missing(self, team: Team) -> str | None:
         return None
 
@@ -55,33 +56,16 @@ class _Hdf5:
             file.write([(displs[team.rank], as_bytes(send))])
             file.read([(0, as_bytes(recv)[: file.nbytes])])
 
-    def alltoallv(
-        self,
-        team: Team,
-        send: Tensor,
-        sendcounts: Ints,
-        sdispls: Ints,
-        recv: Tensor,
-        recvcounts: Ints,
-        rdispls: Ints,
-    ) -> None:
-        # In the file: the messages of rank 0 in the order of their receivers, those of rank 1, ...
-        counts: list[list[int]] = team.comm.allgather(list(sendcounts))
-        starts = layout.displs([count for row in counts for count in row])
-        out, into, size = as_bytes(send), as_bytes(recv), team.size
-        with _staged(team, sum(map(sum, counts))) as file:
-            file.write(
-                [
-                    (starts[team.rank * size + dest], out[at : at + count])
-                    for dest, (at, count) in enumerate(zip(sdispls, sendcounts, strict=True))
-                ]
-            )
-            file.read(
-                [
-                    (starts[source * size + team.rank], into[at : at + count])
-                    for source, (at, count) in enumerate(zip(rdispls, recvcounts, strict=True))
-                ]
-            )
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+        # In the file: the messages of rank 0, one behind the other, those of rank 1, ...
+        table: list[list[tuple[int, int]]] = team.comm.allgather([(dest, block.numel()) for dest, block in sends])
+        messages = [(source, dest, nbytes) for source, row in enumerate(table) for dest, nbytes in row]
+        starts = layout.displs([nbytes for _, _, nbytes in messages])
+        places = {(source, dest): start for (source, dest, _), start in zip(messages, starts, strict=True)}
+        if messages:
+            with _staged(team, sum(nbytes for _, _, nbytes in messages)) as file:
+                file.write([(places[team.rank, dest], block) for dest, block in sends])
+                file.read([(places[source, team.rank], block) for source, block in recvs])
 
 
 class _File:

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.routes import Ints, cuda_aware
-from hpcdist.routes.exchange import Exchange, Message
+from hpcdist.routes import Alltoall, Ints, Message, cuda_aware
+from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
@@ -55,25 +55,16 @@ class _Mpi(Exchange):
             spec = [_memory(recv), counts, displs, MPI.BYTE]
             team.comm.Allgatherv([_memory(send), counts[team.rank], MPI.BYTE], spec)
 
-    def alltoallv(
-        self,
-        team: Team,
-        send: Tensor,
-        sendcounts: Ints,
-        sdispls: Ints,
-        recv: Tensor,
-        recvcounts: Ints,
-        rdispls: Ints,
-    ) -> None:
-        # No rank knows the totals of the others, and all must take the same way.
-        if team.comm.allreduce(max(send.nbytes, recv.nbytes), op=MPI.MAX) > LIMIT:
-            super().alltoallv(team, send, sendcounts, sdispls, recv, recvcounts, rdispls)
+    def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+        if what.total > LIMIT:
+            super().alltoallv(team, send, recv, what)
         else:
             team.comm.Alltoallv(
-                [_memory(send), sendcounts, sdispls, MPI.BYTE], [_memory(recv), recvcounts, rdispls, MPI.BYTE]
+                [_memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
+                [_memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
             )
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message]) -> None:
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # MPI keeps the order of messages between two ranks, so that pieces need no tags of their own.
         comm = team.comm
         requests = [

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.buffers import as_bytes
-from hpcdist.routes import Ints, Route
+from hpcdist.routes import Ints, Message, Route
+from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
@@ -22,7 +23,7 @@ WINDOW = 2**26  # bytes of host memory a rank at most, for what it sends and aga
 Segment = tuple[int, int]  # (start, length) of one message within a tensor of messages
 
 
-class Staged:
+class Staged(Exchange):
     """Round after round, every message advances by at most `step` bytes, by way of pinned host buffers.
 
     All ranks take part in every round, those with host memory too: the number of rounds follows from the longest
@@ -67,24 +68,23 @@ class Staged:
             self.route.allgatherv(team, source.load(start, step), target.room(start, step), now, layout.displs(now))
             target.store(start, step)
 
-    def alltoallv(
-        self,
-        team: Team,
-        send: Tensor,
-        sendcounts: Ints,
-        sdispls: Ints,
-        recv: Tensor,
-        recvcounts: Ints,
-        rdispls: Ints,
-    ) -> None:
-        sends, recvs = list(zip(sdispls, sendcounts, strict=True)), list(zip(rdispls, recvcounts, strict=True))
-        source, target = _Host(send, sends), _Host(recv, recvs)
-        longest = max(team.comm.allgather(max((*sendcounts, *recvcounts))))
+    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+        source, target = _Host.of([block for _, block in sends]), _Host.of([block for _, block in recvs])
         for start, step in _rounds(longest, team.size):
-            out, in_ = _lengths(sends, start, step), _lengths(recvs, start, step)
-            loaded, room = source.load(start, step), target.room(start, step)
-            self.route.alltoallv(team, loaded, out, layout.displs(out), room, in_, layout.displs(in_))
+            out = _at(sends, source.load(start, step), source.lengths(start, step))
+            into = _at(recvs, target.room(start, step), target.lengths(start, step))
+            self.route.exchange(team, out, into, min(step, longest - start))
             target.store(start, step)
+
+
+def _at(messages: list[Message], room: Tensor, lengths: list[int]) -> list[Message]:
+    """The part of each message that travels in this round, in host memory."""
+    starts = layout.displs(lengths)
+    return [
+        (rank, room[start : start + length])
+        for (rank, _), start, length in zip(messages, starts, lengths, strict=True)
+        if length
+    ]
 
 
 def _rounds(longest: int, size: int) -> list[tuple[int, int]]:
@@ -98,43 +98,59 @@ def _lengths(segments: Sequence[Segment], start: int, step: int) -> list[int]:
 
 
 class _Host:
-    """The host side of a tensor of messages: memory for what travels of them in one round."""
+    """The host side of messages: memory for what travels of them in one round.
+
+    Attributes:
+        parts: the bytes of each message.
+    """
 
     def __init__(self, messages: Tensor, segments: Sequence[Segment]) -> None:
-        self.messages = as_bytes(messages)
-        self.segments = segments
+        whole = as_bytes(messages)
+        self.parts = [whole[start : start + length] for start, length in segments]
         self.memory: Tensor | None = None
+
+    @classmethod
+    def of(cls, blocks: Sequence[Tensor]) -> _Host:
+        """Of messages that each have a memory of their own."""
+        host = cls(torch.empty(0), [])
+        host.parts = list(blocks)
+        return host
+
+    def lengths(self, start: int, step: int) -> list[int]:
+        """How much of each message travels in the round from `start`."""
+        return [max(0, min(step, part.numel() - start)) for part in self.parts]
 
     def room(self, start: int, step: int) -> Tensor:
         """Host memory for one round, packed without gaps."""
-        size = sum(_lengths(self.segments, start, step))
+        size = sum(self.lengths(start, step))
         if self.memory is None:  # the first round moves the most
-            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.messages.is_cuda)
+            on_gpu = any(part.is_cuda for part in self.parts)
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         return self.memory[:size]
 
     def load(self, start: int, step: int) -> Tensor:
         """What this rank sends in the round, in host memory."""
         room = self.room(start, step)
-        for host, part in self._parts(room, start, step):
+        for host, part in self._pairs(room, start, step):
             host.copy_(part, non_blocking=True)
         self._wait()
         return room
 
     def store(self, start: int, step: int) -> None:
         """Bring what has arrived in the round to its place."""
-        for host, part in self._parts(self.room(start, step), start, step):
+        for host, part in self._pairs(self.room(start, step), start, step):
             part.copy_(host, non_blocking=True)
         self._wait()
 
-    def _parts(self, room: Tensor, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, room: Tensor, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
         """(host memory, the part of a message that it stands for), for each message that moves in this round."""
-        lengths = _lengths(self.segments, start, step)
+        lengths = self.lengths(start, step)
         return [
-            (room[at : at + length], self.messages[offset + start : offset + start + length])
-            for (offset, _), at, length in zip(self.segments, layout.displs(lengths), lengths, strict=True)
+            (room[at : at + length], part[start : start + length])
+            for part, at, length in zip(self.parts, layout.displs(lengths), lengths, strict=True)
             if length
         ]
 
     def _wait(self) -> None:
-        if self.messages.is_cuda:
-            torch.cuda.current_stream(self.messages.device).synchronize()
+        for device in {part.device for part in self.parts if part.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()

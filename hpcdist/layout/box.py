@@ -1,86 +1,14 @@
-"""Who holds which rows. Integers only: no torch, no MPI."""
+"""Boxes: parts of a tensor, what they have in common, and how to cut them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-__all__ = [
-    *("Box", "block", "boxes", "chunk", "counts_of", "displs", "grid_boxes", "pieces", "runs"),
-    *("share", "shares", "whole"),
-]
+from hpcdist.layout.rules import pieces
 
-
-def block(extent: int, parts: int) -> list[int]:
-    """Share `extent` rows evenly: the first ``extent % parts`` ranks hold one row more.
-
-    Example::
-
-        >>> block(10, 4)
-        [3, 3, 2, 2]
-    """
-    quotient, rest = divmod(extent, parts)
-    return [quotient + (rank < rest) for rank in range(parts)]
-
-
-def chunk(extent: int, parts: int) -> list[int]:
-    """Share `extent` rows by the ceiling rule of ``torch.chunk`` and DTensor: the last ranks may hold none.
-
-    Example::
-
-        >>> chunk(10, 4)
-        [3, 3, 3, 1]
-    """
-    size = -(-extent // parts)
-    return [max(0, min(size, extent - rank * size)) for rank in range(parts)]
-
-
-RULES = {"block": block, "chunk": chunk}
-
-
-def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> list[int]:
-    """Turn a rule's name, explicit counts, or None (the block rule) into `parts` counts that add up to `extent`.
-
-    Raises:
-        ValueError: the name is unknown, or the counts are not `parts` integers >= 0 with the sum `extent`.
-    """
-    if counts is None or isinstance(counts, str):
-        rule = RULES.get("block" if counts is None else counts)
-        if rule is None:
-            raise ValueError(f"counts names no rule: expected one of {sorted(RULES)}, got {counts!r}")
-        return rule(extent, parts)
-    values = [int(c) for c in counts]
-    if len(values) != parts:
-        raise ValueError(f"counts has {len(values)} entries, expected one for each of {parts} ranks")
-    if min(values) < 0:
-        raise ValueError(f"counts has a negative entry: {values}")
-    if sum(values) != extent:
-        raise ValueError(f"counts add up to {sum(values)}, expected {extent}, the extent along dim")
-    return values
-
-
-def displs(counts: Sequence[int]) -> list[int]:
-    """Where each rank's part starts in the whole.
-
-    Example::
-
-        >>> displs([3, 0, 2])
-        [0, 3, 3]
-    """
-    return list(accumulate(counts, initial=0))[:-1]
-
-
-def pieces(extent: int, limit: int) -> list[tuple[int, int]]:
-    """Cut `extent` into (start, length) pieces of at most `limit`; none for an extent of 0.
-
-    Example::
-
-        >>> pieces(5, 2)
-        [(0, 2), (2, 2), (4, 1)]
-    """
-    return [(start, min(limit, extent - start)) for start in range(0, extent, limit)]
+__all__ = ["Box", "boxes", "grid_boxes", "runs", "whole"]
 
 
 class Box(NamedTuple):
@@ -115,6 +43,29 @@ class Box(NamedTuple):
         ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         high = [min(a + n, b + m) for a, n, b, m in ends]
         return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
+
+    def without(self, other: Box) -> list[Box]:
+        """What is left of it if `other` is taken out: boxes without overlap.
+
+        Example::
+
+            >>> Box((0,), (10,)).without(Box((3,), (2,)))
+            [Box(offset=(0,), shape=(3,)), Box(offset=(5,), shape=(5,))]
+        """
+        common = self.meet(other)
+        if not common.size():
+            return [self]
+        rest, left = [], self
+        for dim in range(len(self.shape)):
+            low, high = common.offset[dim], common.offset[dim] + common.shape[dim]
+            rest += [left.narrow(dim, left.offset[dim], low), left.narrow(dim, high, left.offset[dim] + left.shape[dim])]
+            left = left.narrow(dim, low, high)
+        return [box for box in rest if box.size()]
+
+    def narrow(self, dim: int, start: int, end: int) -> Box:
+        """The same box, but from `start` to `end` along `dim`."""
+        offset = (*self.offset[:dim], start, *self.offset[dim + 1 :])
+        return Box(offset, (*self.shape[:dim], end - start, *self.shape[dim + 1 :]))
 
     def moved(self, by: Sequence[int]) -> Box:
         """The same box `by` further on: what it is in a whole, if it is a box of a part that begins there."""
@@ -198,28 +149,3 @@ def grid_boxes(shape: Sequence[int], cell: Sequence[int], limit: int) -> Iterato
         offset = tuple(o * c for o, c in zip(part.offset, cell, strict=True))
         ends = zip(part.offset, part.shape, cell, shape, strict=True)
         yield Box(offset, tuple(min((o + n) * c, s) - o * c for o, n, c, s in ends))
-
-
-def share(extent: int, parts: int, rank: int) -> range:
-    """Which of `extent` things are a rank's, if all of `parts` ranks share them by the block rule.
-
-    Example::
-
-        >>> share(5, 3, 1)
-        range(2, 4)
-    """
-    return range(*shares(extent, parts, parts)[rank])
-
-
-def shares(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:
-    """Share `extent` things by the block rule among `takers` of `parts` ranks, evenly spread: (first, end) a rank.
-
-    Example::
-
-        >>> shares(10, 4, 2)       # ranks 0 and 2
-        [(0, 5), (5, 5), (5, 10), (10, 10)]
-    """
-    chosen = {taker * parts // takers for taker in range(takers)}
-    counts = iter(block(extent, takers))
-    ends = list(accumulate((next(counts) if rank in chosen else 0 for rank in range(parts)), initial=0))
-    return list(pairwise(ends))

@@ -1,0 +1,58 @@
+"""redistribute: a tensor changes its layout, beside hand-written Alltoallv and Alltoallw, DTensor and Heat.
+
+mpirun -n 4 python benchmarks/redistribute.py --kinds columns,tiles
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import product
+
+import harness
+import redistribute_peers as peers
+from harness import Contender, Step
+from results import ALLTOALLV_OWN, ALLTOALLW, BASELINE, CONTROL, DTENSOR, HPCDIST_NEW, KINDS, PLAN_OUT
+
+import hpcdist as hd
+
+CONTENDERS = [
+    Contender(BASELINE, peers.by_hand),
+    Contender(CONTROL, peers.by_hand),
+    Contender(ALLTOALLV_OWN, peers.by_hand_own),
+    Contender(ALLTOALLW, peers.alltoallw),
+    Contender(PLAN_OUT, lambda case: peers.plan(case)(case.shard, out=case.out)),
+    Contender("hpcdist plan", lambda case: peers.plan(case)(case.shard)),
+    Contender(HPCDIST_NEW, lambda case: hd.redistribute(case.shard, *case.layouts, route="mpi")),
+    Contender("hpcdist gloo", lambda case: hd.redistribute(case.shard, *case.layouts, route="gloo")),
+    Contender("Alltoallv, new memory", peers.by_hand_new),
+    Contender("Alltoallw, new memory", peers.alltoallw_new),
+    Contender(DTENSOR, peers.dtensor, peers.no_dtensor),
+    Contender("Heat, resplit", peers.heat, peers.no_heat),
+]
+
+
+def kinds(text: str) -> list[str]:
+    """On the command line."""
+    found = harness.words(text)
+    if not set(found) <= set(KINDS):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(KINDS)}, got {text!r}")
+    return found
+
+
+def main() -> None:
+    parser = harness.parser(__doc__, "64K,4M,64M", seconds=240)
+    parser.add_argument("--kinds", type=kinds, default=",".join(KINDS), metavar="LIST", help="%(default)s")
+    asked = parser.parse_args()
+    with hd.init(device="cpu") as world:
+        few = world.world_size < 4 or world.world_size % 2  # tiles of 2 rows need 4 ranks; 2 ranks have columns
+        steps = [
+            Step(partial(peers.make_case, size=size, kind=kind), CONTENDERS)
+            for kind, size in product(asked.kinds, asked.sizes)
+            if not (kind == "tiles" and few)
+        ]
+        harness.run(harness.start("redistribute", world.comm), world.comm, steps, asked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Worked examples, each of them a program."""

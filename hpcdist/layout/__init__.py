@@ -1,0 +1,14 @@
+"""Who holds which rows. Integers only: no torch, no MPI.
+
+The layouts say where each rank's part of a tensor lies; the rest is what they, and the transfers, are worked out with.
+"""
+
+from hpcdist.layout.box import Box, boxes, grid_boxes, runs, whole
+from hpcdist.layout.layouts import Block, Boxes, Layout, Replicate, Split
+from hpcdist.layout.overlaps import Overlaps, overlaps
+from hpcdist.layout.rules import balance, block, chunk, counts_of, displs, pieces, share, shares
+
+__all__ = [
+    *("Block", "Box", "Boxes", "Layout", "Overlaps", "Replicate", "Split", "balance", "block", "boxes", "chunk"),
+    *("counts_of", "displs", "grid_boxes", "overlaps", "pieces", "runs", "share", "shares", "whole"),
+]

@@ -1,0 +1,140 @@
+"""How an extent is shared among ranks: counts and displacements, in rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+__all__ = ["balance", "block", "chunk", "counts_of", "displs", "pieces", "share", "shares"]
+
+
+def block(extent: int, parts: int) -> list[int]:
+    """Share `extent` rows evenly: the first ``extent % parts`` ranks hold one row more.
+
+    Example::
+
+        >>> block(10, 4)
+        [3, 3, 2, 2]
+    """
+    quotient, rest = divmod(extent, parts)
+    return [quotient + (rank < rest) for rank in range(parts)]
+
+
+def chunk(extent: int, parts: int) -> list[int]:
+    """Share `extent` rows by the ceiling rule of ``torch.chunk`` and DTensor: the last ranks may hold none.
+
+    Example::
+
+        >>> chunk(10, 4)
+        [3, 3, 3, 1]
+    """
+    size = -(-extent // parts)
+    return [max(0, min(size, extent - rank * size)) for rank in range(parts)]
+
+
+def balance(weights: Sequence[float], parts: int) -> list[int]:
+    """Share rows of unequal weight evenly: counts for contiguous parts, in order, whose weights differ little.
+
+    Each cut is made at the row whose start is nearest to the ideal place, so that it is off by at most half the
+    largest weight. No part then weighs more than the ideal part plus the largest weight, and so none more than the
+    heaviest part of the best way to cut plus the largest weight.
+
+    Args:
+        weights: of each row, numbers >= 0, such as the length of a sequence.
+        parts: the number of ranks.
+
+    Raises:
+        ValueError: a weight is negative or not a number, or `parts` is not positive.
+
+    Example::
+
+        >>> balance([8, 1, 1, 1, 1, 4], 2)
+        [1, 5]
+    """
+    if parts < 1:
+        raise ValueError(f"parts is {parts}, expected at least 1")
+    if not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError("weights must be numbers >= 0")
+    starts = list(accumulate(weights, initial=0))  # of each row, and the end of the last
+    total, cuts = starts[-1], [0]
+    if total == 0:
+        return block(len(weights), parts)
+    for part in range(1, parts):
+        # Scaled by `parts`, so that integers are compared exactly.
+        at = bisect_left(starts, part * total, key=lambda start: start * parts)
+        if at > 0 and part * total - starts[at - 1] * parts < starts[at] * parts - part * total:
+            at -= 1
+        cuts.append(at)
+    return [end - start for start, end in pairwise([*cuts, len(weights)])]
+
+
+RULES = {"block": block, "chunk": chunk}
+
+
+def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> list[int]:
+    """Turn a rule's name, explicit counts, or None (the block rule) into `parts` counts that add up to `extent`.
+
+    Raises:
+        ValueError: the name is unknown, or the counts are not `parts` integers >= 0 with the sum `extent`.
+    """
+    if counts is None or isinstance(counts, str):
+        rule = RULES.get("block" if counts is None else counts)
+        if rule is None:
+            raise ValueError(f"counts names no rule: expected one of {sorted(RULES)}, got {counts!r}")
+        return rule(extent, parts)
+    values = [int(c) for c in counts]
+    if len(values) != parts:
+        raise ValueError(f"counts has {len(values)} entries, expected one for each of {parts} ranks")
+    if min(values) < 0:
+        raise ValueError(f"counts has a negative entry: {values}")
+    if sum(values) != extent:
+        raise ValueError(f"counts add up to {sum(values)}, expected {extent}, the extent along dim")
+    return values
+
+
+def displs(counts: Sequence[int]) -> list[int]:
+    """Where each rank's part starts in the whole.
+
+    Example::
+
+        >>> displs([3, 0, 2])
+        [0, 3, 3]
+    """
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+def pieces(extent: int, limit: int) -> list[tuple[int, int]]:
+    """Cut `extent` into (start, length) pieces of at most `limit`; none for an extent of 0.
+
+    Example::
+
+        >>> pieces(5, 2)
+        [(0, 2), (2, 2), (4, 1)]
+    """
+    return [(start, min(limit, extent - start)) for start in range(0, extent, limit)]
+
+
+def share(extent: int, parts: int, rank: int) -> range:
+    """Which of `extent` things are a rank's, if all of `parts` ranks share them by the block rule.
+
+    Example::
+
+        >>> share(5, 3, 1)
+        range(2, 4)
+    """
+    return range(*shares(extent, parts, parts)[rank])
+
+
+def shares(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:
+    """Share `extent` things by the block rule among `takers` of `parts` ranks, evenly spread: (first, end) a rank.
+
+    Example::
+
+        >>> shares(10, 4, 2)       # ranks 0 and 2
+        [(0, 5), (5, 5), (5, 10), (10, 10)]
+    """
+    chosen = {taker * parts // takers for taker in range(takers)}
+    counts = iter(block(extent, takers))
+    ends = list(accumulate((next(counts) if rank in chosen else 0 for rank in range(parts)), initial=0))
+    return list(pairwise(ends))

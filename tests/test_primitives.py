@@ -1,0 +1,229 @@
+"""torch.distributed's own primitives after hd.init(): every one, on every backend, blocking and not, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import whole_of
+from collective import Findings
+from torch import Tensor
+
+import hpcdist as hd
+
+pytestmark = pytest.mark.mpi
+
+SHAPES = [(5,), (2, 3), (0,)]  # of a block
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16]
+_UNTOUCHED = 77
+
+# torch 2.13 gave two of them a new name and deprecates the old one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A reduction: torch's name, and the oracle, which folds the operands of all ranks along dim 0."""
+
+    op: Any
+    fold: Callable[[Tensor], Tensor]
+
+
+OPERATIONS = {
+    "sum": Operation(dist.ReduceOp.SUM, lambda x: x.sum(0)),
+    "avg": Operation(dist.ReduceOp.AVG, lambda x: (x.sum(0) / x.shape[0]).to(x.dtype)),
+    "min": Operation(dist.ReduceOp.MIN, lambda x: x.amin(0)),
+    "max": Operation(dist.ReduceOp.MAX, lambda x: x.amax(0)),
+    "product": Operation(dist.ReduceOp.PRODUCT, lambda x: x.prod(0)),
+}
+
+
+def operands(operation: str, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What `size` ranks reduce, by rank: each place has a result of its own, for which the value of each rank counts.
+
+    All are exact in bfloat16, with its 8 bits: sum and avg are whole numbers below 256, products are powers of two.
+    The ranks take turns in having the smallest and the largest value.
+    """
+    count = int(torch.Size(shape).numel())
+    place = torch.arange(count).repeat(size, 1)
+    turn = (place + torch.arange(size)[:, None]) % size
+    values = 2 ** torch.where(turn == 0, place, 1) if operation == "product" else place + 2 * turn
+    return values.to(dtype).view(size, *shape)
+
+
+class Turn:
+    """One call: what this rank has, the room for what it gets, and the whole, of which every rank knows all.
+
+    whole[r] is what rank r has, one block for each rank; a primitive that takes one block takes the first.
+    """
+
+    def __init__(
+        self, world: hd.World, backend: str, later: bool, kind: tuple[torch.dtype, tuple[int, ...]], root: int, op: str
+    ) -> None:
+        self.rank, self.size, self.root = world.rank, world.world_size, root
+        self.backend, self.later, self.op = backend, later, op
+        self.dtype, shape = kind
+        blocks = (self.size, *shape)
+        every = operands(op, self.size, blocks, self.dtype) if op else whole_of((self.size, *blocks), self.dtype)
+        self.whole = every
+        device = torch.device("cpu") if backend == "gloo" else world.device
+        self.mine = every[self.rank].to(device, copy=True)
+        self.room = torch.full_like(self.mine, _UNTOUCHED)
+        self.block, self.out = self.mine[0], self.room[0]
+        self.context = f"{backend} {self.dtype} {shape} root {root} {op} {'async' if later else 'blocking'}"
+
+    @property
+    def reduction(self) -> Any:
+        return OPERATIONS[self.op].op
+
+    def folded(self, block: int) -> Tensor:
+        return OPERATIONS[self.op].fold(self.whole[:, block])
+
+    def at_root(self, x: Any) -> Any:
+        return x if self.rank == self.root else None
+
+
+def _ring(t: Turn) -> list[Any]:
+    """To the next rank, from the one before. Every second rank receives first: a send may wait for its recv."""
+    give, take = (dist.isend, dist.irecv) if t.later else (dist.send, dist.recv)
+    steps: list[Callable[[], Any]] = [
+        lambda: give(t.block, (t.rank + 1) % t.size),
+        lambda: take(t.out, (t.rank - 1) % t.size),
+    ]
+    return [step() for step in (steps[::-1] if t.rank % 2 else steps)]
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """A row: the call; where its result is (block: in place); the oracle, None where the rank gets nothing."""
+
+    call: Callable[[Turn], Any]
+    result: str
+    oracle: Callable[[Turn], Tensor | None]
+    rooted: bool = False
+    reduces: bool = False
+
+
+PRIMITIVES = {
+    "broadcast": Primitive(
+        lambda t: dist.broadcast(t.block, t.root, async_op=t.later), "block", lambda t: t.whole[t.root, 0], rooted=True
+    ),
+    "scatter": Primitive(
+        lambda t: dist.scatter(t.out, t.at_root([*t.mine]), t.root, async_op=t.later),
+        "out",
+        lambda t: t.whole[t.root, t.rank],
+        rooted=True,
+    ),
+    "gather": Primitive(
+        lambda t: dist.gather(t.block, t.at_root([*t.room]), t.root, async_op=t.later),
+        "room",
+        lambda t: t.at_root(t.whole[:, 0]),
+        rooted=True,
+    ),
+    "all_gather": Primitive(
+        lambda t: dist.all_gather([*t.room], t.block, async_op=t.later), "room", lambda t: t.whole[:, 0]
+    ),
+    "all_gather_single": Primitive(
+        lambda t: _all_gather_single(t.room.flatten(0, 1), t.block, async_op=t.later), "room", lambda t: t.whole[:, 0]
+    ),
+    "all_reduce": Primitive(
+        lambda t: dist.all_reduce(t.block, t.reduction, async_op=t.later),
+        "block",
+        lambda t: t.folded(0),
+        reduces=True,
+    ),
+    "reduce": Primitive(
+        lambda t: dist.reduce(t.block, t.root, t.reduction, async_op=t.later),
+        "block",
+        lambda t: t.at_root(t.folded(0)),
+        rooted=True,
+        reduces=True,
+    ),
+    "reduce_scatter": Primitive(
+        lambda t: dist.reduce_scatter(t.out, [*t.mine], t.reduction, async_op=t.later),
+        "out",
+        lambda t: t.folded(t.rank),
+        reduces=True,
+    ),
+    "reduce_scatter_single": Primitive(
+        lambda t: _reduce_scatter_single(t.out, t.mine.flatten(0, 1), t.reduction, async_op=t.later),
+        "out",
+        lambda t: t.folded(t.rank),
+        reduces=True,
+    ),
+    "send and recv": Primitive(_ring, "out", lambda t: t.whole[(t.rank - 1) % t.size, 0]),  # or isend and irecv
+}
+
+CANNOT: dict[str, Callable[[str, Turn], bool]] = {
+    "a rank alone has nobody to send to, and torch refuses itself": lambda name, t: (
+        name == "send and recv" and t.size == 1
+    ),
+    "gloo divides the sum in place, and an integer is not its quotient": lambda _, t: (
+        t.backend == "gloo" and t.op == "avg" and not t.dtype.is_floating_point
+    ),
+}
+"""What a backend refuses, with the reason: an error on every rank, after which the group is as good as before."""
+
+
+@pytest.mark.filterwarnings("ignore:.*unbatched P2P")
+@pytest.mark.parametrize("later", [False, True], ids=["blocking", "async"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_every_primitive(name: str, backend: str, later: bool, world: hd.World) -> None:
+    row = PRIMITIVES[name]
+    findings = Findings(world.comm)
+    for dtype in DTYPES:
+        turns = [
+            Turn(world, backend, later, (dtype, shape), root, op)
+            for shape in SHAPES
+            for root in (range(world.world_size) if row.rooted else [0])
+            for op in (OPERATIONS if row.reduces else [""])
+        ]
+        # All are under way before the first is waited for, unless they block.
+        started = [(turn, _start(row, turn)) for turn in turns]
+        for turn, outcome in started:
+            _check(findings, name, turn, _finish(outcome, later))
+    findings.settle()
+
+
+def _start(row: Primitive, turn: Turn) -> Any:
+    try:
+        return row.call(turn)
+    except (RuntimeError, ValueError) as error:
+        return error
+
+
+def _finish(outcome: Any, later: bool) -> object:
+    """Wait for what has been started; the error, or what is wrong with the handles."""
+    if isinstance(outcome, Exception):
+        return outcome
+    handles = [item for item in (outcome if isinstance(outcome, list) else [outcome]) if isinstance(item, dist.Work)]
+    try:
+        for handle in handles:
+            handle.wait()
+    except (RuntimeError, ValueError) as error:
+        return error
+    return None if bool(handles) == later else f"async_op={later} gave {outcome!r}"
+
+
+def _check(findings: Findings, name: str, turn: Turn, wrong: object) -> None:
+    row, context = PRIMITIVES[name], f"{name} {turn.context}"
+    reasons = [reason for reason, applies in CANNOT.items() if applies(name, turn)]
+    if reasons:
+        findings.check(isinstance(wrong, Exception), f"{context}: can be done now, although {reasons[0]}")
+        return
+    findings.check(wrong is None, f"{context}: {wrong!r}")
+    expected, got = row.oracle(turn), getattr(turn, row.result).cpu()
+    if expected is not None and turn.backend == "nccl" and turn.op == "avg" and turn.dtype.is_floating_point:
+        # NCCL multiplies by 1/size before it adds, and rounds each time; two places differ by more than that.
+        near = torch.allclose(got, expected, rtol=(turn.size + 1) * torch.finfo(turn.dtype).eps / 4)
+        findings.check(near and got.dtype == expected.dtype, f"{context}: {got}, expected about {expected}")
+    elif expected is not None:
+        findings.same(got, expected, context)
+    kept = 1 if row.result == "block" else 0
+    findings.same(turn.mine[kept:].cpu(), turn.whole[turn.rank, kept:], f"{context}: the input was changed")
