@@ -22,8 +22,17 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 # How many ranks each runs with, unless told; staging writes files, resident only looks at memory.
-RANKS = {"concat": (2, 4), "gather": (2, 4), "split": (2, 4), "staging": (1, 2, 4), "resident": (2,)}
-DEADLINES = {"staging": 2400}  # seconds; of the others, --deadline
+RANKS = {
+    "concat": (2, 4),
+    "gather": (2, 4),
+    "split": (2, 4),
+    "redistribute": (2, 4),
+    "structures": (2, 4),
+    "overlap": (2, 4),
+    "staging": (1, 2, 4),
+    "resident": (2,),
+}
+DEADLINES = {"staging": 2400, "redistribute": 600, "structures": 600}  # seconds; of the others, --deadline
 # Open MPI 4 and 5 would bind ranks to cores, MPICH does not, and gloo's threads want more than the rank's core.
 UNBOUND = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
 # Open MPI 4 and 5 refuse more ranks than cores unless told, and should then give way while they wait.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,7 +17,7 @@ import staging_tables
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from results import BASELINE, CONTROL, FOLDER, Record
+from results import BASELINE, CONTROL, FOLDER, KINDS, STRUCTURES, Record
 
 mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "hpcdist"  # the same figures give the same file
@@ -53,11 +54,13 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def _panel(panel: Axes, record: Record, skew: str, names: Sequence[str], colours: Mapping[int, Colour]) -> None:
-    height = _BAR / len(colours)
-    for number, (size, colour) in enumerate(colours.items()):
-        case = record.case(size, skew)
+    sizes = sorted({case.size for case in record.cases if case.skew == skew}) or list(colours)
+    what = record.cases[0].what
+    height = _BAR / len(sizes)
+    for number, size in enumerate(sizes):
+        case, colour = record.case(size, skew, what), colours[size]
         for row, name in enumerate(names):
-            at = row + (number - (len(colours) - 1) / 2) * height
+            at = row + (number - (len(sizes) - 1) / 2) * height
             ratio = None if case is None else results.ratio(case, name)
             if ratio is None:
                 panel.text(1.05, at, "skipped" if case else "not measured", va="center", fontsize=6)
@@ -67,7 +70,13 @@ def _panel(panel: Axes, record: Record, skew: str, names: Sequence[str], colours
     panel.set_xscale("log")
     panel.axvline(1, color="black", linewidth=0.8)
     _rows(panel, names)
-    panel.set_title(f"np {record.world_size}, {'even' if skew == 'even' else f'{skew} (rank 0 holds the most)'}")
+    panel.set_title(f"np {record.world_size}, {_skew(skew)}")
+
+
+def _skew(skew: str) -> str:
+    """What a panel shows, in words."""
+    words = {**KINDS, **STRUCTURES, "even": "even"}
+    return words.get(skew, f"{skew} (rank 0 holds the most)")
 
 
 def _rows(panel: Axes, names: Sequence[str]) -> None:
@@ -131,9 +140,15 @@ def main() -> None:
     asked = parser.parse_args()
     pictures: dict[str, list[Record]] = {}
     for record in results.load_all(asked.folder):
-        if not record.cases:
+        if not record.cases or record.verb == "overlap":
             continue
-        pictures.setdefault(f"{record.name.split('-np')[0]}-{record.verb}", []).append(record)
+        name = f"{record.name.split('-np')[0]}-{record.verb}"
+        if record.verb == "staging":
+            pictures.setdefault(name, []).append(record)
+            continue
+        for what in dict.fromkeys(case.what for case in record.cases):
+            part = replace(record, cases=[case for case in record.cases if case.what == what])
+            pictures.setdefault(f"{name}-{what}" if what else name, []).append(part)
     for name, records in pictures.items():
         path = asked.folder / f"{name}.{asked.format}"
         render = draw_rates if records[0].verb == "staging" else draw

@@ -12,7 +12,18 @@ from itertools import product
 import harness
 import redistribute_peers as peers
 from harness import Contender, Step
-from results import ALLTOALLV_OWN, ALLTOALLW, BASELINE, CONTROL, DTENSOR, HPCDIST_NEW, KINDS, PLAN_OUT
+from results import (
+    ALLTOALLV_OWN,
+    ALLTOALLW,
+    ALLTOALLW_COPY,
+    BASELINE,
+    CONTROL,
+    DTENSOR,
+    HPCDIST_NEW,
+    KINDS,
+    MESSAGES,
+    PLAN_OUT,
+)
 
 import hpcdist as hd
 
@@ -21,6 +32,8 @@ CONTENDERS = [
     Contender(CONTROL, peers.by_hand),
     Contender(ALLTOALLV_OWN, peers.by_hand_own),
     Contender(ALLTOALLW, peers.alltoallw),
+    Contender(ALLTOALLW_COPY, peers.alltoallw_copy),
+    Contender(MESSAGES, peers.messages),
     Contender(PLAN_OUT, lambda case: peers.plan(case)(case.shard, out=case.out)),
     Contender("hpcdist plan", lambda case: peers.plan(case)(case.shard)),
     Contender(HPCDIST_NEW, lambda case: hd.redistribute(case.shard, *case.layouts, route="mpi")),

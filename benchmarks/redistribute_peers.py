@@ -205,48 +205,78 @@ def by_hand_new(case: Case) -> Tensor:
     return ByHand(case, torch.empty_like(case.out))()
 
 
-def _subarrays(x: Tensor, mine: Box, others: Sequence[Box]) -> list[object]:
+def _subarrays(x: Tensor, mine: Box, others: Sequence[Box], without: int | None = None) -> list[Any]:
     """What mpi4py's Alltoallw takes: nothing is packed, a datatype tells MPI where each rank's piece lies."""
     counts, types = [], []
-    for other in others:
+    for rank, other in enumerate(others):
         bounds = common(mine, other)
         lengths, starts = [end - start for start, end in bounds], [start for start, _ in bounds]
-        empty = 0 in lengths
+        empty = 0 in lengths or rank == without
         kind = MPI.INT64_T.Dup() if empty else MPI.INT64_T.Create_subarray(list(x.shape), lengths, starts)
         counts.append(int(not empty))
         types.append(kind.Commit())
     return [x.numpy(), counts, [0] * len(others), types]
 
 
-def _alltoallw(case: Case, out: Tensor) -> Callable[[], Tensor]:
-    me = case.comm.rank
-    send = _subarrays(case.shard, case.sources[me], case.targets)
-    recv = _subarrays(out, case.targets[me], case.sources)
+class BySubarrays:
+    """Nothing is packed by hand: MPI is told where each piece lies, in advance.
 
-    def call() -> Tensor:
-        case.comm.Alltoallw(send, recv)
+    With `own_by_mpi`, that which stays is one of them; else it is copied past MPI.
+    """
+
+    def __init__(self, case: Case, own_by_mpi: bool) -> None:
+        me = case.comm.rank
+        without = None if own_by_mpi else me
+        self.comm, self.own_by_mpi, self.shard = case.comm, own_by_mpi, case.shard
+        self.send = _subarrays(case.shard, case.sources[me], case.targets, without)
+        self.recv = _subarrays(case.out, case.targets[me], case.sources, without)
+        bounds = (common(case.targets[me], case.sources[me]), common(case.sources[me], case.targets[me]))
+        self.to, self.of = (tuple(slice(*part) for part in both) for both in bounds)
+
+    def copy_own(self, out: Tensor) -> None:
+        if not self.own_by_mpi:
+            out[self.to].copy_(self.shard[self.of])
+
+    def alltoallw(self, out: Tensor) -> Tensor:
+        self.comm.Alltoallw(self.send, [out.numpy(), *self.recv[1:]])
+        self.copy_own(out)
         return out
 
-    return call
+    def messages(self, out: Tensor) -> Tensor:
+        """The next rank first; the own piece while the others' are on their way."""
+        p, me = self.comm.size, self.comm.rank
+        ranks = [(me + step) % p for step in range(1, p)]
+        (send, gives, _, sent), (_, takes, _, received) = self.send, self.recv
+        requests = [self.comm.Irecv([out.numpy(), 1, received[r]], r) for r in ranks[::-1] if takes[r]]
+        requests += [self.comm.Isend([send, 1, sent[r]], r) for r in ranks if gives[r]]
+        self.copy_own(out)
+        MPI.Request.Waitall(requests)
+        return out
+
+
+def _by_subarrays(case: Case, own_by_mpi: bool = False) -> BySubarrays:
+    found: BySubarrays = case.once(("subarrays", own_by_mpi), lambda: BySubarrays(case, own_by_mpi))
+    return found
 
 
 def alltoallw(case: Case) -> Tensor:
-    """Alltoallw with subarrays, the datatypes made in advance: MPI's own way to say it."""
-    return case.once("alltoallw", lambda: _alltoallw(case, case.out))()
+    """Alltoallw with subarrays: MPI's own way to say it."""
+    return _by_subarrays(case, own_by_mpi=True).alltoallw(case.out)
+
+
+def alltoallw_copy(case: Case) -> Tensor:
+    """The same, but for the piece that stays, which torch copies."""
+    return _by_subarrays(case).alltoallw(case.out)
 
 
 def alltoallw_new(case: Case) -> Tensor:
-    """The same, with new memory; the datatypes are there."""
-    me, out = case.comm.rank, torch.empty_like(case.out)
-    send, recv = case.once(
-        "types",
-        lambda: (
-            _subarrays(case.shard, case.sources[me], case.targets),
-            _subarrays(out, case.targets[me], case.sources),
-        ),
-    )
-    case.comm.Alltoallw(send, [out.numpy(), *recv[1:]])
-    return out
+    """The same as alltoallw, with new memory; the datatypes are there."""
+    return _by_subarrays(case, own_by_mpi=True).alltoallw(torch.empty_like(case.out))
+
+
+def messages(case: Case) -> Tensor:
+    """A message a piece, of subarrays, all begun at once; meanwhile torch copies the piece that stays."""
+    return _by_subarrays(case).messages(case.out)
 
 
 @lru_cache

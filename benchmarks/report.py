@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import overlap_tables
 import results
 import staging_tables
 from results import (
+    ALL_GATHER_OBJECT,
     BASELINE,
+    BY_HAND,
+    DTENSOR,
     FOLDER,
+    GLOO_ONE_BY_ONE,
     GLOO_PADDED,
     HPCDIST_NEW,
     HPCDIST_OUT,
     KINDS,
+    PLAN_OUT,
     STRUCTURES,
     Case,
     Record,
@@ -50,6 +56,8 @@ def case_table(record: Record, case: Case) -> str:
 
 def shards(record: Record, case: Case) -> str:
     """What the ranks hold, in words."""
+    if record.verb == "overlap":
+        return f"np {record.world_size}, {overlap_tables.label(case)}"
     if case.skew in KINDS:
         return f"np {record.world_size}, {results.show_size(case.size)} a rank, {KINDS[case.skew]}"
     if case.skew in STRUCTURES:
@@ -59,7 +67,8 @@ def shards(record: Record, case: Case) -> str:
 
 
 def _row(case: Case, timing: Timing, scale: float) -> list[str]:
-    ratio, difference = results.ratio(case, timing.name), results.difference(case, timing.name)
+    baseline = case.timings[0].name
+    ratio, difference = (of(case, timing.name, baseline) for of in (results.ratio, results.difference))
     if ratio is None or difference is None:
         return [timing.name, "skipped", *["-"] * 6]
     time = results.seconds(timing)
@@ -88,15 +97,16 @@ def peak_table(record: Record) -> str:
     return table(head, [[p.name, f"{p.extra / _MIB:.1f}", f"{p.extra / p.result:.3f}"] for p in record.peaks])
 
 
-def ratio_table(record: Record) -> str:
+def ratio_table(record: Record, what: str = "") -> str:
     """One run at a glance: a row for each contender, a column for each size and skew, paired ratios."""
-    head = [f"{record.verb}, np {record.world_size}"]
-    head += [f"{results.show_size(case.size)}{'' if case.skew == 'even' else ' ' + case.skew}" for case in record.cases]
+    cases = [case for case in record.cases if case.what == what]
+    head = [f"{record.verb}, {what + ', ' if what else ''}np {record.world_size}"]
+    head += [f"{results.show_size(case.size)}{'' if case.skew == 'even' else ' ' + case.skew}" for case in cases]
     rows = []
-    for name in [timing.name for timing in record.cases[0].timings]:
-        cells = [results.ratio(case, name) for case in record.cases]
+    for name in [timing.name for timing in cases[0].timings]:
+        cells = [results.ratio(case, name) for case in cases]
         rows.append([name, *("skipped" if cell is None else figure(cell.median) for cell in cells)])
-    rows[0] = [f"{BASELINE}, time", *map(_baseline_time, record.cases)]
+    rows[0] = [f"{BASELINE}, time", *map(_baseline_time, cases)]
     return table(head, rows)
 
 
@@ -139,8 +149,39 @@ def _peak_of_result(record: Record) -> Spread | None:
     return Spread(found[0], found[0], found[0]) if found else None
 
 
+def _by_best(kind: str) -> Callable[[Record], Spread | None]:
+    """hpcdist's plan beside what was the fastest by hand in this case; both write to memory that is there."""
+
+    def measure(record: Record) -> Spread | None:
+        case = record.case(_LARGE, kind)
+        best = None if case is None else results.best(case, BY_HAND)
+        return None if case is None or best is None else results.ratio(case, best, PLAN_OUT)
+
+    return measure
+
+
+def _structures(kind: str, other: str) -> Callable[[Record], Spread | None]:
+    def measure(record: Record) -> Spread | None:
+        cases = [case for case in record.cases if case.skew == kind and (kind != "many" or case.size == _LARGE)]
+        return results.ratio(cases[0], other, HPCDIST_NEW) if cases else None
+
+    return measure
+
+
+def _redistributed() -> Iterator[Target]:
+    """Of every change of layout; tiles have 2 rows of ranks, and DTensor has no ragged shards."""
+    for kind, words in KINDS.items():
+        what, ranks = f"redistribute, 64 MiB, {words}", (4,) if kind == "tiles" else (2, 4)
+        yield Target(f"{what}: best by hand's time", "redistribute", ranks, 0.95, False, "x", _by_best(kind))
+        measure = _ratio_of(_LARGE, kind, DTENSOR, HPCDIST_NEW)
+        for np in ranks if kind != "ragged" else ():
+            limit = {2: 1.5, 4: 2.5}[np]
+            yield Target(f"{what}: DTensor on gloo's time", "redistribute", (np,), limit, False, "x", measure)
+
+
 _AS_RAW = _ratio_of(_LARGE, "even", HPCDIST_OUT, BASELINE)
 _SKEWED = _ratio_of(_LARGE, "16:1", GLOO_PADDED, HPCDIST_OUT)
+_SMALL, _LISTS = _structures("small", GLOO_ONE_BY_ONE), _structures("many", ALL_GATHER_OBJECT)
 TARGETS = [
     *(
         Target(f"{v}, 64 MiB a rank: time of raw mpi4py", v, (2, 4), 1.05, True, "x", _AS_RAW)
@@ -152,6 +193,9 @@ TARGETS = [
     ),
     Target("concat, 8 B: over raw mpi4py", "concat", (2,), 25, True, "us", _small_difference),
     Target("concat, dim 0: peak extra memory by the result", "concat", (2, 4), 1.0, True, "x", _peak_of_result),
+    Target("send, 1,000 small tensors: gloo one by one's time", "structures", (2, 4), 20, False, "x", _SMALL),
+    Target("concat of lists, 64 MiB a rank: all_gather_object's time", "structures", (2, 4), 5, False, "x", _LISTS),
+    *_redistributed(),
 ]
 _COUNTERS = 0.005  # of the result: what the kernel's counters of memory may be off by
 
@@ -188,14 +232,14 @@ def _origin(records: Sequence[Record]) -> str:
 
 def block(everything: Sequence[Record]) -> str:
     """What README.md shows."""
-    records = [record for record in everything if record.verb not in staging_tables.VERBS]
+    records = [record for record in everything if record.verb not in (*staging_tables.VERBS, "overlap")]
     parts = ["Measured with:", _origin(everything)]
     parts += _verbs(records) if records else []
-    return "\n\n".join(parts + staging_tables.section(everything, _picture))
+    return "\n\n".join(parts + overlap_tables.section(everything) + staging_tables.section(everything, _picture))
 
 
 def _verbs(records: Sequence[Record]) -> list[str]:
-    """The part about concat, gather and split."""
+    """The part about all verbs that are compared with mpi4py into memory that is there."""
     parts = ["### Targets", target_table(records)]
     parts += ["### Ratios", "Paired ratio to preallocated mpi4py (its own row: time); under 1 is faster."]
     for mpi in dict.fromkeys(record.mpi for record in records):
@@ -203,7 +247,8 @@ def _verbs(records: Sequence[Record]) -> list[str]:
         mine = [record for record in records if record.mpi == mpi]
         for verb in dict.fromkeys(record.verb for record in mine):
             of_verb = [record for record in mine if record.verb == verb]
-            parts += [_picture(of_verb[0]), *map(ratio_table, of_verb)]
+            for what in dict.fromkeys(case.what for case in of_verb[0].cases):
+                parts += [_picture(of_verb[0], what), *(ratio_table(record, what) for record in of_verb)]
     peaks = [peak_table(record) for record in records if record.peaks or record.no_peaks]
     skipped = [f"{r.name}, {shards(r, c)}: {note}" for r in records for c in r.cases for note in _skipped(c)]
     parts += ["### Peak memory", *peaks] if peaks else []
@@ -211,10 +256,11 @@ def _verbs(records: Sequence[Record]) -> list[str]:
     return [part for part in parts if part]
 
 
-def _picture(record: Record) -> str:
+def _picture(record: Record, what: str = "") -> str:
     """The picture of the record's MPI and verb, for README.md; nothing if it was not drawn."""
-    path = FOLDER / f"{record.name.split('-np')[0]}-{record.verb}.svg"
-    return f"![{record.verb}, {record.mpi}](results/{path.name})" if path.exists() else ""
+    name = f"{record.verb}-{what}" if what else record.verb
+    path = FOLDER / f"{record.name.split('-np')[0]}-{name}.svg"
+    return f"![{name}, {record.mpi}](results/{path.name})" if path.exists() else ""
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -17,6 +17,8 @@ HPCDIST_NEW = "hpcdist mpi"
 GLOO_PADDED = "gloo, padded"
 # Of redistribute, where the baseline is pack, Alltoallv, unpack:
 ALLTOALLV_OWN, ALLTOALLW = "Alltoallv, own piece by MPI too", "Alltoallw, subarrays"
+ALLTOALLW_COPY, MESSAGES = "Alltoallw, own piece copied", "Isend, Irecv, subarrays, own piece copied"
+BY_HAND = (BASELINE, ALLTOALLV_OWN, ALLTOALLW, ALLTOALLW_COPY, MESSAGES)  # all into memory that is there
 PLAN_OUT, DTENSOR = "hpcdist plan, out=", "DTensor on gloo"
 KINDS = {
     "columns": "rows to columns",
@@ -196,6 +198,12 @@ def difference(case: Case, name: str, other: str = BASELINE) -> Spread | None:
     """The paired difference: in each round the time of `name` less that of `other`, in seconds."""
     both = pairs(case, name, other)
     return spread([a - b for a, b in both]) if both else None
+
+
+def best(case: Case, names: Sequence[str]) -> str | None:
+    """The contender out of `names` with the least median time; None if none was timed."""
+    timings = [timing for timing in map(case.timing, names) if timing]
+    return min(timings, key=lambda timing: seconds(timing).median).name if timings else None
 
 
 def gigabytes_per_second(case: Case, timing: Timing) -> float:

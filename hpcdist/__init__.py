@@ -14,8 +14,28 @@ from hpcdist.split import split
 from hpcdist.world import World, current, finalize, init
 
 __all__ = [
-    *("Block", "Box", "Boxes", "FileError", "Handle", "HpcdistError", "LaunchError", "Layout", "Plan", "RankError"),
-    *("Replicate", "Split", "World", "concat", "current", "finalize", "gather", "init", "local", "plan_redistribute"),
-    *("redistribute", "split", "staging"),
+    "Block",
+    "Box",
+    "Boxes",
+    "FileError",
+    "Handle",
+    "HpcdistError",
+    "LaunchError",
+    "Layout",
+    "Plan",
+    "RankError",
+    "Replicate",
+    "Split",
+    "World",
+    "concat",
+    "current",
+    "finalize",
+    "gather",
+    "init",
+    "local",
+    "plan_redistribute",
+    "redistribute",
+    "split",
+    "staging",
 ]
 __version__ = "0.1.0"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hpcdist.checks import CPU, CUDA, FOLLOWS, Call, show_shape
+from hpcdist.checks import CPU, CUDA, FOLLOWS, LOST, Call, show_shape
 from hpcdist.errors import HpcdistError, RankError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from hpcdist.team import Team
 
-__all__ = ["Agreed", "exchange", "leave", "odd_option", "on_all", "on_root", "refuse", "require"]
+__all__ = ["Agreed", "exchange", "from_root", "leave", "odd_option", "on_all", "on_root", "refuse", "require"]
 
 T = TypeVar("T")
 
@@ -80,19 +81,17 @@ def odd_option(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None
     return None
 
 
-def refuse(verb: str, out_extents: Sequence[int], expected: Sequence[int]) -> None:
-    """Raise on every rank if a rank's `out` has another extent along dim than its result will have."""
-    if max(out_extents) < 0:
+def refuse(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
+    """Raise on every rank if a rank's `out` has another extent along dim than its result will have, or would cut off a
+    gradient."""
+    if max(agreed.out_extents) < 0:
         return
-    pairs = enumerate(zip(out_extents, expected, strict=True))
-    require(
-        verb,
-        {
-            rank: f"out has extent {got} along dim, expected {want}"
-            for rank, (got, want) in pairs
-            if got not in (-1, want)
-        },
-    )
+    given = {rank: extent for rank, extent in enumerate(agreed.out_extents) if extent >= 0}
+    odd = {
+        r: f"out has extent {got} along dim, expected {expected[r]}" for r, got in given.items() if got != expected[r]
+    }
+    require(verb, odd)
+    require(verb, dict.fromkeys(given, LOST) if agreed.grad else {})
 
 
 def _share(team: Team, call: Call) -> Agreed | None:
@@ -225,6 +224,17 @@ def _allgather_json(comm: MPI.Intracomm, value: object) -> list[Any]:
     comm.Allgatherv([text, MPI.BYTE], [texts, sizes, MPI.BYTE])
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def from_root(comm: MPI.Intracomm, data: bytes, root: int) -> bytes:
+    """The root's bytes, on every rank. Collective; two small broadcasts."""
+    from mpi4py import MPI
+
+    length = array("q", [len(data)])
+    comm.Bcast([length, MPI.INT64_T], root)
+    found = bytearray(data) if comm.rank == root else bytearray(length[0])
+    comm.Bcast([found, MPI.BYTE], root)
+    return bytes(found)
 
 
 def on_root(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0) -> T:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist import layout
 
-__all__ = ["DTYPES", "Blocks", "as_bytes", "blocks", "overlap", "plain"]
+__all__ = ["DTYPES", "Blocks", "as_bytes", "blocks", "overlap", "plain", "problem"]
 
 _NAMES = (
     *("float64", "float32", "float16", "bfloat16"),
@@ -26,6 +26,20 @@ DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
 }
 """Every dtype that travels (those of whole bytes, without quantisation parameters), and its number in a header."""
+
+
+def problem(x: Tensor) -> str | None:
+    """Why this tensor cannot travel, to follow its name; None if it can."""
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
+        return f"must be a dense tensor, got layout {x.layout}{kind}"
+    if x.dtype not in DTYPES:
+        return f"has dtype {x.dtype}, which cannot be sent"
+    if not (x.is_cuda or x.is_cpu):
+        return f"is on device {x.device}; expected cpu or cuda"
+    if x.numel() and not x.data_ptr():
+        return f"is a {type(x).__name__} without memory of its own (of a DTensor, pass x.to_local())"
+    return None
 
 
 def plain(x: Tensor) -> Tensor:

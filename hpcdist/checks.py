@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from hpcdist import buffers, layout
+from hpcdist.merging import cut
+from hpcdist.packing import encode
 from hpcdist.routes import CPU, CUDA, NAMES
+from hpcdist.tree import Tree, flatten
 
 __all__ = [
     "CPU",
@@ -23,9 +26,13 @@ __all__ = [
     "LOST",
     "Call",
     "WrongError",
+    "layout_call",
+    "others",
     "problem_of",
     "shard_call",
+    "show_shape",
     "split_call",
+    "structure_call",
     "tensor",
 ]
 
@@ -49,6 +56,8 @@ class Call:
         counts: how the root cuts the tensor: a rule's name or counts, as the caller gave it.
         options: (name, value) of what must be the same on all ranks besides.
         grad: a gradient is to flow back to this rank's tensor.
+        tree, header: of a structure: what it is made of, and its description as it travels; `extent` is its length.
+        trees: on split's root, the structures that the ranks get.
         problem: what is wrong with the arguments on this rank.
     """
 
@@ -66,6 +75,9 @@ class Call:
     counts: str | tuple[int, ...] | None = None
     options: tuple[tuple[str, object], ...] = ()
     grad: bool = False
+    tree: Tree | None = None
+    header: bytes = b""
+    trees: Sequence[Tree] = ()
     problem: str | None = None
 
 
@@ -99,8 +111,52 @@ def shard_call(verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, ran
     return call
 
 
+def structure_call(
+    verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any, size: int, has_cuda: bool
+) -> Call:
+    """The call of gather or concat with a structure; its header takes the place of the extent."""
+    call = Call(verb, kind=CUDA if has_cuda else CPU)
+    try:
+        call.options = (("x", "a structure"), ("allow_pickle", bool(allow_pickle)))
+        call.dim = call.said_dim = _int(dim, "dim")
+        if verb != "concat":
+            call.root = _root(root, size)
+        call.route = _route(route)
+        if out is not None:
+            raise WrongError(f"out is given, but x is not a tensor: {_show(x)}")
+        call.tree = _tree(x, allow_pickle)
+        call.header = encode(call.tree)
+        call.extent = len(call.header)
+    except Exception as error:  # as above
+        call.problem = problem_of(error)
+    return call
+
+
+def _tree(x: Any, allow_pickle: Any) -> Tree:
+    try:
+        return flatten(x, bool(allow_pickle))
+    except (TypeError, ValueError) as wrong:
+        raise WrongError(str(wrong)) from None
+
+
+def _cut(tree: Tree, call: Call, size: int) -> list[Tree]:
+    try:
+        return cut(tree, call.said_dim, call.counts, size)
+    except ValueError as wrong:
+        raise WrongError(str(wrong)) from None
+
+
 def split_call(
-    x: Any, dim: Any, root: Any, counts: Any, route: Any, out: Any, rank: int, size: int, has_cuda: bool
+    x: Any,
+    dim: Any,
+    root: Any,
+    counts: Any,
+    route: Any,
+    out: Any,
+    rank: int,
+    size: int,
+    has_cuda: bool,
+    allow_pickle: Any = False,
 ) -> Call:
     """The call of split: the root brings the whole tensor, the others nothing, or memory for their part."""
     call = Call("split", kind=FOLLOWS if has_cuda else FOLLOWS_CPU)
@@ -109,7 +165,14 @@ def split_call(
         call.route = _route(route)
         call.counts = _counts(counts)
         call.said_dim = _int(dim, "dim")
-        if rank == call.root:
+        call.options = (("allow_pickle", bool(allow_pickle)),)
+        if rank == call.root and not isinstance(x, Tensor) and x is not None:
+            if out is not None:
+                raise WrongError(f"out is given, but x is not a tensor: {_show(x)}")
+            call.kind = CUDA if has_cuda else CPU
+            call.trees = _cut(_tree(x, allow_pickle), call, size)
+            call.counts = "block" if call.counts is None else call.counts
+        elif rank == call.root:
             if isinstance(x, Tensor) and x.dim() == 0:
                 raise WrongError("x has no dimension to split along: it is 0-d")
             call.x, call.dim = tensor(x, dim, "x")
@@ -176,12 +239,13 @@ def wants_grad(x: Tensor, out: Any) -> bool:
 def _describe(call: Call, x: Tensor, ndim: int) -> None:
     shape = x.shape
     call.extent = shape[call.dim]
-    call.tensor = (x.dtype, ndim, _others(shape, call.dim))
+    call.tensor = (x.dtype, ndim, others(shape, call.dim))
     call.kind = CUDA if x.is_cuda else CPU
 
 
 @lru_cache(maxsize=1024)
-def _others(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def others(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """A shape with a hole at `dim`."""
     return (*shape[:dim], -1, *shape[dim + 1 :])
 
 
@@ -190,15 +254,9 @@ def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
     if not isinstance(x, Tensor):
         hint = " (torch.from_numpy makes one of an array)" if type(x).__module__ == "numpy" else ""
         raise WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
-    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
-        raise WrongError(f"{name} must be a dense tensor, got layout {x.layout}{kind}")
-    if x.dtype not in buffers.DTYPES:
-        raise WrongError(f"{name} has dtype {x.dtype}, which cannot be sent")
-    if not (x.is_cuda or x.is_cpu):
-        raise WrongError(f"{name} is on device {x.device}; expected cpu or cuda")
-    if x.numel() and not x.data_ptr():
-        raise WrongError(f"{name} is a {type(x).__name__} without memory of its own (of a DTensor, pass x.to_local())")
+    problem = buffers.problem(x)
+    if problem is not None:
+        raise WrongError(f"{name} {problem}")
     where, ndim = _int(dim, "dim"), x.dim() or 1
     if not -ndim <= where < ndim:
         raise WrongError(f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
@@ -209,13 +267,13 @@ def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
 def _out(call: Call, out: Any) -> None:
     """`out` must fit the tensor of this rank's call; its extent is compared once all extents are known."""
     assert call.tensor is not None and call.x is not None
-    others = call.tensor[2]
-    if isinstance(out, Tensor) and (out.dim() or 1) != len(others):
-        raise WrongError(f"out has shape {tuple(out.shape)}, expected {show_shape(others)}")
+    wanted = call.tensor[2]
+    if isinstance(out, Tensor) and (out.dim() or 1) != len(wanted):
+        raise WrongError(f"out has shape {tuple(out.shape)}, expected {show_shape(wanted)}")
     call.out, dim = tensor(out, call.dim, "out")
     shape = call.out.shape
-    if _others(shape, dim) != others:
-        raise WrongError(f"out has shape {tuple(shape)}, expected {show_shape(others)}")
+    if others(shape, dim) != wanted:
+        raise WrongError(f"out has shape {tuple(shape)}, expected {show_shape(wanted)}")
     _same_kind(call.out, call.x)
     call.out_extent = shape[dim]
 

@@ -49,7 +49,7 @@ def carried(
         return found.view(anchor.shape) if anchor is x and found is not None else None
 
     with torch.enable_grad():
-        result: Tensor = _Carried.apply(anchor, forward, back)
+        result: Tensor = _Carried.apply(anchor, forward, back)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -60,6 +60,6 @@ class _Carried(torch.autograd.Function):
         return forward()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         return ctx.back(grad), None, None

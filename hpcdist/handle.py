@@ -120,7 +120,7 @@ class Background:
     def _on_gpu(self, step: Callable[[Team], T], device: torch.device, ready: torch.cuda.Event) -> T:
         """In a stream of the background's: after what the caller had under way, and until it has really happened."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             result = step(self.team)

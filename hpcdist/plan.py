@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.buffers import as_bytes
 from hpcdist.layout import Box
 from hpcdist.routes import Alltoall, Route
 from hpcdist.team import Team
@@ -82,7 +81,7 @@ class Side:
     def _pairs(self, messages: Tensor) -> list[tuple[Tensor, Box]]:
         """(the part of the packed messages, the box of the tensor that it is)."""
         every = [box for boxes in self.boxes for box in boxes]
-        parts = messages.split([box.size() for box in every]) if every else []
+        parts = torch.split(messages, [box.size() for box in every]) if every else ()
         return [(part.view(box.shape), box) for part, box in zip(parts, every, strict=True)]
 
 
@@ -110,9 +109,9 @@ class Transfer:
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             y[into.slices()].copy_(x[box.slices()])
         if self.moves:
-            into = self.dest.room(y)
-            self._send(team, way, self.source, x, self.dest, into, y)
-            self.dest.unpack(into, y)
+            room = self.dest.room(y)
+            self._send(team, way, self.source, x, self.dest, room, y)
+            self.dest.unpack(room, y)
 
     def back(self, team: Team, way: Route, grad: Tensor) -> Tensor:
         """The transpose: of the gradient of `y`, on every rank, that of `x`. Collective.

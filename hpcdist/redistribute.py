@@ -219,9 +219,7 @@ def _shapes(team: Team, call: Call) -> tuple[tuple[Shape, ...], list[Shape | Non
     return tuple(row[1 : 1 + ndim] for row in rows), [row[1 + ndim :] if row[0] else None for row in rows]
 
 
-def _make(
-    team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor, grad: bool
-) -> Plan:
+def _make(team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor, grad: bool) -> Plan:
     """Work out what this rank sends and receives. Collective; two small Allgathers."""
     name = "src"
     try:
@@ -237,11 +235,13 @@ def _make(
     )
     longest = max(max(side.counts) for side in sides)
     total = max(x.itemsize * layout.whole(side.shape).size() for side in sides)
-    facts: list[tuple[int, int, int]] = team.comm.allgather((longest, max(total, *(s.nbytes for s in sides)), moves.missing))
+    facts: list[tuple[int, int, int]] = team.comm.allgather(
+        (longest, max(total, *(s.nbytes for s in sides)), moves.missing)
+    )
     agree.require(
         VERB,
         {
-            rank: f"src: no rank holds {missing} of the {layout.whole(dest[rank].shape).size()} elements of its new part"
+            rank: f"src: no rank holds {missing} of the {dest[rank].size()} elements of its new part"
             for rank, (_, _, missing) in enumerate(facts)
             if missing
         },

@@ -98,7 +98,7 @@ def _choose_names() -> None:
         return getattr(_chosen, "name", None) or its_own(*args, **kwargs)
 
     name.hpcdist = True  # type: ignore[attr-defined]
-    distributed_c10d._process_group_name = name
+    distributed_c10d._process_group_name = name  # type: ignore[assignment]
 
 
 _torch_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, Team] = weakref.WeakKeyDictionary()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, routes, world
+from hpcdist import abort, agree, checks, gradient, handle, routes, structures, world
 from hpcdist.buffers import blocks, overlap
-from hpcdist.team import team_of
+from hpcdist.team import Team, team_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,32 +18,38 @@ __all__ = ["gather"]
 
 
 def gather(
-    x: torch.Tensor,
+    x: Any,
     dim: int = 0,
     root: int = 0,
     *,
     group: dist.ProcessGroup | MPI.Comm | None = None,
     route: str = "auto",
     out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
+    allow_pickle: bool = False,
+    async_op: bool = False,
+) -> Any:
     """Bring the shards of all ranks together along `dim`, in rank order, on the root.
 
     Collective over `group`. Extents along `dim` may differ and may be zero; nothing is padded, and no rank needs to
-    know another's. The shard is not changed, and no gradient flows.
+    know another's. The shard is not changed.
 
     Args:
-        x: this rank's shard: any shape, dtype, strides, on the CPU or a GPU. Dtype, number of dims and the extents
-            besides `dim` must agree on all ranks. A 0-d tensor counts as one row, so that they are stacked to a 1-d
-            tensor.
+        x: this rank's shard: a tensor of any shape, dtype, strides, on the CPU or a GPU. Dtype, number of dims and the
+            extents besides `dim` must agree on all ranks. A 0-d tensor counts as one row, so that they are stacked to
+            a 1-d tensor. Or a structure of tensors, see :func:`hpcdist.concat`.
         dim: the dimension to join along; may be negative. Must agree.
         root: the rank in `group` that receives. Must agree.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
-        out: on the root, memory for the result, of its shape, dtype and device.
+        out: on the root, memory for the result, of its shape, dtype and device; not where a gradient is needed.
+        allow_pickle: whether other objects in a structure may travel as pickles. Must agree.
+        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
 
     Returns:
         On the root a contiguous tensor on x's device that it owns (or `out`), elsewhere None. Along dim 0 the data
-        arrive at their final place; along another dim the root makes one layout copy.
+        arrive at their final place; along another dim the root makes one layout copy. Where a gradient is needed on
+        any rank, it flows back to the shards (of tensors, not of structures); the other ranks then get a tensor
+        without elements in place of None, and every rank has to call backward, there as ``result.sum().backward()``.
 
     Raises:
         RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
@@ -56,23 +62,44 @@ def gather(
         >>> hd.gather(x)
         tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
     """
-    here = world.current()
-    team = team_of(group, here)
+
+    def step(team: Team) -> Any:
+        if isinstance(x, torch.Tensor):
+            return _gather(team, x, dim, root, route, out)
+        has_cuda = team.world.device.type == "cuda"
+        call = checks.structure_call("gather", x, dim, root, route, out, allow_pickle, team.size, has_cuda)
+        return structures.collect("gather", team, call, allow_pickle)
+
+    return handle.start(team_of(group, world.current()), step, async_op)
+
+
+def _gather(
+    team: Team, x: torch.Tensor, dim: int, root: int, route: str, out: torch.Tensor | None
+) -> torch.Tensor | None:
     call = checks.shard_call("gather", x, dim, root, route, out, team.rank, team.size)
     agreed = agree.exchange(team, call)
-    agree.refuse("gather", agreed.out_extents, [sum(agreed.extents)] * team.size)
+    agree.refuse("gather", agreed, [sum(agreed.extents)] * team.size)
     way = routes.agreed("gather", route, team, agreed.kinds)
-
     shard = call.x
     assert shard is not None
-    with abort.Transfer("gather", team.size):
-        cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
-        if team.rank != root:
-            way.gatherv(team, shard.contiguous(), None, cut.counts, cut.displs, root)
-            return None
-        whole, landing = cut.landing(call.out, shard.device)
-        if call.out is not None and overlap(call.out, shard):
-            shard = shard.clone()
-        way.gatherv(team, shard.contiguous(), landing, cut.counts, cut.displs, root)
-        cut.unpack(landing, whole)
-        return whole if out is None else out
+    cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)
+
+    def forward() -> torch.Tensor:
+        with abort.Transfer("gather", team.size):
+            if team.rank != root:
+                way.gatherv(team, shard.contiguous(), None, cut.counts, cut.displs, root)
+                return shard.new_empty(0)
+            whole, landing = cut.landing(call.out, shard.device)
+            mine = shard.clone() if call.out is not None and overlap(call.out, shard) else shard.contiguous()
+            way.gatherv(team, mine, landing, cut.counts, cut.displs, root)
+            cut.unpack(landing, whole)
+            return whole
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        part = cut.shard(team.rank, shard.device)
+        messages = cut.pack(grad) if team.rank == root else None
+        way.scatterv(team.front, messages, part, cut.counts, cut.displs, root)
+        return part
+
+    result = gradient.carried("gather", team, agreed.grad, x, forward, backward)
+    return None if team.rank != root and not agreed.grad else result if out is None else out

@@ -37,9 +37,12 @@ def main(world: World, args: argparse.Namespace) -> int:
     shard = data.shard(world)
 
     def move(x: Tensor, route: str, out: Tensor | None) -> Tensor | None:
+        done: Tensor | None
         if args.all:
-            return concat(x, data.dim, route=route, out=out)
-        return gather(x, data.dim, args.root, route=route, out=out)
+            done = concat(x, data.dim, route=route, out=out)
+        else:
+            done = gather(x, data.dim, args.root, route=route, out=out)
+        return done
 
     if args.compare:
         report["routes"], result = compare(world, shard, move, data.nbytes())

@@ -6,9 +6,28 @@ The layouts say where each rank's part of a tensor lies; the rest is what they, 
 from hpcdist.layout.box import Box, boxes, grid_boxes, runs, whole
 from hpcdist.layout.layouts import Block, Boxes, Layout, Replicate, Split
 from hpcdist.layout.overlaps import Overlaps, overlaps
-from hpcdist.layout.rules import balance, block, chunk, counts_of, displs, pieces, share, shares
+from hpcdist.layout.rules import RULES, balance, block, chunk, counts_of, displs, pieces, share, shares
 
 __all__ = [
-    *("Block", "Box", "Boxes", "Layout", "Overlaps", "Replicate", "Split", "balance", "block", "boxes", "chunk"),
-    *("counts_of", "displs", "grid_boxes", "overlaps", "pieces", "runs", "share", "shares", "whole"),
+    "RULES",
+    "Block",
+    "Box",
+    "Boxes",
+    "Layout",
+    "Overlaps",
+    "Replicate",
+    "Split",
+    "balance",
+    "block",
+    "boxes",
+    "chunk",
+    "counts_of",
+    "displs",
+    "grid_boxes",
+    "overlaps",
+    "pieces",
+    "runs",
+    "share",
+    "shares",
+    "whole",
 ]

@@ -58,7 +58,10 @@ class Box(NamedTuple):
         rest, left = [], self
         for dim in range(len(self.shape)):
             low, high = common.offset[dim], common.offset[dim] + common.shape[dim]
-            rest += [left.narrow(dim, left.offset[dim], low), left.narrow(dim, high, left.offset[dim] + left.shape[dim])]
+            rest += [
+                left.narrow(dim, left.offset[dim], low),
+                left.narrow(dim, high, left.offset[dim] + left.shape[dim]),
+            ]
             left = left.narrow(dim, low, high)
         return [box for box in rest if box.size()]
 

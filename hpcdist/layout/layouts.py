@@ -63,7 +63,9 @@ class Block:
         _set(self, "grid", tuple(index(n) for n in self.grid))
         _set(self, "dims", tuple(None if dim is None else index(dim) for dim in self.dims))
         if len(self.grid) != len(self.dims):
-            raise ValueError(f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid")
+            raise ValueError(
+                f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid"
+            )
         if min(self.grid, default=1) < 1:
             raise ValueError(f"grid is {self.grid}, expected ranks along each dimension")
         if self.order not in ("row", "column"):

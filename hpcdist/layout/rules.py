@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["balance", "block", "chunk", "counts_of", "displs", "pieces", "share", "shares"]
+__all__ = ["RULES", "balance", "block", "chunk", "counts_of", "displs", "pieces", "share", "shares"]
 
 
 def block(extent: int, parts: int) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, layout, routes, world
+from hpcdist import abort, agree, checks, gradient, handle, layout, routes, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, overlap
 from hpcdist.checks import CUDA, Call
 from hpcdist.team import Team, team_of
@@ -23,7 +23,7 @@ _MAX_DIMS = 64  # torch's own limit
 
 
 def split(
-    x: torch.Tensor | None,
+    x: Any,
     dim: int = 0,
     root: int | None = 0,
     counts: str | Sequence[int] | None = None,
@@ -31,15 +31,18 @@ def split(
     group: dist.ProcessGroup | MPI.Comm | None = None,
     route: str = "auto",
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    allow_pickle: bool = False,
+    async_op: bool = False,
+) -> Any:
     """Give each rank its part, along `dim`, of a tensor that the root holds: the inverse of gather.
 
     Collective over `group`, unless `root` is None: then every rank holds the whole `x`, takes its part of it, and
     nothing is communicated or compared.
 
     Args:
-        x: on the root the whole tensor: any shape but 0-d, any dtype and strides, on the CPU or a GPU. None on the
-            other ranks.
+        x: on the root the whole tensor: any shape but 0-d, any dtype and strides, on the CPU or a GPU. Or a structure:
+            its tensors, numpy arrays and lists are cut, each by itself, and every rank gets all single values. None
+            on the other ranks.
         dim: the dimension to cut; may be negative. Must be the same number on all ranks.
         root: the rank in `group` that holds `x`, or None if all do. Must agree.
         counts: the extent along `dim` of each rank's part, or the name of a rule: "block" (the default: parts differ
@@ -47,12 +50,16 @@ def split(
             row is left). Needed on the root only; another rank may pass None or the same.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
-        out: memory for this rank's part, of its shape and dtype; each rank is free to give it.
+        out: memory for this rank's part, of its shape and dtype; each rank is free to give it. Not for structures,
+            and not where a gradient is needed.
+        allow_pickle: whether other objects in a structure may travel as pickles. Must agree.
+        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
 
     Returns:
         On each rank its part: contiguous memory that it owns (or `out`), on `out`'s device, else on the rank's own GPU
         if `x` is on one and it has one, else on the CPU. Along dim 0 the root sends straight from `x`; along another
-        dim, or if `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`).
+        dim, or if `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`). Where `x` requires a
+        gradient, it flows back to the root; every rank has to call backward.
 
     Raises:
         RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
@@ -66,34 +73,69 @@ def split(
         >>> hd.split(x)
         tensor([0, 1])   # on rank 0; tensor([2, 3]) on rank 1, tensor([4]) on rank 2
     """
-    here = world.current()
-    team = team_of(group, here)
-    if root is None:
-        return _local(x, dim, counts, team, out)
-    call = checks.split_call(x, dim, root, counts, route, out, team.rank, team.size, here.device.type == "cuda")
+
+    def step(team: Team) -> Any:
+        if root is None:
+            return _local(x, dim, counts, team, out)
+        return _split(team, x, dim, root, counts, route, out, allow_pickle)
+
+    return handle.start(team_of(group, world.current()), step, async_op)
+
+
+def _split(
+    team: Team,
+    x: Any,
+    dim: int,
+    root: int,
+    counts: str | Sequence[int] | None,
+    route: str,
+    out: torch.Tensor | None,
+    allow_pickle: bool,
+) -> Any:
+    here = team.world.device
+    call = checks.split_call(x, dim, root, counts, route, out, team.rank, team.size, here.type == "cuda", allow_pickle)
     agreed = agree.exchange(team, call)
     cut = _describe(team, call)
-    agree.refuse("split", agreed.out_extents, cut.extents)
+    if cut is None:
+        agree.require(
+            "split", {r: "out is given, but the root has no tensor" for r, n in enumerate(agreed.out_extents) if n >= 0}
+        )
+        return structures.distribute(team, call, agreed.kinds, allow_pickle)
+    agree.refuse("split", agreed, cut.extents)
     way = routes.agreed("split", route, team, agreed.kinds)
+    whole = call.x
+    device = whole.device if whole is not None else here if agreed.kinds[team.rank] == CUDA else torch.device("cpu")
 
-    with abort.Transfer("split", team.size):
-        device = here.device if agreed.kinds[team.rank] == CUDA else torch.device("cpu")
-        whole = call.x
-        if whole is not None:
-            device = whole.device
-            if call.out is not None and overlap(call.out, whole):
-                whole = whole.clone()
-        part = cut.shard(team.rank, device) if call.out is None else call.out
-        landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-        messages = None if whole is None else cut.pack(whole)
-        way.scatterv(team, messages, landing, cut.counts, cut.displs, root)
-        if landing is not part:
-            part.copy_(landing)
-        return part if out is None else out
+    def forward() -> torch.Tensor:
+        with abort.Transfer("split", team.size):
+            part = cut.shard(team.rank, device) if call.out is None else call.out
+            landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+            messages = None if whole is None else cut.pack(whole)
+            if messages is not None and call.out is not None and overlap(call.out, messages):
+                messages = messages.clone()
+            way.scatterv(team, messages, landing, cut.counts, cut.displs, root)
+            if landing is not part:
+                part.copy_(landing)
+            return part
+
+    def backward(grad: torch.Tensor) -> torch.Tensor | None:
+        if whole is None:
+            way.gatherv(team.front, grad, None, cut.counts, cut.displs, root)
+            return None
+        total, landing = cut.landing(None, device)
+        way.gatherv(team.front, grad, landing, cut.counts, cut.displs, root)
+        cut.unpack(landing, total)
+        return total
+
+    result = gradient.carried("split", team, agreed.grad, x, forward, backward)
+    return result if out is None else out
 
 
-def _describe(team: Team, call: Call) -> Blocks:
-    """The root tells how its tensor is cut: one small broadcast, since the others hold nothing to know it from."""
+def _describe(team: Team, call: Call) -> Blocks | None:
+    """The root tells how its tensor is cut: one small broadcast, since the others hold nothing to know it from.
+
+    None, if it has a structure.
+    """
     from mpi4py import MPI
 
     header = array("q", bytes(8 * (2 + _MAX_DIMS + team.size)))
@@ -101,19 +143,23 @@ def _describe(team: Team, call: Call) -> Blocks:
         shape = call.x.shape
         header[: 2 + len(shape)] = array("q", [DTYPES[call.x.dtype], len(shape), *shape])
         header[2 + _MAX_DIMS :] = array("q", layout.counts_of(call.counts, shape[call.dim], team.size))
+    elif call.trees:
+        header[0] = -1
     team.comm.Bcast([header, MPI.INT64_T], root=call.root)
     code, ndim, *rest = header
+    if code < 0:
+        return None
     dtype = next(dtype for dtype, number in DTYPES.items() if number == code)
     return blocks(tuple(rest[:ndim]), call.said_dim % ndim, tuple(rest[_MAX_DIMS:]), dtype)
 
 
-def _local(x: object, dim: int, counts: object, team: Team, out: object) -> torch.Tensor:
+def _local(x: Any, dim: int, counts: object, team: Team, out: object) -> torch.Tensor:
     """This rank's part of a tensor that every rank holds."""
     call = checks.split_call(x, dim, team.rank, counts, "auto", None, team.rank, team.size, False)
     if call.problem is not None or call.x is None:
         raise ValueError(f"split(): {call.problem}")
     cut = layout.counts_of(call.counts, call.extent, team.size)
-    part = call.x.narrow(call.dim, layout.displs(cut)[team.rank], cut[team.rank])
+    part: torch.Tensor = x.narrow(call.dim, layout.displs(cut)[team.rank], cut[team.rank])
     if out is None:
         return part
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:

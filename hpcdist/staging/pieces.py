@@ -139,7 +139,7 @@ def collect(team: Team, plan: Plan, x: Tensor, round_: dict[int, int], scratch: 
 def _exchange(team: Team, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
     from hpcdist.routes.mpi import MPI_ROUTE
 
-    MPI_ROUTE.exchange(team, sends, recvs)
+    MPI_ROUTE.exchange(team, sends, recvs, ROUND)
 
 
 def _places(

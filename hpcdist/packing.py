@@ -1,0 +1,144 @@
+"""Tensors of any number, shape and dtype as a message: a header, the small ones packed, the large ones by themselves.
+
+What a header says is checked before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from hpcdist.buffers import DTYPES
+from hpcdist.errors import HpcdistError
+from hpcdist.tree import Tree
+
+__all__ = ["MOST", "SMALL", "Header", "Meta", "encode", "pack"]
+
+SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
+MOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes: more than this cannot arrive on this host
+_MAX_DIMS = 64  # torch's own limit
+_ALIGN = 16  # bytes: of the largest dtype
+_CODES = {code: dtype for dtype, code in DTYPES.items()}
+
+
+class Meta(NamedTuple):
+    """What memory a tensor needs."""
+
+    dtype: torch.dtype
+    cuda: bool
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def encode(tree: Tree) -> bytes:
+    """The header of a structure."""
+    tensors = [[DTYPES[x.dtype], int(x.is_cuda), *x.shape] for x in tree.tensors]
+    return json.dumps({"spec": tree.spec, "tensors": tensors}, separators=(",", ":")).encode()
+
+
+class Header:
+    """What a message consists of.
+
+    Attributes:
+        spec: the description of the structure.
+        metas: its tensors.
+        nbytes: of each tensor.
+        large: the numbers of those that travel by themselves.
+        length: of the header itself, in bytes.
+
+    Raises:
+        HpcdistError: it is damaged, or announces more than this host has memory.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        try:
+            content = json.loads(text)
+            self.spec: Any = content["spec"]
+            self.metas = [_meta(*row) for row in content["tensors"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
+        self.length = len(text)
+        self.nbytes = [meta.nbytes for meta in self.metas]
+        if sum(self.nbytes) > MOST:
+            raise HpcdistError(
+                f"a message announces {sum(self.nbytes)} bytes of tensors, more than this host has memory ({MOST})"
+            )
+        self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= SMALL]
+
+    @cached_property
+    def sections(self) -> list[tuple[torch.dtype, list[int]]]:
+        """The small tensors of each dtype, the largest items first, so that all begin where they may."""
+        found: dict[torch.dtype, list[int]] = {}
+        for i, meta in enumerate(self.metas):
+            if self.nbytes[i] < SMALL:
+                found.setdefault(meta.dtype, []).append(i)
+        return sorted(found.items(), key=lambda item: (-item[0].itemsize, DTYPES[item[0]]))
+
+    @cached_property
+    def packed(self) -> int:
+        """Bytes of all small tensors packed: a multiple of 16, so that what follows begins where any tensor may."""
+        return -(-(sum(self.nbytes) - sum(self.nbytes[i] for i in self.large)) // _ALIGN) * _ALIGN
+
+    def large_of(self, on_gpu: bool) -> list[int]:
+        """The numbers of the large tensors in one kind of memory."""
+        return [i for i in self.large if self.metas[i].cuda == on_gpu]
+
+    def unpack(self, packed: Tensor, device: torch.device) -> dict[int, Tensor]:
+        """The small tensors, each in memory of its own: those from a GPU on `device`, the others on the host."""
+        found, start = {}, 0
+        for dtype, numbers in self.sections:
+            sizes = [prod(self.metas[i].shape) for i in numbers]
+            end = start + sum(sizes) * dtype.itemsize
+            # It returns the parts, whatever torch's annotation says.
+            parts: Any = torch.split_with_sizes_copy(packed[start:end].view(dtype), sizes)  # type: ignore[func-returns-value]
+            for i, part in zip(numbers, parts, strict=True):
+                shape = self.metas[i].shape
+                x = part if len(shape) == 1 else part.view(shape)
+                found[i] = x.to(device) if self.metas[i].cuda else x
+            start = end
+        return found
+
+    def room(self, i: int, device: torch.device) -> Tensor:
+        """New memory for a tensor."""
+        meta = self.metas[i]
+        return torch.empty(meta.shape, dtype=meta.dtype, device=device if meta.cuda else "cpu")
+
+
+def _meta(code: int, cuda: int, *shape: int) -> Meta:
+    if code not in _CODES or cuda not in (0, 1) or len(shape) > _MAX_DIMS:
+        raise ValueError(f"no tensor is {[code, cuda, *shape]}")
+    for extent in shape:
+        if type(extent) is not int or not 0 <= extent < 2**63:
+            raise ValueError(f"no tensor has shape {shape}")
+    return Meta(_CODES[code], bool(cuda), shape)
+
+
+def pack(tensors: Sequence[Tensor], header: Header) -> Tensor:
+    """The small tensors, as bytes behind each other in host memory."""
+    sections = []
+    for _, numbers in header.sections:
+        of_one = [tensors[i] for i in numbers]
+        if any(x.is_cuda for x in of_one):
+            of_one = _fetched(of_one)
+        sections.append(_flatten_dense_tensors(of_one).view(torch.uint8))  # type: ignore[no-untyped-call]
+    rest = header.packed - sum(map(len, sections))
+    return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8)])
+
+
+def _fetched(tensors: list[Tensor]) -> list[Tensor]:
+    """With those on a GPU brought to the host, all in one copy."""
+    on_gpu = [x for x in tensors if x.is_cuda]
+    flat = _flatten_dense_tensors(on_gpu).cpu()  # type: ignore[no-untyped-call]
+    parts = iter(flat.split([x.numel() for x in on_gpu]))
+    return [next(parts) if x.is_cuda else x for x in tensors]

@@ -1,0 +1,281 @@
+"""gather, concat and split of structures: headers and small tensors over MPI, large ones from and into place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcdist import abort, agree, layout, routes
+from hpcdist.buffers import as_bytes
+from hpcdist.checks import CPU, Call, others, show_shape
+from hpcdist.errors import RankError
+from hpcdist.merging import merge
+from hpcdist.packing import Header, encode, pack
+from hpcdist.tree import Tree, classes_in, find_class, finished, rebuild
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["collect", "distribute"]
+
+
+def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
+    """Merge the structures of all ranks on the root, or on every rank if there is none. Collective.
+
+    Args:
+        call: with the structure and its header, as checks.structure_call makes it.
+    """
+    agreed = agree.exchange(team, call)
+    assert call.tree is not None
+    root = None if call.root < 0 else call.root
+    headers = [Header(text) for text in _all_texts(team, call.header, agreed.extents)]
+    joins = _Joins(verb, headers, call.dim)
+    merge(verb, [header.spec for header in headers], joins.note, lambda rank, kind, i: None)
+    _know_classes(verb, team, _classes(headers))
+    ways = _ways(verb, team, call.route, agreed.kinds, {h.metas[i].cuda for h in headers for i in h.large})
+    receives = root is None or team.rank == root
+    with abort.Transfer(verb, team.size):
+        device = team.world.device
+        places = [joins.places(rank, device) if receives else {} for rank in range(team.size)]
+        _bring_small(team, call.tree, headers, root, places, device)
+        for on_gpu, way in ways.items():
+            _bring_large(team, way, on_gpu, call.tree, headers, root, places)
+        if not receives:
+            return None
+        joins.finish(places)
+        return merge(
+            verb,
+            [header.spec for header in headers],
+            lambda kind, path, numbers: finished(kind, joins.result(path), allow_pickle),
+            lambda rank, kind, i: finished(kind, places[rank][i], allow_pickle),
+        )
+
+
+def _all_texts(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """The headers of all ranks; their lengths are known."""
+    starts = layout.displs(lengths)
+    texts = torch.empty(sum(lengths), dtype=torch.uint8)
+    routes.load("mpi").allgatherv(team, _of_bytes(mine), texts, lengths, starts)
+    data = texts.numpy().tobytes()
+    return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def _of_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _know_classes(verb: str, team: Team, names: Sequence[str]) -> None:
+    """Every rank must know every class. Collective if there are any, which all ranks see alike."""
+    if names:
+        agree.on_all(team.comm, verb, lambda: [find_class(name) for name in names] and None)
+
+
+def _classes(headers: Sequence[Header]) -> list[str]:
+    return sorted(set().union(*(classes_in(header.spec) for header in headers)))
+
+
+class _Joins:
+    """The tensors that become one: on each rank one, in the same place of the structure."""
+
+    def __init__(self, verb: str, headers: Sequence[Header], dim: int) -> None:
+        self.verb, self.headers, self.dim = verb, headers, dim
+        self._numbers: dict[str, list[int]] = {}
+        self._wholes: dict[str, Tensor] = {}
+
+    def note(self, kind: str, path: str, numbers: list[int]) -> None:
+        """Check that they can be joined, while the structures are first merged."""
+        metas = [header.metas[i] for header, i in zip(self.headers, numbers, strict=True)]
+        self._same(path, "dtype", [str(meta.dtype) for meta in metas])
+        self._same(path, "number of dims", [str(len(meta.shape)) for meta in metas])
+        ndim = len(metas[0].shape) or 1
+        if not -ndim <= self.dim < ndim:
+            text = f"dim is {self.dim}, expected {-ndim} to {ndim - 1} for {path}, which has {len(metas[0].shape)} dims"
+            raise RankError(self.verb, dict.fromkeys(range(len(metas)), text))
+        dim = self.dim % ndim
+        self._same(path, "shape", [show_shape(others(meta.shape or (1,), dim)) for meta in metas])
+        self._numbers[path] = numbers
+
+    def _same(self, path: str, what: str, values: Sequence[str]) -> None:
+        first = values[0]
+        odd = {r: f"{path} has {what} {value}, where rank 0 has {first}" for r, value in enumerate(values)}
+        agree.require(self.verb, {rank: text for rank, text in odd.items() if values[rank] != first})
+
+    def places(self, rank: int, device: torch.device) -> dict[int, Tensor]:
+        """Where the large tensors of a rank are to arrive, by number: in the joined tensor, if that can be."""
+        places, header = {}, self.headers[rank]
+        for path, numbers in self._numbers.items():
+            part = self._part(path, rank, device)
+            if part.is_contiguous() and numbers[rank] in header.large:
+                places[numbers[rank]] = part
+        for i in header.large:
+            if i not in places:
+                places[i] = header.room(i, device)
+        return places
+
+    def _part(self, path: str, rank: int, device: torch.device) -> Tensor:
+        """The part of the joined tensor that is a rank's."""
+        metas = [header.metas[i] for header, i in zip(self.headers, self._numbers[path], strict=True)]
+        shape = list(metas[0].shape) or [1]
+        dim = self.dim % len(shape)
+        extents = [meta.shape[dim] if meta.shape else 1 for meta in metas]
+        if path not in self._wholes:
+            shape[dim] = sum(extents)
+            on = device if any(meta.cuda for meta in metas) else torch.device("cpu")
+            self._wholes[path] = torch.empty(shape, dtype=metas[0].dtype, device=on)
+        return self._wholes[path].narrow(dim, layout.displs(extents)[rank], extents[rank])
+
+    def finish(self, places: Sequence[dict[int, Tensor]]) -> None:
+        """Bring the parts that have not arrived in the joined tensors there."""
+        for path, numbers in self._numbers.items():
+            for rank, number in enumerate(numbers):
+                part, arrived = self._part(path, rank, torch.device("cpu")), places[rank][number]
+                if number not in self.headers[rank].large or not part.is_contiguous():
+                    part.copy_(arrived.view(part.shape))
+
+    def result(self, path: str) -> Tensor:
+        return self._wholes[path]
+
+
+def _bring_small(
+    team: Team,
+    tree: Tree,
+    headers: Sequence[Header],
+    root: int | None,
+    places: Sequence[dict[int, Tensor]],
+    device: torch.device,
+) -> None:
+    """The small tensors of all ranks, each rank's packed in one message, over MPI."""
+    counts = [header.packed for header in headers]
+    starts, way = layout.displs(counts), routes.load("mpi")
+    packed = pack(tree.tensors, headers[team.rank])
+    receives = root in (None, team.rank)
+    messages = torch.empty(sum(counts) if receives else 0, dtype=torch.uint8)
+    if sum(counts) and root is None:
+        way.allgatherv(team, packed, messages, counts, starts)
+    elif sum(counts) and root is not None:
+        way.gatherv(team, packed, messages if receives else None, counts, starts, root)
+    if receives:
+        for header, place, start, count in zip(headers, places, starts, counts, strict=True):
+            place.update(header.unpack(messages[start : start + count], device))
+
+
+def _bring_large(
+    team: Team,
+    way: routes.Route,
+    on_gpu: bool,
+    tree: Tree,
+    headers: Sequence[Header],
+    root: int | None,
+    places: Sequence[dict[int, Tensor]],
+) -> None:
+    """The large tensors of one kind of memory: of each rank the first, of each the second, ..."""
+    numbers = [header.large_of(on_gpu) for header in headers]
+    receivers = range(team.size) if root is None else [root]
+    for turn in range(max(map(len, numbers))):
+        now = [(rank, of_rank[turn]) for rank, of_rank in enumerate(numbers) if turn < len(of_rank)]
+        sends, recvs = [], []
+        for rank, number in now:
+            if rank == team.rank:
+                x = tree.tensors[number].contiguous()
+                sends = [(dest, as_bytes(x)) for dest in _from(team.rank, receivers) if dest != rank]
+                if team.rank in receivers:
+                    places[rank][number].copy_(x.view(places[rank][number].shape))
+            elif team.rank in receivers:
+                recvs.append((rank, as_bytes(places[rank][number])))
+        way.exchange(team, sends, recvs, max(headers[rank].nbytes[number] for rank, number in now))
+
+
+def _from(rank: int, receivers: Sequence[int]) -> list[int]:
+    """The receivers, those behind `rank` first, so that not all ranks turn to the same one."""
+    return sorted(receivers, key=lambda dest: (dest < rank, dest))
+
+
+def _ways(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, routes.Route]:
+    """The routes of the large tensors: of those in host memory, and of those on GPUs (True). Collective.
+
+    Args:
+        kinds: what the ranks have for tensors from a GPU.
+        used: which of the two there are; the same on all ranks.
+    """
+    host = (CPU,) * team.size
+    return {on_gpu: routes.agreed(verb, name, team, kinds if on_gpu else host) for on_gpu in sorted(used)}
+
+
+def distribute(team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: bool) -> Any:
+    """The second half of split, if the root has cut a structure: each rank gets its own. Collective.
+
+    Args:
+        call: on the root with the structures of all ranks.
+        kinds: what the ranks have for tensors from a GPU.
+    """
+    texts = [encode(tree) for tree in call.trees]
+    headers = [Header(text) for text in texts]
+    told = json.dumps(_Schedule.of(headers)).encode() if headers else b""
+    schedule = _Schedule(*json.loads(agree.from_root(team.comm, told, call.root)))
+    _know_classes("split", team, schedule.classes)
+    used = {on_gpu for on_gpu in (False, True) if schedule.longest[on_gpu]}
+    ways, device = _ways("split", team, call.route, kinds, used), team.world.device
+    with abort.Transfer("split", team.size):
+        text = _of_bytes(b"".join(texts)) if texts else None
+        header = Header(_scattered(team, text, schedule.lengths, call.root).numpy().tobytes())
+        packed = [pack(tree.tensors, mine) for tree, mine in zip(call.trees, headers, strict=True)]
+        small = _scattered(team, torch.cat(packed) if packed else None, schedule.packed, call.root)
+        places = header.unpack(small, device)
+        places.update({i: header.room(i, device) for i in header.large})
+        for on_gpu, way in ways.items():
+            for turn, longest in enumerate(schedule.longest[on_gpu]):
+                sends, recvs = _turn(team.rank, call, headers, header, places, on_gpu, turn)
+                way.exchange(team, sends, recvs, longest)
+    return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle))
+
+
+class _Schedule(NamedTuple):
+    """What every rank has to know of a structure that the root has cut.
+
+    Attributes:
+        lengths, packed: bytes of each rank's header, and of its small tensors.
+        longest: of the large tensors in host memory, and of those on a GPU: for each turn the bytes of the longest.
+        classes: the names of those in it.
+    """
+
+    lengths: list[int]
+    packed: list[int]
+    longest: list[list[int]]
+    classes: list[str]
+
+    @classmethod
+    def of(cls, headers: Sequence[Header]) -> _Schedule:
+        longest = []
+        for on_gpu in (False, True):
+            sizes = [[header.nbytes[i] for i in header.large_of(on_gpu)] for header in headers]
+            longest.append([max(turn) for turn in zip_longest(*sizes, fillvalue=0)])
+        lengths, packed = [header.length for header in headers], [header.packed for header in headers]
+        return cls(lengths, packed, longest, _classes(headers))
+
+
+def _scattered(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
+    """This rank's part of bytes that the root holds."""
+    mine = torch.empty(counts[team.rank], dtype=torch.uint8)
+    if sum(counts):
+        routes.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
+    return mine
+
+
+def _turn(
+    rank: int, call: Call, headers: Sequence[Header], header: Header, places: dict[int, Tensor], on_gpu: bool, turn: int
+) -> tuple[list[routes.Message], list[routes.Message]]:
+    """What this rank sends and receives when each rank gets its large tensor of this number."""
+    sends: list[routes.Message] = []
+    for dest, (tree, of_dest) in enumerate(zip(call.trees, headers, strict=True)):
+        for number in of_dest.large_of(on_gpu)[turn : turn + 1]:
+            if dest == rank:
+                places[number].copy_(tree.tensors[number])
+            else:
+                sends.append((dest, as_bytes(tree.tensors[number].contiguous())))
+    mine = header.large_of(on_gpu)[turn : turn + 1] if rank != call.root else []
+    return sends, [(call.root, as_bytes(places[number])) for number in mine]

@@ -1,0 +1,232 @@
+"""Nested structure <-> a description in JSON, and flat tensors. No pickle, unless it is asked for.
+
+A description is what JSON has for None, booleans, numbers and strings; all else is a list that begins with a kind:
+
+    ["x", i] a tensor          ["n", i] a numpy array      ["g", i] a numpy number
+    ["b", i] bytes             ["p", i] a pickle           ["z", re, im] a complex number
+    ["i", "-ff"] an integer of more than 64 bits
+    ["l", ...] a list          ["t", ...] a tuple          ["N", class, ...] a named tuple
+    ["d", [key, value], ...] a dict                        ["o", [key, value], ...] an OrderedDict
+    ["D", class, [name, value], ...] a dataclass
+
+where i counts the tensors, in which the bytes of all but the structure itself travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist import buffers
+
+__all__ = [
+    *("TENSORS", "Leaf", "Tree", "classes_in", "dataclass_of", "find_class", "finished", "flatten", "mapped"),
+    "rebuild",
+]
+
+MAX_DEPTH = 100  # levels: what is deeper contains itself, or is no data
+_JSON_INT = 2**63
+TENSORS = ("x", "n", "g", "b", "p")
+
+
+class Tree(NamedTuple):
+    """A structure, taken apart: its description, and the tensors in the order of their numbers."""
+
+    spec: Any
+    tensors: list[Tensor]
+
+
+def flatten(value: Any, allow_pickle: bool = False, name: str = "x") -> Tree:
+    """Take a structure apart.
+
+    Raises:
+        TypeError: something in it cannot travel; the text says what, and where in `name`.
+        ValueError: it is nested too deeply, or contains itself.
+    """
+    tensors: list[Tensor] = []
+    return Tree(_flatten(value, tensors, allow_pickle, name, 0), tensors)
+
+
+def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, path: str, depth: int) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        problem = buffers.problem(value)
+        if problem is not None:
+            raise TypeError(f"{path} {problem}")
+        return _tensor("x", buffers.plain(value), tensors)
+    if value is None or kind in (bool, str, float):
+        return value
+    if kind is int:
+        return value if -_JSON_INT < value < _JSON_INT else ["i", format(value, "x")]
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{path[:60]}...: nested more than {MAX_DEPTH} levels deep, or it contains itself")
+
+    def inner(part: Any, where: str) -> Any:
+        return _flatten(part, tensors, allow_pickle, path + where, depth + 1)
+
+    if kind in (list, tuple):
+        return ["l" if kind is list else "t", *(inner(part, f"[{i}]") for i, part in enumerate(value))]
+    if kind in (dict, OrderedDict):
+        pairs = [[_key(key, path), inner(part, f"[{key!r:.40}]")] for key, part in value.items()]
+        return ["d" if kind is dict else "o", *pairs]
+    if kind is complex:
+        return ["z", value.real, value.imag]
+    if kind in (bytes, bytearray):
+        return _tensor("b", _of_bytes(value), tensors)
+    if isinstance(value, (np.ndarray, np.generic)) and kind is not np.ma.MaskedArray:
+        return _tensor("n" if isinstance(value, np.ndarray) else "g", _of_numpy(value, path), tensors)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return ["N", _class_name(kind, path), *(inner(getattr(value, name), f".{name}") for name in kind._fields)]
+    if dataclasses.is_dataclass(value):
+        fields = [[f.name, inner(getattr(value, f.name), f".{f.name}")] for f in dataclasses.fields(value)]
+        return ["D", _class_name(kind, path), *fields]
+    if not allow_pickle:
+        raise TypeError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which is not sent; expected tensors, numpy arrays, "
+            "numbers, strings, bytes or None, in lists, tuples, dicts, named tuples or dataclasses "
+            "(or pass allow_pickle=True)"
+        )
+    return _tensor("p", _of_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), tensors)
+
+
+def _key(key: Any, path: str) -> Any:
+    spec, tensors = flatten(key, name=f"a key of {path}")
+    if tensors:
+        raise TypeError(f"a key of {path} is {key!r:.40}; expected strings, numbers, None, or tuples of these")
+    return spec
+
+
+def _tensor(kind: str, x: Tensor, tensors: list[Tensor]) -> list[Any]:
+    tensors.append(x)
+    return [kind, len(tensors) - 1]
+
+
+def _of_bytes(data: bytes | bytearray) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _of_numpy(value: np.ndarray[Any, Any] | np.generic, path: str) -> Tensor:
+    array = np.asarray(value)
+    cannot_be_shared = not array.flags.writeable or min(array.strides, default=0) < 0
+    array = array.astype(array.dtype.newbyteorder("="), copy=cannot_be_shared)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise TypeError(f"{path} is a numpy array of dtype {array.dtype}, which no tensor can hold") from None
+
+
+def _class_name(kind: type, path: str) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    try:
+        found = find_class(name)
+    except TypeError:
+        found = None
+    if found is not kind:
+        raise TypeError(f"{path} is of class {name}, which no other rank can find by that name: define it in a module")
+    return name
+
+
+def find_class(name: str) -> type:
+    """The dataclass or named tuple of that name, in a module that this process has imported itself.
+
+    Raises:
+        TypeError: there is none; nothing is imported, or called, because a message names it.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    if not (is_tuple or (isinstance(found, type) and dataclasses.is_dataclass(found))):
+        raise TypeError(f"{name} is no dataclass or named tuple that this rank has imported")
+    return found  # type: ignore[no-any-return]
+
+
+def mapped(spec: Any, step: Callable[[Any, str], Any]) -> Any:
+    """The description with `step` done to each of the parts of its first level; that gets a part and its name in it."""
+    if not isinstance(spec, list):
+        return spec
+    kind, *parts = spec
+    if kind in ("l", "t"):
+        return [kind, *(step(part, f"[{i}]") for i, part in enumerate(parts))]
+    if kind == "N":
+        return [kind, parts[0], *(step(part, f"[{i}]") for i, part in enumerate(parts[1:]))]
+    if kind == "D":
+        return [kind, parts[0], *([name, step(part, f".{name}")] for name, part in parts[1:])]
+    if kind in ("d", "o"):
+        return [kind, *([key, step(part, f"[{key!r:.40}]")] for key, part in parts)]
+    return spec
+
+
+def classes_in(spec: Any) -> set[str]:
+    """The names of all classes in a description."""
+    found = {str(spec[1])} if isinstance(spec, list) and spec[0] in ("N", "D") else set()
+    mapped(spec, lambda part, name: found.update(classes_in(part)))
+    return found
+
+
+Leaf = Callable[[str, int], Any]  # (kind, number of the tensor) -> what takes its place
+
+
+def rebuild(spec: Any, leaf: Leaf) -> Any:
+    """Put a structure together again.
+
+    Raises:
+        TypeError: a class is not known here; ValueError: the description is none.
+    """
+    if not isinstance(spec, list):
+        return spec
+    kind, *parts = spec
+    if kind in TENSORS:
+        return leaf(kind, parts[0])
+    if kind == "z":
+        return complex(*parts)
+    if kind == "i":
+        return int(parts[0], 16)
+    if kind in ("l", "t"):
+        values = [rebuild(part, leaf) for part in parts]
+        return values if kind == "l" else tuple(values)
+    if kind in ("d", "o"):
+        pairs = [(rebuild(key, leaf), rebuild(part, leaf)) for key, part in parts]
+        return dict(pairs) if kind == "d" else OrderedDict(pairs)
+    if kind == "N":
+        return tuple.__new__(find_class(parts[0]), [rebuild(part, leaf) for part in parts[1:]])
+    if kind == "D":
+        return dataclass_of(parts[0], [(name, rebuild(part, leaf)) for name, part in parts[1:]])
+    raise ValueError(f"a description of a structure has the unknown kind {kind!r:.40}")
+
+
+def dataclass_of(name: str, fields: Sequence[tuple[str, Any]]) -> Any:
+    """An object with these fields, as copying makes one: its __init__ does not run."""
+    kind = find_class(name)
+    known = {field.name for field in dataclasses.fields(kind)}
+    if {field for field, _ in fields} != known:
+        raise TypeError(f"{name} has the fields {sorted(known)} here, and {sorted(f for f, _ in fields)} elsewhere")
+    made: Any = object.__new__(kind)
+    for field, value in fields:
+        object.__setattr__(made, field, value)
+    return made
+
+
+def finished(kind: str, x: Tensor, allow_pickle: bool) -> Any:
+    """What a tensor that has arrived stands for."""
+    if kind == "x":
+        return x
+    array = x.numpy()
+    if kind == "n":
+        return array
+    if kind == "g":
+        return array[()]
+    if kind == "b":
+        return array.tobytes()
+    if not allow_pickle:
+        raise TypeError("a pickle has come, which is not read unless allow_pickle=True is passed here too")
+    return pickle.loads(array.tobytes())
