@@ -221,37 +221,39 @@ def _subarrays(x: Tensor, mine: Box, others: Sequence[Box], without: int | None 
 class BySubarrays:
     """Nothing is packed by hand: MPI is told where each piece lies, in advance.
 
-    With `own_by_mpi`, that which stays is one of them; else it is copied past MPI.
+    With `own_by_mpi`, that which stays is one of them; else torch copies it, past MPI.
     """
 
     def __init__(self, case: Case, own_by_mpi: bool) -> None:
-        me = case.comm.rank
+        p, me = case.comm.size, case.comm.rank
         without = None if own_by_mpi else me
-        self.comm, self.own_by_mpi, self.shard = case.comm, own_by_mpi, case.shard
+        self.comm, self.out = case.comm, case.out
         self.send = _subarrays(case.shard, case.sources[me], case.targets, without)
         self.recv = _subarrays(case.out, case.targets[me], case.sources, without)
-        bounds = (common(case.targets[me], case.sources[me]), common(case.sources[me], case.targets[me]))
-        self.to, self.of = (tuple(slice(*part) for part in both) for both in bounds)
+        give, take = (
+            pieces(case.shard, case.sources[me], case.targets),
+            pieces(case.out, case.targets[me], case.sources),
+        )
+        self.own = [] if own_by_mpi else [(take[me], give[me])]
+        ranks = [(me + step) % p for step in range(1, p)]  # the next rank first
+        self.sends = [([self.send[0], 1, self.send[3][r]], r) for r in ranks if self.send[1][r]]
+        self.recvs = [([self.recv[0], 1, self.recv[3][r]], r) for r in ranks[::-1] if self.recv[1][r]]
 
-    def copy_own(self, out: Tensor) -> None:
-        if not self.own_by_mpi:
-            out[self.to].copy_(self.shard[self.of])
+    def copy_own(self) -> None:
+        for to, of in self.own:
+            to.copy_(of)
 
-    def alltoallw(self, out: Tensor) -> Tensor:
-        self.comm.Alltoallw(self.send, [out.numpy(), *self.recv[1:]])
-        self.copy_own(out)
-        return out
+    def alltoallw(self) -> Tensor:
+        self.comm.Alltoallw(self.send, self.recv)
+        self.copy_own()
+        return self.out
 
-    def messages(self, out: Tensor) -> Tensor:
-        """The next rank first; the own piece while the others' are on their way."""
-        p, me = self.comm.size, self.comm.rank
-        ranks = [(me + step) % p for step in range(1, p)]
-        (send, gives, _, sent), (_, takes, _, received) = self.send, self.recv
-        requests = [self.comm.Irecv([out.numpy(), 1, received[r]], r) for r in ranks[::-1] if takes[r]]
-        requests += [self.comm.Isend([send, 1, sent[r]], r) for r in ranks if gives[r]]
-        self.copy_own(out)
+    def messages(self) -> Tensor:
+        requests = [self.comm.Irecv(spec, rank) for spec, rank in self.recvs]
+        requests += [self.comm.Isend(spec, rank) for spec, rank in self.sends]
+        self.copy_own()
         MPI.Request.Waitall(requests)
-        return out
+        return self.out
 
 
 def _by_subarrays(case: Case, own_by_mpi: bool = False) -> BySubarrays:
@@ -261,22 +263,24 @@ def _by_subarrays(case: Case, own_by_mpi: bool = False) -> BySubarrays:
 
 def alltoallw(case: Case) -> Tensor:
     """Alltoallw with subarrays: MPI's own way to say it."""
-    return _by_subarrays(case, own_by_mpi=True).alltoallw(case.out)
+    return _by_subarrays(case, own_by_mpi=True).alltoallw()
 
 
 def alltoallw_copy(case: Case) -> Tensor:
     """The same, but for the piece that stays, which torch copies."""
-    return _by_subarrays(case).alltoallw(case.out)
+    return _by_subarrays(case).alltoallw()
 
 
 def alltoallw_new(case: Case) -> Tensor:
     """The same as alltoallw, with new memory; the datatypes are there."""
-    return _by_subarrays(case, own_by_mpi=True).alltoallw(torch.empty_like(case.out))
+    prepared, out = _by_subarrays(case, own_by_mpi=True), torch.empty_like(case.out)
+    case.comm.Alltoallw(prepared.send, [out.numpy(), *prepared.recv[1:]])
+    return out
 
 
 def messages(case: Case) -> Tensor:
     """A message a piece, of subarrays, all begun at once; meanwhile torch copies the piece that stays."""
-    return _by_subarrays(case).messages(case.out)
+    return _by_subarrays(case).messages()
 
 
 @lru_cache

@@ -88,6 +88,12 @@ def _skipped(case: Case) -> list[str]:
     return [f"{timing.name}: skipped, {timing.skipped}." for timing in case.timings if timing.skipped]
 
 
+def _left_out(record: Record, case: Case, timing: Timing) -> str:
+    """What README.md says of a contender that was not timed: where, unless it never can be in such a case."""
+    where = f"{record.name}, {shards(record, case)}" if timing.samples else f"{record.verb}, {KINDS[case.skew]}"
+    return f"{where}: {timing.name}: skipped, {timing.skipped}."
+
+
 def peak_table(record: Record) -> str:
     """The peak of extra memory of each contender."""
     if not record.peaks:
@@ -250,7 +256,7 @@ def _verbs(records: Sequence[Record]) -> list[str]:
             for what in dict.fromkeys(case.what for case in of_verb[0].cases):
                 parts += [_picture(of_verb[0], what), *(ratio_table(record, what) for record in of_verb)]
     peaks = [peak_table(record) for record in records if record.peaks or record.no_peaks]
-    skipped = [f"{r.name}, {shards(r, c)}: {note}" for r in records for c in r.cases for note in _skipped(c)]
+    skipped = dict.fromkeys(_left_out(r, c, t) for r in records for c in r.cases for t in c.timings if t.skipped)
     parts += ["### Peak memory", *peaks] if peaks else []
     parts += ["### Skipped", "\n".join(f"- {line}" for line in skipped)] if skipped else []
     return [part for part in parts if part]

@@ -3,13 +3,15 @@
 Importing this package starts no MPI and reads no environment; :func:`init` does.
 """
 
-from hpcdist import staging
+from hpcdist import layout, staging
 from hpcdist.concat import concat
 from hpcdist.errors import FileError, HpcdistError, LaunchError, RankError
 from hpcdist.gather import gather
 from hpcdist.handle import Handle
 from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split
-from hpcdist.redistribute import Plan, local, plan_redistribute, redistribute
+from hpcdist.local import balance, local
+from hpcdist.p2p import irecv, isend, recv, send
+from hpcdist.redistribute import Plan, plan_redistribute, redistribute
 from hpcdist.split import split
 from hpcdist.world import World, current, finalize, init
 
@@ -27,14 +29,20 @@ __all__ = [
     "Replicate",
     "Split",
     "World",
+    "balance",
     "concat",
     "current",
     "finalize",
     "gather",
     "init",
+    "irecv",
+    "isend",
+    "layout",
     "local",
     "plan_redistribute",
+    "recv",
     "redistribute",
+    "send",
     "split",
     "staging",
 ]

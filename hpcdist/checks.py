@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist import buffers, layout
 from hpcdist.merging import cut
-from hpcdist.packing import encode
+from hpcdist.packing import Contents, encode
 from hpcdist.routes import CPU, CUDA, NAMES
 from hpcdist.tree import Tree, flatten
 
@@ -125,7 +125,7 @@ def structure_call(
         if out is not None:
             raise WrongError(f"out is given, but x is not a tensor: {_show(x)}")
         call.tree = _tree(x, allow_pickle)
-        call.header = encode(call.tree)
+        call.header = encode(call.tree.spec, Contents.of(call.tree.tensors))
         call.extent = len(call.header)
     except Exception as error:  # as above
         call.problem = problem_of(error)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hpcdist import agree
 from hpcdist.checks import Call
+from hpcdist.errors import HpcdistError
 from hpcdist.team import Team
 
 if TYPE_CHECKING:
     from hpcdist.world import World
 
-__all__ = ["Background", "Handle", "background", "in_backgrounds", "start"]
+__all__ = ["Background", "Handle", "background", "check_threads", "in_backgrounds", "start"]
 
 T = TypeVar("T")
 
@@ -139,8 +140,24 @@ class Background:
         self.team.free()
 
 
+def check_threads() -> None:
+    """Whether a thread may call MPI while another one does.
+
+    Raises:
+        HpcdistError: it may not.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise HpcdistError(
+            "asynchronous calls need an MPI that was initialised with MPI_THREAD_MULTIPLE, which is mpi4py's default "
+            "(mpi4py.rc.thread_level); this one was not, or cannot"
+        )
+
+
 def background(team: Team) -> Background:
     """The background of a team. Collective over the team when first used."""
+    check_threads()
     if "background" not in team.memo:
         agree.exchange(team, Call("async_op"))
         team.memo["background"] = Background(team)

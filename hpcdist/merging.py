@@ -77,7 +77,7 @@ def merge(
 def _merge_dicts(verb: str, specs: Sequence[Any], inner: Callable[[Sequence[Any], str], Any], path: str) -> Any:
     """Key by key, in the order of rank 0."""
     dicts = [{rebuild(key, _no_tensor): part for key, part in spec[1:]} for spec in specs]
-    _same(verb, path, "has", [f"the keys {sorted(map(repr, keys))}" for keys in dicts])
+    _same(verb, path, "has", [f"the keys {sorted(keys, key=repr)}" for keys in dicts])
     merged = [(key, inner([parts[key] for parts in dicts], f"[{key!r:.40}]")) for key in dicts[0]]
     return dict(merged) if specs[0][0] == "d" else OrderedDict(merged)
 

@@ -18,9 +18,8 @@ from torch._utils import _flatten_dense_tensors
 
 from hpcdist.buffers import DTYPES
 from hpcdist.errors import HpcdistError
-from hpcdist.tree import Tree
 
-__all__ = ["MOST", "SMALL", "Header", "Meta", "encode", "pack"]
+__all__ = ["MOST", "SMALL", "Contents", "Header", "Meta", "encode", "pack"]
 
 SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
 MOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes: more than this cannot arrive on this host
@@ -36,45 +35,24 @@ class Meta(NamedTuple):
     cuda: bool
     shape: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
-
-def encode(tree: Tree) -> bytes:
-    """The header of a structure."""
-    tensors = [[DTYPES[x.dtype], int(x.is_cuda), *x.shape] for x in tree.tensors]
-    return json.dumps({"spec": tree.spec, "tensors": tensors}, separators=(",", ":")).encode()
-
-
-class Header:
-    """What a message consists of.
+class Contents:
+    """The tensors of a message.
 
     Attributes:
-        spec: the description of the structure.
-        metas: its tensors.
-        nbytes: of each tensor.
+        metas: the tensors, by their number.
+        nbytes: of each.
         large: the numbers of those that travel by themselves.
-        length: of the header itself, in bytes.
-
-    Raises:
-        HpcdistError: it is damaged, or announces more than this host has memory.
     """
 
-    def __init__(self, text: bytes) -> None:
-        try:
-            content = json.loads(text)
-            self.spec: Any = content["spec"]
-            self.metas = [_meta(*row) for row in content["tensors"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
-        self.length = len(text)
-        self.nbytes = [meta.nbytes for meta in self.metas]
-        if sum(self.nbytes) > MOST:
-            raise HpcdistError(
-                f"a message announces {sum(self.nbytes)} bytes of tensors, more than this host has memory ({MOST})"
-            )
+    def __init__(self, metas: list[Meta]) -> None:
+        self.metas = metas
+        self.nbytes = [prod(shape) * dtype.itemsize for dtype, _, shape in metas]
         self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= SMALL]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Contents:
+        return cls([Meta(x.dtype, x.is_cuda, tuple(x.shape)) for x in tensors])
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
@@ -115,24 +93,57 @@ class Header:
         return torch.empty(meta.shape, dtype=meta.dtype, device=device if meta.cuda else "cpu")
 
 
+def encode(spec: Any, contents: Contents, **more: object) -> bytes:
+    """The header of a structure, with more that its receiver has to know."""
+    tensors = [[DTYPES[dtype], int(cuda), *shape] for dtype, cuda, shape in contents.metas]
+    return json.dumps({"spec": spec, "tensors": tensors, "more": more}, separators=(",", ":")).encode()
+
+
+class Header(Contents):
+    """What a message says of itself.
+
+    Attributes:
+        spec, more: the description of the structure, and what else the sender has said.
+        length: of the header itself, in bytes.
+
+    Raises:
+        HpcdistError: it is damaged, or announces more than this host has memory.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        try:
+            content = json.loads(text)
+            self.spec: Any = content["spec"]
+            self.more: dict[str, Any] = content["more"]
+            metas = [_meta(*row) for row in content["tensors"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
+        super().__init__(metas)
+        self.length = len(text)
+        if sum(self.nbytes) > MOST:
+            raise HpcdistError(
+                f"a message announces {sum(self.nbytes)} bytes of tensors, more than this host has memory ({MOST})"
+            )
+
+
 def _meta(code: int, cuda: int, *shape: int) -> Meta:
     if code not in _CODES or cuda not in (0, 1) or len(shape) > _MAX_DIMS:
         raise ValueError(f"no tensor is {[code, cuda, *shape]}")
     for extent in shape:
         if type(extent) is not int or not 0 <= extent < 2**63:
             raise ValueError(f"no tensor has shape {shape}")
-    return Meta(_CODES[code], bool(cuda), shape)
+    return Meta(_CODES[code], cuda == 1, shape)
 
 
-def pack(tensors: Sequence[Tensor], header: Header) -> Tensor:
+def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
     """The small tensors, as bytes behind each other in host memory."""
     sections = []
-    for _, numbers in header.sections:
+    for _, numbers in contents.sections:
         of_one = [tensors[i] for i in numbers]
         if any(x.is_cuda for x in of_one):
             of_one = _fetched(of_one)
         sections.append(_flatten_dense_tensors(of_one).view(torch.uint8))  # type: ignore[no-untyped-call]
-    rest = header.packed - sum(map(len, sections))
+    rest = contents.packed - sum(map(len, sections))
     return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8)])
 
 

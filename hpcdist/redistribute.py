@@ -1,4 +1,4 @@
-"""The verb redistribute: a tensor from one layout to another; and local, where no rank has to be asked."""
+"""The verb redistribute: a tensor from one layout to another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcdist.team import Team, team_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Plan", "local", "plan_redistribute", "redistribute"]
+__all__ = ["Plan", "plan_redistribute", "redistribute"]
 
 VERB = "redistribute"
 _KEPT = 64  # plans that a team remembers
@@ -252,24 +252,3 @@ def _make(team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Sha
 
 def _show(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
     return f"a {dtype} tensor of shape {tuple(shape)} on {device}"
-
-
-def local(x: Tensor, layout: Layout, *, group: dist.ProcessGroup | MPI.Comm | None = None) -> Tensor:
-    """This rank's part of a tensor that every rank holds: a view, and nothing is communicated.
-
-    Args:
-        x: the whole tensor.
-        layout: which part of it each rank takes.
-        group: whose ranks they are; None for all.
-
-    Raises:
-        ValueError: on this rank, if a tensor of this shape cannot be laid out like this.
-
-    Example, on rank 1 of 2::
-
-        >>> hd.local(torch.arange(8).view(2, 4), hd.Split(1))
-        tensor([[2, 3],
-                [6, 7]])
-    """
-    team = team_of(group, world.current())
-    return x[layout.boxes(x.shape, team.size)[team.rank].slices()]

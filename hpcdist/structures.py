@@ -15,7 +15,7 @@ from hpcdist.buffers import as_bytes
 from hpcdist.checks import CPU, Call, others, show_shape
 from hpcdist.errors import RankError
 from hpcdist.merging import merge
-from hpcdist.packing import Header, encode, pack
+from hpcdist.packing import Contents, Header, encode, pack
 from hpcdist.tree import Tree, classes_in, find_class, finished, rebuild
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def distribute(team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: boo
         call: on the root with the structures of all ranks.
         kinds: what the ranks have for tensors from a GPU.
     """
-    texts = [encode(tree) for tree in call.trees]
+    texts = [encode(tree.spec, Contents.of(tree.tensors)) for tree in call.trees]
     headers = [Header(text) for text in texts]
     told = json.dumps(_Schedule.of(headers)).encode() if headers else b""
     schedule = _Schedule(*json.loads(agree.from_root(team.comm, told, call.root)))

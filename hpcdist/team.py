@@ -31,11 +31,13 @@ class Team:
         rank, size: of this process in the team, and the number of its ranks.
         world: the world the team is a part of.
         front: the team itself; of a team that works in the background of another, that one.
+        mail, parcels: further communicators, for what two ranks send each other; not in the background.
     """
 
     def __init__(self, comm: MPI.Intracomm, world: World, front: Team | None = None) -> None:
         self.comm = comm
         self.front = front or self
+        self.mail, self.parcels = (comm.Dup(), comm.Dup()) if front is None else (comm, comm)
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.world = world
@@ -74,11 +76,13 @@ class Team:
         """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
         from mpi4py import MPI
 
-        if "background" in self.memo:
-            self.memo.pop("background").stop()
+        for name in ("background", "post"):
+            if name in self.memo:
+                self.memo.pop(name).stop()
         self._groups.clear()
-        if self.comm != MPI.COMM_NULL:
-            self.comm.Free()
+        for comm in (self.comm, self.mail, self.parcels):
+            if comm != MPI.COMM_NULL:  # as it is where two are the same, and the first was freed
+                comm.Free()
 
 
 _chosen = threading.local()  # the name of the group that this thread is making

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from hpcdist.staging.format import Dataset, Layout
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["HDF5_ROUTE"]
+__all__ = ["HDF5_ROUTE", "Stage", "fetch"]
 
 VERB = "route hdf5"
 PREFIX = "hpcdist-stage-"
@@ -71,32 +71,41 @@ class _Hdf5(Exchange):
 class _File:
     """The file of one call."""
 
-    def __init__(self, team: Team, path: str, start: int, nbytes: int) -> None:
+    def __init__(self, team: Team, place: Layout, nbytes: int) -> None:
         self.nbytes = nbytes
         self._team = team
-        self._path = path
-        self._start = start
+        self._place = place
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on every rank. Collective; the file is closed behind it, so that other nodes see it."""
-        self._each(messages, os.O_WRONLY, raw.write_at)
+        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, raw.write_at))
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
         """Fill the messages on every rank from their offsets. Collective."""
-        self._each(messages, os.O_RDONLY, raw.read_at)
+        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, raw.read_at))
 
-    def _each(
-        self, messages: list[tuple[int, Tensor]], flags: int, step: Callable[[int, int, memoryview], None]
-    ) -> None:
-        def run() -> None:
-            fd = os.open(self._path, flags | os.O_CLOEXEC)
-            try:
-                for offset, message in messages:
-                    step(fd, self._start + offset, raw.memory(message))
-            finally:
-                os.close(fd)
 
-        agree.on_all(self._team.comm, VERB, run)
+def _each(
+    place: Layout, messages: list[tuple[int, Tensor]], flags: int, step: Callable[[int, int, memoryview], None]
+) -> None:
+    fd = os.open(place.path, flags | os.O_CLOEXEC)
+    try:
+        for offset, message in messages:
+            step(fd, (place.data[0] or 0) + offset, raw.memory(message))
+    finally:
+        os.close(fd)
+
+
+def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
+    """Fill (offset, bytes) from the file of a :class:`Stage` on another rank.
+
+    Raises:
+        FileError: this rank does not see the file; OSError, EOFError: it cannot be read.
+    """
+    path, token, token_at, start = ticket
+    place = Layout(path, bytes.fromhex(token), token_at, 0, [start], [])
+    format.look(place)
+    _each(place, messages, os.O_RDONLY, raw.read_at)
 
 
 @contextmanager
@@ -106,22 +115,22 @@ def _staged(team: Team, nbytes: int) -> Iterator[_File]:
     Raises:
         RankError: on every rank, if it cannot be made, or a rank does not see it. Nothing has been written.
     """
-    held: list[_Stage] = []
+    held: list[Stage] = []
 
     def make() -> Layout:
-        held.append(_Stage(team.world.staging, nbytes))
+        held.append(Stage(team.world.staging, nbytes))
         return held[0].place
 
     try:
         place = agree.on_root(team.comm, VERB, make)
         agree.on_all(team.comm, VERB, lambda: format.look(place))
-        yield _File(team, place.path, place.data[0] or 0, nbytes)
+        yield _File(team, place, nbytes)
     finally:
         for stage in held:
             stage.remove()
 
 
-class _Stage:
+class Stage:
     """A new file in the staging folder, on the rank that makes it.
 
     Raises:
@@ -143,6 +152,14 @@ class _Stage:
             if isinstance(error, OSError):
                 raise FileError(f"{folder}: a staging file cannot be made: {reason(error)}") from error
             raise
+
+    def ticket(self) -> list[Any]:
+        """What another rank needs to find the file, and to know that it is the same."""
+        return [self.place.path, self.place.token.hex(), self.place.token_at, self.place.data[0] or 0]
+
+    def write(self, messages: list[tuple[int, Tensor]]) -> None:
+        """Write (offset, bytes) on this rank."""
+        _each(self.place, messages, os.O_WRONLY, raw.write_at)
 
     def remove(self) -> None:
         Path(self.path).unlink(missing_ok=True)

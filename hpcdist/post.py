@@ -1,0 +1,177 @@
+"""What two ranks send each other: steps that wait for MPI, done at once, or by a thread that looks after many."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from concurrent import futures
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from mpi4py import MPI
+
+from hpcdist.errors import HpcdistError
+from hpcdist.handle import Handle, check_threads
+from hpcdist.team import Team
+
+__all__ = ["Arrival", "Post", "Requests", "Steps", "post_of"]
+
+T = TypeVar("T")
+
+_LONGEST_NAP = 2e-4  # seconds between two looks, where nothing has happened for a while
+
+
+class Waiting(Protocol):
+    """Something that MPI has to do first."""
+
+    def ready(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+Steps = Generator[Waiting, None, T]  # a transfer: it yields what it has to wait for, and returns its result
+
+
+class Requests:
+    """Until messages have been sent or received."""
+
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self._requests = requests
+
+    def ready(self) -> bool:
+        return MPI.Request.Testall(self._requests)
+
+    def wait(self) -> None:
+        MPI.Request.Waitall(self._requests)
+
+
+class Arrival:
+    """Until a message has come in; it is then taken out, for this receiver alone.
+
+    Attributes:
+        message: that message.
+        source, nbytes: the rank that has sent it, and its length.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, source: int, tag: int) -> None:
+        self._comm, self._from, self._tag = comm, source, tag
+        self._status = MPI.Status()
+        self.message: Any = None
+
+    def ready(self) -> bool:
+        self.message = self._comm.Improbe(self._from, self._tag, self._status)
+        return self.message is not None
+
+    def wait(self) -> None:
+        self.message = self._comm.Mprobe(self._from, self._tag, self._status)
+
+    @property
+    def source(self) -> int:
+        return self._status.Get_source()
+
+    @property
+    def nbytes(self) -> int:
+        return self._status.Get_elements(MPI.BYTE)
+
+
+@dataclass
+class _Job:
+    steps: Steps[Any]
+    future: futures.Future[Any]
+    waiting: Waiting | None = None
+
+
+class Post:
+    """The transfers between this rank and others of a team that are under way.
+
+    Attributes:
+        sent: how many this rank has begun: each has a number of its own, by which its parts are told from others'.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._arriving: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._open = 0  # receives that the thread looks after
+
+    def run(self, steps: Steps[T], receives: bool = False) -> T:
+        """Do a transfer now. A receive queues behind those in the background, which came first."""
+        if receives and self._open:
+            return self.submit(steps, receives).wait()
+        try:
+            while True:
+                next(steps).wait()
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+    def submit(self, steps: Steps[T], receives: bool = False) -> Handle[T]:
+        """Do a transfer in the background."""
+        check_threads()
+        future: futures.Future[T] = futures.Future()
+        if receives:
+            self._open += 1
+            future.add_done_callback(self._closed)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="hpcdist-post", daemon=True)
+            self._thread.start()
+        self._arriving.put(_Job(steps, future))
+        return Handle(future)
+
+    def _closed(self, future: futures.Future[Any]) -> None:
+        self._open -= 1
+
+    def _work(self) -> None:
+        jobs: list[_Job] = []
+        nap = 0.0
+        while True:
+            try:
+                job = self._arriving.get(block=not jobs)
+            except Empty:
+                pass
+            else:
+                if job is None:
+                    break
+                jobs.append(job)
+                nap = 0.0
+            before = len(jobs)
+            jobs, moved = _advance_all(jobs)
+            nap = 0.0 if moved or len(jobs) < before else min(_LONGEST_NAP, nap + 2e-6)
+            if jobs:
+                time.sleep(nap)
+        for job in jobs:  # all ranks are done, and nobody is there any more to send or receive it
+            job.steps.close()
+            job.future.set_exception(HpcdistError("the world has ended before this message was sent or received"))
+
+    def stop(self) -> None:
+        """End the thread. What is under way then is for nobody."""
+        if self._thread is not None:
+            self._arriving.put(None)
+            self._thread.join()
+
+
+def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
+    """(those that are still under way, whether any has gone on), in the order in which they were begun."""
+    moved = False
+    left = []
+    for job in jobs:
+        try:
+            while job.waiting is None or job.waiting.ready():
+                job.waiting = next(job.steps)
+                moved = True
+            left.append(job)
+        except StopIteration as done:
+            job.future.set_result(done.value)
+        except BaseException as error:  # wait() raises it
+            job.future.set_exception(error)
+    return left, moved
+
+
+def post_of(team: Team) -> Post:
+    """The post of a team on this rank."""
+    if "post" not in team.memo:
+        team.memo["post"] = Post()
+    found: Post = team.memo["post"]
+    return found
