@@ -11,8 +11,9 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hpcdist.checks import CPU, CUDA, FOLLOWS, LOST, Call, show_shape
+from hpcdist.call import FOLLOWS, LOST, Call, show_shape
 from hpcdist.errors import HpcdistError, RankError
+from hpcdist.routes import CPU, CUDA
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -13,72 +10,21 @@ import torch
 from torch import Tensor
 
 from hpcdist import buffers, layout
+from hpcdist.call import FOLLOWS, FOLLOWS_CPU, LOST, Call, others, show_shape
 from hpcdist.merging import cut
 from hpcdist.packing import Contents, encode
 from hpcdist.routes import CPU, CUDA, NAMES
 from hpcdist.tree import Tree, flatten
 
 __all__ = [
-    "CPU",
-    "CUDA",
-    "FOLLOWS",
-    "FOLLOWS_CPU",
-    "LOST",
-    "Call",
     "WrongError",
     "layout_call",
-    "others",
     "problem_of",
     "shard_call",
-    "show_shape",
     "split_call",
     "structure_call",
     "tensor",
 ]
-
-# A receiver that brings no tensor has its part where the root has the whole, if it has a GPU itself.
-FOLLOWS, FOLLOWS_CPU = 3, 4
-LOST = "out is given, but a gradient is to flow, which would be lost: leave out, or use torch.no_grad()"
-
-
-@dataclass(slots=True)
-class Call:
-    """What one rank asks of a collective, as far as the other ranks need to know it.
-
-    Attributes:
-        x: this rank's tensor as it travels: no gradient history, at least 1-d; None where it brings none.
-        out: the memory that the caller gave for the result, as it is written.
-        dim: made non-negative.
-        said_dim: dim as it is compared; a receiver without a tensor cannot tell what a negative one means.
-        tensor: (dtype, number of dims, shape with a hole at dim), of `x`, or of `out` where there is no `x`.
-        extent: of `x` along dim, or -1.
-        out_extent: of `out` along dim, or -1.
-        counts: how the root cuts the tensor: a rule's name or counts, as the caller gave it.
-        options: (name, value) of what must be the same on all ranks besides.
-        grad: a gradient is to flow back to this rank's tensor.
-        tree, header: of a structure: what it is made of, and its description as it travels; `extent` is its length.
-        trees: on split's root, the structures that the ranks get.
-        problem: what is wrong with the arguments on this rank.
-    """
-
-    verb: str
-    route: str = "auto"
-    dim: int = 0
-    said_dim: int = 0
-    root: int = -1
-    x: Tensor | None = None
-    out: Tensor | None = None
-    tensor: tuple[torch.dtype, int, tuple[int, ...]] | None = None
-    extent: int = -1
-    out_extent: int = -1
-    kind: int = CPU
-    counts: str | tuple[int, ...] | None = None
-    options: tuple[tuple[str, object], ...] = ()
-    grad: bool = False
-    tree: Tree | None = None
-    header: bytes = b""
-    trees: Sequence[Tree] = ()
-    problem: str | None = None
 
 
 class WrongError(Exception):
@@ -243,12 +189,6 @@ def _describe(call: Call, x: Tensor, ndim: int) -> None:
     call.kind = CUDA if x.is_cuda else CPU
 
 
-@lru_cache(maxsize=1024)
-def others(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """A shape with a hole at `dim`."""
-    return (*shape[:dim], -1, *shape[dim + 1 :])
-
-
 def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
     """`x` as it travels, 0-d made 1-d, and dim made non-negative; a WrongError if it cannot."""
     if not isinstance(x, Tensor):
@@ -345,14 +285,3 @@ def _repr(value: Any) -> str:
         return repr(value)
     except Exception:  # which is not what is wrong here
         return "(its repr fails)"
-
-
-def show_shape(others: Sequence[int]) -> str:
-    """A shape with a hole, as users write it.
-
-    Example::
-
-        >>> show_shape((3, -1, 4))
-        '(3, *, 4)'
-    """
-    return "(" + ", ".join("*" if extent < 0 else str(extent) for extent in others) + ("," * (len(others) == 1)) + ")"

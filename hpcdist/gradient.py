@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcdist import abort, agree
-from hpcdist.checks import Call
+from hpcdist.call import Call
 
 if TYPE_CHECKING:
     from hpcdist.team import Team

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from hpcdist import agree
-from hpcdist.checks import Call
+from hpcdist.call import Call
 from hpcdist.errors import HpcdistError
 from hpcdist.team import Team
 
 if TYPE_CHECKING:
     from hpcdist.world import World
 
-__all__ = ["Background", "Handle", "background", "check_threads", "in_backgrounds", "start"]
+__all__ = ["Background", "Handle", "background", "check_threads", "everywhere", "start"]
 
 T = TypeVar("T")
 
@@ -165,7 +165,9 @@ def background(team: Team) -> Background:
     return found
 
 
-def in_backgrounds(world: World, step: Callable[[Team], object]) -> list[Handle[object]]:
-    """Run a step behind all that is under way in the backgrounds of a world's teams."""
-    teams = [team for team in world.teams if "background" in team.memo]
-    return [background(team).submit(step) for team in teams]
+def everywhere(world: World, step: Callable[[Team], object]) -> None:
+    """Run a step in the world's team, and behind all that is under way in the backgrounds of its teams."""
+    behind = [background(team).submit(step) for team in world.teams if "background" in team.memo]
+    step(world.team)
+    for done in behind:
+        done.wait()

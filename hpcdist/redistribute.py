@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, world
 from hpcdist.buffers import overlap
-from hpcdist.checks import Call
+from hpcdist.call import LOST, Call
 from hpcdist.errors import RankError
 from hpcdist.layout import Box, Layout
 from hpcdist.plan import Side, Transfer
@@ -201,7 +201,7 @@ def _planned(x: Any, src: Any, dst: Any, route: Any, out: Any, team: Team) -> tu
         agree.require(
             VERB, {r: f"out has shape {got}, expected {wanted[r]}" for r, got in given.items() if got != wanted[r]}
         )
-        agree.require(VERB, dict.fromkeys(given, checks.LOST) if agreed.grad else {})
+        agree.require(VERB, dict.fromkeys(given, LOST) if agreed.grad else {})
     return plan, call
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from hpcdist import abort, agree, layout, routes
 from hpcdist.buffers import as_bytes
-from hpcdist.checks import CPU, Call, others, show_shape
+from hpcdist.call import Call, others, show_shape
 from hpcdist.errors import RankError
 from hpcdist.merging import merge
 from hpcdist.packing import Contents, Header, encode, pack
+from hpcdist.routes import CPU
 from hpcdist.tree import Tree, classes_in, find_class, finished, rebuild
 
 if TYPE_CHECKING:

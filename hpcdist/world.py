@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, devices, handle, rendezvous
-from hpcdist.checks import Call
+from hpcdist.call import Call
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.team import Team
 
@@ -96,10 +96,7 @@ class World:
             RankError: on all ranks, if another rank calls a verb instead.
         """
         if _world is self:
-            behind = handle.in_backgrounds(self, lambda team: agree.exchange(team, Call("finalize")))
-            agree.exchange(self.team, Call("finalize"))
-            for done in behind:
-                done.wait()
+            handle.everywhere(self, lambda team: agree.exchange(team, Call("finalize")))
             self._close()
 
     def _close(self) -> None:
@@ -210,10 +207,7 @@ def _leave() -> None:
 
     abort.check()  # handlers run last come first: abort's own would come too late
     if _world is not None and not MPI.Is_finalized():
-        behind = handle.in_backgrounds(_world, agree.leave)
-        agree.leave(_world.team)
-        for done in behind:
-            done.wait()
+        handle.everywhere(_world, agree.leave)
         _world._close()
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from cases import same_bits
 
-from hpcdist import agree, checks
+from hpcdist import agree
 from hpcdist import world as worlds
+from hpcdist.call import Call
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,7 +79,7 @@ def _meet(comm: MPI.Comm) -> None:
     """Fail, rather than wait, if a rank of the world has already left the test: see :func:`failures_elsewhere`."""
     world = worlds._world
     if world is not None and comm.size == world.world_size:
-        agree.exchange(world.team, checks.Call("assert_on_all_ranks"))
+        agree.exchange(world.team, Call("assert_on_all_ranks"))
 
 
 def failures_elsewhere(comm: MPI.Comm, error: BaseException | None) -> str | None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpcdist.checks import CPU, FOLLOWS, FOLLOWS_CPU, Call, shard_call, show_shape, split_call
+from hpcdist.call import FOLLOWS, FOLLOWS_CPU, Call, show_shape
+from hpcdist.checks import shard_call, split_call
+from hpcdist.routes import CPU
 
 
 class _Wrapper(torch.Tensor):

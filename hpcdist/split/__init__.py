@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, overlap
-from hpcdist.checks import CUDA, Call
+from hpcdist.call import Call
+from hpcdist.routes import CUDA
 from hpcdist.team import Team, team_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import agree, checks, layout, world
-from hpcdist.checks import Call
+from hpcdist.call import Call
 from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import SHORT

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import agree, checks, layout, world
-from hpcdist.checks import Call
+from hpcdist.call import Call
 from hpcdist.staging import writers as ways
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.host import Scratch, outgoing

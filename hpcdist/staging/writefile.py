@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcdist import agree, checks, layout
 from hpcdist.buffers import DTYPES
-from hpcdist.checks import Call
+from hpcdist.call import Call
 from hpcdist.errors import FileError, RankError
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
