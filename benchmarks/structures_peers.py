@@ -6,6 +6,7 @@ Everyone who receives knows how many tensors come, and, but for those who pickle
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -18,6 +19,8 @@ from torch import Tensor
 
 import hpcdist as hd
 
+# torch 2.13 has a new name for it; everybody's code has this one.
+warnings.filterwarnings("ignore", ".*all_gather_into_tensor.* is deprecated", FutureWarning)
 TENSORS = {"small": 1000, "large": 10, "many": 16}  # in a list
 LARGE = 2**23  # bytes of each large tensor
 MPI_TYPES = {torch.float32: MPI.FLOAT, torch.int64: MPI.INT64_T}

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.layout import Box
-from hpcdist.routes import Alltoall, Route
+from hpcdist.routes import Alltoall, Message, Route
 from hpcdist.team import Team
 
-__all__ = ["Side", "Transfer"]
+__all__ = ["Facts", "Side", "Transfer", "Views"]
+
+
+PIECE = 2**30  # bytes of a message at most, where MPI takes it from its place
+AT_ONCE = 2**20  # bytes: if no rank has more, all messages are one call of MPI
+
+
+@runtime_checkable
+class Views(Protocol):
+    """A route that takes elements from and to any places of host memory: see routes/mpi.py."""
+
+    def views_of(self, x: Tensor, views: Sequence[Tensor | None]) -> Any: ...
+
+    def alltoallw(self, team: Team, send: Tensor, sends: Any, recv: Tensor, recvs: Any) -> None: ...
+
+    def exchange_views(
+        self, team: Team, sends: list[Message], recvs: list[Message], meanwhile: Callable[[], None]
+    ) -> None: ...
 
 
 class Side:
@@ -36,6 +54,7 @@ class Side:
         self.counts = [itemsize * sum(box.size() for box in boxes) for boxes in self.boxes]
         self.displs = layout.displs(self.counts)
         self.places = self._places(itemsize)
+        self._datatypes: Any = None
 
     def _places(self, itemsize: int) -> list[int] | None:
         places = []
@@ -63,6 +82,22 @@ class Side:
             return x
         return torch.empty(self.nbytes // x.itemsize, dtype=x.dtype, device=x.device)
 
+    def views(self, x: Tensor) -> list[Message]:
+        """(rank, the part of `x`), each of at most PIECE bytes."""
+        return [
+            (rank, x[piece.slices()])
+            for rank, boxes in enumerate(self.boxes)
+            for box in boxes
+            for piece in layout.boxes(box, PIECE // x.itemsize)
+        ]
+
+    def datatypes(self, x: Tensor, way: Views, rank: int) -> Any:
+        """What `way` takes for one box a rank, its own too, of a contiguous tensor; made once."""
+        if self._datatypes is None:
+            boxes = [*self.boxes[:rank], self.own, *self.boxes[rank + 1 :]]
+            self._datatypes = way.views_of(x, [x[of_one[0].slices()] if of_one else None for of_one in boxes])
+        return self._datatypes
+
     def pack(self, x: Tensor, messages: Tensor) -> None:
         if messages is not x:
             for part, box in self._pairs(messages):
@@ -86,32 +121,64 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What all ranks know of a transfer.
+
+    Attributes:
+        longest, total: see :class:`hpcdist.routes.Alltoall`; of both directions.
+        single: no rank sends or receives more than one box with another.
+        views: the route takes elements from and to any places of memory, as :class:`Views` says.
+    """
+
+    longest: int
+    total: int
+    single: bool
+    views: bool
+
+
 class Transfer:
     """The transfer of one rank; together with those of the other ranks, it takes a tensor from layout to layout.
 
+    Over MPI and in host memory, MPI takes the elements from where they are and puts them where they belong, by
+    datatypes: of all ways measured the fastest, and without memory for messages (benchmarks/redistribute.py). Over the
+    other routes messages that are not one run of memory are packed.
+
     Attributes:
         source, dest: the messages it sends from its part, and those it receives into the new one.
-        longest, total: see :class:`hpcdist.routes.Alltoall`; of both directions.
-        moves: some rank sends something to another.
     """
 
-    source: Side
-    dest: Side
-    longest: int
-    total: int
-
-    @property
-    def moves(self) -> bool:
-        return self.longest > 0
+    def __init__(self, source: Side, dest: Side, facts: Facts) -> None:
+        self.source, self.dest, self.facts = source, dest, facts
 
     def run(self, team: Team, way: Route, x: Tensor, y: Tensor) -> None:
         """Fill `y`, this rank's new part, from `x`, the part that it has; any strides. Collective."""
-        for box, into in zip(self.source.own, self.dest.own, strict=True):
-            y[into.slices()].copy_(x[box.slices()])
-        if self.moves:
+        views: Any = way
+        if self.facts.views and self.facts.longest:
+            if self.facts.single and self.facts.total <= AT_ONCE:
+                self._at_once(team, views, x, y)
+            else:
+                sends, recvs = self.source.views(x), self.dest.views(y)
+                views.exchange_views(team, sends, recvs, lambda: self._copy_own(x, y))
+            return
+        self._copy_own(x, y)
+        if self.facts.longest:
             room = self.dest.room(y)
             self._send(team, way, self.source, x, self.dest, room, y)
             self.dest.unpack(room, y)
+
+    def _at_once(self, team: Team, way: Views, x: Tensor, y: Tensor) -> None:
+        """In one call: what is small is copied sooner than many are made."""
+        x = x.contiguous()
+        room = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+        way.alltoallw(
+            team, x, self.source.datatypes(x, way, team.rank), room, self.dest.datatypes(room, way, team.rank)
+        )
+        if room is not y:
+            y.copy_(room)
+
+    def _copy_own(self, x: Tensor, y: Tensor) -> None:
+        for box, into in zip(self.source.own, self.dest.own, strict=True):
+            y[into.slices()].copy_(x[box.slices()])
 
     def back(self, team: Team, way: Route, grad: Tensor) -> Tensor:
         """The transpose: of the gradient of `y`, on every rank, that of `x`. Collective.
@@ -121,7 +188,7 @@ class Transfer:
         x = grad.new_zeros(self.source.shape)
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             x[box.slices()].add_(grad[into.slices()])
-        if self.moves:
+        if self.facts.longest:
             messages = torch.empty(self.source.nbytes // x.itemsize, dtype=x.dtype, device=x.device)
             self._send(team, way, self.dest, grad, self.source, messages, x)
             self.source.add(messages, x)
@@ -130,11 +197,5 @@ class Transfer:
     def _send(self, team: Team, way: Route, source: Side, x: Tensor, dest: Side, into: Tensor, y: Tensor) -> None:
         out = source.room(x)
         source.pack(x, out)
-        way.alltoallv(
-            team,
-            out,
-            into,
-            Alltoall(
-                source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y), self.longest, self.total
-            ),
-        )
+        counts = source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y)
+        way.alltoallv(team, out, into, Alltoall(*counts, self.facts.longest, self.facts.total))

@@ -16,7 +16,7 @@ from hpcdist.buffers import overlap
 from hpcdist.call import LOST, Call
 from hpcdist.errors import RankError
 from hpcdist.layout import Box, Layout
-from hpcdist.plan import Side, Transfer
+from hpcdist.plan import Facts, Side, Transfer, Views
 from hpcdist.routes import Route
 from hpcdist.team import Team, team_of
 
@@ -234,20 +234,19 @@ def _make(team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Sha
         Side(dest[team.rank], moves.recvs, team.rank, team.size, x.itemsize),
     )
     longest = max(max(side.counts) for side in sides)
-    total = max(x.itemsize * layout.whole(side.shape).size() for side in sides)
-    facts: list[tuple[int, int, int]] = team.comm.allgather(
-        (longest, max(total, *(s.nbytes for s in sides)), moves.missing)
+    total = max(max(side.nbytes, x.itemsize * layout.whole(side.shape).size()) for side in sides)
+    single = all(len(boxes) <= 1 for side in sides for boxes in (*side.boxes, side.own))
+    known = team.comm.allgather((longest, total, single, not x.is_cuda, moves.missing))
+    missing = {rank: fact[-1] for rank, fact in enumerate(known) if fact[-1]}
+    text = "src: no rank holds {} of the {} elements of its new part"
+    agree.require(VERB, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
+    facts = Facts(
+        longest=max(fact[0] for fact in known),
+        total=max(fact[1] for fact in known),
+        single=all(fact[2] for fact in known),
+        views=isinstance(way, Views) and all(fact[3] for fact in known),
     )
-    agree.require(
-        VERB,
-        {
-            rank: f"src: no rank holds {missing} of the {dest[rank].size()} elements of its new part"
-            for rank, (_, _, missing) in enumerate(facts)
-            if missing
-        },
-    )
-    transfer = Transfer(*sides, max(fact[0] for fact in facts), max(fact[1] for fact in facts))
-    return Plan(team, way, transfer, shape, dest[team.rank], x, grad)
+    return Plan(team, way, Transfer(*sides, facts), shape, dest[team.rank], x, grad)
 
 
 def _show(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:

@@ -1,9 +1,10 @@
-"""The example programs print what the README says."""
+"""The example programs print what the README says, and find what one process finds."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from launch import mpirun
@@ -28,3 +29,107 @@ def test_one_rank_has_nobody_to_send_to() -> None:
     job = mpirun(1, "-m", "hpcdist.examples.primitives")
     assert job.status == 0, job.err
     assert "send, recv          | [1]                | -\n" in job.out
+
+
+# The ranks, the module, and what rank 0 prints. That their results equal one process's, the programs see to themselves:
+# they fail if not. Those marked `once` rest on what other tests run under every MPI.
+WORKED = [
+    pytest.param(
+        3,
+        "sequences",
+        """\
+        rank 0: 2 texts, 10 tokens
+        rank 1: 3 texts, 7 tokens
+        rank 2: 2 texts, 12 tokens
+        text-0: 7 of 9 tokens: [0, 1, -1, 3, 4, -1, 6]
+        text-1: 1 of 1 tokens: [100]
+        text-2: 2 of 2 tokens: [200, 201]
+        text-3: 3 of 3 tokens: [300, 301, -1]
+        text-4: 2 of 2 tokens: [400, 401]
+        text-5: 6 of 8 tokens: [500, 501, -1, 503, 504, -1]
+        text-6: 3 of 4 tokens: [600, 601, -1]
+        accuracy 0.621, loss 0.0379 a token
+        one process finds the same
+        """,
+        marks=pytest.mark.once,
+    ),
+    pytest.param(
+        4,
+        "embeddings",
+        """\
+        by rows: rank 0 [0:3, 0:6], rank 1 [3:6, 0:6], rank 2 [6:8, 0:6], rank 3 [8:10, 0:6]
+        by columns: rank 0 [0:10, 0:2], rank 1 [0:10, 2:4], rank 2 [0:10, 4:5], rank 3 [0:10, 5:6]
+        by tiles: rank 0 [0:5, 0:3], rank 1 [0:5, 3:6], rank 2 [5:10, 0:3], rank 3 [5:10, 3:6]
+        columns to tiles, bytes received: 20 of 60, 40 of 60, 60 of 60, 40 of 60
+        words [7, 0, 9, 4, 4]: by rows, columns and tiles the same as in the whole table
+        """,
+        marks=pytest.mark.once,
+    ),
+    pytest.param(
+        3,
+        "column_parallel",
+        """\
+        output: (5, 10) (5, 10) (5, 10), as on one process
+        input's gradient: (5, 4) (5, 4) (5, 4), as on one process
+        weight's gradient: (4, 4) (3, 4) (3, 4), as on one process
+        bias's gradient: (4,) (3,) (3,), as on one process
+        """,
+        marks=pytest.mark.once,
+    ),
+    pytest.param(
+        4,
+        "several_tensors",
+        """\
+        to rank 1: 'task 1', float32 (1, 3), bfloat16 (3,), float64 (), int64 (2,), bool (2,)
+        from rank 1: int64 (1,) [1]
+        to rank 2: 'task 2', float32 (2, 3), bfloat16 (3,), float64 (), int64 (4,), bool (4,)
+        from rank 2: int64 (2,) [1, 3]
+        to rank 3: 'task 3', float32 (3, 3), bfloat16 (3,), float64 (), int64 (6,), bool (6,)
+        from rank 3: int64 (3,) [1, 3, 5]
+        3 answers, as on one process
+        """,
+    ),
+    pytest.param(
+        2,
+        "through_a_file --mib 3",
+        """\
+        sent to rank 1: 3 MiB, (768, 1024)
+        saved: (384, 1024), (384, 1024)
+        loaded: (768, 512), (768, 512)
+        each part as one process makes it
+        """,
+    ),
+]
+
+
+@pytest.mark.parametrize(("np", "example", "output"), WORKED, ids=[str(param.values[1]) for param in WORKED])
+def test_a_worked_example(np: int, example: str, output: str, tmp_path: Path) -> None:
+    job = mpirun(np, "-m", *f"hpcdist.examples.{example}".split(), cwd=tmp_path, env={"HPCDIST_STAGING": str(tmp_path)})
+    assert job.status == 0, job.err
+    assert job.out == dedent(output)
+    assert not list(tmp_path.iterdir()), "a file is left"
+
+
+@pytest.mark.once
+def test_the_column_parallel_layer_can_follow_itself() -> None:
+    """And trains with loss.backward(), as any module: which factor comes in where shows only behind another layer."""
+    job = mpirun(
+        3,
+        code="""
+        import torch
+        from torch import nn
+        import hpcdist as hd
+        from hpcdist.examples.column_parallel import ROWS, ColumnParallelLinear
+
+        with hd.init():
+            torch.manual_seed(1)
+            whole = nn.Sequential(nn.Linear(4, 5).double(), nn.Tanh(), nn.Linear(5, 7).double())
+            parts = nn.Sequential(ColumnParallelLinear(whole[0]), nn.Tanh(), ColumnParallelLinear(whole[2]))
+            x = torch.randn(3, 4).double()
+            for model in (whole, parts):
+                model(x).square().sum().backward()
+            for got, want in zip(parts.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(got.grad, hd.local(want.grad, ROWS), rtol=1e-12, atol=1e-12)
+        """,
+    )
+    assert job.status == 0, job.err

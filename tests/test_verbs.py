@@ -151,28 +151,6 @@ def test_integers_of_other_libraries(world: hd.World, route: str) -> None:
     findings.settle()
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_gradient_stays_here(world: hd.World, route: str) -> None:
-    """Tensors that require a gradient, parameters and results of a computation, can be sent; none flows."""
-    findings = Findings(world.comm)
-    extents = extents_of("even", world.world_size)
-    whole = torch.randn(sum(extents), 2, generator=torch.Generator().manual_seed(1))
-    leaf = part(whole, 0, extents, world.rank).clone().requires_grad_()
-    parameter = torch.nn.Parameter(part(whole, 0, extents, world.rank).clone())
-    for x in (leaf, leaf * 1, parameter):
-        for result in (hd.concat(x, route=route), hd.gather(x, route=route)):
-            if result is not None:
-                findings.same(result, whole, "values")
-                findings.check(not result.requires_grad, "the result requires a gradient")
-        findings.check(x.requires_grad, "x no longer requires a gradient")
-    mine = hd.split(whole.clone().requires_grad_() if world.rank == 0 else None, route=route)
-    findings.same(mine, part(whole, 0, extents, world.rank), "split")
-    out = torch.zeros_like(whole, requires_grad=True)
-    findings.check(hd.concat(leaf, out=out, route=route) is out, "out is returned")
-    findings.same(out, whole, "out that requires a gradient")
-    findings.settle()
-
-
 # --- split -----------------------------------------------------------------------------------------------------------
 
 

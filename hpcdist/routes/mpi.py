@@ -5,6 +5,7 @@ An Allgatherv that is large goes by sends and receives where that is faster: see
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,19 +13,22 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.routes import Alltoall, Ints, Message, cuda_aware
+from hpcdist.routes import Alltoall, Ints, Message, cuda_aware, datatypes
 from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "PIECE"]
+__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "PIECE", "Views"]
 
 LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
 PIECE = 2**30  # bytes a message at most, once the total is over the limit
 # Bytes in all from which an Allgatherv goes by sends and receives. MPICH pipelines it in pieces of 32 KiB around a
 # ring, which at 64 MiB a rank takes 2 times as long on 2 ranks, and 10 times and more with more ranks than cores.
 DIRECT = 2**23 if MPI.get_vendor()[0] == "MPICH" else LIMIT
+
+
+Views = tuple[list[int], list[int], list[MPI.Datatype]]  # for each rank: 1 or 0, the first byte, the datatype
 
 
 class _Mpi(Exchange):
@@ -79,6 +83,31 @@ class _Mpi(Exchange):
         ]
         for request in requests:
             request.Wait()
+
+    def exchange_views(
+        self, team: Team, sends: list[Message], recvs: list[Message], meanwhile: Callable[[], None]
+    ) -> None:
+        """As exchange, of tensors in host memory of any strides, each below what an int counts; several for a pair
+        arrive in their order. `meanwhile` is called while they are under way."""
+        comm = team.comm
+        requests = [comm.Irecv(datatypes.message(view), source) for source, view in recvs]
+        requests += [comm.Isend(datatypes.message(view), dest) for dest, view in sends]
+        meanwhile()
+        for request in requests:
+            request.Wait()
+
+    def views_of(self, x: Tensor, views: Sequence[Tensor | None]) -> Views:
+        """What alltoallw takes: for each rank a view of `x`, or None."""
+        start = x.data_ptr()
+        return (
+            [int(view is not None) for view in views],
+            [0 if view is None else view.data_ptr() - start for view in views],
+            [MPI.BYTE if v is None else datatypes.datatype(tuple(v.shape), v.stride(), v.itemsize) for v in views],
+        )
+
+    def alltoallw(self, team: Team, send: Tensor, sends: Views, recv: Tensor, recvs: Views) -> None:
+        """Rank i's view of `send` for rank j arrives in rank j's view of `recv` for rank i; both in host memory."""
+        team.comm.Alltoallw([_memory(send), *sends], [_memory(recv), *recvs])
 
 
 def _memory(message: Tensor) -> object:

@@ -1,4 +1,4 @@
-"""Each route's four operations on messages of bytes, as large as they come and cut into small pieces."""
+"""Each route's five operations on messages of bytes, as large as they come and cut into small pieces."""
 
 from __future__ import annotations
 
@@ -121,9 +121,25 @@ class TestRoute:
                 send[sdispls[peer] :][: sendcounts[peer]] = _letter(team.rank, peer, sendcounts[peer])
                 expected[rdispls[peer] :][: recvcounts[peer]] = _letter(peer, team.rank, recvcounts[peer])
             before, recv = send.clone(), torch.full_like(expected, 254)
-            ROUTES[name].alltoallv(team, send, sendcounts, sdispls, recv, recvcounts, rdispls)
+            longest, total = max(map(max, table)), gap * team.size + row * 3 * team.size
+            what = routes.Alltoall(sendcounts, sdispls, recvcounts, rdispls, longest, total)
+            ROUTES[name].alltoallv(team, send, recv, what)
             findings.same(recv, expected, f"rows of {row}, gaps of {gap}")
             findings.same(send, before, "send")
+        findings.settle()
+
+    def test_exchange(self, world: hd.World, name: str, order: int) -> None:
+        """Messages that each have memory of their own; some ranks have none to send, or to receive."""
+        team, findings = _team(world, order), Findings(world.comm)
+        ranks = range(team.size)
+        for row in (0, 1, 5, 40):
+            table = [[row * ((i + 2 * j) % 3) if i != j else 0 for j in ranks] for i in ranks]
+            sends = [(j, _letter(team.rank, j, n)) for j, n in enumerate(table[team.rank]) if n]
+            recvs = [(i, torch.zeros(table[i][team.rank], dtype=torch.uint8)) for i in ranks if table[i][team.rank]]
+            ROUTES[name].exchange(team, sends, recvs, max(map(max, table)))
+            for source, got in recvs:
+                findings.same(got, _letter(source, team.rank, got.numel()), f"rows of {row} from {source}")
+            findings.check(all(torch.equal(x, _letter(team.rank, j, x.numel())) for j, x in sends), "send")
         findings.settle()
 
     def test_messages_of_any_shape_and_dtype(self, world: hd.World, name: str, order: int) -> None:
@@ -220,10 +236,10 @@ def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, "use route mpi or auto" in str(error), error)
 
 
-def test_every_route_has_the_four_operations() -> None:
+def test_every_route_has_the_five_operations() -> None:
     for name in routes.ROUTES:
         route = routes.load(name)
-        for operation in ("missing", "carries", "gatherv", "scatterv", "allgatherv", "alltoallv"):
+        for operation in ("missing", "carries", "gatherv", "scatterv", "allgatherv", "alltoallv", "exchange"):
             assert callable(getattr(route, operation)), (name, operation)
     assert ("auto", *routes.ROUTES) == routes.NAMES
 

@@ -1,0 +1,97 @@
+"""An embedding table split by rows, by columns and by tiles: from one to the other, and a lookup in each.
+
+By rows every rank has some words, whole; by columns some features of all words; by tiles some features of some words.
+
+mpirun -n 4 python -m hpcdist.examples.embeddings
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+import hpcdist as hd
+
+__all__ = ["main"]
+
+WORDS, FEATURES = 10, 6
+WANTED = [7, 0, 9, 4, 4]  # the words that are looked up, the same ones on all ranks
+
+
+def main() -> None:
+    """Bring the table from layout to layout and look words up. Collective over all ranks of the job."""
+    with hd.init() as world:
+        tiling = hd.Block(grid(world.world_size), (0, 1))
+        layouts: dict[str, hd.Layout] = {"rows": hd.Split(0), "columns": hd.Split(1), "tiles": tiling}
+        held = {by: layout.boxes((WORDS, FEATURES), world.world_size) for by, layout in layouts.items()}
+        mine = {by: boxes[world.rank] for by, boxes in held.items()}
+
+        # Each rank makes, or loads, its own rows: no rank ever holds the whole table.
+        rows = table(mine["rows"], world.device)
+
+        # To do it once: a rank sends each other rank just what that one is to have.
+        columns = hd.redistribute(rows, layouts["rows"], layouts["columns"])
+
+        # To do it many times, as in every step of a training: the plan is made once, and then only data move.
+        to_tiles = hd.plan_redistribute(columns, layouts["columns"], layouts["tiles"])
+        tiles = to_tiles(columns)
+        received = world.comm.gather((to_tiles.received, tiles.nbytes))  # on rank 0
+
+        words = torch.tensor(WANTED, device=world.device)
+        vectors = {
+            "rows": look_up(words, rows, mine["rows"]),
+            "columns": look_up_in_columns(words, columns),
+            "tiles": look_up(words, tiles, mine["tiles"]),
+        }
+
+        # One process with the whole table would take its rows.
+        whole = table(hd.layout.whole((WORDS, FEATURES)), world.device)
+        for by, found in vectors.items():
+            if not torch.equal(found, whole[words]):
+                raise RuntimeError(f"rank {world.rank}: words looked up by {by} differ from those of the whole table")
+        if received is not None:
+            for by, boxes in held.items():
+                print(f"by {by}: " + ", ".join(f"rank {rank} {show(box)}" for rank, box in enumerate(boxes)))
+            print("columns to tiles, bytes received: " + ", ".join(f"{got} of {new}" for got, new in received))
+            print(f"words {WANTED}: by rows, columns and tiles the same as in the whole table")
+
+
+def grid(size: int) -> tuple[int, int]:
+    """The ranks in rows and columns, as square as can be: 2 x 2 of 4, 3 x 1 of 3."""
+    columns = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+    return size // columns, columns
+
+
+def table(box: hd.Box, device: torch.device) -> Tensor:
+    """A part of the table; each value tells where it belongs: feature 3 of word 7 is 7.03."""
+    words, features = (torch.arange(o, o + n, device=device) for o, n in zip(box.offset, box.shape, strict=True))
+    return words[:, None] + features / 100
+
+
+def look_up(words: Tensor, part: Tensor, box: hd.Box) -> Tensor:
+    """The vectors of the words, on every rank, from any part that each rank holds. Collective."""
+    first, count = box.offset[0], box.shape[0]
+    here = (words >= first) & (words < first + count)
+    vectors = part.new_zeros(len(words), FEATURES)
+    vectors[here, box.slices()[1]] = part[words[here] - first]
+    dist.all_reduce(vectors)  # each value is on one rank, and zero on the others
+    return vectors
+
+
+def look_up_in_columns(words: Tensor, columns: Tensor) -> Tensor:
+    """The same, where every rank has all words: their features side by side, and no zeros travel. Collective."""
+    vectors: Tensor = hd.concat(functional.embedding(words, columns), dim=1)
+    return vectors
+
+
+def show(box: hd.Box) -> str:
+    """Rows and columns from a box: [0:5, 0:3]."""
+    return f"[{', '.join(f'{part.start}:{part.stop}' for part in box.slices())}]"
+
+
+if __name__ == "__main__":
+    main()

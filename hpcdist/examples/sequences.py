@@ -1,0 +1,88 @@
+"""Variable-length sequences, predicted on all ranks and gathered for metrics: order kept, nothing padded.
+
+Rank 0 has texts of very different lengths. They are shared so that all ranks have about the same number of tokens; a
+model, here a stand-in, predicts; and rank 0 gets all predictions back, in the order of the texts.
+
+mpirun -n 3 python -m hpcdist.examples.sequences
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hpcdist as hd
+
+__all__ = ["main"]
+
+Parts = dict[str, Any]  # of a structure
+
+LENGTHS = (9, 1, 2, 3, 2, 8, 4)  # tokens of each text
+COST = 0.1  # of a token that is wrong or missing: the stand-in's loss
+
+
+def main() -> None:
+    """Predict, gather, compare with one process. Collective over all ranks of the job."""
+    with hd.init() as world:
+        texts = corpus(world.device) if world.rank == 0 else None
+        # Consecutive texts for each rank, of about as many tokens: one rank may well take fewer texts than another.
+        counts = hd.balance([len(target) for target in texts["targets"]]) if texts is not None else None
+        mine = hd.split(texts, counts=counts)  # the lists are cut; what is in them may be of any shape
+
+        tokens = [predict(target) for target in mine["targets"]]
+        right, total = score(tokens, mine["targets"])
+
+        # Lists are added up, in rank order, each item as it is; of a single value, such as the loss, come all ranks'.
+        # The losses are sums, not means: a mean of means is wrong where ranks have different numbers of tokens.
+        found = hd.gather({"ids": mine["ids"], "tokens": tokens, "loss": COST * (total - right)}, root=0)
+
+        # What every rank needs, for example to decide alike when to stop, it gets by concat.
+        sums = hd.concat({"right": right, "total": total, "texts": len(tokens)})
+        accuracy = sum(sums["right"]) / sum(sums["total"])
+
+        if texts is not None:
+            show(texts, found, sums, accuracy)
+
+
+def corpus(device: torch.device) -> Parts:
+    """The texts' ids, and their tokens, as they should be predicted."""
+    ids = [f"text-{number}" for number in range(len(LENGTHS))]
+    targets = [100 * number + torch.arange(length, device=device) for number, length in enumerate(LENGTHS)]
+    return {"ids": ids, "targets": targets}
+
+
+def predict(target: Tensor) -> Tensor:
+    """A stand-in for a model: every third token is wrong, and long texts end too early."""
+    tokens = target.clone()
+    tokens[2::3] = -1
+    return tokens[: len(target) - len(target) // 4]
+
+
+def score(tokens: list[Tensor], targets: list[Tensor]) -> tuple[int, int]:
+    """The number of tokens that are right, and of those there should be."""
+    right = sum(int((got == want[: len(got)]).sum()) for got, want in zip(tokens, targets, strict=True))
+    return right, sum(map(len, targets))
+
+
+def show(texts: Parts, found: Parts, sums: Parts, accuracy: float) -> None:
+    """Print what rank 0 has gathered, and compare it with what one process finds."""
+    for rank, (count, total) in enumerate(zip(sums["texts"], sums["total"], strict=True)):
+        print(f"rank {rank}: {count} texts, {total} tokens")
+    for name, got, want in zip(found["ids"], found["tokens"], texts["targets"], strict=True):
+        print(f"{name}: {len(got)} of {len(want)} tokens: {got.tolist()}")
+    loss = sum(found["loss"]) / sum(sums["total"])
+    print(f"accuracy {accuracy:.3f}, loss {loss:.4f} a token")
+
+    alone = [predict(target) for target in texts["targets"]]
+    right, total = score(alone, texts["targets"])
+    same = found["ids"] == texts["ids"] and all(map(torch.equal, found["tokens"], alone))
+    if not same or accuracy != right / total or not math.isclose(loss, COST * (total - right) / total):
+        raise RuntimeError("one process finds something else")
+    print("one process finds the same")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Several tensors sent at once, in one structure: the receiver knows neither their number, shapes nor dtypes.
+
+Rank 0 sends a task to each other rank, without waiting for one before the next, and takes the answers as they come.
+
+mpirun -n 4 python -m hpcdist.examples.several_tensors
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hpcdist as hd
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Send, answer, compare with one process. Collective over all ranks of the job."""
+    with hd.init() as world:
+        if world.rank > 0:
+            task, source = hd.recv(with_source=True)  # from any rank, whatever it is
+            hd.send(answer(task), dest=source)
+            return
+
+        tasks = {rank: task_of(rank, world.device) for rank in range(1, world.world_size)}
+        # All at once: a handle for each. Until it is done, the task that is on its way must not be changed.
+        sent = [hd.isend(task, dest=rank) for rank, task in tasks.items()]
+        # Whoever answers first is served first: that is why an answer comes with its source.
+        coming = [hd.irecv(with_source=True) for _ in tasks]
+        answers = {source: got for got, source in (handle.wait() for handle in coming)}
+        for handle in sent:
+            handle.wait()
+
+        for rank, task in tasks.items():
+            tensors = [*task["weights"].values(), task["tokens"], task["mask"]]
+            print(f"to rank {rank}: {task['name']!r}, " + ", ".join(map(show, tensors)))
+            print(f"from rank {rank}: {show(answers[rank]['words'])} {answers[rank]['words'].tolist()}")
+            check(answers[rank], answer(task))
+        print(f"{len(tasks)} answers, as on one process")
+
+
+def task_of(rank: int, device: torch.device) -> dict[str, Any]:
+    """What rank `rank` is to work on: tensors on a GPU arrive on the receiver's own."""
+    weights = {
+        "matrix": torch.arange(3.0 * rank, device=device).view(rank, 3),
+        "bias": torch.full((3,), 0.5, dtype=torch.bfloat16, device=device),
+        "scale": torch.tensor(2.0, dtype=torch.float64, device=device),
+    }
+    tokens = torch.arange(2 * rank, device=device)
+    return {"name": f"task {rank}", "weights": weights, "tokens": tokens, "mask": tokens % 2 == 1, "ratio": 0.25}
+
+
+def answer(task: dict[str, Any]) -> dict[str, Any]:
+    """The work: a few results of different shapes and dtypes."""
+    weights = task["weights"]
+    scaled = (weights["matrix"] + weights["bias"]) * weights["scale"] * task["ratio"]
+    return {"name": task["name"], "words": task["tokens"][task["mask"]], "results": [scaled, scaled.sum()]}
+
+
+def check(got: dict[str, Any], want: dict[str, Any]) -> None:
+    pairs = zip([got["words"], *got["results"]], [want["words"], *want["results"]], strict=True)
+    if got["name"] != want["name"] or not all(torch.equal(a, b) for a, b in pairs):
+        raise RuntimeError(f"the answer to {want['name']} differs from that of one process")
+
+
+def show(x: torch.Tensor) -> str:
+    """Dtype and shape: int64 (4,)."""
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+
+
+if __name__ == "__main__":
+    main()

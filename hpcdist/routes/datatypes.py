@@ -1,0 +1,37 @@
+"""MPI datatypes of tensors with strides: MPI then takes the elements from their places, and nothing is packed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from mpi4py import MPI
+from torch import Tensor
+
+__all__ = ["datatype", "message"]
+
+# Both sides of a message have items of the same size, whatever they mean.
+_ITEMS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+
+
+@lru_cache(maxsize=1024)
+def datatype(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
+    """The datatype of all elements of a tensor, seen from the first one; committed.
+
+    It is never freed: there are as many as a program has shapes.
+    """
+    dims = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
+    run = 1
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    found = _ITEMS[itemsize].Create_contiguous(run)
+    for extent, stride in reversed(dims):
+        found = found.Create_hvector(extent, 1, stride * itemsize)
+    return found.Commit()
+
+
+def message(x: Tensor) -> list[object]:
+    """A tensor in host memory, of any strides, as mpi4py takes it."""
+    shape, strides = tuple(x.shape), x.stride()
+    span = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = MPI.buffer.fromaddress(x.data_ptr(), span * x.itemsize)
+    return [memory, 1, datatype(shape, strides, x.itemsize)]
