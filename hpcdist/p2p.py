@@ -152,7 +152,7 @@ def _sending(x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: 
     if route not in ROUTES:
         raise ValueError(f"route is {route!r}, expected one of {', '.join(ROUTES)}")
     tree, post = flatten(x, allow_pickle), post_of(team)
-    post.sent += 1
+    post.sent = (post.sent + 2) % (_most_tag(team) // 2 * 2)  # even: an answer to it has the number behind it
     contents = Contents.of(tree.tensors)
     way = _by_file if route == "hdf5" and contents.large else _by_mpi
     return team, post, way(team, tree, contents, dest, tag, post.sent)
@@ -196,7 +196,6 @@ def _by_mpi(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, num
 
     from hpcdist.post import Requests
 
-    number %= _most_tag(team) + 1
     first, rest = _first_message(tree, contents, encode(tree.spec, contents, number=number))
     requests = [team.mail.Isend([_memory(first), MPI.BYTE], dest, tag)]
     large = [rest] if rest is not None else []
@@ -232,7 +231,6 @@ def _by_file(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, nu
 
     from hpcdist.post import Requests
 
-    number %= _most_tag(team) + 1
     sizes = [contents.nbytes[i] for i in contents.large]
     with _staged(team, sum(sizes)) as stage:
         large = [as_bytes(tree.tensors[i].cpu().contiguous()) for i in contents.large]
@@ -243,7 +241,7 @@ def _by_file(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, nu
         if rest is not None:
             requests.append(team.parcels.Isend([_memory(rest), MPI.BYTE], dest, number))
         answer = bytearray(_ANSWER)
-        requests.append(team.parcels.Irecv([answer, MPI.BYTE], dest, number))
+        requests.append(team.parcels.Irecv([answer, MPI.BYTE], dest, number + 1))
         yield Requests(requests)
     problem = answer.rstrip(b"\0").decode(errors="replace")
     if problem:
@@ -327,7 +325,7 @@ def _from_file(team: Team, giver: int, number: int, header: Header, places: dict
     except (FileError, OSError, EOFError) as error:
         problem = reason(error)
     answer = bytearray(problem.encode()[:_ANSWER])
-    yield Requests([team.parcels.Isend([answer, MPI.BYTE], giver, number)])
+    yield Requests([team.parcels.Isend([answer, MPI.BYTE], giver, number + 1)])
     if problem:
         raise FileError(f"recv(): {problem}")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from hpcdist.buffers import DTYPES
+from hpcdist.buffers import DTYPES, as_bytes
 from hpcdist.errors import HpcdistError
 
 __all__ = ["MOST", "SMALL", "Contents", "Header", "Meta", "encode", "pack"]
@@ -142,7 +142,7 @@ def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
         of_one = [tensors[i] for i in numbers]
         if any(x.is_cuda for x in of_one):
             of_one = _fetched(of_one)
-        sections.append(_flatten_dense_tensors(of_one).view(torch.uint8))  # type: ignore[no-untyped-call]
+        sections.append(as_bytes(_flatten_dense_tensors(of_one)))  # type: ignore[no-untyped-call]
     rest = contents.packed - sum(map(len, sections))
     return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8)])
 

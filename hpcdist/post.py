@@ -67,6 +67,11 @@ class Arrival:
     def wait(self) -> None:
         self.message = self._comm.Mprobe(self._from, self._tag, self._status)
 
+    def rivals(self, other: Arrival) -> bool:
+        """Whether there are messages that both could take."""
+        sources, tags = {self._from, other._from}, {self._tag, other._tag}
+        return (len(sources) == 1 or MPI.ANY_SOURCE in sources) and (len(tags) == 1 or MPI.ANY_TAG in tags)
+
     @property
     def source(self) -> int:
         return self._status.Get_source()
@@ -87,7 +92,7 @@ class Post:
     """The transfers between this rank and others of a team that are under way.
 
     Attributes:
-        sent: how many this rank has begun: each has a number of its own, by which its parts are told from others'.
+        sent: the number of the latest message that this rank has begun to send: its parts are told by it from others'.
     """
 
     def __init__(self) -> None:
@@ -156,9 +161,10 @@ def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
     """(those that are still under way, whether any has gone on), in the order in which they were begun."""
     moved = False
     left = []
+    before: list[Arrival] = []  # what waits for a message gets it before those that were begun later
     for job in jobs:
         try:
-            while job.waiting is None or job.waiting.ready():
+            while job.waiting is None or _may_go_on(job.waiting, before):
                 job.waiting = next(job.steps)
                 moved = True
             left.append(job)
@@ -167,6 +173,15 @@ def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
         except BaseException as error:  # wait() raises it
             job.future.set_exception(error)
     return left, moved
+
+
+def _may_go_on(waiting: Waiting, before: list[Arrival]) -> bool:
+    if not isinstance(waiting, Arrival):
+        return waiting.ready()
+    if not any(waiting.rivals(other) for other in before) and waiting.ready():
+        return True
+    before.append(waiting)
+    return False
 
 
 def post_of(team: Team) -> Post:

@@ -188,7 +188,7 @@ def rebuild(spec: Any, leaf: Leaf) -> Any:
     if kind in TENSORS:
         return leaf(kind, parts[0])
     if kind == "z":
-        return complex(*parts)
+        return complex(parts[0], parts[1])
     if kind == "i":
         return int(parts[0], 16)
     if kind in ("l", "t"):

@@ -6,12 +6,11 @@ drawn: Hypothesis mixes constants that it finds in the sources into longer range
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import nan, prod
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ Rule = str | tuple[int, ...] | None
 _LONG = 3000  # rows: enough that a tensor of them is not sent in one small message
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)  # 0 is not False
 def _among(*values: Any) -> Any:
     return st.sampled_from(values)
 
@@ -110,6 +109,7 @@ class Transfer:
         counts: what split is told.
         strides: by rank, of the shards; of the whole for split, where the root's counts.
         told: the ranks other than the root are told the counts, too.
+        tiny: the limits from which something goes another way are a few bytes.
     """
 
     verb: str
@@ -124,6 +124,7 @@ class Transfer:
     route: str
     async_op: bool
     told: bool
+    tiny: bool
 
 
 @st.composite
@@ -147,7 +148,7 @@ def transfers(draw: Draw, size: int) -> Transfer:
     outs, route = _outs(draw, size), _route(draw, "auto", "mpi", "gloo")
     return Transfer(
         *(verb, tuple(shape), dim, extents if ndim else (1,) * size, counts, dtype, strides, root, outs, route),
-        *(_one_in(draw, 4), _one_in(draw, 2)),
+        *(_one_in(draw, 4), _one_in(draw, 2), _one_in(draw, 2)),
     )
 
 
@@ -230,9 +231,7 @@ def _grids(size: int, factors: int = 3) -> tuple[tuple[int, ...], ...]:
     """The grids of 1 to 3 dimensions of so many ranks."""
     found = [(size,)]
     if factors > 1:
-        found += [
-            (n, *rest) for n in range(1, size + 1) if size % n == 0 for rest in _grids(size // n, factors - 1)
-        ]
+        found += [(n, *rest) for n in range(1, size + 1) if size % n == 0 for rest in _grids(size // n, factors - 1)]
     return tuple(dict.fromkeys(found))
 
 
@@ -294,6 +293,7 @@ class Redistribution:
     Attributes:
         strides: of the whole.
         views: by rank, how its part lies in memory; "view" as it does in the whole.
+        tiny: as for Transfer.
     """
 
     shape: tuple[int, ...]
@@ -306,6 +306,7 @@ class Redistribution:
     route: str
     planned: bool
     async_op: bool
+    tiny: bool
 
 
 @st.composite
@@ -326,7 +327,7 @@ def redistributions(draw: Draw, size: int) -> Redistribution:
     views = tuple(draw(_among(*ways)) for _ in range(size))
     return Redistribution(
         *(shape, dtype, src, dst, strides, views, _outs(draw, size, len(shape)), _route(draw, "auto", "mpi", "gloo")),
-        *(_one_in(draw, 3), _one_in(draw, 4)),
+        *(_one_in(draw, 3), _one_in(draw, 4), _one_in(draw, 2)),
     )
 
 
@@ -379,12 +380,13 @@ class Leaf:
             return STRIDES[self.way](x)
         array = x.numpy()
         if self.way == "fortran":
-            return np.asfortranarray(array)
+            return array.copy(order="F")
         if self.way == "reversed":
             return array[::-1] if self.shape else array
         if self.way == "big-endian":
             return array.astype(array.dtype.newbyteorder(">"))
-        array.flags.writeable = self.way != "read-only"
+        if self.way == "read-only":
+            array.flags.writeable = False
         return array
 
 
@@ -530,7 +532,7 @@ class Structured:
 
     Attributes:
         trees: by rank; for split one, the root's.
-        packs: tensors of 64 bytes are large already, and travel by themselves.
+        tiny: as for Transfer.
     """
 
     verb: str
@@ -540,7 +542,7 @@ class Structured:
     root: int
     route: str
     async_op: bool
-    packs: bool
+    tiny: bool
 
 
 @st.composite
@@ -569,6 +571,7 @@ class Ring:
         order: in which they are received.
         anyone, any_tag: the receiver names no source, no tag.
         later: they are received with irecv.
+        tiny: as for Transfer.
     """
 
     trees: tuple[tuple[Any, ...], ...]
@@ -579,7 +582,7 @@ class Ring:
     any_tag: bool
     later: bool
     route: str
-    packs: bool
+    tiny: bool
 
 
 @st.composite
@@ -594,7 +597,3 @@ def rings(draw: Draw, size: int) -> Ring:
     return Ring(
         *(trees, tags, order, shift, _one_in(draw, 3), any_tag, _one_in(draw, 2), route, _one_in(draw, 2)),
     )
-
-
-def fields_of(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value)]

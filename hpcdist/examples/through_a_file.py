@@ -18,7 +18,6 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.world import World
 
 __all__ = ["main"]
 
@@ -35,7 +34,7 @@ def main() -> None:
         to_another_layout(shape, world)
 
 
-def to_another_rank(shape: tuple[int, int], world: World) -> None:
+def to_another_rank(shape: tuple[int, int], world: hd.World) -> None:
     """From rank 0 to the last: as without a file, but for the route, of which the receiver need not know."""
     last = world.world_size - 1
     if last == 0:
@@ -47,7 +46,7 @@ def to_another_rank(shape: tuple[int, int], world: World) -> None:
         compare(hd.recv(source=0), hd.layout.whole(shape), world)
 
 
-def to_another_layout(shape: tuple[int, int], world: World) -> None:
+def to_another_layout(shape: tuple[int, int], world: hd.World) -> None:
     """From rows to columns, without any rank ever holding the whole."""
     rows, columns = (hd.Split(dim).boxes(shape, world.world_size) for dim in (0, 1))
     # A name that is not in use; the folder of rank 0 is for all.
@@ -61,9 +60,8 @@ def to_another_layout(shape: tuple[int, int], world: World) -> None:
         got = staging.load(path, "x", dim=1, device=world.device)
         compare(got, columns[world.rank], world)
 
-        offset = [world.rank, 0]
-        row = staging.load(path, "x", box=(offset, [1, COLUMNS]), device=world.device)
-        compare(row, hd.Box(tuple(offset), tuple(row.shape)), world)
+        row = hd.Box(offset=(world.rank, 0), shape=(1, COLUMNS))
+        compare(staging.load(path, "x", box=row, device=world.device), row, world)
     finally:
         if world.rank == 0:  # load has returned: every rank has what it wants
             shutil.rmtree(folder)
@@ -79,7 +77,7 @@ def part(box: hd.Box, device: torch.device) -> Tensor:
     return ((rows[:, None] * COLUMNS + columns) % 2**24).float()
 
 
-def compare(got: Tensor, box: hd.Box, world: World) -> None:
+def compare(got: Tensor, box: hd.Box, world: hd.World) -> None:
     if not torch.equal(got, part(box, world.device)):
         raise RuntimeError(f"rank {world.rank} got something else than {box} of the tensor")
 

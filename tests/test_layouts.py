@@ -1,0 +1,231 @@
+"""The layouts, and what two of them have in common: against torch.chunk, numpy and counting of places."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+
+from hpcdist import layout
+from hpcdist.dtensor import layout_of, placements_of
+from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split, balance, overlaps
+
+SHAPES = [(7,), (8, 5), (3, 0, 4), (6, 7, 3)]
+
+
+def _places(shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.arange(prod(shape)).reshape(shape)
+
+
+def _of(box: Box, shape: tuple[int, ...]) -> list[int]:
+    places: list[int] = _places(shape)[box.slices()].ravel().tolist()
+    return places
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 9])
+def test_split(shape: tuple[int, ...], parts: int) -> None:
+    for dim in range(-len(shape), len(shape)):
+        block = [part.ravel().tolist() for part in np.array_split(_places(shape), parts, dim)]
+        assert [_of(box, shape) for box in Split(dim).boxes(shape, parts)] == block
+        if shape[dim]:
+            chunks = [part.flatten().tolist() for part in torch.from_numpy(_places(shape)).chunk(parts, dim)]
+            assert [_of(b, shape) for b in Split(dim, "chunk").boxes(shape, parts)] == chunks + [[]] * (
+                parts - len(chunks)
+            )
+        counts = [shape[dim]] + [0] * (parts - 1)
+        assert _of(Split(dim, counts).boxes(shape, parts)[0], shape) == _places(shape).ravel().tolist()
+    assert Replicate().boxes(shape, parts) == [layout.whole(shape)] * parts
+
+
+@pytest.mark.parametrize("order", ["row", "column"])
+@pytest.mark.parametrize(("grid", "dims"), [((2, 3), (0, 1)), ((3, 2), (1, 0)), ((2, 2), (1, None)), ((2, 2), (0, 0))])
+def test_block(grid: tuple[int, int], dims: tuple[int | None, ...], order: str) -> None:
+    """Cut along one dimension of the grid after the other, by numpy."""
+    shape = (7, 5, 2)
+    boxes = Block(grid, dims, order=order).boxes(shape, prod(grid))
+    for rank, box in enumerate(boxes):
+        at = np.unravel_index(rank, grid, "C" if order == "row" else "F")
+        part = _places(shape)
+        for n, dim, place in zip(grid, dims, at, strict=True):
+            part = part if dim is None else np.array_split(part, n, dim)[place]
+        assert _of(box, shape) == part.ravel().tolist()
+
+
+def test_counts_in_a_grid() -> None:
+    tiles = Block((2, 2), (0, 1), ((1, 3), "chunk"))
+    assert [box.shape for box in tiles.boxes((4, 3), 4)] == [(1, 2), (1, 1), (3, 2), (3, 1)]
+    assert tiles.held([(1, 2), (1, 1), (3, 2), (3, 1)]) == ((4, 3), tiles.boxes((4, 3), 4))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Split(0),
+        Split(-1),
+        Split(1, "chunk"),
+        Split(0, (0, 5, 0, 2)),
+        Block((2, 2), (0, 1)),
+        Block((2, 2), (-1, 0), "chunk", "column"),
+        Block((2, 2), (1, 1)),
+        Block((4, 1), (None, 0)),
+        Replicate(),
+    ],
+    ids=str,
+)
+def test_held_finds_the_whole_from_the_parts(made: Layout) -> None:
+    shape = (7, 6)
+    boxes = made.boxes(shape, 4)
+    assert made.held([box.shape for box in boxes]) == (shape, boxes)
+    assert hash(made) == hash(type(made)(**vars(made))) and made == type(made)(**vars(made))
+
+
+def test_held_takes_the_extents_that_there_are() -> None:
+    """Rows and columns of a grid may be of any height and width, if each is of one."""
+    heights, widths = (3, 0, 2), (1, 4)
+    shapes = [(h, w) for h in heights for w in widths]
+    shape, boxes = Block((3, 2), (0, 1)).held(shapes)
+    assert shape == (5, 5)
+    assert sorted(place for box in boxes for place in _of(box, shape)) == list(range(25))
+    shapes[3] = (0, 3)
+    with pytest.raises(ValueError, match=r"rank 3 holds a part of shape \(0, 3\), where the layout has \(0, 4\)"):
+        Block((3, 2), (0, 1)).held(shapes)
+    with pytest.raises(ValueError, match="rank 1 holds"):
+        Replicate().held([(2, 2), (2, 3)])
+
+
+def test_boxes_of_any_kind() -> None:
+    made = Boxes([((1, 0), (2, 2)), Box((0, 1), (3, 3))])
+    assert made.held([(2, 2), (3, 3)]) == ((3, 4), [Box((1, 0), (2, 2)), Box((0, 1), (3, 3))])
+    assert made == Boxes([[(1, 0), (2, 2)], [(0, 1), (3, 3)]])  # type: ignore[list-item]
+    for shapes in ([(2, 2), (3, 2)], [(2,), (3,)]):
+        with pytest.raises(ValueError, match=r"rank 1 holds|not all of 1 dims"):
+            made.held(shapes)
+    with pytest.raises(ValueError, match="there are 2 boxes, and 3 ranks"):
+        made.boxes((3, 4), 3)
+    with pytest.raises(ValueError, match=r"the box of rank 1, .* is not in a tensor of shape"):
+        made.boxes((3, 3), 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Split(0, "half"), "counts names no rule"),
+        (lambda: Block((2, 2), (0,)), "dims has 1 entries"),
+        (lambda: Block((0, 2), (0, 1)), "expected ranks along each dimension"),
+        (lambda: Block((2,), (0,), order="C"), "order is 'C'"),
+        (lambda: Block((2,), (0,), ("block", "block")), "counts has 2 entries"),
+        (lambda: Split(2).boxes((3, 3), 2), "dim 2 is to be cut, of a tensor that has 2 dims"),
+        (lambda: Split(0, (1, 1)).boxes((3,), 2), "counts add up to 2, expected 3"),
+        (lambda: Block((2, 2), (0, 1)).boxes((4, 4), 3), "one of 4 ranks, and there are 3"),
+    ],
+)
+def test_mistakes(make: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("wrong", [lambda: Split("0"), lambda: Split(0, [1.5]), lambda: Block((2.0,), (0,))])  # type: ignore[arg-type,list-item]
+def test_mistakes_of_type(wrong: object) -> None:
+    with pytest.raises(TypeError):
+        wrong()  # type: ignore[operator]
+
+
+def test_without_takes_out_and_keeps_the_rest() -> None:
+    draw = random.Random(5)
+    shape = (4, 5, 3)
+
+    def box() -> Box:
+        low = [draw.randrange(n) for n in shape]
+        return Box(tuple(low), tuple(draw.randrange(n - o + 1) for n, o in zip(shape, low, strict=True)))
+
+    for _ in range(300):
+        one, other = box(), box()
+        rest = [place for part in one.without(other) for place in _of(part, shape)]
+        assert sorted(rest) == sorted(set(_of(one, shape)) - set(_of(other, shape)))
+        assert len(set(rest)) == len(rest)
+
+
+def test_overlaps_send_each_element_once() -> None:
+    """Any boxes to any boxes: all that there is arrives, once, and what a rank has it is not sent."""
+    draw = random.Random(7)
+    shape = (5, 4)
+    for _ in range(200):
+        size = draw.randrange(1, 5)
+        source, dest = (
+            [
+                Box(low, tuple(draw.randrange(n - o + 1) for n, o in zip(shape, low, strict=True)))
+                for low in [tuple(draw.randrange(n) for n in shape) for _ in range(size)]
+            ]
+            for _ in range(2)
+        )
+        if draw.random() < 0.3:
+            source = Split(draw.randrange(2)).boxes(shape, size)
+        found = [overlaps(source, dest, rank) for rank in range(size)]
+        held = set().union(*(set(_of(box, shape)) for box in source))
+        for rank, (_, recvs, missing) in enumerate(found):
+            got = [place for _, box in recvs for place in _of(box, shape)]
+            assert sorted(got) == sorted(set(_of(dest[rank], shape)) & held)
+            assert missing == len(set(_of(dest[rank], shape)) - held)
+            own = [place for giver, box in recvs if giver == rank for place in _of(box, shape)]
+            assert sorted(own) == sorted(set(_of(dest[rank], shape)) & set(_of(source[rank], shape)))
+            for giver, taker in itertools.product(range(size), repeat=2):
+                sent = [box for to, box in found[giver].sends if to == taker]
+                assert sent == [box for by, box in found[taker].recvs if by == giver]
+            for giver, box in recvs:
+                assert set(_of(box, shape)) <= set(_of(source[giver], shape))
+
+
+def test_copies_are_shared_among_their_holders() -> None:
+    source = Block((2, 2), (0, None)).boxes((4, 4), 4)  # two copies of each half
+    dest = Split(1).boxes((4, 4), 4)
+    givers = [giver for rank in range(4) for giver, _ in overlaps(source, dest, rank).recvs if giver != rank]
+    assert sorted(givers) == [0, 1, 2, 3]
+
+
+def test_balance_is_near_the_best() -> None:
+    """Within the largest weight of the best contiguous way, which is found by trying all."""
+    draw = random.Random(11)
+    for _ in range(300):
+        weights = [draw.choice([0, 1, 2, 5, 9, 0.5]) for _ in range(draw.randrange(0, 9))]
+        parts = draw.randrange(1, 5)
+        counts = balance(weights, parts)
+        assert len(counts) == parts and sum(counts) == len(weights) and min(counts) >= 0
+
+        def heaviest(cuts: tuple[int, ...], weights: list[float] = weights) -> float:
+            return max(sum(weights[a:b]) for a, b in itertools.pairwise([0, *cuts, len(weights)]))
+
+        best = min(
+            heaviest(cuts) for cuts in itertools.combinations_with_replacement(range(len(weights) + 1), parts - 1)
+        )
+        got = heaviest(tuple(itertools.accumulate(counts))[:-1])
+        assert got <= best + max(weights, default=0)
+    assert max(balance([1] * 10**5, 7)) == 14286
+    assert balance([2**70, 1, 2**70], 2) in ([1, 2], [2, 1])
+    for weights, parts in [([-1], 2), ([float("nan")], 2), ([float("inf")], 2), ([1], 0)]:
+        with pytest.raises(ValueError, match=r"weights must|parts is"):
+            balance(weights, parts)
+
+
+# --- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def test_placements() -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    assert placements_of(Split(0), (8, 5), (4,)) == (Shard(0),)
+    assert placements_of(Split(-1, "chunk"), (8, 5), (4,)) == (Shard(1),)
+    assert placements_of(Block((2, 2), (1, None)), (8, 6), (2, 2)) == (Shard(1), Replicate())
+    assert placements_of(Boxes([((0,), (2,)), ((2,), (1,))]), (3,), (2,)) == (Shard(0),)
+    assert layout_of((Shard(0), Shard(1)), (2, 2)) == Block((2, 2), (0, 1), "chunk")
+    for held in (Split(0), Split(0, (4, 4, 2, 0)), Boxes([((0, 0), (10, 2))] * 4)):
+        with pytest.raises(ValueError, match=r'no DTensor on a mesh of shape .4,. has these parts.*counts="chunk"'):
+            placements_of(held, (10, 5), (4,))
+    with pytest.raises(TypeError, match="Partial"):
+        layout_of((Partial(),), (4,))
+    with pytest.raises(ValueError, match="there are 1 placements"):
+        layout_of((Shard(0),), (2, 2))

@@ -1,0 +1,309 @@
+"""send, recv, isend, irecv: structures from rank to rank, their order, any source, files, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, same_bits, whole_of
+from collective import Findings, assert_on_all_ranks
+from mpi4py import MPI
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import p2p, packing, tree
+from hpcdist.errors import HpcdistError
+from hpcdist.staging import format
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+
+class Parts(NamedTuple):
+    a: Any
+    b: Any
+
+
+def _tree(salt: int) -> dict[str, Any]:
+    """Many tensors of different shapes and dtypes, small and large."""
+    return {
+        "each": [whole_of((k, 3), dtype, salt=salt + k) for k, dtype in enumerate(DTYPES)],
+        "large": Parts(whole_of((300, 301), torch.float32, salt), whole_of((2, 40_000), torch.bfloat16, salt).t()),
+        "array": np.arange(salt, salt + 5),
+        "name": f"from {salt}",
+        "empty": (torch.empty(0, 4), b"", None, salt),
+    }
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor):
+        return isinstance(y, Tensor) and same_bits(x, y)
+    if isinstance(x, np.ndarray):
+        return isinstance(y, np.ndarray) and x.dtype == y.dtype and x.tolist() == y.tolist()
+    if isinstance(x, dict):
+        return type(y) is dict and list(x) == list(y) and all(_same(x[key], y[key]) for key in x)
+    if isinstance(x, (list, tuple)):
+        return type(x) is type(y) and len(x) == len(y) and all(map(_same, x, y))
+    return type(x) is type(y) and bool(x == y)
+
+
+def _peers(world: hd.World) -> tuple[int, int]:
+    """The next rank of the ring, and the one before."""
+    return (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+
+
+@pytest.fixture(params=["as they are", "low"])
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes from which tensors go in other ways, as they are, or below those of the tests."""
+    if request.param == "low":
+        monkeypatch.setattr(packing, "SMALL", 64)
+        monkeypatch.setattr(p2p, "PIECE", 1000)
+        monkeypatch.setattr(p2p, "INLINE", 16)
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("route", ["auto", "mpi", "hdf5"])
+def test_round_the_ring(world: hd.World, route: str) -> None:
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    sent = _tree(world.rank)
+    handle = hd.isend(sent, after, route=route)
+    got = hd.recv(before)
+    handle.wait(30)
+    findings.check(_same(got, _tree(before)), f"from {before}: {got}")
+    findings.check(_same(sent, _tree(world.rank)), "what was sent has changed")
+    tensors = tree.flatten(got).tensors
+    findings.check(all(x.untyped_storage().nbytes() == x.nbytes for x in tensors), "memory of its own")
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("route", ["mpi", "hdf5"])
+def test_send_and_recv(world: hd.World, route: str) -> None:
+    """From rank 0 to all others, one after the other."""
+    findings = Findings(world.comm)
+    for turn, value in enumerate([_tree(3), torch.tensor(1.5), [1, 2], "text", None]):
+        if world.rank == 0:
+            for dest in range(1, world.world_size):
+                hd.send(value, dest, route=route)
+        got = hd.recv(0) if world.rank else value
+        findings.check(_same(got, value), f"{turn}: {got}")
+    findings.settle()
+
+
+def test_order_and_tags(world: hd.World) -> None:
+    """What one rank sends with one tag comes in its order; a tag may be asked for out of order."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    big = torch.zeros(50_000)
+    handles = [hd.isend((tag, turn, big + turn), after, tag) for turn in range(3) for tag in (0, 7)]
+    for tag in (7, 0):
+        for turn in range(3):
+            got = hd.recv(before, tag)
+            findings.check(got[:2] == (tag, turn) and bool((got[2] == turn).all()), got)
+    for handle in handles:
+        handle.wait(30)
+    findings.settle()
+
+
+def test_any_source_and_any_tag(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    handles = [hd.isend([world.rank] * 3, dest, tag=world.rank) for dest in range(size)]
+    got = sorted(hd.recv(with_source=True) for _ in range(size))
+    findings.check(got == [([rank] * 3, rank) for rank in range(size)], got)
+    for handle in handles:
+        handle.wait(30)
+    findings.settle()
+
+
+def test_many_in_flight(world: hd.World) -> None:
+    """Receives that were asked for first get what comes first, also before one that waits in the foreground."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    receives = [hd.irecv(before) for _ in range(20)]
+    findings.check(not receives[0].done(), "done before anything was sent")
+    world.comm.Barrier()
+    sends = [hd.isend((turn, torch.full((turn * 3000,), turn)), after) for turn in range(21)]
+    last = hd.recv(before)
+    for turn, handle in enumerate(receives):
+        number, x = handle.wait(30)
+        findings.check(number == turn and x.numel() == 3000 * turn and bool((x == turn).all()), (turn, number))
+        findings.check(handle.done() and handle.wait()[0] == turn, "a second wait")
+    findings.check(last[0] == 20, last[0])
+    for handle in sends:
+        findings.check(handle.wait(30) is None, "isend gives None")
+    findings.settle()
+
+
+def test_a_timeout_does_not_end_it(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    handle = hd.irecv(before, with_source=True)
+    try:
+        handle.wait(0.01)
+        findings.check(False, "no timeout")
+    except TimeoutError as error:
+        findings.check("it goes on" in str(error), error)
+    world.comm.Barrier()
+    hd.isend("late", after).wait(30)
+    findings.check(handle.wait(30) == ("late", before), "after the timeout")
+    findings.settle()
+
+
+def test_in_a_group_and_beside_the_users_messages(world: hd.World) -> None:
+    """Ranks are those of the group; what the user sends over the same communicator is not touched."""
+    findings = Findings(world.comm)
+    comm = world.comm.Split(0, -world.rank)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    theirs = comm.isend("the user's", after, tag=0)
+    ours = hd.isend(comm.rank, after, group=comm)
+    findings.check(hd.recv(before, group=comm) == before, "ours")
+    findings.check(comm.recv(source=before, tag=MPI.ANY_TAG) == "the user's", "the user's")
+    theirs.wait()
+    ours.wait(30)
+    comm.Free()
+    findings.settle()
+
+
+def test_one_header_message_at_most(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand small tensors are one message; each large one is one more, straight from its memory."""
+    findings = Findings(world.comm)
+    sent: list[str] = []
+
+    class Spy:
+        def __init__(self, comm: MPI.Comm, name: str) -> None:
+            self.comm, self.name = comm, name
+
+        def Isend(self, message: Any, *args: Any) -> MPI.Request:  # noqa: N802
+            sent.append(self.name)
+            return self.comm.Isend(message, *args)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.comm, name)
+
+    team, (after, before) = world.team, _peers(world)
+    mail, parcels = team.mail, team.parcels
+    monkeypatch.setattr(team, "mail", Spy(mail, "mail"))
+    monkeypatch.setattr(team, "parcels", Spy(parcels, "parcel"))
+    handle = hd.isend([torch.full((k % 7,), k) for k in range(1000)], after)
+    got = hd.recv(before)
+    handle.wait(30)
+    findings.check(len(got) == 1000 and sent == ["mail"], sent)
+    sent.clear()
+    handle = hd.isend([torch.zeros(100_000), torch.zeros(5), torch.zeros(200_000)], after)
+    hd.recv(before)
+    handle.wait(30)
+    findings.check(sent == ["mail", "parcel", "parcel"], sent)
+    monkeypatch.undo()
+    findings.settle()
+
+
+def test_wrong_arguments_are_told_here(world: hd.World) -> None:
+    """Nothing was sent, and nobody else is concerned."""
+    findings = Findings(world.comm)
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "x is a builtins.object, which is not sent", lambda: hd.send(object(), 0)),
+        (ValueError, "dest is -1, expected 0 to", lambda: hd.send(1, -1)),
+        (ValueError, "dest is", lambda: hd.isend(1, world.world_size)),
+        (TypeError, "", lambda: hd.send(1, "0")),  # type: ignore[arg-type]
+        (ValueError, "tag is -1", lambda: hd.isend(1, 0, -1)),
+        (ValueError, "tag is", lambda: hd.recv(tag=2**40)),
+        (ValueError, "source is", lambda: hd.irecv(world.world_size)),
+        (ValueError, "route is 'gloo'", lambda: hd.send(1, 0, route="gloo")),
+        (ValueError, "this rank itself", lambda: hd.send(1, world.rank)),
+    ]
+    for kind, told, step in wrong:
+        try:
+            step()
+            findings.check(False, f"no error: {told}")
+        except kind as error:
+            findings.check(told in str(error), error)
+    findings.settle()
+
+
+def test_pickles_need_both_sides(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    for allowed in (False, True):
+        handle = hd.isend({world.rank}, after, allow_pickle=True)
+        try:
+            got = hd.recv(before, allow_pickle=allowed)
+            findings.check(allowed and got == {before}, got)
+        except TypeError as error:
+            findings.check(not allowed and "allow_pickle=True is passed here too" in str(error), error)
+        handle.wait(30)
+    findings.settle()
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff" * 8, (2**40).to_bytes(8, "little"), (5).to_bytes(8, "little") + b"{'a':"]
+)
+def test_damaged_messages(world: hd.World, text: bytes) -> None:
+    """Whatever comes: an error, and no memory is taken for what it says."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    request = world.team.mail.Isend([text, MPI.BYTE], after, 0)
+    try:
+        hd.recv(before)
+        findings.check(False, "no error")
+    except HpcdistError as error:
+        findings.check("damaged" in str(error), error)
+    request.Wait()
+    handle = hd.isend(1, after)
+    findings.check(hd.recv(before) == 1, "the next message")
+    handle.wait(30)
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder: the sender is told, and nothing was sent. Not shared: both are told. Nothing is left behind."""
+    findings = Findings(world.comm)
+    folder = Path(world.comm.bcast(str(tmp_path)))
+    big = torch.zeros(100_000)
+    after, before = _peers(world)
+    monkeypatch.setattr(world, "staging", str(folder / "none"))
+    try:
+        hd.isend(big, after, route="hdf5").wait(30)
+        findings.check(False, "no error")
+    except HpcdistError as error:
+        findings.check("no such folder" in str(error), error)
+    monkeypatch.setattr(world, "staging", str(folder))
+    monkeypatch.setattr(format, "_token", lambda place: bytes(16))
+    handle = hd.isend(big, after, route="hdf5")
+    for step in (lambda: hd.recv(before), lambda: handle.wait(30)):
+        try:
+            step()
+            findings.check(False, "no error")
+        except HpcdistError as error:
+            findings.check("the folder is not shared by all nodes" in str(error), error)
+    monkeypatch.undo()
+    monkeypatch.setattr(world, "staging", str(folder))
+    handle = hd.isend(big, after, route="hdf5")
+    time.sleep(0.05)
+    modes = [os.stat(folder / name).st_mode & 0o777 for name in os.listdir(folder)]
+    findings.check(all(mode == 0o600 for mode in modes), modes)
+    findings.same(hd.recv(before), big, "the next one")
+    handle.wait(30)
+    world.comm.Barrier()
+    findings.check(os.listdir(folder) == [], os.listdir(folder))
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
+    """They can never be answered, and say so; tests/test_handle.py has the rest of the ending."""
+    comm = world.comm.Split(world.rank)
+    handle = hd.irecv(group=comm)
+    assert not handle.done()
+    comm.Free()  # collective: its team goes with it
+    caught = ""
+    try:
+        handle.wait(30)
+    except HpcdistError as error:
+        caught = str(error)
+    assert_on_all_ranks(world.comm, "ended before this message" in caught, caught)

@@ -1,0 +1,339 @@
+"""redistribute from any layout to any layout on every route, against plain indexing; plans, bytes moved, errors."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, STRIDES, extents_of, same_bits, strides_for, whole_of
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import dtensor
+from hpcdist import plan as plans
+from hpcdist.routes import mpi
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+ROUTES = ("mpi", "gloo")
+
+
+def _layouts(size: int, shape: tuple[int, ...]) -> dict[str, hd.Layout]:
+    """All kinds of layouts for a tensor of this shape."""
+    found: dict[str, hd.Layout] = {"copies": hd.Replicate()}
+    for dim in range(len(shape)):
+        found[f"block of dim {dim}"] = hd.Split(dim)
+        found[f"chunk of dim {dim}"] = hd.Split(dim - len(shape), "chunk")
+        found[f"all of dim {dim} on one rank"] = hd.Split(
+            dim, [shape[dim] if r == size // 2 else 0 for r in range(size)]
+        )
+    found["ragged"] = hd.Split(0, _ragged(shape[0], size))
+    if len(shape) > 1:
+        for grid in {(a, size // a) for a in range(1, size + 1) if size % a == 0}:
+            found[f"tiles {grid}"] = hd.Block(grid, (0, 1))
+            found[f"tiles {grid}, by columns"] = hd.Block(grid, (1, 0), "chunk", "column")
+            found[f"rows {grid}, copies"] = hd.Block(grid, (0, None))
+    last = [max(0, extent - 2) for extent in shape]
+    found["boxes, overlapping"] = hd.Boxes(
+        [([0] * len(shape), shape)] + [(last, [min(2, n) for n in shape])] * (size - 1)
+    )
+    return found
+
+
+def _ragged(extent: int, size: int) -> list[int]:
+    cuts = [min(extent, rank * rank) for rank in range(size)]
+    return [end - start for start, end in itertools.pairwise([*cuts, extent])]
+
+
+def _part(whole: Tensor, layout: hd.Layout, rank: int, size: int) -> Tensor:
+    """A rank's part: by indexing with an index of every place, so that only the boxes themselves are believed."""
+    box = layout.boxes(whole.shape, size)[rank]
+    return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_any_layout_to_any_layout(world: hd.World, route: str) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    dtypes = list(DTYPES)
+    for number, shape in enumerate([(7,), (5, 4), (3, 2, 4)]):
+        layouts = _layouts(size, shape)
+        for turn, (src, dst) in enumerate(itertools.product(layouts, repeat=2)):
+            if turn % (1 if size < 4 and route == "mpi" else 3):
+                continue
+            whole = whole_of(shape, dtypes[(turn + number) % len(dtypes)], salt=turn)
+            x = _part(whole, layouts[src], world.rank, size).clone()
+            before = x.clone()
+            got = hd.redistribute(x, layouts[src], layouts[dst], route=route)
+            findings.same(got, _part(whole, layouts[dst], world.rank, size), f"{shape} {src} to {dst}")
+            findings.check(isinstance(got, Tensor) and got.is_contiguous(), "not contiguous")
+            own = isinstance(got, Tensor) and (not got.numel() or got.data_ptr() != x.data_ptr())
+            findings.check(own, "the result is x itself")
+            findings.check(same_bits(x, before), "x changed")
+    findings.settle()
+
+
+def test_on_route_hdf5(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    whole = whole_of((5, 2 * size), torch.float64)
+    for src, dst in [(hd.Split(0), hd.Split(1)), (hd.Split(1), hd.Replicate())]:
+        got = hd.redistribute(_part(whole, src, world.rank, size).clone(), src, dst, route="hdf5")
+        findings.same(got, _part(whole, dst, world.rank, size), f"{src} to {dst}")
+    findings.settle()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("limits", ["as they are", "lowered", "one call"])
+def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strided parts, strided memory for the result, and what very large tensors go through."""
+    if limits == "lowered":
+        for module, name, value in [
+            (plans, "PIECE", 24),
+            (plans, "AT_ONCE", 0),
+            (mpi, "LIMIT", 100),
+            (mpi, "PIECE", 7),
+        ]:
+            monkeypatch.setattr(module, name, value)
+    elif limits == "as they are":
+        monkeypatch.setattr(plans, "AT_ONCE", 0)
+    world.team.memo.pop("plans", None)  # what is remembered was made under other limits
+    findings, size = Findings(world.comm), world.world_size
+    for dtype in (torch.float32, torch.complex64, torch.uint8):
+        for name in strides_for(dtype):
+            whole = STRIDES[name](whole_of((4, 2 * size + 1, 3), dtype))
+            for src, dst in [(hd.Split(0), hd.Split(1)), (hd.Split(1), hd.Split(2)), (hd.Split(2), hd.Replicate())]:
+                x, expected = _part(whole, src, world.rank, size), _part(whole, dst, world.rank, size)
+                findings.same(hd.redistribute(x, src, dst, route=route), expected, f"{name} {src} to {dst}")
+                for form in ("contiguous", "transposed", "stepped"):
+                    out = STRIDES[form](whole_of(tuple(expected.shape), dtype, salt=9))
+                    around = out if out._base is None else out._base
+                    untouched = around.clone()
+                    untouched.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(expected)
+                    got = hd.redistribute(x, src, dst, route=route, out=out)
+                    findings.check(got is out, "out is returned")
+                    findings.same(out, expected, f"{name} {src} to {dst} into a {form} out")
+                    findings.same(around, untouched, "written besides out")
+    world.team.memo.pop("plans", None)
+    findings.settle()
+
+
+def test_out_that_overlaps_x(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    whole = whole_of((size, size), torch.int32)
+    memory = _part(whole, hd.Split(0), world.rank, size).clone()
+    got = hd.redistribute(memory, hd.Split(0), hd.Split(1), out=memory.view(size, 1))
+    findings.same(got, _part(whole, hd.Split(1), world.rank, size), "in place")
+    findings.settle()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_plan_is_executed_many_times(world: hd.World, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the ranks agree on nothing any more: only the data are sent."""
+    findings, size = Findings(world.comm), world.world_size
+    whole = whole_of((2 * size + 1, 4), torch.float32)
+    src, dst = hd.Split(0), hd.Split(1)
+    go = hd.plan_redistribute(_part(whole, src, world.rank, size), src, dst, route=route)
+    seen: list[str] = []
+
+    class Spy:
+        """The team's communicator, which notes what is called."""
+
+        def __getattr__(self, name: str) -> Any:
+            seen.append(name)
+            return getattr(comm, name)
+
+    comm = world.team.comm
+    monkeypatch.setattr(world.team, "comm", Spy())
+    results = []
+    for turn in range(3):
+        whole = whole_of((2 * size + 1, 4), torch.float32, salt=turn)
+        out = torch.zeros(go.box.shape) if turn == 1 else None
+        x = _part(whole, src, world.rank, size)
+        results.append((go(x if turn else x.t().contiguous().t(), out), _part(whole, dst, world.rank, size)))
+    monkeypatch.setattr(world.team, "comm", comm)
+    for got, expected in results:
+        findings.same(got, expected, "result")
+    findings.check(seen == ["Alltoallw"] * 3 * (route == "mpi" and size > 1), seen)
+    findings.check(go.shape == (2 * size + 1, 4) and go.box == dst.boxes(go.shape, size)[world.rank], go.box)
+    findings.same(go(x, async_op=True).wait(10), expected, "in the background")
+    findings.settle()
+
+
+def test_bytes_moved_are_the_fewest(world: hd.World) -> None:
+    """Each element that a rank needs and does not have comes once; what the plan says is what the route is given."""
+    findings, size = Findings(world.comm), world.world_size
+    shape = (5, 4)
+    layouts = _layouts(size, shape)
+    for src, dst in itertools.product(layouts, repeat=2):
+        x = torch.zeros(layouts[src].boxes(shape, size)[world.rank].shape, dtype=torch.float64)
+        go = hd.plan_redistribute(x, layouts[src], layouts[dst])
+        needed = 0
+        for rank in range(size):
+            has, wants = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+            _part(has, layouts[src], rank, size).fill_(True)
+            _part(wants, layouts[dst], rank, size).fill_(True)
+            lacking = 8 * int((wants & ~has).sum())
+            needed += lacking
+            if rank == world.rank:
+                findings.check(go.received == lacking, f"{src} to {dst}: receives {go.received}, lacks {lacking}")
+        sent, received = world.comm.allreduce(go.sent), world.comm.allreduce(go.received)
+        findings.check(sent == received == needed, f"{src} to {dst}: {sent} sent, {received} received, {needed} needed")
+    findings.settle()
+
+
+def test_what_is_sent_is_what_was_counted(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    monkeypatch.setattr(plans, "AT_ONCE", 0)
+    sent: list[int] = []
+    real = mpi._Mpi.exchange_views
+
+    def spy(self: Any, team: Any, sends: Any, recvs: Any, meanwhile: Any) -> None:
+        sent.append(sum(view.nbytes for _, view in sends))
+        real(self, team, sends, recvs, meanwhile)
+
+    monkeypatch.setattr(mpi._Mpi, "exchange_views", spy)
+    whole = whole_of((3 * size, size + 1), torch.int16)
+    go = hd.plan_redistribute(_part(whole, hd.Split(0), world.rank, size), hd.Split(0), hd.Split(1))
+    findings.same(go(_part(whole, hd.Split(0), world.rank, size)), _part(whole, hd.Split(1), world.rank, size), "data")
+    findings.check(sent == ([go.sent] if size > 1 else []), f"{sent} sent, {go.sent} counted")
+    findings.settle()
+
+
+def test_ragged_sources_need_no_counts(world: hd.World) -> None:
+    """Split and Block as a source are what the ranks hold."""
+    findings, size = Findings(world.comm), world.world_size
+    for case in ("ragged", "zero first", "zero in the middle", "all zero", "all on one rank"):
+        extents = extents_of(case, size)
+        whole = whole_of((2, sum(extents)), torch.int64)
+        x = _part(whole, hd.Split(1, extents), world.rank, size)
+        got = hd.redistribute(x, hd.Split(1), hd.Split(1, extents[::-1]))
+        findings.same(got, _part(whole, hd.Split(1, extents[::-1]), world.rank, size), case)
+        got = hd.redistribute(x, hd.Block((1, size), (0, 1)), hd.Split(0))
+        findings.same(got, _part(whole, hd.Split(0), world.rank, size), f"{case}, from a grid")
+    findings.settle()
+
+
+def test_0d_and_groups(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    findings.same(hd.redistribute(torch.tensor(3), hd.Replicate(), hd.Replicate()), torch.tensor(3), "0-d")
+    comm = world.comm.Split(world.rank % 2, -world.rank)
+    whole = whole_of((4, 3), torch.float32, salt=world.rank % 2)
+    x = _part(whole, hd.Split(0), comm.rank, comm.size)
+    got = hd.redistribute(x, hd.Split(0), hd.Split(1), group=comm)
+    findings.same(got, _part(whole, hd.Split(1), comm.rank, comm.size), "in a group")
+    local = hd.local(whole, hd.Split(1), group=comm)
+    findings.same(local, _part(whole, hd.Split(1), comm.rank, comm.size), "local")
+    findings.check(not local.numel() or local.untyped_storage().data_ptr() == whole.data_ptr(), "local is a view")
+    weights = [1, 5, 1, 1, 2]
+    findings.check(len(hd.balance(weights)) == size and sum(hd.balance(weights)) == 5, hd.balance(weights))
+    comm.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda w, x: (x, hd.Split(w.rank), hd.Split(0)), r"src is Split\(dim=1"),
+        (
+            lambda w, x: (x, hd.Split(0), hd.Split(1) if w.rank else hd.Replicate()),
+            r"dst is .*Split\(dim=1|dst is Replicate",
+        ),
+        (lambda w, x: (x, hd.Split(2), hd.Split(0)), "src: dim 2 is to be cut, of a tensor that has 2 dims"),
+        (lambda w, x: (x, hd.Split(0), hd.Split(-3)), "dst: dim -3 is to be cut"),
+        (lambda w, x: (x, hd.Split(0), "rows"), "dst must be a layout"),
+        (lambda w, x: ([1, 2], hd.Split(0), hd.Split(1)), "x must be a torch.Tensor"),
+        (lambda w, x: (x[:, : 1 + w.rank], hd.Split(0), hd.Split(1)), r"src: rank 1 holds a part of shape \(2, 2\)"),
+        (lambda w, x: (x, hd.Split(0, [2] * (w.world_size + 1)), hd.Split(1)), "src: counts has"),
+        (lambda w, x: (x, hd.Split(0), hd.Split(1, [1] * w.world_size)), "dst: counts add up to"),
+        (lambda w, x: (x, hd.Block((7, 3), (0, 1)), hd.Split(1)), "src: the grid .7, 3. is one of 21 ranks"),
+        (lambda w, x: (x.double() if w.rank else x, hd.Split(0), hd.Split(1)), "dtype is"),
+        (lambda w, x: (x[0] if w.rank else x, hd.Split(0), hd.Split(0)), "number of dims is"),
+        (
+            lambda w, x: (x, hd.Boxes([((4 * r, 0), (2, 9)) for r in range(w.world_size)]), hd.Replicate()),
+            "src: no rank holds .* of the .* elements",
+        ),
+    ],
+)
+def test_errors(world: hd.World, wrong: Any, told: str) -> None:
+    """The same on all ranks, before anything moves, and the next call succeeds."""
+    x = torch.ones(2, 9)
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.redistribute(*wrong(world, x)))
+    findings = Findings(world.comm)
+    findings.check(re.search(told, str(error)), f"expected {told!r} in {error}")
+    findings.check(hd.redistribute(x, hd.Split(0), hd.Replicate()).shape == (2 * world.world_size, 9), "the next call")
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_out_of_another_shape(world: hd.World) -> None:
+    x = torch.ones(2, 4)
+    for bad in (torch.ones(1, 1), torch.ones(3), torch.ones(2 * world.world_size, 4, dtype=torch.float64), [0]):
+        out: Any = bad if world.rank == 1 else None
+        error = raises_on_all_ranks(
+            world.comm, hd.RankError, lambda out=out: hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out)
+        )
+        assert_on_all_ranks(world.comm, list(error.problems) == [1] and "out" in error.problems[1], error)
+
+
+def test_a_plan_for_other_tensors(world: hd.World) -> None:
+    """Alone, an error; with others, who are on their way already, it would end the job (tests/test_abort.py)."""
+    if world.world_size > 1:
+        comm: Any = world.comm.Split(world.rank)
+    else:
+        comm = world.comm
+    go = hd.plan_redistribute(torch.ones(2, 3), hd.Replicate(), hd.Split(0), group=comm)
+    findings = Findings(world.comm)
+    wrong: list[tuple[Any, Any]] = [
+        (torch.ones(3, 2), None),
+        (torch.ones(2, 3).double(), None),
+        (torch.ones(2, 3), torch.ones(1)),
+        (torch.ones(2, 3, requires_grad=True), None),
+        ("x", None),
+    ]
+    for x, out in wrong:
+        try:
+            go(x, out)
+        except ValueError as error:
+            findings.check("a plan of redistribute()" in str(error), error)
+        else:
+            findings.check(False, f"no error for {x}")
+    findings.check(go(torch.ones(2, 3)).shape == (2, 3), "the next call")
+    findings.settle()
+
+
+def test_dtensor_has_what_its_layout_says(world: hd.World) -> None:
+    """Uneven shards too, and a dimension that is cut twice."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    findings, size = Findings(world.comm), world.world_size
+    meshes = [DeviceMesh("cpu", list(range(size)))]
+    if size % 2 == 0:
+        meshes.append(DeviceMesh("cpu", torch.arange(size).view(2, -1)))
+    whole = torch.arange(7 * 5).view(7, 5)
+    kinds = [Shard(0), Shard(1), Replicate()]
+    for mesh in meshes:
+        for placements in itertools.product(kinds, repeat=mesh.ndim):
+            theirs = distribute_tensor(whole, mesh, placements)
+            layout = dtensor.layout_of(theirs.placements, theirs.device_mesh)
+            findings.same(theirs.to_local(), _part(whole, layout, world.rank, size), f"{placements}")
+            again = dtensor.placements_of(layout, whole.shape, mesh)
+            findings.same(_part(whole, dtensor.layout_of(again, mesh), world.rank, size), theirs.to_local(), f"{again}")
+            rows = hd.redistribute(theirs.to_local(), layout, hd.Split(0))
+            findings.same(rows, _part(whole, hd.Split(0), world.rank, size), f"from {placements}")
+    findings.settle()
+
+
+def test_many_plans_are_forgotten(world: hd.World) -> None:
+    """What a team remembers is bounded, and what it has forgotten is made again."""
+    findings = Findings(world.comm)
+    for turn in range(100):
+        x = whole_of((turn % 70 + 1, 2), torch.int32)
+        got = hd.redistribute(x, hd.Replicate(), hd.Split(1))
+        findings.same(got, _part(x, hd.Split(1), world.rank, world.world_size), f"turn {turn}")
+    findings.check(len(world.team.memo["plans"]) <= 64, len(world.team.memo["plans"]))
+    findings.settle()

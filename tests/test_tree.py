@@ -1,0 +1,278 @@
+"""Structures: taken apart and put together again, what is refused, and headers that lie."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import InitVar, dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, STRIDES, same_bits, strides_for, whole_of
+from torch import Tensor
+
+from hpcdist import packing, tree
+from hpcdist.errors import HpcdistError
+from hpcdist.packing import Contents, Header
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = 0
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+
+
+@dataclass
+class Sample:
+    ids: list[Any]
+    more: Any = None
+    derived: int = field(init=False, default=7)
+    seed: InitVar[int] = 3
+
+    def __post_init__(self, seed: int) -> None:
+        self.derived = seed
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+def _round_trip(value: Any, allow_pickle: bool = False) -> Any:
+    """Through the bytes that would travel."""
+    parts = tree.flatten(value, allow_pickle)
+    contents = Contents.of(parts.tensors)
+    header = Header(packing.encode(parts.spec, contents, number=1))
+    assert header.more == {"number": 1}
+    packed = packing.pack(parts.tensors, contents)
+    assert packed.numel() == header.packed
+    places = header.unpack(packed, torch.device("cpu"))
+    places.update({i: header.room(i, torch.device("cpu")).copy_(parts.tensors[i]) for i in header.large})
+    assert sorted(places) == list(range(len(parts.tensors)))
+    return tree.rebuild(header.spec, lambda kind, i: tree.finished(kind, places[i], allow_pickle))
+
+
+def _same(x: Any, y: Any) -> bool:
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, Tensor):
+        return same_bits(x, y)
+    if isinstance(x, np.ndarray):
+        return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+    if isinstance(x, dict):
+        return list(x) == list(y) and all(_same(x[key], y[key]) for key in x)
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(map(_same, x, y))
+    if hasattr(x, "__dataclass_fields__"):
+        return all(_same(getattr(x, name), getattr(y, name)) for name in x.__dataclass_fields__ if hasattr(x, name))
+    if isinstance(x, float) and math.isnan(x):
+        return math.isnan(y)
+    return bool(x == y) and math.copysign(1, x) == math.copysign(1, y) if isinstance(x, float) else bool(x == y)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        0,
+        -(2**63),
+        2**63,
+        -(10**40),
+        1.5,
+        -0.0,
+        float("inf"),
+        float("nan"),
+        5e-324,
+        1 + 2j,
+        complex(-0.0, float("inf")),
+        "",
+        "x",
+        "ü\ud800\0\n",
+        b"",
+        b"\0\xff",
+        [],
+        (),
+        {},
+        ["x", 3],
+        ["d", ["l"]],
+        ("N", "a:b", 1),
+        {"x": 0, "N": ["D"], 1: "one", 1.5: 2, None: 3, (1, ("a", None)): 5},
+        OrderedDict(b=1, a=[OrderedDict()]),
+        Point(1, Point(None)),
+        Pair("a", ()),
+        Frozen([Frozen(1)]),
+        Sample([1], {"k": (2,)}, seed=9),
+        np.float32(1.5),
+        np.int64(-3),
+        np.bool_(True),
+        np.complex128(1j),
+        [[[[[]]]]],
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_values(value: Any) -> None:
+    assert _same(_round_trip(value), value)
+
+
+def test_integers_of_any_length() -> None:
+    for number in (2**63 - 1, -(2**63) + 1, 10**5000, -(10**5000)):
+        assert _same(_round_trip([number]), [number])
+
+
+def test_tensors_of_every_kind() -> None:
+    found: list[Tensor] = []
+    for turn, dtype in enumerate(DTYPES):
+        for shape in [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 1, 1, 1)]:
+            found.append(whole_of(shape, dtype, salt=turn))
+        found.extend(STRIDES[name](whole_of((3, 4), dtype)) for name in strides_for(dtype))
+        found.append(whole_of((packing.SMALL // dtype.itemsize + turn,), dtype))
+    before = [x.clone() for x in found]
+    got = _round_trip(found)
+    assert len(got) == len(found)
+    for x, was, y in zip(found, before, got, strict=True):
+        assert same_bits(x, was)
+        assert same_bits(y, x)
+        assert y.is_contiguous() and not y.requires_grad
+        assert y.untyped_storage().nbytes() == y.nbytes  # memory of its own
+
+
+def test_arrays_of_every_kind() -> None:
+    base = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
+    read_only = base.copy()
+    read_only.flags.writeable = False
+    arrays = [
+        base,
+        base[::-1, :, ::2],
+        base.T,
+        base[:0],
+        np.array(3.0),
+        read_only,
+        base.astype(bool),
+        base.astype("c8"),
+    ]
+    for array, got in zip(arrays, _round_trip(arrays), strict=True):
+        assert _same(np.ascontiguousarray(array).reshape(array.shape), got)
+    assert _round_trip(base.astype(">i4")).tolist() == base.tolist()
+
+
+def test_parameters_and_graphs_stay_here() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    got = _round_trip({"p": torch.nn.Parameter(leaf * 2), "y": leaf * 3})
+    assert not got["p"].requires_grad and type(got["p"]) is Tensor and got["y"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (object(), "x is a builtins.object, which is not sent; expected tensors"),
+        ({"a": [1, print]}, r"x\['a'\]\[1\] is a builtins.builtin_function_or_method"),
+        ({1, 2}, "x is a builtins.set"),
+        (Colour.RED, r"x is a .*Colour"),
+        (defaultdict(list), "x is a collections.defaultdict"),
+        (torch.float32, "x is a torch.dtype"),
+        (np.array(["a"]), "x is a numpy array of dtype <U1, which no tensor can hold"),
+        (np.array([object()]), "x is a numpy array of dtype object"),
+        (np.ma.masked_array([1], [True]), "x is a numpy.ma"),
+        ([torch.zeros(2).to_sparse()], r"x\[0\] must be a dense tensor"),
+        (Point(torch.zeros(2, device="meta")), r"x.x is on device meta"),
+        ({b"a": 1}, "a key of x is b'a'; expected strings"),
+        ({(b"a",): 1}, "a key of x"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(value: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        tree.flatten(value)
+
+
+def test_classes_that_others_cannot_find() -> None:
+    @dataclass
+    class Inner:
+        x: int
+
+    with pytest.raises(TypeError, match=r"x\[0\] is of class .*<locals>.Inner, which no other rank can find"):
+        tree.flatten([Inner(1)])
+
+
+def test_what_contains_itself() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="nested more than 100 levels deep, or it contains itself"):
+        tree.flatten(endless)
+
+
+def test_pickle_only_if_both_sides_ask() -> None:
+    value = {"s": {1, 2}, "c": Colour.RED}
+    assert _round_trip(value, allow_pickle=True) == value
+    parts = tree.flatten({1, 2}, allow_pickle=True)
+    with pytest.raises(TypeError, match=r"a pickle has come, which is not read unless allow_pickle=True"):
+        tree.rebuild(parts.spec, lambda kind, i: tree.finished(kind, parts.tensors[i], False))
+
+
+@pytest.mark.parametrize("name", ["os:system", "builtins:list", "no.such.module:X", "subprocess:Popen", "tests:", ":"])
+def test_a_header_names_no_other_class(name: str) -> None:
+    """Nothing is imported and nothing called because a message says so."""
+    for spec in (["D", name, ["x", 1]], ["N", name, 1]):
+        with pytest.raises(TypeError, match="no dataclass or named tuple"):
+            tree.rebuild(spec, lambda kind, i: None)
+
+
+def test_a_dataclass_with_other_fields() -> None:
+    name = f"{Frozen.__module__}:Frozen"
+    with pytest.raises(TypeError, match="has the fields"):
+        tree.rebuild(["D", name, ["other", 1]], lambda kind, i: None)
+
+
+def _header(tensors: Any, **more: Any) -> bytes:
+    return json.dumps({"spec": None, "more": {}, "tensors": tensors} | more).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"\xff",
+        b"[" * 100_000,
+        _header([[0]]),
+        _header([[99, 0, 2]]),
+        _header([[1, 0, -1]]),
+        _header([[1, 0, 1.5]]),
+        _header([[1, 0, "3"]]),
+        _header([[1, 0, True]]),
+        _header([[1, 2, 3]]),
+        _header([[1, 0, *[1] * 65]]),
+        _header(None),
+        _header([[1, 0, 2**62]]),
+        _header([[1, 0, 2**40, 2**40, 2**40]]),
+        _header([[1, 0, packing.MOST // 8]] * 3),
+    ],
+    ids=lambda text: repr(text[:60]),
+)
+def test_headers_that_lie(text: bytes) -> None:
+    """Found before memory is taken."""
+    with pytest.raises(HpcdistError, match=r"is damaged|more than this host has memory"):
+        Header(text)
+
+
+@pytest.mark.parametrize(
+    "spec", [["?"], ["x"], ["x", 5], ["x", -1], ["d", 3], ["z"], ["i", "zz"], ["N"], [[]], [None]], ids=str
+)
+def test_descriptions_that_lie(spec: Any) -> None:
+    held = {0: torch.zeros(1)}
+    with pytest.raises((ValueError, TypeError, KeyError, IndexError)):
+        tree.rebuild(spec, lambda kind, i: held[i])
