@@ -108,7 +108,7 @@ class Background:
 
         def run() -> None:
             try:
-                with torch.set_grad_enabled(modes[0]), torch.inference_mode(modes[1]):
+                with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):  # in this order
                     result = step(self.team) if ready is None else self._on_gpu(step, device, ready)
             except BaseException as error:  # wait() raises it
                 future.set_exception(error)
@@ -148,11 +148,18 @@ def check_threads() -> None:
     """
     from mpi4py import MPI
 
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    if _threads() < MPI.THREAD_MULTIPLE:
         raise HpcdistError(
             "asynchronous calls need an MPI that was initialised with MPI_THREAD_MULTIPLE, which is mpi4py's default "
             "(mpi4py.rc.thread_level); this one was not, or cannot"
         )
+
+
+def _threads() -> int:
+    """The level of threads that MPI was initialised with."""
+    from mpi4py import MPI
+
+    return MPI.Query_thread()
 
 
 def background(team: Team) -> Background:

@@ -1,0 +1,225 @@
+"""Asynchronous calls: several in flight, errors, timeouts, what runs meanwhile; and jobs that end with some open."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from cases import whole_of
+from collective import Findings, raises_on_all_ranks
+from launch import mpirun
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import handle as handles
+from hpcdist.handle import Handle
+
+ROUTES = ("mpi", "gloo", "hdf5")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_verb_in_flight_at_once(world: hd.World, route: str) -> None:
+    """They are waited for in another order than they were begun in, and verbs of the foreground run in between."""
+    findings, size = Findings(world.comm), world.world_size
+    whole = whole_of((2 * size, 3), torch.float32)
+    mine = whole[2 * world.rank : 2 * world.rank + 2]
+    root = size - 1
+    out = torch.zeros_like(whole)
+    found: dict[str, Handle[Any]] = {
+        "concat": hd.concat(mine, route=route, async_op=True),
+        "gather": hd.gather(mine, 0, root, route=route, async_op=True),
+        "split": hd.split(whole if world.rank == root else None, 0, root, route=route, async_op=True),
+        "redistribute": hd.redistribute(mine, hd.Split(0), hd.Replicate(), route=route, async_op=True),
+        "out": hd.concat(mine, route=route, out=out, async_op=True),
+        "local": hd.split(whole, root=None, async_op=True),
+    }
+    findings.same(hd.concat(mine.clone()), whole, "the foreground meanwhile")
+    expected: dict[str, Tensor | None] = dict.fromkeys(found, whole)
+    expected |= {"gather": whole if world.rank == root else None, "split": mine, "local": mine}
+    for name in reversed(found):
+        got, want = found[name].wait(60), expected[name]
+        if want is None:
+            findings.check(got is None, f"{name}: {got}")
+        else:
+            findings.same(got, want, name)
+        findings.check(found[name].done() and found[name].wait() is got, f"{name}: a second wait")
+    findings.check(found["out"].wait() is out, "out is returned")
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_it_goes_on_while_this_rank_does_other_things(world: hd.World) -> None:
+    """A late rank: the others have their hands free, done() says no, and wait() stops waiting when asked to."""
+    findings = Findings(world.comm)
+    last = world.world_size - 1
+    gate = threading.Event()
+    if world.rank == last:
+        world.comm.Barrier()
+        handle = hd.concat(torch.full((2,), world.rank), async_op=True)
+    else:
+        handle = hd.concat(torch.full((2,), world.rank), async_op=True)
+        findings.check(not handle.done(), "done before the last rank has come")
+        begin = time.monotonic()
+        try:
+            handle.wait(0.05)
+            findings.check(False, "no timeout")
+        except TimeoutError as error:
+            findings.check("it goes on" in str(error) and time.monotonic() - begin < 20, error)
+        world.comm.Barrier()
+    for _ in range(2000):  # nobody calls MPI here: the background does
+        if handle.done():
+            break
+        gate.wait(0.01)
+    findings.check(handle.done(), "not done by itself")
+    findings.same(handle.wait(), torch.arange(world.world_size).repeat_interleave(2), "result")
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_comes_out_of_wait(world: hd.World) -> None:
+    """The same on all ranks; what was begun before and after is not concerned."""
+    findings = Findings(world.comm)
+    good = hd.concat(torch.ones(2), async_op=True)
+    bad = hd.concat(torch.ones(2, dtype=torch.float64 if world.rank else torch.float32), async_op=True)
+    wrong = hd.gather(torch.ones(2), root=99, async_op=True)
+    after = hd.concat(torch.ones(3), async_op=True)
+    raises_on_all_ranks(world.comm, hd.RankError, bad.wait)
+    raises_on_all_ranks(world.comm, hd.RankError, bad.wait)
+    raises_on_all_ranks(world.comm, hd.RankError, wrong.wait)
+    findings.check(good.wait(60).numel() == 2 * world.world_size, "before")
+    findings.check(after.wait(60).numel() == 3 * world.world_size, "after")
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_modes_of_the_caller_are_kept(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        quiet = hd.concat(x, async_op=True)
+    with torch.inference_mode():
+        inferred = hd.concat(x.detach(), async_op=True)
+    loud = hd.concat(x, async_op=True)
+    findings.check(not quiet.wait(60).requires_grad, "no_grad")
+    findings.check(inferred.wait(60).is_inference(), "inference_mode")
+    findings.check(loud.wait(60).requires_grad, "a gradient")
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_in_a_group(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    comm = world.comm.Split(world.rank % 2, world.rank)
+    handle = hd.concat(torch.tensor([world.rank]), group=comm, async_op=True)
+    findings.same(handle.wait(60), torch.arange(world.rank % 2, world.world_size, 2), "group")
+    comm.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_an_mpi_without_threads(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once, and not found out by a crash."""
+    from mpi4py import MPI
+
+    monkeypatch.setattr(handles, "_threads", lambda: MPI.THREAD_SERIALIZED)
+    findings = Findings(world.comm)
+    for step in (lambda: hd.concat(torch.ones(1), async_op=True), lambda: hd.irecv(), lambda: hd.isend(1, 0)):
+        try:
+            step()
+            findings.check(False, "no error")
+        except hd.HpcdistError as error:
+            findings.check("MPI_THREAD_MULTIPLE" in str(error), error)
+    monkeypatch.undo()
+    findings.settle()
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+BEGIN = """
+import torch, hpcdist as hd
+world = hd.init()
+x = torch.full((1000,), float(world.rank))
+"""
+
+
+def test_a_program_that_never_waits() -> None:
+    """All ranks have begun the same calls: they are finished, and the job ends well."""
+    job = mpirun(2, code=BEGIN + "handles = [hd.concat(x, async_op=True) for _ in range(5)]\nprint('end')")
+    assert (job.status, job.out.split()) == (0, ["end"] * 2), job.err
+
+
+@pytest.mark.once
+def test_a_rank_that_does_not_call() -> None:
+    """The others get an error that names it, and go on to their own end."""
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+handle = hd.concat(x, async_op=True)
+handle.wait()
+if world.rank == 0:
+    try:
+        hd.concat(x, async_op=True).wait(30)
+    except hd.RankError as error:
+        print(error)
+""",
+    )
+    assert job.status == 0, job.err
+    assert "rank 1: called finalize(), or reached the end of its program" in job.out
+
+
+@pytest.mark.once
+def test_a_failure_in_the_background_ends_the_job() -> None:
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+from hpcdist.routes import mpi
+def broken(*args):
+    raise OSError("the network is gone")
+if world.rank == 1:
+    mpi._Mpi.allgatherv = broken
+handle = hd.concat(x, async_op=True)
+import time
+time.sleep(50)
+""",
+    )
+    assert job.status != 0
+    assert "the network is gone" in job.err and "failed in the middle of a transfer" in job.err
+
+
+@pytest.mark.once
+def test_a_plan_for_another_tensor_ends_the_job() -> None:
+    """The others are on their way already; the reason is told."""
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+go = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+go(x if world.rank == 0 else x.double())
+""",
+    )
+    assert job.status != 0
+    assert "x is a torch.float64 tensor of shape (1000,) on cpu, and the plan was made for a torch.float32" in job.err
+
+
+@pytest.mark.once
+def test_messages_that_nobody_receives() -> None:
+    """Small or large, begun and not waited for: the job ends."""
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+if world.rank == 0:
+    hd.isend("small", 1)
+    hd.isend(torch.zeros(10**6), 1)
+else:
+    hd.irecv(tag=5)
+print("end")
+""",
+    )
+    assert (job.status, job.out.split()) == (0, ["end"] * 2), job.err
