@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ T = TypeVar("T")
 # 1 if a gradient is to flow; 1 if this rank has something to complain of.
 _HEADER = struct.Struct("<24sqqBBB5x")
 _NONE = bytes(8)
+_LONGEST_NAP = 1e-3  # seconds
 
 
 class Agreed(NamedTuple):
@@ -110,7 +112,10 @@ def _share(team: Team, call: Call) -> Agreed | None:
         call.grad,
         call.problem is not None,
     )
-    team.comm.Allgather(desk.send, desk.recv)
+    if team.front is team:
+        team.comm.Allgather(desk.send, desk.recv)
+    else:
+        _wait_quietly(team.comm.Iallgather(desk.send, desk.recv))
     if desk.all == desk.last:  # a program repeats its calls: what they agreed on need not be worked out again
         return desk.agreed
     digests, extents, out_extents, kinds, grads, problems = zip(*_HEADER.iter_unpack(desk.all), strict=True)
@@ -121,6 +126,14 @@ def _share(team: Team, call: Call) -> Agreed | None:
         return None
     desk.last, desk.agreed = bytes(desk.all), Agreed(extents, out_extents, kinds, grads)
     return desk.agreed
+
+
+def _wait_quietly(request: MPI.Request) -> None:
+    """In the background, where the others may be long in coming: MPI's own way to wait would take a core from what
+    this process computes meanwhile. The naps grow with the time that has passed, and so delay nothing by much."""
+    begin = time.monotonic()
+    while not request.Test():
+        time.sleep(min(_LONGEST_NAP, (time.monotonic() - begin) / 10))
 
 
 class _Desk:

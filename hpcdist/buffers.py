@@ -30,6 +30,9 @@ DTYPES: dict[torch.dtype, int] = {
 
 def problem(x: Tensor) -> str | None:
     """Why this tensor cannot travel, to follow its name; None if it can."""
+    usual = x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
+    if usual and (x.data_ptr() or not x.numel()):
+        return None
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
         return f"must be a dense tensor, got layout {x.layout}{kind}"

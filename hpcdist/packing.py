@@ -47,20 +47,21 @@ class Contents:
 
     def __init__(self, metas: list[Meta]) -> None:
         self.metas = metas
-        self.nbytes = [prod(shape) * dtype.itemsize for dtype, _, shape in metas]
+        sizes = {dtype: dtype.itemsize for dtype in {meta[0] for meta in metas}}
+        self.nbytes = [prod(shape) * sizes[dtype] for dtype, _, shape in metas]
         self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= SMALL]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Contents:
-        return cls([Meta(x.dtype, x.is_cuda, tuple(x.shape)) for x in tensors])
+        return cls([Meta(x.dtype, x.is_cuda, x.shape) for x in tensors])
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
         """The small tensors of each dtype, the largest items first, so that all begin where they may."""
         found: dict[torch.dtype, list[int]] = {}
-        for i, meta in enumerate(self.metas):
-            if self.nbytes[i] < SMALL:
-                found.setdefault(meta.dtype, []).append(i)
+        for i, (nbytes, (dtype, _, _)) in enumerate(zip(self.nbytes, self.metas, strict=True)):
+            if nbytes < SMALL:
+                found.setdefault(dtype, []).append(i)
         return sorted(found.items(), key=lambda item: (-item[0].itemsize, DTYPES[item[0]]))
 
     @cached_property
@@ -76,14 +77,15 @@ class Contents:
         """The small tensors, each in memory of its own: those from a GPU on `device`, the others on the host."""
         found, start = {}, 0
         for dtype, numbers in self.sections:
-            sizes = [prod(self.metas[i].shape) for i in numbers]
-            end = start + sum(sizes) * dtype.itemsize
+            itemsize = dtype.itemsize
+            sizes = [self.nbytes[i] // itemsize for i in numbers]
+            end = start + sum(sizes) * itemsize
             # It returns the parts, whatever torch's annotation says.
             parts: Any = torch.split_with_sizes_copy(packed[start:end].view(dtype), sizes)  # type: ignore[func-returns-value]
             for i, part in zip(numbers, parts, strict=True):
-                shape = self.metas[i].shape
+                _, cuda, shape = self.metas[i]
                 x = part if len(shape) == 1 else part.view(shape)
-                found[i] = x.to(device) if self.metas[i].cuda else x
+                found[i] = x.to(device) if cuda else x
             start = end
         return found
 
@@ -130,7 +132,7 @@ def _meta(code: int, cuda: int, *shape: int) -> Meta:
     if code not in _CODES or cuda not in (0, 1) or len(shape) > _MAX_DIMS:
         raise ValueError(f"no tensor is {[code, cuda, *shape]}")
     for extent in shape:
-        if type(extent) is not int or not 0 <= extent < 2**63:
+        if type(extent) is not int or extent < 0 or extent >= 2**63:
             raise ValueError(f"no tensor has shape {shape}")
     return Meta(_CODES[code], cuda == 1, shape)
 

@@ -18,7 +18,7 @@ import dataclasses
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,55 +52,88 @@ def flatten(value: Any, allow_pickle: bool = False, name: str = "x") -> Tree:
         ValueError: it is nested too deeply, or contains itself.
     """
     tensors: list[Tensor] = []
-    return Tree(_flatten(value, tensors, allow_pickle, name, 0), tensors)
+    try:
+        return Tree(_flatten(value, tensors, allow_pickle, 0), tensors)
+    except _RefusedError as refused:
+        raise TypeError(f"{name}{''.join(reversed(refused.path))} {refused}") from None
+    except RecursionError:
+        raise ValueError(f"{name}: nested more than {MAX_DEPTH} levels deep, or it contains itself") from None
 
 
-def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, path: str, depth: int) -> Any:
-    kind = type(value)
+class _RefusedError(Exception):
+    """What cannot travel; on its way out it learns where it was, from the inside."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.path: list[str] = []
+
+
+def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) -> Any:
     if isinstance(value, Tensor):
         problem = buffers.problem(value)
         if problem is not None:
-            raise TypeError(f"{path} {problem}")
+            raise _RefusedError(problem)
         return _tensor("x", buffers.plain(value), tensors)
+    kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
     if kind is int:
         return value if -_JSON_INT < value < _JSON_INT else ["i", format(value, "x")]
     if depth > MAX_DEPTH:
-        raise ValueError(f"{path[:60]}...: nested more than {MAX_DEPTH} levels deep, or it contains itself")
-
-    def inner(part: Any, where: str) -> Any:
-        return _flatten(part, tensors, allow_pickle, path + where, depth + 1)
-
-    if kind in (list, tuple):
-        return ["l" if kind is list else "t", *(inner(part, f"[{i}]") for i, part in enumerate(value))]
-    if kind in (dict, OrderedDict):
-        pairs = [[_key(key, path), inner(part, f"[{key!r:.40}]")] for key, part in value.items()]
-        return ["d" if kind is dict else "o", *pairs]
+        raise RecursionError
     if kind is complex:
         return ["z", value.real, value.imag]
     if kind in (bytes, bytearray):
         return _tensor("b", _of_bytes(value), tensors)
     if isinstance(value, (np.ndarray, np.generic)) and kind is not np.ma.MaskedArray:
-        return _tensor("n" if isinstance(value, np.ndarray) else "g", _of_numpy(value, path), tensors)
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return ["N", _class_name(kind, path), *(inner(getattr(value, name), f".{name}") for name in kind._fields)]
-    if dataclasses.is_dataclass(value):
-        fields = [[f.name, inner(getattr(value, f.name), f".{f.name}")] for f in dataclasses.fields(value)]
-        return ["D", _class_name(kind, path), *fields]
+        return _tensor("n" if isinstance(value, np.ndarray) else "g", _of_numpy(value), tensors)
+    parts = _parts(value, kind)
+    if parts is not None:
+        head, names, inner = parts
+        found = []
+        for at, part in enumerate(inner):
+            try:
+                found.append(_flatten(part, tensors, allow_pickle, depth + 1))
+            except _RefusedError as refused:
+                refused.path.append(f"[{at}]" if names is None else names[at])
+                raise
+        if head[0] in ("d", "o"):
+            return [*head, *([_key(key), spec] for key, spec in zip(value, found, strict=True))]
+        if head[0] == "D":
+            return [*head, *([name[1:], spec] for name, spec in zip(names or (), found, strict=True))]
+        return [*head, *found]
     if not allow_pickle:
-        raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which is not sent; expected tensors, numpy arrays, "
+        raise _RefusedError(
+            f"is a {kind.__module__}.{kind.__qualname__}, which is not sent; expected tensors, numpy arrays, "
             "numbers, strings, bytes or None, in lists, tuples, dicts, named tuples or dataclasses "
             "(or pass allow_pickle=True)"
         )
     return _tensor("p", _of_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), tensors)
 
 
-def _key(key: Any, path: str) -> Any:
-    spec, tensors = flatten(key, name=f"a key of {path}")
+def _parts(value: Any, kind: type) -> tuple[list[str], list[str] | None, Iterable[Any]] | None:
+    """Of what holds others: how its description begins, what its parts are called (None: numbers), and the parts."""
+    if kind is list or kind is tuple:
+        return ["l" if kind is list else "t"], None, value
+    if kind is dict or kind is OrderedDict:
+        return ["d" if kind is dict else "o"], [f"[{key!r:.40}]" for key in value], value.values()
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return ["N", _class_name(kind)], [f".{name}" for name in kind._fields], value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return ["D", _class_name(kind)], [f".{name}" for name in names], [getattr(value, name) for name in names]
+    return None
+
+
+def _key(key: Any) -> Any:
+    tensors: list[Tensor] = []
+    try:
+        spec = _flatten(key, tensors, False, 0)
+    except _RefusedError:
+        spec = None
+        tensors = [torch.empty(0)]
     if tensors:
-        raise TypeError(f"a key of {path} is {key!r:.40}; expected strings, numbers, None, or tuples of these")
+        raise _RefusedError(f"has the key {key!r:.40}; expected strings, numbers, None, or tuples of these")
     return spec
 
 
@@ -113,24 +146,24 @@ def _of_bytes(data: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _of_numpy(value: np.ndarray[Any, Any] | np.generic, path: str) -> Tensor:
+def _of_numpy(value: np.ndarray[Any, Any] | np.generic) -> Tensor:
     array = np.asarray(value)
     cannot_be_shared = not array.flags.writeable or min(array.strides, default=0) < 0
     array = array.astype(array.dtype.newbyteorder("="), copy=cannot_be_shared)
     try:
         return torch.from_numpy(array)
     except TypeError:
-        raise TypeError(f"{path} is a numpy array of dtype {array.dtype}, which no tensor can hold") from None
+        raise _RefusedError(f"is a numpy array of dtype {array.dtype}, which no tensor can hold") from None
 
 
-def _class_name(kind: type, path: str) -> str:
+def _class_name(kind: type) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     try:
         found = find_class(name)
     except TypeError:
         found = None
     if found is not kind:
-        raise TypeError(f"{path} is of class {name}, which no other rank can find by that name: define it in a module")
+        raise _RefusedError(f"is of class {name}, which no other rank can find by that name: define it in a module")
     return name
 
 

@@ -31,7 +31,8 @@ Draw = Callable[[Any], Any]
 Slices = tuple[slice, ...]
 Rule = str | tuple[int, ...] | None
 
-_LONG = 3000  # rows: enough that a tensor of them is not sent in one small message
+_MOST = 5  # rows along any dim
+_LONG = 3000  # but for a few: rows: enough that a tensor of them is not sent in one small message
 
 
 @lru_cache(maxsize=None, typed=True)  # 0 is not False
@@ -54,13 +55,18 @@ def _counts(draw: Draw, extent: int, parts: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in itertools.pairwise(ends))
 
 
-def _ragged(draw: Draw, parts: int) -> tuple[int, ...]:
+def _ragged(draw: Draw, parts: int) -> tuple[tuple[int, ...], int]:
+    """(extents, the most that the other extents may be): few of them are long."""
     extents = tuple(draw(_among(1, 0, 2, 3, 5)) for _ in range(parts))
-    return tuple(_LONG * extent for extent in extents) if _one_in(draw, 20) else extents
+    return (tuple(_LONG * extent for extent in extents), 1) if _one_in(draw, 20) else (extents, _MOST)
 
 
-def _shape(draw: Draw, ndim: int) -> tuple[int, ...]:
-    return tuple(draw(_among(1, 2, 3, 4, 5, 0)) for _ in range(ndim))
+def _long(draw: Draw, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:1], _LONG) if _one_in(draw, 20) else shape
+
+
+def _shape(draw: Draw, ndim: int, most: int = _MOST) -> tuple[int, ...]:
+    return tuple(min(most, draw(_among(1, 2, 3, 4, _MOST, 0))) for _ in range(ndim))
 
 
 def _route(draw: Draw, *routes: str) -> str:
@@ -131,7 +137,7 @@ class Transfer:
 def transfers(draw: Draw, size: int) -> Transfer:
     verb = draw(_among("gather", "concat", "split"))
     ndim = draw(_upto(4, 1 if verb == "split" else 0))
-    extents, counts = _ragged(draw, size), None
+    (extents, most), counts = _ragged(draw, size), None
     if verb == "split":
         counts = draw(_among("counts", None, "block", "chunk"))
         if counts == "counts":
@@ -139,7 +145,7 @@ def transfers(draw: Draw, size: int) -> Transfer:
         else:
             extents = tuple(len(part) for part in rows(counts, draw(_upto(2 * size + 1)), size))
     dim = draw(_upto(max(ndim, 1) - 1, -max(ndim, 1)))
-    shape = list(_shape(draw, ndim))
+    shape = list(_shape(draw, ndim, most))
     if shape:
         shape[dim] = sum(extents)
     dtype = draw(_among(*DTYPES))
@@ -312,8 +318,7 @@ class Redistribution:
 @st.composite
 def redistributions(draw: Draw, size: int) -> Redistribution:
     shape = _shape(draw, draw(_among(2, 1, 3, 4, 0)))
-    if shape and _one_in(draw, 20):
-        shape = (*shape[:-1], _LONG)
+    shape = _long(draw, shape) if shape else shape
     src: Cut | Boxed
     if _one_in(draw, 4):
         src = _boxed(draw, shape, size)
@@ -468,7 +473,7 @@ def _tree(draw: Draw, depth: int) -> Any:
         return draw(_among_singles())
     if kind in ("tensor", "numpy"):
         shape = _shape(draw, draw(_among(1, 0, 2, 3)))
-        return _leaf(draw, (*shape, _LONG) if _one_in(draw, 20) else shape, kind, _dtype(draw, kind))
+        return _leaf(draw, _long(draw, shape), kind, _dtype(draw, kind))
     number, keys = _items(draw, kind)
     return _container(kind, [_tree(draw, depth - 1) for _ in range(number)], keys)
 
@@ -492,9 +497,10 @@ def _alike(draw: Draw, size: int, dim: int, depth: int, top: bool = False) -> li
     if kind == "list":
         return [[_tree(draw, 1) for _ in range(draw(_upto(3)))] for _ in range(size)]
     if kind in ("tensor", "numpy"):
-        shape, dtype = list(_shape(draw, _ndim(draw, dim))), _dtype(draw, kind)
+        extents, most = _ragged(draw, size)
+        shape, dtype = list(_shape(draw, _ndim(draw, dim), most)), _dtype(draw, kind)
         leaves = []
-        for extent in _ragged(draw, size):
+        for extent in extents:
             if shape:
                 shape[dim] = extent
             leaves.append(_leaf(draw, tuple(shape), kind, dtype))
@@ -519,8 +525,9 @@ def _to_cut(draw: Draw, dim: int, extent: int | None, depth: int, top: bool = Fa
         length = draw(_upto(7)) if extent is None else extent
         if kind == "list":
             return [_tree(draw, 1) for _ in range(length)]
-        shape = list(_shape(draw, _ndim(draw, dim, least=1)))
-        shape[dim] = _LONG * length if extent is None and _one_in(draw, 20) else length
+        is_long = extent is None and _one_in(draw, 20)
+        shape = list(_shape(draw, _ndim(draw, dim, least=1), 1 if is_long else _MOST))
+        shape[dim] = _LONG * length if is_long else length
         return _leaf(draw, tuple(shape), kind, _dtype(draw, kind))
     number, keys = _items(draw, kind)
     return _container(kind, [_to_cut(draw, dim, extent, depth - 1) for _ in range(number)], keys)

@@ -188,8 +188,9 @@ def test_parameters_and_graphs_stay_here() -> None:
         (np.ma.masked_array([1], [True]), "x is a numpy.ma"),
         ([torch.zeros(2).to_sparse()], r"x\[0\] must be a dense tensor"),
         (Point(torch.zeros(2, device="meta")), r"x.x is on device meta"),
-        ({b"a": 1}, "a key of x is b'a'; expected strings"),
-        ({(b"a",): 1}, "a key of x"),
+        ({b"a": 1}, "x has the key b'a'; expected strings"),
+        ({(b"a",): 1}, "x has the key"),
+        ([{Colour.RED: 1}], r"x\[0\] has the key <Colour.RED: 1>"),
     ],
     ids=str,
 )
@@ -210,7 +211,7 @@ def test_classes_that_others_cannot_find() -> None:
 def test_what_contains_itself() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(ValueError, match="nested more than 100 levels deep, or it contains itself"):
+    with pytest.raises(ValueError, match=r"x: nested more than 100 levels deep, or it contains itself"):
         tree.flatten(endless)
 
 
