@@ -188,10 +188,15 @@ def _waited(result: Any, async_op: bool) -> Any:
 # --- what is the same ------------------------------------------------------------------------------------------------
 
 
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) < 400 else f"{text[:300]} ... {text[-100:]}"
+
+
 def _differs(got: Any, want: Any, where: str = "result") -> str | None:
     """How a structure is not the one that is wanted: in types, bits and the order of keys."""
     if type(got) is not type(want):
-        return f"{where} is {got!r}, expected {want!r}"
+        return f"{where} is {_shown(got)}, expected {_shown(want)}"
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(want, Tensor):
         same = same_bits(got, want) and got.is_contiguous() and not got.is_conj() and not got.is_neg()
@@ -214,7 +219,7 @@ def _differs(got: Any, want: Any, where: str = "result") -> str | None:
     else:
         same = got == want
     if not same:
-        return f"{where} is {got!r}, expected {want!r}"
+        return f"{where} is {_shown(got)}, expected {_shown(want)}"
     return next((found for pair in pairs if (found := _differs(pair[1], pair[2], pair[0]))), None)
 
 
@@ -270,7 +275,7 @@ class _Out:
 
     def problem(self, result: Any, expected: Tensor, x: Tensor | None) -> str | None:
         if not isinstance(result, Tensor) or not same_bits(result, expected):
-            return f"the result is {result!r}, expected {expected!r}"
+            return f"the result is {_shown(result)}, expected {_shown(expected)}"
         if self.base is None:
             if not result.is_contiguous() or (x is not None and _shares(result, x)):
                 return "the result is not contiguous, or not memory of its own"
@@ -278,7 +283,7 @@ class _Out:
             base, view = memory(*self.arguments)
             view.copy_(expected)
             if result is not self.view or not same_bits(self.base, base):
-                return f"the result is not out, or memory around it was written: {self.base!r}, expected {base!r}"
+                return f"the result is not out, or memory around it was written: {_shown(self.base)}, expected {_shown(base)}"
         return None
 
 
@@ -345,7 +350,7 @@ def _split(world: hd.World, case: Transfer) -> str | None:
         return (
             None
             if same and (_shares(result, whole) or not expected.numel())
-            else f"the result is {result!r}, expected {expected!r}, a view"
+            else f"the result is {_shown(result)}, expected {_shown(expected)}, a view"
         )
     return out.problem(result, expected, whole)
 

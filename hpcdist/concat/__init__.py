@@ -56,7 +56,8 @@ def concat(
         On every rank a contiguous tensor on x's device that the rank owns (or `out`). Along dim 0 the data arrive at
         their final place, and no memory besides the result is taken; along another dim there is one layout copy. Where
         a gradient is needed on any rank, it flows back to the shards (of tensors, not of structures), as the sum over
-        all ranks; every rank has to call backward.
+        all ranks; every rank has to call backward. (Where all ranks compute the same loss from the whole, each
+        counts: divide by their number. hpcdist/examples/column_parallel.py shows it.)
 
     Raises:
         RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and

@@ -26,15 +26,6 @@ EXTENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def gpu_world() -> hd.World:
-    """Ranks that share a GPU do without NCCL's group; those that have their own get it."""
-    from mpi4py import MPI
-
-    shared = MPI.COMM_WORLD.size > torch.cuda.device_count()
-    return hd.init(backend="gloo") if shared else hd.init()
-
-
 def routes(world: hd.World) -> list[str]:
     return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.own_gpus else [])]
 

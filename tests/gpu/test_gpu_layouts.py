@@ -1,0 +1,106 @@
+"""redistribute, structures, messages, asynchronous calls and gradients on GPU memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import p2p, packing
+from hpcdist.routes import staged
+
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
+
+
+def _routes(world: hd.World) -> list[str]:
+    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.own_gpus else [])]
+
+
+def _equal(x: Any, y: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.is_cuda and torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize("window", [staged.WINDOW, 64])
+def test_redistribute(gpu_world: hd.World, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "WINDOW", window)
+    size = gpu_world.world_size
+    whole = torch.arange((2 * size + 1) * 6).view(-1, 6)
+    layouts = [hd.Split(0), hd.Split(1), hd.Replicate(), hd.Block((1, size), (0, 1), "chunk")]
+    for route, (src, dst) in itertools.product(_routes(gpu_world), itertools.product(layouts, repeat=2)):
+        x = hd.local(whole, src).to(gpu_world.device)
+        expected = hd.local(whole, dst)
+        assert _equal(hd.redistribute(x, src, dst, route=route), expected), (route, src, dst)
+        plan = hd.plan_redistribute(x, src, dst, route=route)
+        out = torch.zeros(plan.box.shape[::-1], dtype=x.dtype, device=x.device).t()
+        assert plan(x.t().contiguous().t(), out) is out and _equal(out, expected), (route, src, dst)
+
+
+@pytest.mark.parametrize("small", [packing.SMALL, 16])
+def test_structures(gpu_world: hd.World, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the GPU and of the host side by side; each arrives where it was, on the receiver's own GPU."""
+    monkeypatch.setattr(packing, "SMALL", small)
+    rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
+    mine = {
+        "gpu": torch.full((rank + 1, 40), rank, device=device),
+        "host": torch.full((rank + 1, 40), rank),
+        "list": [torch.arange(50 + rank, device=device), torch.tensor(rank), "text"],
+    }
+    for route in [route for route in _routes(gpu_world) if route != "nccl"]:
+        for got in (hd.concat(mine, route=route), hd.gather(mine, root=size - 1, route=route)):
+            if got is None:
+                assert rank < size - 1
+                continue
+            expected = torch.cat([torch.full((r + 1, 40), r) for r in range(size)])
+            assert _equal(got["gpu"], expected) and torch.equal(got["host"], expected), route
+            assert all(_equal(got["list"][3 * r], torch.arange(50 + r)) for r in range(size)), route
+            assert got["list"][2::3] == ["text"] * size and got["gpu"].device == device
+        part = hd.split({"x": torch.arange(400 * size, device=device)} if rank == 0 else None, route=route)
+        assert _equal(part["x"], torch.arange(400 * size)[400 * rank : 400 * (rank + 1)]), route
+
+
+@pytest.mark.parametrize("chunk", [p2p.CHUNK, 1000])
+@pytest.mark.parametrize("route", ["mpi", "hdf5"])
+def test_send_and_recv(gpu_world: hd.World, route: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p, "CHUNK", chunk)
+    rank, size = gpu_world.rank, gpu_world.world_size
+    x = [torch.arange(n, device=gpu_world.device) + rank for n in (0, 3, 10_000, 300_000)]
+    handle = hd.isend({"x": x, "rank": rank}, (rank + 1) % size, route=route)
+    got, source = hd.recv((rank - 1) % size, with_source=True)
+    handle.wait(60)
+    assert got["rank"] == source
+    assert all(_equal(y, torch.arange(len(y)) + source) and y.device == gpu_world.device for y in got["x"])
+
+
+def test_in_the_background_with_streams(gpu_world: hd.World) -> None:
+    """What was begun on the caller's stream is waited for, and so is the transfer; the memory is not used again before."""
+    size = gpu_world.world_size
+    expected = torch.arange(1, size + 1).repeat_interleave(1 << 20).float()
+    for route in _routes(gpu_world):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            handles = []
+            for _ in range(3):
+                x = torch.zeros(1 << 20, device=gpu_world.device)
+                torch.cuda._sleep(20_000_000)
+                x += gpu_world.rank + 1
+                handles.append(hd.concat(x, route=route, async_op=True))
+                del x
+                torch.full((1 << 20,), -1.0, device=gpu_world.device)  # would land in x's memory
+            assert all(_equal(handle.wait(60), expected) for handle in handles), route
+        torch.cuda.synchronize()
+
+
+def test_gradients(gpu_world: hd.World) -> None:
+    rank, size = gpu_world.rank, gpu_world.world_size
+    for route in _routes(gpu_world):
+        x = torch.ones(rank + 1, 3, device=gpu_world.device, requires_grad=True)
+        for result in (hd.concat(x, route=route), hd.redistribute(x, hd.Split(0), hd.Replicate(), route=route)):
+            x.grad = None
+            (result * (rank + 1)).sum().backward()
+            assert x.grad is not None and bool((x.grad == size * (size + 1) / 2).all()), route
+        x.grad = None
+        hd.gather(x, route=route).sum().backward()
+        assert x.grad is not None and bool((x.grad == 1).all()), route
