@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from operator import index
 from typing import Protocol
@@ -87,41 +88,32 @@ class Block:
         box = whole(shape)
         for n, dim, place, rule in zip(self.grid, dims, at, self._rules(), strict=True):
             if dim is not None:
-                cut = counts_of(rule, box.shape[dim], n)
-                start = box.offset[dim] + displs(cut)[place]
-                box = box.narrow(dim, start, start + cut[place])
+                starts, counts = _cut(rule, box.shape[dim], n)
+                start = box.offset[dim] + starts[place]
+                box = box.narrow(dim, start, start + counts[place])
         return box
 
     def held(self, shapes: Sequence[Shape]) -> tuple[Shape, list[Box]]:
         self._check(len(shapes))
-        dims = self._dims(len(shapes[0]))
-        shape, offsets = list(shapes[0]), [[0] * len(shapes[0]) for _ in shapes]
+        dims, ndim = self._dims(len(shapes[0])), len(shapes[0])
+        shape = list(shapes[0])
+        offsets, usual = [[0] * ndim for _ in shapes], [list(shapes[0]) for _ in shapes]
         for dim in {dim for dim in dims if dim is not None}:
-            # Along dim the parts lie one behind the other in the order of these places.
+            # Along dim the parts lie one behind the other in the order of these places; those in one place are of one
+            # extent, that of the first of them.
             places = [tuple(i for i, d in zip(at, dims, strict=True) if d == dim) for at in self._places()]
             extents = {place: held[dim] for place, held in reversed(list(zip(places, shapes, strict=True)))}
             ordered = sorted(extents)
             starts = dict(zip(ordered, displs([extents[place] for place in ordered]), strict=True))
             shape[dim] = sum(extents.values())
-            for offset, place in zip(offsets, places, strict=True):
-                offset[dim] = starts[place]
-        found = [Box(tuple(offset), tuple(held)) for offset, held in zip(offsets, shapes, strict=True)]
-        if self.counts is None:  # each part's extents are those of the others in its row or column of the grid
-            expected = [Box(box.offset, self._extents(rank, dims, shapes)) for rank, box in enumerate(found)]
+            for rank, place in enumerate(places):
+                offsets[rank][dim], usual[rank][dim] = starts[place], extents[place]
+        if self.counts is None:
+            expected = [Box(tuple(at), tuple(of)) for at, of in zip(offsets, usual, strict=True)]
         else:
             expected = self.boxes(shape, len(shapes))
-        _compare(found, expected)
-        return tuple(shape), found
-
-    def _extents(self, rank: int, dims: Sequence[int | None], shapes: Sequence[Shape]) -> Shape:
-        """The shape of a rank's part, if the first rank that has the same place along a dimension is right."""
-        places = list(self._places())
-        extents = []
-        for dim in range(len(shapes[0])):
-            along = [axis for axis, d in enumerate(dims) if d == dim]
-            first = next(r for r, at in enumerate(places) if all(at[a] == places[rank][a] for a in along))
-            extents.append(shapes[first][dim])
-        return tuple(extents)
+        _compare(shapes, expected)
+        return tuple(shape), expected
 
     def _check(self, parts: int) -> None:
         if prod(self.grid) != parts:
@@ -228,7 +220,7 @@ class Boxes:
         ends = [[o + n for o, n in zip(box.offset, box.shape, strict=True)] for box in self.of]
         shape = tuple(map(max, zip(*ends, strict=True)))
         expected = self.boxes(shape, len(shapes))
-        _compare([Box(box.offset, held) for box, held in zip(expected, shapes, strict=True)], expected)
+        _compare(shapes, expected)
         return shape, expected
 
 
@@ -244,10 +236,17 @@ def _counts(counts: str | Iterable[int] | None) -> Counts:
     return tuple(index(count) for count in counts)
 
 
-def _compare(found: Sequence[Box], expected: Sequence[Box]) -> None:
-    for rank, (box, want) in enumerate(zip(found, expected, strict=True)):
-        if box.shape != want.shape:
-            raise ValueError(f"rank {rank} holds a part of shape {box.shape}, where the layout has {want.shape}")
+@lru_cache(maxsize=256)
+def _cut(rule: Counts, extent: int, parts: int) -> tuple[list[int], list[int]]:
+    """Where each of the parts starts, and how long it is."""
+    counts = counts_of(rule, extent, parts)
+    return displs(counts), counts
+
+
+def _compare(shapes: Sequence[Shape], expected: Sequence[Box]) -> None:
+    for rank, (held, want) in enumerate(zip(shapes, expected, strict=True)):
+        if tuple(held) != want.shape:
+            raise ValueError(f"rank {rank} holds a part of shape {tuple(held)}, where the layout has {want.shape}")
 
 
 def _show(box: Box) -> str:

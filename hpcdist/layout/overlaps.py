@@ -87,11 +87,17 @@ class _Sharing:
 
 
 def _apart(boxes: list[Box]) -> bool:
-    """Whether no two boxes overlap: each is compared with those that begin before it ends along dim 0."""
-    ordered = sorted(boxes)
+    """Whether no two boxes overlap: each is compared with those that begin before it ends, along the dim in which most
+    begin at places of their own."""
+    if len(boxes) < 2:
+        return True
+    begins = [len({box.offset[dim] for box in boxes}) for dim in range(len(boxes[0].shape))]
+    dim = begins.index(max(begins))
+    ordered = sorted(boxes, key=lambda box: box.offset[dim])
     for i, box in enumerate(ordered):
+        end = box.offset[dim] + box.shape[dim]
         for other in ordered[i + 1 :]:
-            if box.shape and other.offset[0] >= box.offset[0] + box.shape[0]:
+            if other.offset[dim] >= end:
                 break
             if box.meet(other).size():
                 return False
