@@ -19,7 +19,7 @@ from torch._utils import _flatten_dense_tensors
 from hpcdist.buffers import DTYPES, as_bytes
 from hpcdist.errors import HpcdistError
 
-__all__ = ["MOST", "SMALL", "Contents", "Header", "Meta", "encode", "pack"]
+__all__ = ["MOST", "SMALL", "Contents", "Header", "Meta", "bounded", "encode", "pack"]
 
 SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
 MOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes: more than this cannot arrive on this host
@@ -68,6 +68,9 @@ class Contents:
     def packed(self) -> int:
         """Bytes of all small tensors packed: a multiple of 16, so that what follows begins where any tensor may."""
         return -(-(sum(self.nbytes) - sum(self.nbytes[i] for i in self.large)) // _ALIGN) * _ALIGN
+
+    def is_large(self, i: int) -> bool:
+        return self.nbytes[i] >= SMALL
 
     def large_of(self, on_gpu: bool) -> list[int]:
         """The numbers of the large tensors in one kind of memory."""
@@ -122,10 +125,17 @@ class Header(Contents):
             raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
         super().__init__(metas)
         self.length = len(text)
-        if sum(self.nbytes) > MOST:
-            raise HpcdistError(
-                f"a message announces {sum(self.nbytes)} bytes of tensors, more than this host has memory ({MOST})"
-            )
+        bounded(sum(self.nbytes))
+
+
+def bounded(nbytes: int) -> None:
+    """To be asked before memory is taken because a message says so.
+
+    Raises:
+        HpcdistError: this host does not have so much.
+    """
+    if nbytes > MOST:
+        raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than this host has memory ({MOST})")
 
 
 def _meta(code: int, cuda: int, *shape: int) -> Meta:

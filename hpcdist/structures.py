@@ -15,7 +15,7 @@ from hpcdist.buffers import as_bytes
 from hpcdist.call import Call, others, show_shape
 from hpcdist.errors import RankError
 from hpcdist.merging import merge
-from hpcdist.packing import Contents, Header, encode, pack
+from hpcdist.packing import Contents, Header, bounded, encode, pack
 from hpcdist.routes import CPU
 from hpcdist.tree import Tree, classes_in, find_class, finished, rebuild
 
@@ -34,14 +34,15 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
     agreed = agree.exchange(team, call)
     assert call.tree is not None
     root = None if call.root < 0 else call.root
-    headers = [Header(text) for text in _all_texts(team, call.header, agreed.extents)]
-    joins = _Joins(verb, headers, call.dim)
-    merge(verb, [header.spec for header in headers], joins.note, lambda rank, kind, i: None)
-    _know_classes(verb, team, _classes(headers))
-    ways = _ways(verb, team, call.route, agreed.kinds, {h.metas[i].cuda for h in headers for i in h.large})
-    receives = root is None or team.rank == root
-    with abort.Transfer(verb, team.size):
-        device = team.world.device
+    with abort.Transfer(verb, team.size):  # which lets a RankError pass: up to here all ranks see the same
+        headers = [Header(text) for text in _all_texts(team, call.header, agreed.extents)]
+        joins = _Joins(verb, headers, call.dim)
+        merge(verb, [header.spec for header in headers], joins.note, lambda rank, kind, i: None)
+        _know_classes(verb, team, _classes(headers))
+        ways = _ways(verb, team, call.route, agreed.kinds, {h.metas[i].cuda for h in headers for i in h.large})
+        receives, device = root is None or team.rank == root, team.world.device
+        if receives:
+            bounded(sum(sum(header.nbytes) for header in headers))
         places = [joins.places(rank, device) if receives else {} for rank in range(team.size)]
         _bring_small(team, call.tree, headers, root, places, device)
         for on_gpu, way in ways.items():
@@ -73,7 +74,12 @@ def _of_bytes(data: bytes) -> Tensor:
 def _know_classes(verb: str, team: Team, names: Sequence[str]) -> None:
     """Every rank must know every class. Collective if there are any, which all ranks see alike."""
     if names:
-        agree.on_all(team.comm, verb, lambda: [find_class(name) for name in names] and None)
+
+        def find_all() -> None:
+            for name in names:
+                find_class(name)
+
+        agree.on_all(team.comm, verb, find_all)
 
 
 def _classes(headers: Sequence[Header]) -> list[str]:
@@ -111,7 +117,7 @@ class _Joins:
         places, header = {}, self.headers[rank]
         for path, numbers in self._numbers.items():
             part = self._part(path, rank, device)
-            if part.is_contiguous() and numbers[rank] in header.large:
+            if part.is_contiguous() and header.is_large(numbers[rank]):
                 places[numbers[rank]] = part
         for i in header.large:
             if i not in places:
@@ -135,7 +141,7 @@ class _Joins:
         for path, numbers in self._numbers.items():
             for rank, number in enumerate(numbers):
                 part, arrived = self._part(path, rank, torch.device("cpu")), places[rank][number]
-                if number not in self.headers[rank].large or not part.is_contiguous():
+                if not self.headers[rank].is_large(number) or not part.is_contiguous():
                     part.copy_(arrived.view(part.shape))
 
     def result(self, path: str) -> Tensor:
