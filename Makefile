@@ -10,7 +10,6 @@ demo:
 
 test:
 	@.ci/environment mpich test
-	@.ci/environment openmpi test
 	@.venv/mpich/bin/python tests/run.py
 
 lint:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hpcdist import buffers, layout
 from hpcdist.call import FOLLOWS, FOLLOWS_CPU, LOST, Call, others, show_shape
+from hpcdist.errors import HpcdistError
 from hpcdist.merging import cut
-from hpcdist.packing import Contents, encode
+from hpcdist.packing import Contents, bounded, encode
 from hpcdist.routes import CPU, CUDA, NAMES
 from hpcdist.tree import Tree, flatten
 
@@ -80,9 +81,11 @@ def structure_call(
 
 def _tree(x: Any, allow_pickle: Any) -> Tree:
     try:
-        return flatten(x, bool(allow_pickle))
-    except (TypeError, ValueError) as wrong:
+        tree = flatten(x, bool(allow_pickle))
+        bounded(sum(Contents.of(tree.tensors).nbytes))
+    except (TypeError, ValueError, HpcdistError) as wrong:
         raise WrongError(str(wrong)) from None
+    return tree
 
 
 def _cut(tree: Tree, call: Call, size: int) -> list[Tree]:

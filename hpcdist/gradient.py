@@ -15,7 +15,7 @@ from hpcdist.call import Call
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["carried"]
+__all__ = ["Deferred", "carried"]
 
 
 def carried(
@@ -25,7 +25,7 @@ def carried(
     x: Tensor | None,
     forward: Callable[[], Tensor],
     backward: Callable[[Tensor], Tensor | None],
-) -> Tensor:
+) -> Tensor | Deferred:
     """The result of `forward`; if a gradient is needed on any rank, one that carries it back to `x` on every rank.
 
     Args:
@@ -41,13 +41,37 @@ def carried(
         return forward()
     front = team.front  # a backward pass runs in its own time, where nothing else is sent behind its back
     anchor = x if x is not None and x.requires_grad else torch.empty(0, requires_grad=True)
+    # Which of the team's results it is: ranks that go back through different ones are told so.
+    team.memo["results"] = number = team.memo.get("results", 0) + 1
+    which = f"number {number}" + (" of those in the background" if team is not front else "")
 
     def back(grad: Tensor) -> Tensor | None:
-        agree.exchange(front, Call(f"the backward pass of {verb}"))
+        agree.exchange(front, Call(f"the backward pass of {verb}", options=(("the result", which),)))
         with abort.Transfer(verb, front.size):
             found = backward(grad.resolve_conj().resolve_neg().contiguous())
         return found.view(anchor.shape) if anchor is x and found is not None else None
 
+    if team is not front:
+        with torch.no_grad():
+            return Deferred(anchor, forward(), back)
+    return _attach(anchor, forward, back)
+
+
+class Deferred:
+    """A result of the background, whose place in the graph is made when it is waited for.
+
+    torch goes back through a graph in the opposite order in which its nodes were made, and counts them thread by
+    thread. Made by the thread that waits, they are in the same order on all ranks.
+    """
+
+    def __init__(self, anchor: Tensor, result: Tensor, back: Callable[[Tensor], Tensor | None]) -> None:
+        self._anchor, self._result, self._back = anchor, result, back
+
+    def attach(self) -> Tensor:
+        return _attach(self._anchor, lambda: self._result, self._back)
+
+
+def _attach(anchor: Tensor, forward: Callable[[], Tensor], back: Callable[[Tensor], Tensor | None]) -> Tensor:
     with torch.enable_grad():
         result: Tensor = _Carried.apply(anchor, forward, back)  # type: ignore[no-untyped-call]
     return result
@@ -55,7 +79,7 @@ def carried(
 
 class _Carried(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, forward: Callable[[], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, forward: Callable[[], Tensor], back: Callable[[Tensor], Any]) -> Tensor:
         ctx.back = back
         return forward()
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from hpcdist import agree
 from hpcdist.call import Call
 from hpcdist.errors import HpcdistError
+from hpcdist.gradient import Deferred
 from hpcdist.team import Team
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Handle(Generic[T]):
 
     def __init__(self, future: futures.Future[T]) -> None:
         self._future = future
+        self._attached: Any = None
 
     def wait(self, timeout: float | None = None) -> T:
         """The result, as soon as it is there; what the call has raised, if it has.
@@ -52,13 +54,18 @@ class Handle(Generic[T]):
             TimeoutError: it is not done by then. It goes on, and can be waited for again.
         """
         try:
-            result = self._future.result(timeout)
+            result: Any = self._future.result(timeout)
         except futures.TimeoutError:
             if self._future.done():  # the call itself has raised it
                 raise
             raise TimeoutError(f"not done after {timeout:g} s; it goes on, and can be waited for again") from None
+        if isinstance(result, Deferred):
+            if self._attached is None:
+                self._attached = result.attach()
+            result = self._attached
         _hand_over(result)
-        return result
+        found: T = result
+        return found
 
     def done(self) -> bool:
         """Whether wait() would return, or raise, at once."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.errors import RankError
-from hpcdist.tree import TENSORS, Tree, dataclass_of, find_class, mapped, rebuild
+from hpcdist.tree import TENSORS, Tree, dataclass_of, mapped, named_tuple_of, rebuild
 
 __all__ = ["cut", "merge"]
 
@@ -67,7 +67,7 @@ def merge(
     _same(verb, path, "is of class", [spec[1] for spec in specs])
     if kind == "N":
         parts = [inner([spec[2 + i] for spec in specs], f"[{i}]") for i in range(len(specs[0]) - 2)]
-        return tuple.__new__(find_class(specs[0][1]), parts)
+        return named_tuple_of(specs[0][1], parts)
     names = [name for name, _ in specs[0][2:]]
     return dataclass_of(
         specs[0][1], [(name, inner([dict(spec[2:])[name] for spec in specs], f".{name}")) for name in names]

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import layout, world
+from hpcdist import abort, layout, world
 from hpcdist.buffers import as_bytes
 from hpcdist.errors import FileError, HpcdistError, reason
 from hpcdist.handle import Handle
-from hpcdist.packing import Contents, Header, encode, pack
+from hpcdist.packing import Contents, Header, Messages, bounded, encode, opened
 from hpcdist.team import Team, team_of
 from hpcdist.tree import Tree, finished, flatten, rebuild
 
@@ -34,8 +34,6 @@ __all__ = ["irecv", "isend", "recv", "send"]
 ROUTES = ("auto", "mpi", "hdf5")
 PIECE = 2**30  # bytes a message at most, from host memory
 CHUNK = 2**26  # bytes a message at most, from a GPU: it passes through pinned memory of that size
-INLINE = 2**24  # bytes of small tensors that travel with the header
-_ALIGN = 16  # bytes
 _ANSWER = 1024  # bytes at most, of what went wrong while a file was read
 Group = "dist.ProcessGroup | MPI.Comm | None"
 
@@ -64,7 +62,7 @@ def send(
         allow_pickle: send other objects as pickles; the receiver must allow them too.
 
     Raises:
-        TypeError, ValueError: on this rank, for a wrong argument. Nothing was sent.
+        TypeError, ValueError: on this rank, for a wrong argument, or parts that cannot be sent. Nothing was sent.
         FileError: with route "hdf5", on both ranks: the file cannot be written, or is not seen by the other one.
 
     Example::
@@ -75,7 +73,7 @@ def send(
     team, post, steps = _sending(x, dest, tag, group, route, allow_pickle)
     if dest == team.rank:
         raise ValueError(f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend")
-    post.run(steps)
+    post.run(steps, receives=False)
 
 
 def isend(
@@ -89,7 +87,7 @@ def isend(
 ) -> Handle[None]:
     """As :func:`send`, in the background: returns a handle at once. Until it is done, `x` must not be changed."""
     _, post, steps = _sending(x, dest, tag, group, route, allow_pickle)
-    return post.submit(steps)
+    return post.submit(steps, receives=False)
 
 
 def recv(
@@ -100,7 +98,10 @@ def recv(
     allow_pickle: bool = False,
     with_source: bool = False,
 ) -> Any:
-    """Receive what another rank has sent; nothing has to be known of it. Waits until something comes.
+    """Receive what another rank has sent; nothing has to be known of it.
+
+    Waits until something comes, also for a rank that has ended: ``irecv(...).wait(timeout)`` waits no longer than told.
+    A message for which there is no memory here ends the job, since its sender depends on this rank.
 
     Args:
         source: the rank in `group` that sends; None for any. What one rank sends with one tag comes in that order.
@@ -117,7 +118,7 @@ def recv(
         TypeError: a class in it is not known here, or there is a pickle that is not allowed. The message is used up.
         TypeError, ValueError: for a wrong argument.
         FileError: as for :func:`send`.
-        HpcdistError: the message is damaged, or announces more than this host has memory.
+        HpcdistError: the message is damaged.
     """
     post, steps = _receiving(source, tag, group, allow_pickle)
     got: tuple[Any, int] = post.run(steps, receives=True)
@@ -152,10 +153,11 @@ def _sending(x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: 
     if route not in ROUTES:
         raise ValueError(f"route is {route!r}, expected one of {', '.join(ROUTES)}")
     tree, post = flatten(x, allow_pickle), post_of(team)
-    post.sent = (post.sent + 2) % (_most_tag(team) // 2 * 2)  # even: an answer to it has the number behind it
-    contents = Contents.of(tree.tensors)
+    if any(tensor.is_cuda for tensor in tree.tensors):
+        torch.cuda.current_stream().synchronize()  # the background has streams of its own
+    contents, number = Contents.of(tree.tensors), post.number(_most_tag(team))
     way = _by_file if route == "hdf5" and contents.large else _by_mpi
-    return team, post, way(team, tree, contents, dest, tag, post.sent)
+    return team, post, way(team, tree, contents, dest, tag, number)
 
 
 def _receiving(
@@ -196,33 +198,28 @@ def _by_mpi(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, num
 
     from hpcdist.post import Requests
 
-    first, rest = _first_message(tree, contents, encode(tree.spec, contents, number=number))
-    requests = [team.mail.Isend([_memory(first), MPI.BYTE], dest, tag)]
-    large = [rest] if rest is not None else []
-    for x in [*large, *(as_bytes(tree.tensors[i].contiguous()) for i in contents.large)]:
+    messages = Messages(tree.tensors, contents, encode(tree.spec, contents, number=number))
+    large = [*messages.rest, *(as_bytes(tree.tensors[i].contiguous()) for i in contents.large)]
+    longest = max((x.numel() for x in large if x.is_cuda), default=0)
+    room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, pin_memory=longest > 0)
+    # From here on nothing takes memory: who has got the header depends on what follows.
+    requests = [team.mail.Isend([_memory(messages.first), MPI.BYTE], dest, tag)]
+    for x in large:
         if x.is_cuda:
-            room = torch.empty(min(CHUNK, x.numel()), dtype=torch.uint8, pin_memory=True)
             for start, length in layout.pieces(x.numel(), CHUNK):
                 room[:length].copy_(x[start : start + length])
                 yield Requests([team.parcels.Isend([_memory(room[:length]), MPI.BYTE], dest, number)])
         else:
-            large.append(x)  # its memory must stay until it is sent
-            for start, length in layout.pieces(x.numel(), PIECE):
-                block = [_memory(x[start : start + length]), MPI.BYTE]
-                requests.append(team.parcels.Isend(block, dest, number))
+            requests += _isend(team, x, dest, number)
     yield Requests(requests)
 
 
-def _first_message(tree: Tree, contents: Contents, text: bytes) -> tuple[Tensor, Tensor | None]:
-    """The header with the small tensors as one message; if they are many, the two by themselves."""
-    packed = pack(tree.tensors, contents)
-    start = -(-(8 + len(text)) // _ALIGN) * _ALIGN
-    inline = contents.packed <= INLINE
-    message = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8)
-    message[: 8 + len(text)] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    if inline:
-        message[start:] = packed
-    return message, None if inline else packed
+def _isend(team: Team, x: Tensor, dest: int, number: int) -> list[MPI.Request]:
+    """Begin to send bytes in host memory, in pieces."""
+    from mpi4py import MPI
+
+    pieces = layout.pieces(x.numel(), PIECE)
+    return [team.parcels.Isend([_memory(x[at : at + length]), MPI.BYTE], dest, number) for at, length in pieces]
 
 
 def _by_file(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, number: int) -> Steps[None]:
@@ -235,12 +232,11 @@ def _by_file(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, nu
     with _staged(team, sum(sizes)) as stage:
         large = [as_bytes(tree.tensors[i].cpu().contiguous()) for i in contents.large]
         stage.write(list(zip(layout.displs(sizes), large, strict=True)))
-        text = encode(tree.spec, contents, number=number, file=stage.ticket())
-        first, rest = _first_message(tree, contents, text)
-        requests = [team.mail.Isend([_memory(first), MPI.BYTE], dest, tag)]
-        if rest is not None:
-            requests.append(team.parcels.Isend([_memory(rest), MPI.BYTE], dest, number))
+        messages = Messages(tree.tensors, contents, encode(tree.spec, contents, number=number, file=stage.ticket()))
         answer = bytearray(_ANSWER)
+        requests = [team.mail.Isend([_memory(messages.first), MPI.BYTE], dest, tag)]
+        for rest in messages.rest:
+            requests += _isend(team, rest, dest, number)
         requests.append(team.parcels.Irecv([answer, MPI.BYTE], dest, number + 1))
         yield Requests(requests)
     problem = answer.rstrip(b"\0").decode(errors="replace")
@@ -269,22 +265,21 @@ def _receive(team: Team, source: int, tag: int, allow_pickle: bool) -> Steps[tup
     message = torch.empty(arrival.nbytes, dtype=torch.uint8)
     yield Requests([arrival.message.Irecv([_memory(message), MPI.BYTE])])
     giver, device = arrival.source, team.world.device
-    length = int.from_bytes(message[:8].numpy().tobytes(), "little")
-    if length > message.numel() - 8:
-        raise HpcdistError(f"a message of rank {giver} is damaged: {length} bytes of header in {message.numel()}")
-    header = Header(message[8 : 8 + length].numpy().tobytes())
-    number = int(header.more["number"])
-    packed = message[-(-(8 + length) // _ALIGN) * _ALIGN :]
-    if header.packed > INLINE:
-        packed = torch.empty(header.packed, dtype=torch.uint8)
-        yield Requests([team.parcels.Irecv([_memory(packed), MPI.BYTE], giver, number)])
-    places = header.unpack(packed, device)
-    places.update({i: header.room(i, device) for i in header.large})
-    large = [(as_bytes(places[i]), header.metas[i].cuda) for i in header.large]
+    header, packed = opened(message)
+    number = header.more.get("number")
+    if not isinstance(number, int) or not 0 <= number < _most_tag(team):
+        raise HpcdistError(f"a message of rank {giver} is damaged: it has the number {number!r}")
+    with abort.Transfer("recv", team.size if header.large or packed is None else 1):
+        bounded(sum(header.nbytes))
+        if packed is None:
+            packed = torch.empty(header.packed, dtype=torch.uint8)
+            yield from _from_mpi(team, giver, number, [(packed, False)])
+        places = header.unpack(packed, device)
+        places.update({i: header.room(i, device) for i in header.large})
     if "file" in header.more:
         yield from _from_file(team, giver, number, header, places)
     else:
-        yield from _from_mpi(team, giver, number, large)
+        yield from _from_mpi(team, giver, number, [(as_bytes(places[i]), header.metas[i].cuda) for i in header.large])
     return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle)), giver
 
 
@@ -322,7 +317,7 @@ def _from_file(team: Team, giver: int, number: int, header: Header, places: dict
             host = places[i] if places[i].is_cpu else torch.empty(places[i].shape, dtype=places[i].dtype)
             fetch(header.more["file"], [(start, as_bytes(host))])
             places[i] = host.to(places[i].device)
-    except (FileError, OSError, EOFError) as error:
+    except Exception as error:  # whatever it is: the sender waits for an answer
         problem = reason(error)
     answer = bytearray(problem.encode()[:_ANSWER])
     yield Requests([team.parcels.Isend([answer, MPI.BYTE], giver, number + 1)])

@@ -19,12 +19,13 @@ from torch._utils import _flatten_dense_tensors
 from hpcdist.buffers import DTYPES, as_bytes
 from hpcdist.errors import HpcdistError
 
-__all__ = ["MOST", "SMALL", "Contents", "Header", "Meta", "bounded", "encode", "pack"]
+__all__ = ["MOST", "SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "opened", "pack"]
 
 SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
 MOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes: more than this cannot arrive on this host
 _MAX_DIMS = 64  # torch's own limit
 _ALIGN = 16  # bytes: of the largest dtype
+INLINE = 2**24  # bytes of small tensors that travel with the header
 _CODES = {code: dtype for dtype, code in DTYPES.items()}
 
 
@@ -112,10 +113,10 @@ class Header(Contents):
         length: of the header itself, in bytes.
 
     Raises:
-        HpcdistError: it is damaged, or announces more than this host has memory.
+        HpcdistError: it is damaged, or (if `bound`) announces more than this host has memory.
     """
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: bytes, bound: bool = True) -> None:
         try:
             content = json.loads(text)
             self.spec: Any = content["spec"]
@@ -125,7 +126,8 @@ class Header(Contents):
             raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
         super().__init__(metas)
         self.length = len(text)
-        bounded(sum(self.nbytes))
+        if bound:
+            bounded(sum(self.nbytes))
 
 
 def bounded(nbytes: int) -> None:
@@ -165,3 +167,44 @@ def _fetched(tensors: list[Tensor]) -> list[Tensor]:
     flat = _flatten_dense_tensors(on_gpu).cpu()  # type: ignore[no-untyped-call]
     parts = iter(flat.split([x.numel() for x in on_gpu]))
     return [next(parts) if x.is_cuda else x for x in tensors]
+
+
+class Messages:
+    """A structure as messages from one rank to another, but for the large tensors.
+
+    Attributes:
+        first: the length of the header, the header, and the small tensors.
+        rest: the small tensors by themselves, if they are many: one message or none.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], contents: Contents, text: bytes) -> None:
+        packed = pack(tensors, contents)
+        inline = contents.packed <= INLINE
+        start = _small_from(len(text))
+        self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8)
+        begin = len(text).to_bytes(8, "little") + text
+        self.first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
+        if inline:
+            self.first[start:] = packed
+        self.rest = [] if inline else [packed]
+
+
+def opened(first: Tensor) -> tuple[Header, Tensor | None]:
+    """The header of :class:`Messages`, and the small tensors packed; None if they come by themselves.
+
+    Raises:
+        HpcdistError: it is damaged. What it announces has not been looked at yet.
+    """
+    length = int.from_bytes(first[:8].numpy().tobytes(), "little")
+    if length > first.numel() - 8:
+        raise HpcdistError(f"a message is damaged: {length} bytes of header in {first.numel()}")
+    header = Header(first[8 : 8 + length].numpy().tobytes(), bound=False)
+    packed = first[_small_from(length) :]
+    if header.packed <= INLINE and packed.numel() != header.packed:
+        raise HpcdistError(f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced")
+    return header, packed if header.packed <= INLINE else None
+
+
+def _small_from(length: int) -> int:
+    """Where the small tensors begin, behind a header of this length: where any tensor may."""
+    return -(-(8 + length) // _ALIGN) * _ALIGN

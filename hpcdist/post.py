@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+import torch
 from mpi4py import MPI
 
 from hpcdist.errors import HpcdistError
@@ -85,25 +86,37 @@ class Arrival:
 class _Job:
     steps: Steps[Any]
     future: futures.Future[Any]
+    receives: bool
     waiting: Waiting | None = None
+
+
+_abandoned: list[_Job] = []  # MPI may still read and write their memory
 
 
 class Post:
     """The transfers between this rank and others of a team that are under way.
 
-    Attributes:
-        sent: the number of the latest message that this rank has begun to send: its parts are told by it from others'.
+    What was asked for first comes first: a transfer in the foreground queues behind sends that have not begun, and
+    receives that have not ended, in the background.
     """
 
-    def __init__(self) -> None:
-        self.sent = 0
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._number = 0  # of the latest message sent, by which its parts are told from others'
+        self._lock = threading.Lock()
         self._arriving: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._open = 0  # receives that the thread looks after
+        self._ahead = {True: 0, False: 0}  # receives that have not ended, sends that have not begun
 
-    def run(self, steps: Steps[T], receives: bool = False) -> T:
-        """Do a transfer now. A receive queues behind those in the background, which came first."""
-        if receives and self._open:
+    def number(self, most: int) -> int:
+        """A number for a message, even and at most `most` - 1: an answer to it has the number behind it."""
+        with self._lock:
+            self._number = (self._number + 2) % (most // 2 * 2)
+            return self._number
+
+    def run(self, steps: Steps[T], receives: bool) -> T:
+        """Do a transfer now."""
+        if self._ahead[receives]:
             return self.submit(steps, receives).wait()
         try:
             while True:
@@ -112,23 +125,27 @@ class Post:
             result: T = done.value
             return result
 
-    def submit(self, steps: Steps[T], receives: bool = False) -> Handle[T]:
+    def submit(self, steps: Steps[T], receives: bool) -> Handle[T]:
         """Do a transfer in the background."""
         check_threads()
         future: futures.Future[T] = futures.Future()
         if receives:
-            self._open += 1
-            future.add_done_callback(self._closed)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="hpcdist-post", daemon=True)
-            self._thread.start()
-        self._arriving.put(_Job(steps, future))
+            future.add_done_callback(lambda _: self._passed(True))
+        with self._lock:
+            self._ahead[receives] += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="hpcdist-post", daemon=True)
+                self._thread.start()
+            self._arriving.put(_Job(steps, future, receives))
         return Handle(future)
 
-    def _closed(self, future: futures.Future[Any]) -> None:
-        self._open -= 1
+    def _passed(self, receives: bool) -> None:
+        with self._lock:
+            self._ahead[receives] -= 1
 
     def _work(self) -> None:
+        if self._team.world.device.type == "cuda":
+            torch.cuda.set_device(self._team.world.device)
         jobs: list[_Job] = []
         nap = 0.0
         while True:
@@ -139,16 +156,21 @@ class Post:
             else:
                 if job is None:
                     break
-                jobs.append(job)
                 nap = 0.0
+                jobs.append(job)
+                if not job.receives:
+                    jobs = _advance_all(jobs)[0]  # what is sent has begun
+                    self._passed(False)
             before = len(jobs)
             jobs, moved = _advance_all(jobs)
             nap = 0.0 if moved or len(jobs) < before else min(_LONGEST_NAP, nap + 2e-6)
             if jobs:
                 time.sleep(nap)
-        for job in jobs:  # all ranks are done, and nobody is there any more to send or receive it
-            job.steps.close()
-            job.future.set_exception(HpcdistError("the world has ended before this message was sent or received"))
+        _abandoned.extend(jobs)
+        for job in jobs:  # nobody is there any more to send or receive it
+            job.future.set_exception(
+                HpcdistError("the world, or the group, has ended before this message was sent or received")
+            )
 
     def stop(self) -> None:
         """End the thread. What is under way then is for nobody."""
@@ -187,6 +209,6 @@ def _may_go_on(waiting: Waiting, before: list[Arrival]) -> bool:
 def post_of(team: Team) -> Post:
     """The post of a team on this rank."""
     if "post" not in team.memo:
-        team.memo["post"] = Post()
+        team.memo["post"] = Post(team)
     found: Post = team.memo["post"]
     return found

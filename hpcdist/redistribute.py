@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, world
 from hpcdist.buffers import overlap
 from hpcdist.call import LOST, Call
-from hpcdist.errors import RankError
+from hpcdist.errors import HpcdistError, RankError
 from hpcdist.layout import Box, Layout
 from hpcdist.plan import Facts, Side, Transfer, Views
 from hpcdist.routes import Route
@@ -74,7 +75,7 @@ def redistribute(
                 [4, 5]])
     """
 
-    def step(team: Team) -> Tensor:
+    def step(team: Team) -> Any:
         plan, call = _planned(x, src, dst, route, out, team)
         result = plan._run(team, call.x, call.out, x)
         return result if out is None else out
@@ -108,7 +109,9 @@ def plan_redistribute(
         ...     columns = to_columns(x)
     """
     team = team_of(group, world.current())
-    return _planned(x, src, dst, route, None, team)[0]
+    plan = copy(_planned(x, src, dst, route, None, team)[0])  # what the team remembers may be of another device
+    plan._device = x.device
+    return plan
 
 
 class Plan:
@@ -140,11 +143,15 @@ class Plan:
             As :func:`redistribute`.
 
         Raises:
+            HpcdistError: the plan's world has ended, or its group was freed.
             ValueError: `x` or `out` is not like that, in a group of one rank. With more, the others are already on
                 their way, and the job ends with this reason.
         """
 
-        def step(team: Team) -> Tensor:
+        if self._team.freed:
+            raise HpcdistError("the world of this plan has ended, or its group was freed: make a new plan")
+
+        def step(team: Team) -> Any:
             with abort.Transfer(VERB, team.size):
                 call = checks.layout_call(VERB, x, layout.Replicate(), layout.Replicate(), "auto", out)
                 problem = call.problem or self._unlike(call)
@@ -165,7 +172,7 @@ class Plan:
             return "x requires a gradient, and the plan was made for tensors that do not"
         return None
 
-    def _run(self, team: Team, shard: Tensor | None, out: Tensor | None, x: Tensor) -> Tensor:
+    def _run(self, team: Team, shard: Tensor | None, out: Tensor | None, x: Tensor) -> Tensor | gradient.Deferred:
         assert shard is not None
         own = shard
 
@@ -189,7 +196,7 @@ def _planned(x: Any, src: Any, dst: Any, route: Any, out: Any, team: Team) -> tu
     way = routes.agreed(VERB, route, team, agreed.kinds)
     assert call.x is not None
     plans: OrderedDict[Any, Plan] = team.memo.setdefault("plans", OrderedDict())
-    key = (src, dst, shapes, call.x.dtype, call.x.device, route, agreed.kinds, agreed.grad)
+    key = (src, dst, shapes, call.x.dtype, route, agreed.kinds, agreed.grad)
     if key not in plans:
         plans[key] = _make(team, way, src, dst, shapes, call.x, agreed.grad)
         if len(plans) > _KEPT:

@@ -37,8 +37,8 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
     with abort.Transfer(verb, team.size):  # which lets a RankError pass: up to here all ranks see the same
         headers = [Header(text) for text in _all_texts(team, call.header, agreed.extents)]
         joins = _Joins(verb, headers, call.dim)
-        merge(verb, [header.spec for header in headers], joins.note, lambda rank, kind, i: None)
         _know_classes(verb, team, _classes(headers))
+        merge(verb, [header.spec for header in headers], joins.note, lambda rank, kind, i: None)
         ways = _ways(verb, team, call.route, agreed.kinds, {h.metas[i].cuda for h in headers for i in h.large})
         receives, device = root is None or team.rank == root, team.world.device
         if receives:
@@ -53,7 +53,7 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
         return merge(
             verb,
             [header.spec for header in headers],
-            lambda kind, path, numbers: finished(kind, joins.result(path), allow_pickle),
+            lambda kind, path, numbers: finished(kind, joins.result(numbers), allow_pickle),
             lambda rank, kind, i: finished(kind, places[rank][i], allow_pickle),
         )
 
@@ -91,8 +91,8 @@ class _Joins:
 
     def __init__(self, verb: str, headers: Sequence[Header], dim: int) -> None:
         self.verb, self.headers, self.dim = verb, headers, dim
-        self._numbers: dict[str, list[int]] = {}
-        self._wholes: dict[str, Tensor] = {}
+        self._joins: list[list[int]] = []  # of each, the number of its tensor on each rank
+        self._wholes: dict[tuple[int, ...], Tensor] = {}
 
     def note(self, kind: str, path: str, numbers: list[int]) -> None:
         """Check that they can be joined, while the structures are first merged."""
@@ -105,7 +105,7 @@ class _Joins:
             raise RankError(self.verb, dict.fromkeys(range(len(metas)), text))
         dim = self.dim % ndim
         self._same(path, "shape", [show_shape(others(meta.shape or (1,), dim)) for meta in metas])
-        self._numbers[path] = numbers
+        self._joins.append(numbers)
 
     def _same(self, path: str, what: str, values: Sequence[str]) -> None:
         first = values[0]
@@ -115,8 +115,8 @@ class _Joins:
     def places(self, rank: int, device: torch.device) -> dict[int, Tensor]:
         """Where the large tensors of a rank are to arrive, by number: in the joined tensor, if that can be."""
         places, header = {}, self.headers[rank]
-        for path, numbers in self._numbers.items():
-            part = self._part(path, rank, device)
+        for numbers in self._joins:
+            part = self._part(numbers, rank, device)
             if part.is_contiguous() and header.is_large(numbers[rank]):
                 places[numbers[rank]] = part
         for i in header.large:
@@ -124,28 +124,29 @@ class _Joins:
                 places[i] = header.room(i, device)
         return places
 
-    def _part(self, path: str, rank: int, device: torch.device) -> Tensor:
+    def _part(self, numbers: list[int], rank: int, device: torch.device) -> Tensor:
         """The part of the joined tensor that is a rank's."""
-        metas = [header.metas[i] for header, i in zip(self.headers, self._numbers[path], strict=True)]
+        metas = [header.metas[i] for header, i in zip(self.headers, numbers, strict=True)]
         shape = list(metas[0].shape) or [1]
         dim = self.dim % len(shape)
         extents = [meta.shape[dim] if meta.shape else 1 for meta in metas]
-        if path not in self._wholes:
+        key = tuple(numbers)
+        if key not in self._wholes:
             shape[dim] = sum(extents)
             on = device if any(meta.cuda for meta in metas) else torch.device("cpu")
-            self._wholes[path] = torch.empty(shape, dtype=metas[0].dtype, device=on)
-        return self._wholes[path].narrow(dim, layout.displs(extents)[rank], extents[rank])
+            self._wholes[key] = torch.empty(shape, dtype=metas[0].dtype, device=on)
+        return self._wholes[key].narrow(dim, layout.displs(extents)[rank], extents[rank])
 
     def finish(self, places: Sequence[dict[int, Tensor]]) -> None:
         """Bring the parts that have not arrived in the joined tensors there."""
-        for path, numbers in self._numbers.items():
+        for numbers in self._joins:
             for rank, number in enumerate(numbers):
-                part, arrived = self._part(path, rank, torch.device("cpu")), places[rank][number]
+                part, arrived = self._part(numbers, rank, torch.device("cpu")), places[rank][number]
                 if not self.headers[rank].is_large(number) or not part.is_contiguous():
                     part.copy_(arrived.view(part.shape))
 
-    def result(self, path: str) -> Tensor:
-        return self._wholes[path]
+    def result(self, numbers: list[int]) -> Tensor:
+        return self._wholes[tuple(numbers)]
 
 
 def _bring_small(

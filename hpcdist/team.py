@@ -72,6 +72,12 @@ class Team:
             self._groups[backend] = group
         return self._groups[backend]
 
+    @property
+    def freed(self) -> bool:
+        from mpi4py import MPI
+
+        return bool(self.comm == MPI.COMM_NULL)
+
     def free(self) -> None:
         """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
         from mpi4py import MPI

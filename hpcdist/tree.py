@@ -19,6 +19,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from hpcdist import buffers
 
 __all__ = [
     *("TENSORS", "Leaf", "Tree", "classes_in", "dataclass_of", "find_class", "finished", "flatten", "mapped"),
+    "named_tuple_of",
     "rebuild",
 ]
 
@@ -119,7 +121,8 @@ def _parts(value: Any, kind: type) -> tuple[list[str], list[str] | None, Iterabl
         return ["d" if kind is dict else "o"], [f"[{key!r:.40}]" for key in value], value.values()
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return ["N", _class_name(kind)], [f".{name}" for name in kind._fields], value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    plain = "__new__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}
+    if dataclasses.is_dataclass(value) and plain and not isinstance(value, torch.nn.Module):
         names = [field.name for field in dataclasses.fields(value)]
         return ["D", _class_name(kind)], [f".{name}" for name in names], [getattr(value, name) for name in names]
     return None
@@ -152,7 +155,7 @@ def _of_numpy(value: np.ndarray[Any, Any] | np.generic) -> Tensor:
     array = array.astype(array.dtype.newbyteorder("="), copy=cannot_be_shared)
     try:
         return torch.from_numpy(array)
-    except TypeError:
+    except (TypeError, ValueError):
         raise _RefusedError(f"is a numpy array of dtype {array.dtype}, which no tensor can hold") from None
 
 
@@ -175,8 +178,8 @@ def find_class(name: str) -> type:
     """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
+    for part in path.split("."):  # not getattr, which may run code of the module or the class
+        found = vars(found).get(part) if isinstance(found, (type, ModuleType)) else None
     is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
     if not (is_tuple or (isinstance(found, type) and dataclasses.is_dataclass(found))):
         raise TypeError(f"{name} is no dataclass or named tuple that this rank has imported")
@@ -231,10 +234,17 @@ def rebuild(spec: Any, leaf: Leaf) -> Any:
         pairs = [(rebuild(key, leaf), rebuild(part, leaf)) for key, part in parts]
         return dict(pairs) if kind == "d" else OrderedDict(pairs)
     if kind == "N":
-        return tuple.__new__(find_class(parts[0]), [rebuild(part, leaf) for part in parts[1:]])
+        return named_tuple_of(parts[0], [rebuild(part, leaf) for part in parts[1:]])
     if kind == "D":
         return dataclass_of(parts[0], [(name, rebuild(part, leaf)) for name, part in parts[1:]])
     raise ValueError(f"a description of a structure has the unknown kind {kind!r:.40}")
+
+
+def named_tuple_of(name: str, values: Sequence[Any]) -> Any:
+    kind: Any = find_class(name)
+    if len(values) != len(kind._fields):
+        raise TypeError(f"{name} has {len(kind._fields)} fields here, and {len(values)} elsewhere")
+    return tuple.__new__(kind, values)
 
 
 def dataclass_of(name: str, fields: Sequence[tuple[str, Any]]) -> Any:

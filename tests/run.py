@@ -55,9 +55,29 @@ class Run:
 
 
 RUNS = [
-    *(Run("openmpi", np) for np in (0, 1, 2, 3, 5)),
     *(Run("mpich", np) for np in (0, 1, 2)),
+    *(Run("openmpi", np) for np in (0, 1, 2, 3, 5)),
 ]
+
+
+class Environments:
+    """The environments of the runs, which are made, or brought up to date, while other runs go on already."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        self._makers = {mpi: self._make(mpi) for mpi in dict.fromkeys(run.mpi for run in runs)}
+
+    def _make(self, mpi: str) -> subprocess.Popen[bytes]:
+        with self._log(mpi).open("wb") as log:
+            command = [str(ROOT / ".ci" / "environment"), mpi, "test"]
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+    def _log(self, mpi: str) -> Path:
+        return LOGS / f"environment-{mpi}.log"
+
+    def wait_for(self, mpi: str) -> None:
+        """Until it is there; a SystemExit with the reason if it cannot be made."""
+        if self._makers[mpi].wait():
+            raise SystemExit(f"the environment {mpi} cannot be made:\n{self._log(mpi).read_text(errors='replace')}")
 
 
 @dataclass(frozen=True)
@@ -123,7 +143,9 @@ def main(names: list[str]) -> int:
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     outcomes = []
+    environments = Environments(runs)
     for run in runs:
+        environments.wait_for(run.mpi)
         print(f"{run.name:16}", end=" ", flush=True)
         outcome = execute(run)
         outcomes.append(outcome)

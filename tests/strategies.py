@@ -18,14 +18,24 @@ import numpy as np
 import torch
 from cases import DTYPES, STRIDES, strides_for, whole_of
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 from torch import Tensor
 
 import hpcdist as hd
 
 __all__ = [
+    *("BACKEND", "Afresh"),
     *("Boxed", "Cut", "Drawn", "Frozen", "Leaf", "Outer", "Pair", "Redistribution", "Ring", "Structured", "Transfer"),
     *("cuts", "made", "memory", "redistributions", "rings", "rows", "structures", "transfers"),
 ]
+
+
+class Afresh(HypothesisProvider):
+    """Hypothesis's own way to draw, but each example afresh: with its own, five of six vary the one before a little."""
+
+
+BACKEND = "afresh"
+AVAILABLE_PROVIDERS[BACKEND] = Afresh
 
 Draw = Callable[[Any], Any]
 Slices = tuple[slice, ...]
@@ -33,6 +43,9 @@ Rule = str | tuple[int, ...] | None
 
 _MOST = 5  # rows along any dim
 _LONG = 3000  # but for a few: rows: enough that a tensor of them is not sent in one small message
+
+
+_BIT = st.booleans()
 
 
 @lru_cache(maxsize=None, typed=True)  # 0 is not False
@@ -46,7 +59,8 @@ def _upto(most: int, least: int = 0) -> Any:
 
 
 def _one_in(draw: Draw, number: int) -> bool:
-    return bool(draw(_among(*(False,) * (number - 1), True)))
+    """True in one of so many, a power of 2. Bit by bit, or there were many ways to draw the same."""
+    return all(draw(_BIT) for _ in range(number.bit_length() - 1))
 
 
 def _counts(draw: Draw, extent: int, parts: int) -> tuple[int, ...]:
@@ -58,19 +72,19 @@ def _counts(draw: Draw, extent: int, parts: int) -> tuple[int, ...]:
 def _ragged(draw: Draw, parts: int) -> tuple[tuple[int, ...], int]:
     """(extents, the most that the other extents may be): few of them are long."""
     extents = tuple(draw(_among(1, 0, 2, 3, 5)) for _ in range(parts))
-    return (tuple(_LONG * extent for extent in extents), 1) if _one_in(draw, 20) else (extents, _MOST)
+    return (tuple(_LONG * extent for extent in extents), 1) if _one_in(draw, 16) else (extents, _MOST)
 
 
 def _long(draw: Draw, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:1], _LONG) if _one_in(draw, 20) else shape
+    return (*shape[:1], _LONG) if _one_in(draw, 16) else shape
 
 
 def _shape(draw: Draw, ndim: int, most: int = _MOST) -> tuple[int, ...]:
-    return tuple(min(most, draw(_among(1, 2, 3, 4, _MOST, 0))) for _ in range(ndim))
+    return tuple(min(most, draw(_among(1, 2, 3, 4, _MOST, 2, 3, 0))) for _ in range(ndim))
 
 
 def _route(draw: Draw, *routes: str) -> str:
-    return "hdf5" if _one_in(draw, 40) else str(draw(_among(*routes)))
+    return "hdf5" if _one_in(draw, 16) else str(draw(_among(*routes)))
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -100,7 +114,7 @@ def memory(shape: Sequence[int], dtype: torch.dtype, name: str) -> tuple[Tensor,
 
 def _outs(draw: Draw, size: int, ndim: int = 1) -> tuple[str | None, ...]:
     """For each rank how its `out` lies in memory, or None; mostly none at all."""
-    if draw(_among(False, False, True)):
+    if _one_in(draw, 2):
         names = KEEPING if ndim else ("contiguous", "offset")
         return tuple(draw(_among(None, *names)) for _ in range(size))
     return (None,) * size
@@ -135,6 +149,7 @@ class Transfer:
 
 @st.composite
 def transfers(draw: Draw, size: int) -> Transfer:
+    route, flags = _route(draw, "auto", "mpi", "gloo"), (_one_in(draw, 4), _one_in(draw, 2), _one_in(draw, 2))
     verb = draw(_among("gather", "concat", "split"))
     ndim = draw(_upto(4, 1 if verb == "split" else 0))
     (extents, most), counts = _ragged(draw, size), None
@@ -151,10 +166,10 @@ def transfers(draw: Draw, size: int) -> Transfer:
     dtype = draw(_among(*DTYPES))
     strides = tuple(draw(_strides(dtype, not ndim)) for _ in range(size))
     root = draw(_among(*range(size), *([None] if verb == "split" else [])))
-    outs, route = _outs(draw, size), _route(draw, "auto", "mpi", "gloo")
+    outs = _outs(draw, size)
     return Transfer(
         *(verb, tuple(shape), dim, extents if ndim else (1,) * size, counts, dtype, strides, root, outs, route),
-        *(_one_in(draw, 4), _one_in(draw, 2), _one_in(draw, 2)),
+        *flags,
     )
 
 
@@ -261,7 +276,7 @@ def cuts(draw: Draw, shape: tuple[int, ...], size: int, source: bool) -> Cut:
         # The parts of a dim that is cut again differ, and no counts fit all of them.
         rules = tuple(
             draw(_among(None, "block", "chunk"))
-            if dim is None or dim in cut[:axis] or (kind == "Block" and _one_in(draw, 3))
+            if dim is None or dim in cut[:axis] or (kind == "Block" and _one_in(draw, 2))
             else _counts(draw, shape[dim], grid[axis])
             for axis, dim in enumerate(cut)
         )
@@ -317,7 +332,8 @@ class Redistribution:
 
 @st.composite
 def redistributions(draw: Draw, size: int) -> Redistribution:
-    shape = _shape(draw, draw(_among(2, 1, 3, 4, 0)))
+    route, flags = _route(draw, "auto", "mpi", "gloo"), (_one_in(draw, 2), _one_in(draw, 4), _one_in(draw, 2))
+    shape = () if _one_in(draw, 8) else _shape(draw, draw(_upto(4, 1)))
     shape = _long(draw, shape) if shape else shape
     src: Cut | Boxed
     if _one_in(draw, 4):
@@ -331,8 +347,8 @@ def redistributions(draw: Draw, size: int) -> Redistribution:
     ways = ("view", *KEEPING) if shape else ("view", "contiguous", "offset")
     views = tuple(draw(_among(*ways)) for _ in range(size))
     return Redistribution(
-        *(shape, dtype, src, dst, strides, views, _outs(draw, size, len(shape)), _route(draw, "auto", "mpi", "gloo")),
-        *(_one_in(draw, 3), _one_in(draw, 4), _one_in(draw, 2)),
+        *(shape, dtype, src, dst, strides, views, _outs(draw, size, len(shape)), route),
+        *flags,
     )
 
 
@@ -446,7 +462,7 @@ def _items(draw: Draw, kind: str) -> tuple[int, tuple[Any, ...]]:
     """(how many parts, and for a dict the keys)."""
     if kind in _CLASSES:
         return 2, ()
-    number = draw(_upto(3))
+    number = draw(_among(2, 1, 3, 4, 0))
     if kind not in ("dict", "OrderedDict"):
         return number, ()
     first, step = draw(_upto(len(KEYS) - 1)), draw(_among(1, 3, 5))  # 14 keys: these steps meet none twice
@@ -466,9 +482,10 @@ def _dtype(draw: Draw, kind: str) -> torch.dtype:
     return dtype
 
 
-def _tree(draw: Draw, depth: int) -> Any:
-    """Anything."""
-    kind = draw(_among("single", "tensor", "tensor", "numpy", "single", *(("list", *_ALL) if depth else ())))
+def _tree(draw: Draw, depth: int, top: bool = False) -> Any:
+    """Anything; at the top something with parts."""
+    alone = () if top else ("single", "tensor", "numpy", "tensor", "numpy", "tensor")
+    kind = draw(_among(*alone, *(("list", *_ALL) if depth else ())))
     if kind == "single":
         return draw(_among_singles())
     if kind in ("tensor", "numpy"):
@@ -525,7 +542,7 @@ def _to_cut(draw: Draw, dim: int, extent: int | None, depth: int, top: bool = Fa
         length = draw(_upto(7)) if extent is None else extent
         if kind == "list":
             return [_tree(draw, 1) for _ in range(length)]
-        is_long = extent is None and _one_in(draw, 20)
+        is_long = extent is None and _one_in(draw, 16)
         shape = list(_shape(draw, _ndim(draw, dim, least=1), 1 if is_long else _MOST))
         shape[dim] = _LONG * length if is_long else length
         return _leaf(draw, tuple(shape), kind, _dtype(draw, kind))
@@ -554,8 +571,9 @@ class Structured:
 
 @st.composite
 def structures(draw: Draw, size: int) -> Structured:
+    route, flags = _route(draw, "auto", "mpi", "gloo"), (_one_in(draw, 4), _one_in(draw, 2))
     verb = draw(_among("concat", "gather", "split"))
-    dim = draw(_among(0, -1, 1, -2))
+    dim, root = draw(_among(0, -1, 1, -2)), draw(_upto(size - 1))
     counts: Rule = None
     if verb == "split":
         counts = draw(_among(None, "counts", "block", "chunk"))
@@ -564,8 +582,7 @@ def structures(draw: Draw, size: int) -> Structured:
         trees = [_to_cut(draw, dim, sum(counts) if isinstance(counts, tuple) else None, 2, top=True)]
     else:
         trees = _alike(draw, size, dim, 2, top=True)
-    root, route = draw(_upto(size - 1)), _route(draw, "auto", "mpi", "gloo")
-    return Structured(verb, tuple(trees), dim, counts, root, route, _one_in(draw, 4), _one_in(draw, 2))
+    return Structured(verb, tuple(trees), dim, counts, root, route, *flags)
 
 
 @dataclass(frozen=True)
@@ -594,13 +611,15 @@ class Ring:
 
 @st.composite
 def rings(draw: Draw, size: int) -> Ring:
-    number = draw(_among(1, 2))
-    trees = tuple(tuple(_tree(draw, 2) for _ in range(size)) for _ in range(number))
+    number, tiny = 1 if _one_in(draw, 4) else 2, _one_in(draw, 2)
     tags = tuple(draw(_among(0, 1, 7)) for _ in range(number))
     apart = len(set(tags)) == number  # what has the same tag comes in the order in which it was sent
-    order = (1, 0) if number == 2 and apart and draw(_among(False, True)) else tuple(range(number))
-    any_tag = order == tuple(range(number)) and (number == 1 or not apart) and _one_in(draw, 3)
+    order = (1, 0) if number == 2 and apart and draw(_BIT) else tuple(range(number))
+    any_tag = order == tuple(range(number)) and (number == 1 or not apart) and _one_in(draw, 2)
     shift, route = draw(_upto(size - 1)), _route(draw, "auto", "mpi")
-    return Ring(
-        *(trees, tags, order, shift, _one_in(draw, 3), any_tag, _one_in(draw, 2), route, _one_in(draw, 2)),
+    anyone, later = _one_in(draw, 2), _one_in(draw, 2)
+    trees = tuple(
+        tuple(draw(_among_singles()) if _one_in(draw, 8) else _tree(draw, 2, top=True) for _ in range(size))
+        for _ in range(number)
     )
+    return Ring(trees, tags, order, shift, anyone, any_tag, later, route, tiny)

@@ -51,6 +51,7 @@ def test_default_input_is_the_standard_library(np_: int) -> None:
     assert job.out.count("ranks:") == 1  # rank 0 alone prints
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("np_", "output"), [(0, "out.h5"), (2, "out.npy"), (2, "out.h5"), (3, "out.pt"), (6, "out.safetensors")]
 )
@@ -205,6 +206,7 @@ def test_help_and_the_list_of_commands_are_printed_once() -> None:
         assert line in job.out
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("all_", "output"), [("", "out.npy"), ("", "out.h5"), ("--all", "out.npy")])
 def test_the_result_that_differs_is_found(all_: str, output: str, tmp_path: Path) -> None:
     """--verify can fail: what is written is not what was read."""

@@ -62,7 +62,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "low":
         monkeypatch.setattr(packing, "SMALL", 64)
         monkeypatch.setattr(p2p, "PIECE", 1000)
-        monkeypatch.setattr(p2p, "INLINE", 16)
+        monkeypatch.setattr(packing, "INLINE", 16)
 
 
 @pytest.mark.usefixtures("limits")

@@ -84,7 +84,9 @@ def concat(
     return handle.start(team_of(group, world.current()), step, async_op)
 
 
-def _concat(team: Team, x: torch.Tensor, dim: int, route: str, out: torch.Tensor | None) -> torch.Tensor:
+def _concat(
+    team: Team, x: torch.Tensor, dim: int, route: str, out: torch.Tensor | None
+) -> torch.Tensor | gradient.Deferred:
     call = checks.shard_call("concat", x, dim, None, route, out, team.rank, team.size)
     agreed = agree.exchange(team, call)
     agree.refuse("concat", agreed, [sum(agreed.extents)] * team.size)

@@ -75,7 +75,7 @@ def gather(
 
 def _gather(
     team: Team, x: torch.Tensor, dim: int, root: int, route: str, out: torch.Tensor | None
-) -> torch.Tensor | None:
+) -> torch.Tensor | gradient.Deferred | None:
     call = checks.shard_call("gather", x, dim, root, route, out, team.rank, team.size)
     agreed = agree.exchange(team, call)
     agree.refuse("gather", agreed, [sum(agreed.extents)] * team.size)

@@ -45,7 +45,8 @@ class Block:
         dims: for each dimension of the grid the dimension of the tensor that it cuts, which may be negative; None for
             one along which the ranks hold copies. One that is named twice is cut again: each part by itself.
         counts: how it is cut: the name of a rule ("block" or "chunk"), or for each dimension of the grid a rule,
-            counts, or None. None is the block rule; as the source of a transfer it is what the ranks hold.
+            counts, or None for the block rule. None in place of all is the block rule too; as the source of a transfer
+            it is what the ranks hold.
         order: "row" if the rank counts along the last dimension of the grid first (as in C), "column" if along the
             first (as in Fortran).
 

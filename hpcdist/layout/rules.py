@@ -52,6 +52,8 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
         >>> balance([8, 1, 1, 1, 1, 4], 2)
         [1, 5]
     """
+    # An array's own numbers would overflow.
+    weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]
     if parts < 1:
         raise ValueError(f"parts is {parts}, expected at least 1")
     if not all(0 <= weight < float("inf") for weight in weights):

@@ -103,6 +103,8 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
         FileError: this rank does not see the file; OSError, EOFError: it cannot be read.
     """
     path, token, token_at, start = ticket
+    if not Path(path).name.startswith(PREFIX):
+        raise FileError(f"{path}: not a staging file")
     place = Layout(path, bytes.fromhex(token), token_at, 0, [start], [])
     format.look(place)
     _each(place, messages, os.O_RDONLY, raw.read_at)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, overlap
-from hpcdist.call import Call
+from hpcdist.call import LOST, Call
 from hpcdist.routes import CUDA
 from hpcdist.team import Team, team_of
+from hpcdist.tree import finished, rebuild
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,7 +60,8 @@ def split(
     Returns:
         On each rank its part: contiguous memory that it owns (or `out`), on `out`'s device, else on the rank's own GPU
         if `x` is on one and it has one, else on the CPU. Along dim 0 the root sends straight from `x`; along another
-        dim, or if `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`). Where `x` requires a
+        dim, or if `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`), or a
+        structure of views. Where `x` requires a
         gradient, it flows back to the root; every rank has to call backward.
 
     Raises:
@@ -154,16 +156,21 @@ def _describe(team: Team, call: Call) -> Blocks | None:
     return blocks(tuple(rest[:ndim]), call.said_dim % ndim, tuple(rest[_MAX_DIMS:]), dtype)
 
 
-def _local(x: Any, dim: int, counts: object, team: Team, out: object) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds."""
-    call = checks.split_call(x, dim, team.rank, counts, "auto", None, team.rank, team.size, False)
+def _local(x: Any, dim: int, counts: object, team: Team, out: object) -> Any:
+    """This rank's part of a tensor, or of a structure, that every rank holds."""
+    call = checks.split_call(x, dim, team.rank, counts, "auto", None, team.rank, team.size, False, True)
+    if call.trees and out is None:
+        mine = call.trees[team.rank]
+        return rebuild(mine.spec, lambda kind, i: finished(kind, mine.tensors[i], True))
     if call.problem is not None or call.x is None:
-        raise ValueError(f"split(): {call.problem}")
+        raise ValueError(f"split(): {call.problem or 'out is given, but x is not a tensor'}")
     cut = layout.counts_of(call.counts, call.extent, team.size)
     part: torch.Tensor = x.narrow(call.dim, layout.displs(cut)[team.rank], cut[team.rank])
     if out is None:
         return part
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
         raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
+    if part.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"split(): {LOST}")
     out.detach().copy_(part)
     return out
