@@ -66,8 +66,10 @@ def merge(
         return _merge_dicts(verb, specs, inner, path)
     _same(verb, path, "is of class", [spec[1] for spec in specs])
     if kind == "N":
+        _same(verb, path, "has", [f"{len(spec) - 2} fields" for spec in specs])
         parts = [inner([spec[2 + i] for spec in specs], f"[{i}]") for i in range(len(specs[0]) - 2)]
         return named_tuple_of(specs[0][1], parts)
+    _same(verb, path, "has", [f"the fields {[name for name, _ in spec[2:]]}" for spec in specs])
     names = [name for name, _ in specs[0][2:]]
     return dataclass_of(
         specs[0][1], [(name, inner([dict(spec[2:])[name] for spec in specs], f".{name}")) for name in names]

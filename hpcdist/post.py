@@ -172,11 +172,13 @@ class Post:
                 HpcdistError("the world, or the group, has ended before this message was sent or received")
             )
 
-    def stop(self) -> None:
-        """End the thread. What is under way then is for nobody."""
-        if self._thread is not None:
-            self._arriving.put(None)
-            self._thread.join()
+    def stop(self) -> bool:
+        """End the thread. What is under way then, if anything, is for nobody."""
+        if self._thread is None:
+            return False
+        self._arriving.put(None)
+        self._thread.join()
+        return bool(_abandoned)
 
 
 def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:

@@ -82,13 +82,17 @@ class Team:
         """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
         from mpi4py import MPI
 
-        for name in ("background", "post"):
-            if name in self.memo:
-                self.memo.pop(name).stop()
+        if "background" in self.memo:
+            self.memo.pop("background").stop()
         self._groups.clear()
-        for comm in (self.comm, self.mail, self.parcels):
-            if comm != MPI.COMM_NULL:  # as it is where two are the same, and the first was freed
-                comm.Free()
+        if self.comm == MPI.COMM_NULL:
+            return
+        if self.front is self:
+            under_way = self.memo.pop("post").stop() if "post" in self.memo else False
+            if not self.comm.allreduce(under_way, op=MPI.LOR):  # else a new communicator could meet what still comes
+                self.mail.Free()
+                self.parcels.Free()
+        self.comm.Free()
 
 
 _chosen = threading.local()  # the name of the group that this thread is making

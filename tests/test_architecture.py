@@ -132,7 +132,17 @@ def test_layout_knows_neither_torch_nor_mpi() -> None:
     nodes = [node for path in (ROOT / "layout").glob("*.py") for node in ast.walk(_tree(path))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    plain = {"__future__", "bisect", "collections.abc", "dataclasses", "functools", "itertools", "math", "operator", "typing"}
+    plain = {
+        "__future__",
+        "bisect",
+        "collections.abc",
+        "dataclasses",
+        "functools",
+        "itertools",
+        "math",
+        "operator",
+        "typing",
+    }
     assert all(name in plain or name.startswith("hpcdist.layout") for name in names | modules), names | modules
 
 

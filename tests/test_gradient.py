@@ -293,6 +293,31 @@ def test_a_gradient_through_an_asynchronous_call(world: hd.World) -> None:
     findings.settle()
 
 
+def test_asynchronous_and_other_results_in_one_backward(world: hd.World) -> None:
+    """Though one rank's threads have done more than another's, and the shapes differ."""
+    findings, size = Findings(world.comm), world.world_size
+    if world.rank == 0:
+        for _ in range(50):
+            torch.ones(1, requires_grad=True).exp()
+    x, y = torch.ones(2, requires_grad=True), torch.ones(5, requires_grad=True)
+    handle = hd.concat(x, async_op=True)
+    other = hd.concat(y)
+    (handle.wait(60).sum() + 10 * other.sum()).backward()
+    findings.check(x.grad is not None and x.grad.tolist() == [size] * 2, x.grad)
+    findings.check(y.grad is not None and y.grad.tolist() == [10 * size] * 5, y.grad)
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_backward_through_different_results_is_an_error(world: hd.World) -> None:
+    """Of the same verb and shape: nothing else would show it."""
+    results = [hd.concat(torch.ones(2, requires_grad=True)) for _ in range(2)]
+    error = raises_on_all_ranks(world.comm, hd.RankError, results[min(world.rank, 1)].sum().backward)
+    findings = Findings(world.comm)
+    findings.check("the result is number" in str(error), error)
+    findings.settle()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_backward_on_some_ranks_only_is_an_error(world: hd.World) -> None:
     """A rank that goes on to another verb: all are told, and the job can go on."""

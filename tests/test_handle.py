@@ -208,6 +208,25 @@ go(x if world.rank == 0 else x.double())
 
 
 @pytest.mark.once
+def test_a_message_for_which_there_is_no_memory_ends_the_job() -> None:
+    """Its sender waits for this rank."""
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+from hpcdist import packing
+packing.MOST = 10**6
+if world.rank == 0:
+    hd.send(torch.zeros(10**6), 1)
+else:
+    hd.recv(0)
+""",
+    )
+    assert job.status != 0
+    assert "more than this host has memory" in job.err and "recv() failed in the middle" in job.err
+
+
+@pytest.mark.once
 def test_messages_that_nobody_receives() -> None:
     """Small or large, begun and not waited for: the job ends."""
     job = mpirun(

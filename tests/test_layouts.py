@@ -206,6 +206,9 @@ def test_balance_is_near_the_best() -> None:
         assert got <= best + max(weights, default=0)
     assert max(balance([1] * 10**5, 7)) == 14286
     assert balance([2**70, 1, 2**70], 2) in ([1, 2], [2, 1])
+    for dtype in (np.uint8, np.int16, np.int32):
+        assert balance(np.array([100, 120, 90, 110], dtype), 2) == [2, 2]  # type: ignore[arg-type]
+    assert balance(torch.tensor([200, 100, 100], dtype=torch.uint8), 2) == [1, 2]  # type: ignore[arg-type]
     for weights, parts in [([-1], 2), ([float("nan")], 2), ([float("inf")], 2), ([1], 0)]:
         with pytest.raises(ValueError, match=r"weights must|parts is"):
             balance(weights, parts)

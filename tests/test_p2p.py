@@ -34,6 +34,7 @@ def _tree(salt: int) -> dict[str, Any]:
         "each": [whole_of((k, 3), dtype, salt=salt + k) for k, dtype in enumerate(DTYPES)],
         "large": Parts(whole_of((300, 301), torch.float32, salt), whole_of((2, 40_000), torch.bfloat16, salt).t()),
         "array": np.arange(salt, salt + 5),
+        "many": [torch.full((7,), salt, dtype=torch.int64)] * 100,
         "name": f"from {salt}",
         "empty": (torch.empty(0, 4), b"", None, salt),
     }
@@ -107,6 +108,22 @@ def test_order_and_tags(world: hd.World) -> None:
             findings.check(got[:2] == (tag, turn) and bool((got[2] == turn).all()), got)
     for handle in handles:
         handle.wait(30)
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_isend_and_send_keep_their_order(world: hd.World) -> None:
+    """What is begun in the background first comes first, whatever thread posts it."""
+    findings = Findings(world.comm)
+    for turn in range(50):
+        if world.rank == 0:
+            handle = hd.isend(("first", turn, torch.zeros(100)), 1)
+            hd.send(("second", turn), 1)
+            handle.wait(30)
+        elif world.rank == 1:
+            found = hd.recv(0)[:2], hd.recv(0)
+            findings.check(found == (("first", turn), ("second", turn)), found)
+    findings.check(hd.concat([world.rank]) == list(range(world.world_size)), "the next call")
     findings.settle()
 
 

@@ -94,7 +94,7 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 
 LIMITS = [
-    *((packing, "SMALL", 128), (p2p, "INLINE", 16), (plan, "AT_ONCE", 48), (mpi, "LIMIT", 48), (mpi, "DIRECT", 48)),
+    *((packing, "SMALL", 128), (packing, "INLINE", 16), (plan, "AT_ONCE", 48), (mpi, "LIMIT", 48), (mpi, "DIRECT", 48)),
     *((p2p, "PIECE", 96), (plan, "PIECE", 96), (mpi, "PIECE", 96), (c10d, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""

@@ -305,6 +305,15 @@ def test_a_plan_for_other_tensors(world: hd.World) -> None:
     findings.settle()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_plan_that_has_outlived_its_group(world: hd.World) -> None:
+    comm = world.comm.Split(0, -world.rank)
+    go = hd.plan_redistribute(torch.ones(2, 3), hd.Split(0), hd.Split(1), group=comm)
+    comm.Free()
+    error = raises_on_all_ranks(world.comm, hd.HpcdistError, lambda: go(torch.ones(2, 3)))
+    assert_on_all_ranks(world.comm, "make a new plan" in str(error), error)
+
+
 def test_dtensor_has_what_its_layout_says(world: hd.World) -> None:
     """Uneven shards too, and a dimension that is cut twice."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -119,6 +119,39 @@ def test_along_dim_0(world: hd.World, route: str) -> None:
     findings.settle()
 
 
+def test_keys_that_look_alike(world: hd.World) -> None:
+    """Names as long as those of a model's state, and keys whose text is the same."""
+
+    findings, size = Findings(world.comm), world.world_size
+    name = "transformer.encoder.layers.0.self_attn.in_proj_"
+    got = hd.concat({f"{name}weight": torch.ones(2), f"{name}bias": torch.zeros(2), 1: torch.full((2,), 5.0)})
+    findings.check([x.sum().item() for x in got.values()] == [2 * size, 0, 10 * size], got)
+    findings.settle()
+
+
+def test_split_where_every_rank_has_the_whole(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    whole = {"x": whole_of((2 * size, 3), torch.int32), "l": list(range(size)), "n": "all"}
+    got = hd.split(whole, root=None)
+    mine = {"x": whole["x"][2 * world.rank : 2 * world.rank + 2], "l": [world.rank], "n": "all"}
+    findings.check(_same(got, mine) and got["x"].data_ptr() == mine["x"].data_ptr(), got)
+    findings.settle()
+
+
+def test_more_than_a_host_can_have(world: hd.World) -> None:
+    """A tensor that is larger than its memory: the same error everywhere, and the job goes on."""
+    huge = torch.ones(1).expand(2**46)
+    for step in (
+        lambda: hd.concat([huge] if world.rank == 0 else [1]),
+        lambda: hd.split([huge] if world.rank == 0 else None),
+    ):
+        error = raises_on_all_ranks(world.comm, hd.RankError, step)
+        findings = Findings(world.comm)
+        findings.check(list(error.problems) == [0] and "more than this host has memory" in str(error), error)
+        findings.check(hd.concat([1]) == [1] * world.world_size, "the next call")
+        findings.settle()
+
+
 def test_single_values(world: hd.World) -> None:
     findings, size = Findings(world.comm), world.world_size
     for make in (lambda r: r, lambda r: f"{r}", lambda r: None, lambda r: r if r % 2 else "s", lambda r: 1j * r):

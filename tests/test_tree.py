@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +46,21 @@ class Sample:
 
     def __post_init__(self, seed: int) -> None:
         self.derived = seed
+
+
+@dataclass
+class Output(dict[str, Any]):
+    """As transformers has them."""
+
+    logits: Any = None
+
+
+@dataclass(eq=False)
+class Layer(torch.nn.Module):
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
 
 class Colour(IntEnum):
@@ -229,6 +246,35 @@ def test_a_header_names_no_other_class(name: str) -> None:
     for spec in (["D", name, ["x", 1]], ["N", name, 1]):
         with pytest.raises(TypeError, match="no dataclass or named tuple"):
             tree.rebuild(spec, lambda kind, i: None)
+
+
+def test_looking_for_a_class_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that import what is asked of them, and properties, are not asked."""
+    module = ModuleType("lazy")
+    ran: list[str] = []
+    module.__getattr__ = ran.append  # type: ignore[method-assign]
+
+    class Holder:
+        @property
+        def inner(self) -> object:
+            ran.append("inner")
+            return None
+
+    module.holder = Holder()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lazy", module)
+    for name in ("lazy:anything", "lazy:holder.inner"):
+        with pytest.raises(TypeError, match="no dataclass or named tuple"):
+            tree.find_class(name)
+    assert ran == []
+
+
+def test_what_is_more_than_its_fields() -> None:
+    """A dataclass that is a container too, or a module: its fields are not all there is."""
+    for value in (Output({"logits": 1}), Layer()):
+        with pytest.raises(TypeError, match="is not sent"):
+            tree.flatten(value)
+    with pytest.raises(TypeError, match="has 2 fields here, and 1 elsewhere"):
+        tree.rebuild(["N", f"{Point.__module__}:Point", 1], lambda kind, i: None)
 
 
 def test_a_dataclass_with_other_fields() -> None:

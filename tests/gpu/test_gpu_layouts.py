@@ -76,7 +76,7 @@ def test_send_and_recv(gpu_world: hd.World, route: str, chunk: int, monkeypatch:
 
 
 def test_in_the_background_with_streams(gpu_world: hd.World) -> None:
-    """What was begun on the caller's stream is waited for, and so is the transfer; the memory is not used again before."""
+    """What the stream of the caller has under way is waited for, and memory is not used again before its time."""
     size = gpu_world.world_size
     expected = torch.arange(1, size + 1).repeat_interleave(1 << 20).float()
     for route in _routes(gpu_world):
