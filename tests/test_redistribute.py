@@ -337,6 +337,18 @@ def test_dtensor_has_what_its_layout_says(world: hd.World) -> None:
     findings.settle()
 
 
+def test_a_plan_is_remembered_for_its_own_layouts(world: hd.World) -> None:
+    """The same shapes and the same goal, from boxes that lie in another order."""
+    findings, size = Findings(world.comm), world.world_size
+    whole = whole_of((2 * size, 3), torch.int32)
+    boxes = hd.Split(0).boxes(whole.shape, size)
+    for order in (boxes, boxes[::-1], boxes):
+        src = hd.Boxes(order)
+        got = hd.redistribute(_part(whole, src, world.rank, size), src, hd.Split(1))
+        findings.same(got, _part(whole, hd.Split(1), world.rank, size), f"{order}")
+    findings.settle()
+
+
 def test_many_plans_are_forgotten(world: hd.World) -> None:
     """What a team remembers is bounded, and what it has forgotten is made again."""
     findings = Findings(world.comm)
