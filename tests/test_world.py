@@ -271,7 +271,7 @@ def test_communicators_that_come_and_go_leave_nothing_behind() -> None:
         comm = world.comm.Split(0, -world.rank)
         hd.concat(torch.tensor(world.rank), group=comm)
         comm.Free()
-    assert len(world._teams) == 1
+    assert len(world.teams) == 1
     say("ok")
     """,
     )
