@@ -38,6 +38,7 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("np_", [0, 3, 6])
 def test_default_input_is_the_standard_library(np_: int) -> None:
     """The hash is that of the files read here, one after the other."""
@@ -76,6 +77,7 @@ def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, output: str, shards: 
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([output, "shards", "whole.npy"])
 
 
+@pytest.mark.once
 def test_along_another_dim_on_all_ranks_over_every_route(tmp_path: Path) -> None:
     whole = torch.arange(60.0).view(3, 10, 2)
     for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
@@ -195,6 +197,7 @@ def test_no_space_half_way_leaves_nothing_behind(output: str, route: str, tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
 
+@pytest.mark.once
 def test_help_and_the_list_of_commands_are_printed_once() -> None:
     job = gather(3, "--help")
     assert job.status == 0

@@ -53,6 +53,7 @@ def read(path: Path) -> np.ndarray:
         return np.asarray(file["data"][()])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("output", "dim"), [("out.npy", 0), ("out.h5", 0), ("out.pt", 1), ("out.safetensors", 0), ("out.h5", 1)]
 )
@@ -229,6 +230,7 @@ def test_a_wrong_option_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert "expected a number of bytes such as 64M" in ours[0]
 
 
+@pytest.mark.once
 def test_a_damaged_file_is_found_and_its_piece_named(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", WHOLE)
     ok(2, "gather", "x.npy", "-o", "y.h5", "--window", "40K", cwd=tmp_path)
