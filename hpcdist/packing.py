@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ class Contents:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Contents:
-        return cls([Meta(x.dtype, x.is_cuda, x.shape) for x in tensors])
+        facts = [x.dtype for x in tensors], [x.is_cuda for x in tensors], [x.shape for x in tensors]
+        return cls(list(map(Meta._make, zip(*facts, strict=True))))
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
@@ -101,7 +103,8 @@ class Contents:
 
 def encode(spec: Any, contents: Contents, **more: object) -> bytes:
     """The header of a structure, with more that its receiver has to know."""
-    tensors = [[DTYPES[dtype], int(cuda), *shape] for dtype, cuda, shape in contents.metas]
+    metas = contents.metas
+    tensors = [DTYPES[meta[0]] for meta in metas], [meta[1] for meta in metas], [meta[2] for meta in metas]
     return json.dumps({"spec": spec, "tensors": tensors, "more": more}, separators=(",", ":")).encode()
 
 
@@ -121,7 +124,7 @@ class Header(Contents):
             content = json.loads(text)
             self.spec: Any = content["spec"]
             self.more: dict[str, Any] = content["more"]
-            metas = [_meta(*row) for row in content["tensors"]]
+            metas = _metas(*content["tensors"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
         super().__init__(metas)
@@ -140,13 +143,22 @@ def bounded(nbytes: int) -> None:
         raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than this host has memory ({MOST})")
 
 
-def _meta(code: int, cuda: int, *shape: int) -> Meta:
-    if code not in _CODES or cuda not in (0, 1) or len(shape) > _MAX_DIMS:
-        raise ValueError(f"no tensor is {[code, cuda, *shape]}")
-    for extent in shape:
-        if type(extent) is not int or extent < 0 or extent >= 2**63:
-            raise ValueError(f"no tensor has shape {shape}")
-    return Meta(_CODES[code], cuda == 1, shape)
+def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[Meta]:
+    """The tensors of a header: of each the dtype's number, whether it is on a GPU, and its shape.
+
+    Raises:
+        ValueError, KeyError, TypeError: there are no such tensors.
+    """
+    extents = list(chain.from_iterable(shapes))
+    kinds = set(map(type, codes)), set(map(type, cuda)), set(map(type, extents))
+    if not (kinds[0] <= {int} and kinds[1] <= {bool} and kinds[2] <= {int}):
+        raise TypeError("a tensor is described by other things than numbers")
+    if min(extents, default=0) < 0 or max(extents, default=0) >= 2**63:
+        raise ValueError("a tensor has an extent that none can have")
+    if max(map(len, shapes), default=0) > _MAX_DIMS:
+        raise ValueError(f"a tensor has more than {_MAX_DIMS} dims")
+    dtypes = [_CODES[code] for code in codes]
+    return list(map(Meta._make, zip(dtypes, cuda, map(tuple, shapes), strict=True)))
 
 
 def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:

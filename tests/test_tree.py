@@ -283,7 +283,12 @@ def test_a_dataclass_with_other_fields() -> None:
         tree.rebuild(["D", name, ["other", 1]], lambda kind, i: None)
 
 
-def _header(tensors: Any, **more: Any) -> bytes:
+def _header(rows: Any, **more: Any) -> bytes:
+    """Of tensors [code, on a GPU, *shape], or of whatever else is given."""
+    tensors = rows
+    if isinstance(rows, list):
+        columns = [row[0] for row in rows], [row[1] for row in rows], [row[2:] for row in rows]
+        tensors = [columns[0], [bool(cuda) if cuda in (0, 1) else cuda for cuda in columns[1]], columns[2]]
     return json.dumps({"spec": None, "more": {}, "tensors": tensors} | more).encode()
 
 
@@ -295,7 +300,9 @@ def _header(tensors: Any, **more: Any) -> bytes:
         b"[1]",
         b"\xff",
         b"[" * 100_000,
-        _header([[0]]),
+        _header([], tensors=[[1], [False], []]),
+        _header([], tensors=[[1], [0], [[2]]]),
+        _header([], tensors=[[1], [False], [2]]),
         _header([[99, 0, 2]]),
         _header([[1, 0, -1]]),
         _header([[1, 0, 1.5]]),
