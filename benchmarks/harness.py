@@ -9,7 +9,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -265,6 +265,18 @@ def parser(what: str, sizes_: str, seconds: float = 150, budget: float = 12) -> 
         "--json", type=Path, metavar="FILE", help="write all samples there; in a folder: as MPI-npN-verb"
     )
     return found
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For the command line: words, all of them among the known ones."""
+
+    def parse(text: str) -> list[str]:
+        found = words(text)
+        if not set(found) <= set(known):
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, got {text!r}")
+        return found
+
+    return parse
 
 
 def words(text: str) -> list[str]:

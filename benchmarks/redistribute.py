@@ -5,7 +5,6 @@ mpirun -n 4 python benchmarks/redistribute.py --kinds columns,tiles
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from itertools import product
 
@@ -45,17 +44,11 @@ CONTENDERS = [
 ]
 
 
-def kinds(text: str) -> list[str]:
-    """On the command line."""
-    found = harness.words(text)
-    if not set(found) <= set(KINDS):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(KINDS)}, got {text!r}")
-    return found
-
-
 def main() -> None:
     parser = harness.parser(__doc__, "64K,4M,64M", seconds=240)
-    parser.add_argument("--kinds", type=kinds, default=",".join(KINDS), metavar="LIST", help="%(default)s")
+    parser.add_argument(
+        "--kinds", type=harness.some_of(KINDS), default=",".join(KINDS), metavar="LIST", help="%(default)s"
+    )
     asked = parser.parse_args()
     with hd.init(device="cpu") as world:
         few = world.world_size < 4 or world.world_size % 2  # tiles of 2 rows need 4 ranks; 2 ranks have columns

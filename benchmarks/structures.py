@@ -5,7 +5,6 @@ mpirun -n 2 python benchmarks/structures.py --kinds small,large,many --sizes 64M
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
 import harness
@@ -39,17 +38,11 @@ GATHERS = [
 ]
 
 
-def kinds(text: str) -> list[str]:
-    """On the command line."""
-    found = harness.words(text)
-    if not set(found) <= set(TENSORS):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(TENSORS)}, got {text!r}")
-    return found
-
-
 def main() -> None:
     parser = harness.parser(__doc__, "64M", budget=30)
-    parser.add_argument("--kinds", type=kinds, default=",".join(TENSORS), metavar="LIST", help="%(default)s")
+    parser.add_argument(
+        "--kinds", type=harness.some_of(TENSORS), default=",".join(TENSORS), metavar="LIST", help="%(default)s"
+    )
     asked = parser.parse_args()
     with hd.init(device="cpu") as world:
         if world.world_size % 2:

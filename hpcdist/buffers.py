@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist import layout
 
-__all__ = ["DTYPES", "Blocks", "as_bytes", "blocks", "overlap", "plain", "problem"]
+__all__ = ["DTYPES", "Blocks", "as_bytes", "blocks", "of_bytes", "overlap", "plain", "problem"]
 
 _NAMES = (
     *("float64", "float32", "float16", "bfloat16"),
@@ -58,6 +58,11 @@ def as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor: a view."""
     # Not view(-1): torch calls a tensor of at most one element contiguous whatever its strides, and keeps them.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def of_bytes(data: bytes | bytearray) -> Tensor:
+    """A flat uint8 tensor of these bytes: a copy."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:

@@ -71,21 +71,22 @@ def structure_call(
         call.route = _route(route)
         if out is not None:
             raise WrongError(f"out is given, but x is not a tensor: {_show(x)}")
-        call.tree = _tree(x, allow_pickle)
-        call.header = encode(call.tree.spec, Contents.of(call.tree.tensors))
+        call.tree, contents = _tree(x, allow_pickle)
+        call.header = encode(call.tree.spec, contents)
         call.extent = len(call.header)
     except Exception as error:  # as above
         call.problem = problem_of(error)
     return call
 
 
-def _tree(x: Any, allow_pickle: Any) -> Tree:
+def _tree(x: Any, allow_pickle: Any) -> tuple[Tree, Contents]:
     try:
         tree = flatten(x, bool(allow_pickle))
-        bounded(sum(Contents.of(tree.tensors).nbytes))
+        contents = Contents.of(tree.tensors)
+        bounded(sum(contents.nbytes))
     except (TypeError, ValueError, HpcdistError) as wrong:
         raise WrongError(str(wrong)) from None
-    return tree
+    return tree, contents
 
 
 def _cut(tree: Tree, call: Call, size: int) -> list[Tree]:
@@ -119,7 +120,7 @@ def split_call(
             if out is not None:
                 raise WrongError(f"out is given, but x is not a tensor: {_show(x)}")
             call.kind = CUDA if has_cuda else CPU
-            call.trees = _cut(_tree(x, allow_pickle), call, size)
+            call.trees = _cut(_tree(x, allow_pickle)[0], call, size)
             call.counts = "block" if call.counts is None else call.counts
         elif rank == call.root:
             if isinstance(x, Tensor) and x.dim() == 0:

@@ -12,7 +12,7 @@ from hpcdist import layout
 from hpcdist.errors import RankError
 from hpcdist.tree import TENSORS, Tree, dataclass_of, mapped, named_tuple_of, rebuild
 
-__all__ = ["cut", "merge"]
+__all__ = ["cut", "merge", "same"]
 
 _NAMES = {
     "x": "a tensor",
@@ -44,7 +44,7 @@ def merge(
         RankError: the structures are not alike; the same on all ranks.
     """
     kinds = [_kind(spec) for spec in specs]
-    _same(verb, path, "is", [_NAMES[kind] for kind in kinds])
+    same(verb, path, "is", [_NAMES[kind] for kind in kinds])
 
     def alone(rank: int, spec: Any) -> Any:
         return rebuild(spec, lambda kind, i: leaf(rank, kind, i))
@@ -60,16 +60,16 @@ def merge(
     if kind == "l":
         return [alone(rank, part) for rank, spec in enumerate(specs) for part in spec[1:]]
     if kind == "t":
-        _same(verb, path, "has", [f"{len(spec) - 1} items" for spec in specs])
+        same(verb, path, "has", [f"{len(spec) - 1} items" for spec in specs])
         return tuple(inner([spec[1 + i] for spec in specs], f"[{i}]") for i in range(len(specs[0]) - 1))
     if kind in ("d", "o"):
         return _merge_dicts(verb, specs, inner, path)
-    _same(verb, path, "is of class", [spec[1] for spec in specs])
+    same(verb, path, "is of class", [spec[1] for spec in specs])
     if kind == "N":
-        _same(verb, path, "has", [f"{len(spec) - 2} fields" for spec in specs])
+        same(verb, path, "has", [f"{len(spec) - 2} fields" for spec in specs])
         parts = [inner([spec[2 + i] for spec in specs], f"[{i}]") for i in range(len(specs[0]) - 2)]
         return named_tuple_of(specs[0][1], parts)
-    _same(verb, path, "has", [f"the fields {[name for name, _ in spec[2:]]}" for spec in specs])
+    same(verb, path, "has", [f"the fields {[name for name, _ in spec[2:]]}" for spec in specs])
     names = [name for name, _ in specs[0][2:]]
     return dataclass_of(
         specs[0][1], [(name, inner([dict(spec[2:])[name] for spec in specs], f".{name}")) for name in names]
@@ -79,7 +79,7 @@ def merge(
 def _merge_dicts(verb: str, specs: Sequence[Any], inner: Callable[[Sequence[Any], str], Any], path: str) -> Any:
     """Key by key, in the order of rank 0."""
     dicts = [{rebuild(key, _no_tensor): part for key, part in spec[1:]} for spec in specs]
-    _same(verb, path, "has", [f"the keys {sorted(keys, key=repr)}" for keys in dicts])
+    same(verb, path, "has", [f"the keys {sorted(keys, key=repr)}" for keys in dicts])
     merged = [(key, inner([parts[key] for parts in dicts], f"[{key!r:.40}]")) for key in dicts[0]]
     return dict(merged) if specs[0][0] == "d" else OrderedDict(merged)
 
@@ -93,7 +93,7 @@ def _kind(spec: Any) -> str:
     return "s" if kind in ("g", "b", "p", "z", "i") else str(kind)
 
 
-def _same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
+def same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
     """A RankError if the ranks do not have the same."""
     odd = {r: f"{path} {is_} {value}, where rank 0 has {values[0]}" for r, value in enumerate(values)}
     odd = {rank: text for rank, text in odd.items() if values[rank] != values[0]}

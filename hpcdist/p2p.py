@@ -35,7 +35,6 @@ ROUTES = ("auto", "mpi", "hdf5")
 PIECE = 2**30  # bytes a message at most, from host memory
 CHUNK = 2**26  # bytes a message at most, from a GPU: it passes through pinned memory of that size
 _ANSWER = 1024  # bytes at most, of what went wrong while a file was read
-Group = "dist.ProcessGroup | MPI.Comm | None"
 
 
 def send(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from hpcdist.buffers import DTYPES, as_bytes
+from hpcdist.buffers import DTYPES, as_bytes, of_bytes
 from hpcdist.errors import HpcdistError
 
 __all__ = ["MOST", "SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "opened", "pack"]
@@ -113,7 +113,6 @@ class Header(Contents):
 
     Attributes:
         spec, more: the description of the structure, and what else the sender has said.
-        length: of the header itself, in bytes.
 
     Raises:
         HpcdistError: it is damaged, or (if `bound`) announces more than this host has memory.
@@ -128,7 +127,6 @@ class Header(Contents):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
         super().__init__(metas)
-        self.length = len(text)
         if bound:
             bounded(sum(self.nbytes))
 
@@ -195,7 +193,7 @@ class Messages:
         start = _small_from(len(text))
         self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8)
         begin = len(text).to_bytes(8, "little") + text
-        self.first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
+        self.first[: len(begin)] = of_bytes(begin)
         if inline:
             self.first[start:] = packed
         self.rest = [] if inline else [packed]

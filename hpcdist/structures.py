@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hpcdist import abort, agree, layout, routes
-from hpcdist.buffers import as_bytes
+from hpcdist.buffers import as_bytes, of_bytes
 from hpcdist.call import Call, others, show_shape
 from hpcdist.errors import RankError
-from hpcdist.merging import merge
+from hpcdist.merging import merge, same
 from hpcdist.packing import Contents, Header, bounded, encode, pack
 from hpcdist.routes import CPU
 from hpcdist.tree import Tree, classes_in, find_class, finished, rebuild
@@ -62,13 +62,9 @@ def _all_texts(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
     """The headers of all ranks; their lengths are known."""
     starts = layout.displs(lengths)
     texts = torch.empty(sum(lengths), dtype=torch.uint8)
-    routes.load("mpi").allgatherv(team, _of_bytes(mine), texts, lengths, starts)
+    routes.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)
     data = texts.numpy().tobytes()
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-
-
-def _of_bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _know_classes(verb: str, team: Team, names: Sequence[str]) -> None:
@@ -82,8 +78,8 @@ def _know_classes(verb: str, team: Team, names: Sequence[str]) -> None:
         agree.on_all(team.comm, verb, find_all)
 
 
-def _classes(headers: Sequence[Header]) -> list[str]:
-    return sorted(set().union(*(classes_in(header.spec) for header in headers)))
+def _classes(described: Sequence[Header] | Sequence[Tree]) -> list[str]:
+    return sorted(set().union(*(classes_in(one.spec) for one in described)))
 
 
 class _Joins:
@@ -97,20 +93,15 @@ class _Joins:
     def note(self, kind: str, path: str, numbers: list[int]) -> None:
         """Check that they can be joined, while the structures are first merged."""
         metas = [header.metas[i] for header, i in zip(self.headers, numbers, strict=True)]
-        self._same(path, "dtype", [str(meta.dtype) for meta in metas])
-        self._same(path, "number of dims", [str(len(meta.shape)) for meta in metas])
+        same(self.verb, path, "has dtype", [str(meta.dtype) for meta in metas])
+        same(self.verb, path, "has number of dims", [str(len(meta.shape)) for meta in metas])
         ndim = len(metas[0].shape) or 1
         if not -ndim <= self.dim < ndim:
             text = f"dim is {self.dim}, expected {-ndim} to {ndim - 1} for {path}, which has {len(metas[0].shape)} dims"
             raise RankError(self.verb, dict.fromkeys(range(len(metas)), text))
         dim = self.dim % ndim
-        self._same(path, "shape", [show_shape(others(meta.shape or (1,), dim)) for meta in metas])
+        same(self.verb, path, "has shape", [show_shape(others(meta.shape or (1,), dim)) for meta in metas])
         self._joins.append(numbers)
-
-    def _same(self, path: str, what: str, values: Sequence[str]) -> None:
-        first = values[0]
-        odd = {r: f"{path} has {what} {value}, where rank 0 has {first}" for r, value in enumerate(values)}
-        agree.require(self.verb, {rank: text for rank, text in odd.items() if values[rank] != first})
 
     def places(self, rank: int, device: torch.device) -> dict[int, Tensor]:
         """Where the large tensors of a rank are to arrive, by number: in the joined tensor, if that can be."""
@@ -221,23 +212,23 @@ def distribute(team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: boo
         call: on the root with the structures of all ranks.
         kinds: what the ranks have for tensors from a GPU.
     """
-    texts = [encode(tree.spec, Contents.of(tree.tensors)) for tree in call.trees]
-    headers = [Header(text) for text in texts]
-    told = json.dumps(_Schedule.of(headers)).encode() if headers else b""
+    contents = [Contents.of(tree.tensors) for tree in call.trees]
+    texts = [encode(tree.spec, held) for tree, held in zip(call.trees, contents, strict=True)]
+    told = json.dumps(_Schedule.of(call.trees, texts, contents)).encode() if texts else b""
     schedule = _Schedule(*json.loads(agree.from_root(team.comm, told, call.root)))
     _know_classes("split", team, schedule.classes)
     used = {on_gpu for on_gpu in (False, True) if schedule.longest[on_gpu]}
     ways, device = _ways("split", team, call.route, kinds, used), team.world.device
     with abort.Transfer("split", team.size):
-        text = _of_bytes(b"".join(texts)) if texts else None
+        text = of_bytes(b"".join(texts)) if texts else None
         header = Header(_scattered(team, text, schedule.lengths, call.root).numpy().tobytes())
-        packed = [pack(tree.tensors, mine) for tree, mine in zip(call.trees, headers, strict=True)]
+        packed = [pack(tree.tensors, held) for tree, held in zip(call.trees, contents, strict=True)]
         small = _scattered(team, torch.cat(packed) if packed else None, schedule.packed, call.root)
         places = header.unpack(small, device)
         places.update({i: header.room(i, device) for i in header.large})
         for on_gpu, way in ways.items():
             for turn, longest in enumerate(schedule.longest[on_gpu]):
-                sends, recvs = _turn(team.rank, call, headers, header, places, on_gpu, turn)
+                sends, recvs = _turn(team.rank, call, contents, header, places, on_gpu, turn)
                 way.exchange(team, sends, recvs, longest)
     return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle))
 
@@ -257,13 +248,12 @@ class _Schedule(NamedTuple):
     classes: list[str]
 
     @classmethod
-    def of(cls, headers: Sequence[Header]) -> _Schedule:
+    def of(cls, trees: Sequence[Tree], texts: Sequence[bytes], contents: Sequence[Contents]) -> _Schedule:
         longest = []
         for on_gpu in (False, True):
-            sizes = [[header.nbytes[i] for i in header.large_of(on_gpu)] for header in headers]
+            sizes = [[held.nbytes[i] for i in held.large_of(on_gpu)] for held in contents]
             longest.append([max(turn) for turn in zip_longest(*sizes, fillvalue=0)])
-        lengths, packed = [header.length for header in headers], [header.packed for header in headers]
-        return cls(lengths, packed, longest, _classes(headers))
+        return cls([len(text) for text in texts], [held.packed for held in contents], longest, _classes(trees))
 
 
 def _scattered(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
@@ -275,11 +265,17 @@ def _scattered(team: Team, messages: Tensor | None, counts: Sequence[int], root:
 
 
 def _turn(
-    rank: int, call: Call, headers: Sequence[Header], header: Header, places: dict[int, Tensor], on_gpu: bool, turn: int
+    rank: int,
+    call: Call,
+    contents: Sequence[Contents],
+    header: Header,
+    places: dict[int, Tensor],
+    on_gpu: bool,
+    turn: int,
 ) -> tuple[list[routes.Message], list[routes.Message]]:
     """What this rank sends and receives when each rank gets its large tensor of this number."""
     sends: list[routes.Message] = []
-    for dest, (tree, of_dest) in enumerate(zip(call.trees, headers, strict=True)):
+    for dest, (tree, of_dest) in enumerate(zip(call.trees, contents, strict=True)):
         for number in of_dest.large_of(on_gpu)[turn : turn + 1]:
             if dest == rank:
                 places[number].copy_(tree.tensors[number])

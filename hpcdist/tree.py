@@ -86,7 +86,7 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
     if kind is complex:
         return ["z", value.real, value.imag]
     if kind in (bytes, bytearray):
-        return _tensor("b", _of_bytes(value), tensors)
+        return _tensor("b", buffers.of_bytes(value), tensors)
     if isinstance(value, (np.ndarray, np.generic)) and kind is not np.ma.MaskedArray:
         return _tensor("n" if isinstance(value, np.ndarray) else "g", _of_numpy(value), tensors)
     parts = _parts(value, kind)
@@ -110,7 +110,7 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
             "numbers, strings, bytes or None, in lists, tuples, dicts, named tuples or dataclasses "
             "(or pass allow_pickle=True)"
         )
-    return _tensor("p", _of_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), tensors)
+    return _tensor("p", buffers.of_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), tensors)
 
 
 def _parts(value: Any, kind: type) -> tuple[list[str], list[str] | None, Iterable[Any]] | None:
@@ -143,10 +143,6 @@ def _key(key: Any) -> Any:
 def _tensor(kind: str, x: Tensor, tensors: list[Tensor]) -> list[Any]:
     tensors.append(x)
     return [kind, len(tensors) - 1]
-
-
-def _of_bytes(data: bytes | bytearray) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _of_numpy(value: np.ndarray[Any, Any] | np.generic) -> Tensor:

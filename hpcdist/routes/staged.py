@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +44,7 @@ class Staged(Exchange):
         source = _Host(send, [(0, counts[team.rank])])
         target = None if recv is None else _Host(recv, blocks)
         for start, step in _rounds(max(counts), team.size):
-            now = _lengths(blocks, start, step)
+            now = _lengths(counts, start, step)
             room = None if target is None else target.room(start, step)
             self.route.gatherv(team, source.load(start, step), room, now, layout.displs(now), root)
             if target is not None:
@@ -55,7 +55,7 @@ class Staged(Exchange):
         source = None if send is None else _Host(send, blocks)
         target = _Host(recv, [(0, counts[team.rank])])
         for start, step in _rounds(max(counts), team.size):
-            now = _lengths(blocks, start, step)
+            now = _lengths(counts, start, step)
             loaded = None if source is None else source.load(start, step)
             self.route.scatterv(team, loaded, target.room(start, step), now, layout.displs(now), root)
             target.store(start, step)
@@ -64,7 +64,7 @@ class Staged(Exchange):
         blocks = list(zip(displs, counts, strict=True))
         source, target = _Host(send, [(0, counts[team.rank])]), _Host(recv, blocks)
         for start, step in _rounds(max(counts), team.size):
-            now = _lengths(blocks, start, step)
+            now = _lengths(counts, start, step)
             self.route.allgatherv(team, source.load(start, step), target.room(start, step), now, layout.displs(now))
             target.store(start, step)
 
@@ -92,9 +92,9 @@ def _rounds(longest: int, size: int) -> list[tuple[int, int]]:
     return [(start, step) for start in range(0, longest, step)]
 
 
-def _lengths(segments: Sequence[Segment], start: int, step: int) -> list[int]:
-    """How much of each message travels in the round from `start`."""
-    return [max(0, min(step, length - start)) for _, length in segments]
+def _lengths(messages: Iterable[int], start: int, step: int) -> list[int]:
+    """How much of messages of so many bytes travels in the round from `start`."""
+    return [max(0, min(step, nbytes - start)) for nbytes in messages]
 
 
 class _Host:
@@ -118,7 +118,7 @@ class _Host:
 
     def lengths(self, start: int, step: int) -> list[int]:
         """How much of each message travels in the round from `start`."""
-        return [max(0, min(step, part.numel() - start)) for part in self.parts]
+        return _lengths((part.numel() for part in self.parts), start, step)
 
     def room(self, start: int, step: int) -> Tensor:
         """Host memory for one round, packed without gaps."""
