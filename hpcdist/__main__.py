@@ -17,6 +17,7 @@ _COMMANDS = [
     ["python -m hpcdist.concat", "the same, with the result on every rank"],
     ["python -m hpcdist.split", "cut an array in a file into parts in files of their own"],
     ["python -m hpcdist.staging", "ls, verify: what an HDF5 file holds, and whether it is still what was written"],
+    ["python -m hpcdist.jobscript", "write a Slurm job script for the shape of a job"],
 ]
 _PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors", "xxhash")
 
@@ -39,7 +40,7 @@ def main(world: World, args: argparse.Namespace) -> int:
         ]
         width = max(len(name) for name, _ in versions)
         print("commands (--help tells more):")
-        print("\n".join(f"  {command.ljust(25)}  {what}" for command, what in _COMMANDS))
+        print("\n".join(f"  {command.ljust(27)}  {what}" for command, what in _COMMANDS))
         print("versions in use:")
         print("\n".join(f"  {name.ljust(width)}  {value}" for name, value in versions), flush=True)
     return 0

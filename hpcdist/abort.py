@@ -9,20 +9,23 @@ from __future__ import annotations
 import atexit
 import builtins
 import os
+import socket
 import sys
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from hpcdist.errors import RankError
 
-__all__ = ["Transfer", "arm", "check", "disarm", "job", "note"]
+__all__ = ["Transfer", "arm", "at_end", "check", "disarm", "job", "note", "say", "show"]
 
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
-_exit = sys.exit
+_exit, _exit_now = sys.exit, os._exit
+_pid = 0  # of the process that is armed
 _first_hook = _last_hook = sys.excepthook  # those before arm() was first called, and last called
 _reporting = False
 _armed = False
@@ -30,6 +33,8 @@ _status: int | None = None  # the exit status of a SystemExit that nobody caught
 _noted: Any = None  # the code of a SystemExit that passed by on its way out
 _last: weakref.ref[_Exit] | None = None  # the latest sys.exit, for one that a reference cycle keeps alive
 _outermost: FrameType | None = None  # the frame the program began in
+_at_end: Callable[[], object] | None = None
+_explain: Callable[[], object] | None = None
 
 
 class _Exit(SystemExit):
@@ -52,6 +57,22 @@ def _uncaught(code: Any) -> None:
         _status = 1  # sys.exit("message") prints the message and exits with 1
 
 
+def _os_exit(status: int) -> NoReturn:
+    """What ``os._exit`` does while armed: this process ends at once, and the others, which may wait for it, with it."""
+    if _armed and os.getpid() == _pid:  # not a child process
+        caller = sys._getframe(1)
+        where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        say(f"hpcdist: os._exit({status}) at {where} on {_who()}, without finalize(): the job ends")
+        job(status or 1)
+    _exit_now(status)
+
+
+def _who() -> str:
+    from mpi4py import MPI
+
+    return f"rank {MPI.COMM_WORLD.rank} ({socket.gethostname()}, pid {os.getpid()})"
+
+
 def _sys_exit(code: Any = None, /) -> NoReturn:
     global _last
     error = _Exit(code)
@@ -62,29 +83,56 @@ def _sys_exit(code: Any = None, /) -> NoReturn:
         del error  # or this frame and the exception keep each other alive
 
 
-def job(status: int) -> NoReturn:
-    """End every process of the MPI job with `status`, at once. Flushes this process's output first."""
+def at_end(tell: Callable[[], object] | None, explain: Callable[[], object] | None) -> None:
+    """What to call before this process ends the job, and when a transfer has failed, to find who is gone."""
+    global _at_end, _explain
+    _at_end, _explain = tell, explain
+
+
+def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
+    """End every process of the MPI job with `status`. Flushes this process's output first, and leaves the launcher
+    `forward` seconds to pass it on."""
     from mpi4py import MPI
 
+    if _at_end is not None:
+        _at_end()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    time.sleep(_FORWARD_SECONDS)
+    time.sleep(forward)
     MPI.COMM_WORLD.Abort(status)
-    os._exit(status)  # MPICH returns, and has its launcher end the processes
+    _exit_now(status)  # MPICH returns, and has its launcher end the processes
+
+
+def say(text: str) -> None:
+    """Print what nobody can be told otherwise."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(error: BaseException, frame: FrameType | None) -> None:
+    """Print an error as one that nobody has caught, with the stack that ends at `frame` for its traceback."""
+    trace = None
+    while frame is not None:
+        trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    _report(type(error), error, trace)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback as it would be without us, then end the job."""
-    global _reporting
     if _reporting:  # a hook that was set after arm(), and calls on to the one it found
         _first_hook(kind, error, trace)
         return
+    _report(kind, error, trace)
+    if _armed:
+        job(1)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    global _reporting
     _reporting = True
     _last_hook(kind, error, trace)
     _reporting = False
-    if _armed:
-        job(1)
 
 
 def check() -> None:
@@ -126,6 +174,8 @@ class Transfer:
         if error is not None and self.size > 1 and not isinstance(error, RankError):
             traceback.print_exception(error)
             print(f"hpcdist: {self.verb}() failed in the middle of a transfer, and the job ends", file=sys.stderr)
+            if _explain is not None:
+                _explain()
             job(1)
 
 
@@ -142,9 +192,10 @@ def arm() -> None:
     To be called again when somebody else may have set ``sys.excepthook``, as torch.distributed does: its hook
     collects what the others print, which would be lost if the job ended in one of those.
     """
-    global _armed, _outermost, _first_hook, _last_hook
+    global _armed, _outermost, _first_hook, _last_hook, _pid
     if not _armed:
-        _armed = True
+        _armed, _pid = True, os.getpid()
+        os._exit = _os_exit
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
@@ -162,5 +213,5 @@ def disarm() -> None:
     """Back to Python's own behaviour, for an exit with a non-zero status that all ranks have agreed on."""
     global _armed
     _armed = False
-    sys.exit = _exit
+    sys.exit, os._exit = _exit, _exit_now
     atexit.unregister(check)

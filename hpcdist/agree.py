@@ -15,13 +15,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from hpcdist.call import FOLLOWS, LOST, Call, show_shape
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.routes import CPU, CUDA
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdist.team import Team
 
-__all__ = ["Agreed", "exchange", "from_root", "leave", "odd_option", "on_all", "on_root", "refuse", "require"]
+__all__ = [
+    "Agreed",
+    "allgather_json",
+    "exchange",
+    "from_root",
+    "leave",
+    "odd_option",
+    "on_all",
+    "on_root",
+    "refuse",
+    "require",
+]
 
 T = TypeVar("T")
 
@@ -53,6 +65,7 @@ def exchange(team: Team, call: Call) -> Agreed:
         RankError: on every rank, if the calls differ or a rank has a problem; the team can go on.
     """
     agreed = _share(team, call)
+    record.touch()
     if agreed is None:
         raise RankError(*_explain(team, call))
     if max(agreed.kinds) > CUDA:
@@ -67,6 +80,7 @@ def leave(team: Team) -> None:
     a rank that still calls one gets a RankError that names those that have left."""
     call = Call("finalize")
     while _share(team, call) is None:
+        record.touch()
         _explain(team, call)
 
 
@@ -158,7 +172,7 @@ def _digests(*parts: object) -> bytes:
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     """The verb and what is wrong on which rank, the same on every rank. Collective; only after a disagreement."""
-    facts = _allgather_json(team.comm, _facts(call))
+    facts = allgather_json(team.comm, _facts(call))
     verbs = [fact["verb"] for fact in facts]
     if len(set(verbs)) > 1:
         return verbs[0], _deviations("verb", [_verb_text(verb) for verb in verbs])
@@ -229,7 +243,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
-def _allgather_json(comm: MPI.Intracomm, value: object) -> list[Any]:
+def allgather_json(comm: MPI.Comm, value: object) -> list[Any]:
+    """What JSON can say, from every rank, on every rank. Collective."""
     from mpi4py import MPI
 
     text = json.dumps(value).encode()
@@ -240,7 +255,7 @@ def _allgather_json(comm: MPI.Intracomm, value: object) -> list[Any]:
     return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
-def from_root(comm: MPI.Intracomm, data: bytes, root: int) -> bytes:
+def from_root(comm: MPI.Comm, data: bytes, root: int) -> bytes:
     """The root's bytes, on every rank. Collective; two small broadcasts."""
     from mpi4py import MPI
 
@@ -258,6 +273,7 @@ def on_root(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0
     """
     outcome = _attempt(step) if comm.rank == root else None
     value, problem = comm.bcast(outcome, root)
+    record.touch()
     require(what, {} if problem is None else {root: problem})
     return value  # type: ignore[no-any-return]
 
@@ -268,6 +284,7 @@ def on_all(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
     Collective; for set-up and commands, like :func:`on_root`.
     """
     outcomes: list[tuple[T, str | None]] = comm.allgather(_attempt(step))
+    record.touch()
     problems = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
     require(what, problems)
     return [value for value, _ in outcomes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FileError", "HpcdistError", "InputError", "LaunchError", "RankError", "reason"]
+__all__ = ["FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError", "reason"]
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
 
@@ -41,6 +41,14 @@ class FileError(HpcdistError):
     """A file cannot be used or written: not there, damaged, incomplete, or without what was asked for.
 
     Raised on this rank by what one process does alone; a collective makes a RankError of it.
+    """
+
+
+class HangError(HpcdistError):
+    """A call was not answered within the deadline, or another rank's process is gone; the job ends with it.
+
+    The message has a table of what every rank is at, and says who is missing. A thread that waits inside MPI cannot
+    be made to raise: the error goes to ``sys.excepthook``, with the traceback of the call that waits.
     """
 
 

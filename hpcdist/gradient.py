@@ -14,6 +14,7 @@ from hpcdist.call import Call
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
+from hpcdist.watch import record
 
 __all__ = ["Deferred", "carried"]
 
@@ -46,9 +47,11 @@ def carried(
     which = f"number {number}" + (" of those in the background" if team is not front else "")
 
     def back(grad: Tensor) -> Tensor | None:
-        agree.exchange(front, Call(f"the backward pass of {verb}", options=(("the result", which),)))
-        with abort.Transfer(verb, front.size):
-            found = backward(grad.resolve_conj().resolve_neg().contiguous())
+        what = f"the backward pass of {verb}"
+        with record.InCall(what, front):
+            agree.exchange(front, Call(what, options=(("the result", which),)))
+            with abort.Transfer(verb, front.size):
+                found = backward(grad.resolve_conj().resolve_neg().contiguous())
         return found.view(anchor.shape) if anchor is x and found is not None else None
 
     if team is not front:

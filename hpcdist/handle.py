@@ -16,6 +16,7 @@ from hpcdist.call import Call
 from hpcdist.errors import HpcdistError
 from hpcdist.gradient import Deferred
 from hpcdist.team import Team
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from hpcdist.world import World
@@ -38,8 +39,12 @@ class Handle(Generic[T]):
         >>> whole = handle.wait()
     """
 
-    def __init__(self, future: futures.Future[T]) -> None:
+    def __init__(
+        self, future: futures.Future[T], what: str, team: Team | None = None, peer: int = record.NOBODY
+    ) -> None:
         self._future = future
+        self._what = what
+        self._from = team, peer  # that it depends on, if nothing else watches over it
         self._attached: Any = None
 
     def wait(self, timeout: float | None = None) -> T:
@@ -53,8 +58,10 @@ class Handle(Generic[T]):
         Raises:
             TimeoutError: it is not done by then. It goes on, and can be waited for again.
         """
+        team, peer = self._from
         try:
-            result: Any = self._future.result(timeout)
+            with record.InCall(self._what, team, record.NOBODY if timeout is not None else peer):
+                result: Any = self._future.result(timeout)
         except futures.TimeoutError:
             if self._future.done():  # the call itself has raised it
                 raise
@@ -88,9 +95,12 @@ def _hand_over(result: object) -> None:
             _hand_over(getattr(result, name, None))
 
 
-def start(team: Team, step: Callable[[Team], T], async_op: bool) -> T | Handle[T]:
+def start(verb: str, team: Team, step: Callable[[Team], T], async_op: bool) -> T | Handle[T]:
     """Run a step of a verb: now, or in the background of the team."""
-    return background(team).submit(step) if async_op else step(team)
+    if async_op:
+        return background(team).submit(verb, step)
+    with record.InCall(verb, team):
+        return step(team)
 
 
 class Background:
@@ -107,7 +117,8 @@ class Background:
         self._thread.start()
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, step: Callable[[Team], T]) -> Handle[T]:
+    def submit(self, verb: str, step: Callable[[Team], T]) -> Handle[T]:
+        what = record.where(verb)
         future: futures.Future[T] = futures.Future()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         device = self.team.world.device
@@ -115,7 +126,12 @@ class Background:
 
         def run() -> None:
             try:
-                with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):  # in this order
+                # torch's modes in this order
+                with (
+                    record.InCall(verb, self.team, text=what),
+                    torch.inference_mode(modes[1]),
+                    torch.set_grad_enabled(modes[0]),
+                ):
                     result = step(self.team) if ready is None else self._on_gpu(step, device, ready)
             except BaseException as error:  # wait() raises it
                 future.set_exception(error)
@@ -123,7 +139,7 @@ class Background:
                 future.set_result(result)
 
         self._steps.put(run)
-        return Handle(future)
+        return Handle(future, f"{verb}().wait")
 
     def _on_gpu(self, step: Callable[[Team], T], device: torch.device, ready: torch.cuda.Event) -> T:
         """In a stream of the background's: after what the caller had under way, and until it has really happened."""
@@ -173,7 +189,8 @@ def background(team: Team) -> Background:
     """The background of a team. Collective over the team when first used."""
     check_threads()
     if "background" not in team.memo:
-        agree.exchange(team, Call("async_op"))
+        with record.InCall("async_op", team):
+            agree.exchange(team, Call("async_op"))
         team.memo["background"] = Background(team)
     found: Background = team.memo["background"]
     return found
@@ -181,7 +198,7 @@ def background(team: Team) -> Background:
 
 def everywhere(world: World, step: Callable[[Team], object]) -> None:
     """Run a step in the world's team, and behind all that is under way in the backgrounds of its teams."""
-    behind = [background(team).submit(step) for team in world.teams if "background" in team.memo]
+    behind = [background(team).submit("finalize", step) for team in world.teams if "background" in team.memo]
     step(world.team)
     for done in behind:
         done.wait()

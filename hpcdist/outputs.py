@@ -30,9 +30,11 @@ class Output(Protocol):
 
     Attributes:
         pieces: the boxes of the array, each one run of the file.
+        kept: how many of them another run has left complete.
     """
 
     pieces: list[Box]
+    kept: int
 
     def mine(self) -> list[int]:
         """The pieces that this rank is to write: its share of them, without those that another run has left."""
@@ -81,6 +83,7 @@ class _Staged:
         self._team = saving.team
         self.pieces = saving.datasets[0].pieces
         saving.prove([owners_of(len(self.pieces), self._team.size, self._team.size)])
+        self.kept = len(saving.done[0])
 
     def mine(self) -> list[int]:
         mine = layout.share(len(self.pieces), self._team.size, self._team.rank)
@@ -109,6 +112,7 @@ class _Flat:
         progress: Callable[[int], None] | None,
     ) -> None:
         self.pieces = pieces
+        self.kept = 0
         self._team = team
         self._verb = verb
         self._path = path

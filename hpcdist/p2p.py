@@ -22,6 +22,7 @@ from hpcdist.handle import Handle
 from hpcdist.packing import Contents, Header, Messages, bounded, encode, opened
 from hpcdist.team import Team, team_of
 from hpcdist.tree import Tree, finished, flatten, rebuild
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,7 +73,8 @@ def send(
     team, post, steps = _sending(x, dest, tag, group, route, allow_pickle)
     if dest == team.rank:
         raise ValueError(f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend")
-    post.run(steps, receives=False)
+    with record.InCall("send", team, dest):
+        post.run(steps, receives=False)
 
 
 def isend(
@@ -86,7 +88,7 @@ def isend(
 ) -> Handle[None]:
     """As :func:`send`, in the background: returns a handle at once. Until it is done, `x` must not be changed."""
     _, post, steps = _sending(x, dest, tag, group, route, allow_pickle)
-    return post.submit(steps, receives=False)
+    return post.submit("isend", steps, dest, receives=False)
 
 
 def recv(
@@ -99,7 +101,7 @@ def recv(
 ) -> Any:
     """Receive what another rank has sent; nothing has to be known of it.
 
-    Waits until something comes, also for a rank that has ended: ``irecv(...).wait(timeout)`` waits no longer than told.
+    Waits until something comes, up to the deadline of all calls; ``irecv(...).wait(timeout)`` waits as long as told.
     A message for which there is no memory here ends the job, since its sender depends on this rank.
 
     Args:
@@ -119,8 +121,9 @@ def recv(
         FileError: as for :func:`send`.
         HpcdistError: the message is damaged.
     """
-    post, steps = _receiving(source, tag, group, allow_pickle)
-    got: tuple[Any, int] = post.run(steps, receives=True)
+    team, post, steps = _receiving(source, tag, group, allow_pickle)
+    with record.InCall("recv", team, record.ANYBODY if source is None else source):
+        got: tuple[Any, int] = post.run(steps, receives=True)
     return got if with_source else got[0]
 
 
@@ -133,13 +136,13 @@ def irecv(
     with_source: bool = False,
 ) -> Handle[Any]:
     """As :func:`recv`, in the background: returns a handle at once, whose wait() returns the structure."""
-    post, steps = _receiving(source, tag, group, allow_pickle)
+    _, post, steps = _receiving(source, tag, group, allow_pickle)
 
     def received() -> Steps[Any]:
         got = yield from steps
         return got if with_source else got[0]
 
-    return post.submit(received(), receives=True)
+    return post.submit("irecv", received(), record.ANYBODY if source is None else source, receives=True)
 
 
 def _sending(x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: bool) -> tuple[Team, Post, Steps[None]]:
@@ -161,7 +164,7 @@ def _sending(x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: 
 
 def _receiving(
     source: int | None, tag: int | None, group: Any, allow_pickle: bool
-) -> tuple[Post, Steps[tuple[Any, int]]]:
+) -> tuple[Team, Post, Steps[tuple[Any, int]]]:
     from mpi4py import MPI
 
     from hpcdist.post import post_of
@@ -172,7 +175,7 @@ def _receiving(
     if tag is not None:
         _check_tag(team, tag)
     from_, with_ = MPI.ANY_SOURCE if source is None else source, MPI.ANY_TAG if tag is None else tag
-    return post_of(team), _receive(team, from_, with_, allow_pickle)
+    return team, post_of(team), _receive(team, from_, with_, allow_pickle)
 
 
 def _check(name: str, rank: int, size: int) -> None:

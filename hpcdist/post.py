@@ -16,6 +16,7 @@ from mpi4py import MPI
 from hpcdist.errors import HpcdistError
 from hpcdist.handle import Handle, check_threads
 from hpcdist.team import Team
+from hpcdist.watch import record
 
 __all__ = ["Arrival", "Post", "Requests", "Steps", "post_of"]
 
@@ -117,16 +118,17 @@ class Post:
     def run(self, steps: Steps[T], receives: bool) -> T:
         """Do a transfer now."""
         if self._ahead[receives]:
-            return self.submit(steps, receives).wait()
+            return self.submit("the transfer", steps, record.NOBODY, receives).wait()
         try:
             while True:
                 next(steps).wait()
+                record.touch()
         except StopIteration as done:
             result: T = done.value
             return result
 
-    def submit(self, steps: Steps[T], receives: bool) -> Handle[T]:
-        """Do a transfer in the background."""
+    def submit(self, verb: str, steps: Steps[T], peer: int, receives: bool) -> Handle[T]:
+        """Do a transfer in the background; it depends on `peer`."""
         check_threads()
         future: futures.Future[T] = futures.Future()
         if receives:
@@ -137,7 +139,7 @@ class Post:
                 self._thread = threading.Thread(target=self._work, name="hpcdist-post", daemon=True)
                 self._thread.start()
             self._arriving.put(_Job(steps, future, receives))
-        return Handle(future)
+        return Handle(future, f"{verb}().wait", self._team, peer)
 
     def _passed(self, receives: bool) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from hpcdist.layout import Box, Layout
 from hpcdist.plan import Facts, Side, Transfer, Views
 from hpcdist.routes import Route
 from hpcdist.team import Team, team_of
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -80,7 +81,7 @@ def redistribute(
         result = plan._run(team, call.x, call.out, x)
         return result if out is None else out
 
-    return handle.start(team_of(group, world.current()), step, async_op)
+    return handle.start(VERB, team_of(group, world.current()), step, async_op)
 
 
 def plan_redistribute(
@@ -109,7 +110,8 @@ def plan_redistribute(
         ...     columns = to_columns(x)
     """
     team = team_of(group, world.current())
-    plan = copy(_planned(x, src, dst, route, None, team)[0])  # what the team remembers may be of another device
+    with record.InCall("plan_redistribute", team):
+        plan = copy(_planned(x, src, dst, route, None, team)[0])  # what the team remembers may be of another device
     plan._device = x.device
     return plan
 
@@ -160,7 +162,7 @@ class Plan:
             result = self._run(team, call.x, call.out, x)
             return result if out is None else out
 
-        return handle.start(self._team, step, async_op)
+        return handle.start("plan", self._team, step, async_op)
 
     def _unlike(self, call: Call) -> str | None:
         for name, tensor, shape in (("x", call.x, self._moves.source.shape), ("out", call.out, self.box.shape)):

@@ -1,4 +1,4 @@
-"""How the ranks of an MPI job find torch's store: no port is ever chosen before it is bound."""
+"""How the ranks of an MPI job find each other, and torch's store: no port is ever chosen before it is bound."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import fcntl
 import socket
 import struct
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, with types
 
 from hpcdist import agree
@@ -17,39 +19,43 @@ from hpcdist.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["open_store"]
+__all__ = ["Meeting", "in_torch_order", "interface", "meet", "open_store"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = 3  # an address that does not answer by then is not the one to use
 
 
-def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[Store, str | None]:
-    """Open a TCPStore on rank 0 and connect every rank to it. Collective over `comm`.
+@dataclass
+class Meeting:
+    """Where the ranks of a job find each other.
+
+    Attributes:
+        host, port: an address of rank 0's host that every rank has just connected to.
+        own: this host's address in that same network, "127.0.0.1" on one node.
+        listener: on rank 0, the socket that is bound there.
+    """
+
+    host: str
+    port: int
+    own: str
+    listener: socket.socket | None
+
+
+def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
+    """Find an address of rank 0's host that all ranks reach. Collective over `comm`.
 
     The kernel picks the port when rank 0 binds it, and MPI tells the others, so that two jobs started at once on one
-    host cannot collide. On one node the store listens on the loopback interface alone; else on all of them, and the
-    address used is one that every rank has just connected to.
-
-    Returns:
-        The store, and the network interface by which this rank reaches it (None where it cannot be told).
+    host cannot collide. On one node rank 0 listens on the loopback interface alone; else on all of them.
 
     Raises:
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
     """
     listener: list[socket.socket] = []
-    store: list[Store] = []
 
     def serve() -> tuple[int, list[str]]:
         host = "127.0.0.1" if nodes == 1 else "0.0.0.0"
         listener.append(socket.create_server((host, 0), backlog=max(128, comm.size)))
-        port: int = listener[0].getsockname()[1]
-        # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
-        store.append(
-            TCPStore(
-                host, port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=listener[0].detach()
-            )
-        )
-        return port, ["127.0.0.1"] if nodes == 1 else _addresses()
+        return listener[0].getsockname()[1], ["127.0.0.1"] if nodes == 1 else _addresses()
 
     port, addresses = agree.on_root(comm, "init", serve)
     reached = [_local_address(address, port) for address in addresses]
@@ -60,9 +66,42 @@ def open_store(comm: MPI.Intracomm, nodes: int, timeout: timedelta) -> tuple[Sto
             "A firewall between the nodes, or no common network?"
         )
     chosen = everywhere.index(True)
-    if comm.rank != 0:
-        store.append(TCPStore(addresses[chosen], port, comm.size, False, timeout, wait_for_workers=False))
-    return store[0], _interface(reached[chosen])
+    return Meeting(addresses[chosen], port, reached[chosen] or "", listener[0] if listener else None)
+
+
+def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
+    """A TCPStore on rank 0, to which every rank is connected. Collective over `comm`."""
+    store = None
+    if meeting.listener is not None:
+        # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
+        fd = meeting.listener.detach()
+        store = TCPStore(
+            meeting.host, meeting.port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=fd
+        )
+    comm.Barrier()  # a rank that came before the store is there would be taken for none of its clients
+    return store or TCPStore(meeting.host, meeting.port, comm.size, False, timeout, wait_for_workers=False)
+
+
+def interface(meeting: Meeting) -> str | None:
+    """The network interface by which this rank reaches rank 0; None where it cannot be told."""
+    return next((name for name, own in _by_interface().items() if own == meeting.own), None)
+
+
+def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
+    mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    all_ = comm.allgather(mine)
+    if all(entry is None for entry in all_):
+        return comm.Dup()
+    ranks = sorted(entry[0] for entry in all_ if entry is not None and entry[1] == comm.size)
+    if ranks != list(range(comm.size)):
+        raise LaunchError(
+            "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
+            f"MPI rank: {all_}"
+        )
+    ordered = comm.Split(0, dist.get_rank())
+    assert isinstance(ordered, type(comm))
+    return ordered
 
 
 def _addresses() -> list[str]:
@@ -93,7 +132,3 @@ def _local_address(address: str, port: int) -> str | None:
             return str(connection.getsockname()[0])
     except OSError:
         return None
-
-
-def _interface(address: str | None) -> str | None:
-    return next((name for name, own in _by_interface().items() if own == address), None)

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from hpcdist.raw import memory
 from hpcdist.team import Team
 from hpcdist.world import World
 
-__all__ = ["Joined", "each_alone", "to_file", "to_root", "verify"]
+__all__ = ["Joined", "Written", "each_alone", "to_file", "to_root", "verify"]
 
 _OPEN = 32  # files at most that are kept open
 
@@ -86,6 +87,14 @@ class Joined:
 Read = Callable[[Box, Tensor], None]
 
 
+class Written(NamedTuple):
+    """How a file was written: the seconds that it took this rank, the file's pieces, and those that were there."""
+
+    seconds: float
+    pieces: int
+    kept: int
+
+
 def to_file(
     world: World,
     team: Team,
@@ -96,13 +105,10 @@ def to_file(
     dtype: torch.dtype,
     window: int,
     resume: str | None,
-) -> float:
+) -> Written:
     """Write an array to a file: every rank of the team reads and writes its share of the pieces. Collective over it.
 
     `resume` says what the array comes from, to go on with a file that was left of the same; None begins anew.
-
-    Returns:
-        The seconds that it took this rank.
 
     Raises:
         RankError: on every rank of the team, if anything failed; the name then holds what it held.
@@ -121,7 +127,7 @@ def to_file(
         except InputError as error:
             problem = str(error)
         out.finish(problem)
-    return time.perf_counter() - start
+    return Written(time.perf_counter() - start, len(out.pieces), out.kept)
 
 
 class _Buffer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from datetime import timedelta
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from hpcdist.world import World
 
 __all__ = ["Team", "team_of"]
+
+
+_LATER = timedelta(minutes=1)  # after our own deadline, which can say more, comes torch's
 
 
 class Team:
@@ -43,6 +48,8 @@ class Team:
         self.world = world
         self.memo: dict[Any, Any] = {}  # what modules keep a team: header buffers, whether MPI takes GPU memory
         self._peers: list[int] | None = None
+        self._number: int | None = None
+        self._calls = 0
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     @property
@@ -58,14 +65,30 @@ class Team:
                 raise HpcdistError("the communicator has ranks that are not in hpcdist's world")
         return self._peers
 
+    @property
+    def number(self) -> int:
+        """By which a record tells teams apart; the same on all its ranks, and for teams of the same ranks alike."""
+        if self._number is None:
+            key = repr((self.peers, self.front is self)).encode()
+            self._number = int.from_bytes(blake2b(key, digest_size=7).digest(), "little") + 1
+        return self._number
+
+    def next_call(self) -> int:
+        """The number of a call that begins now, of this team's."""
+        self._calls += 1
+        return self._calls
+
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used."""
         if backend not in self._groups:
             _choose_names()
             # One rank chooses the name, see there.
             _chosen.name = self.comm.bcast(f"hpcdist-{uuid4().hex}")
+            limit = self.world.timeout + _LATER
             try:
-                group = dist.new_group(sorted(self.peers), backend=backend, use_local_synchronization=True)
+                group = dist.new_group(
+                    sorted(self.peers), backend=backend, timeout=limit, use_local_synchronization=True
+                )
             finally:
                 _chosen.name = None
             assert isinstance(group, dist.ProcessGroup)

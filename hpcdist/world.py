@@ -14,31 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, devices, handle, rendezvous
+from hpcdist import abort, agree, devices, handle, launcher, rendezvous
 from hpcdist.call import Call
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.team import Team
+from hpcdist.watch import record
+from hpcdist.watch.watcher import Watch, first_meeting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["World", "current", "finalize", "init", "without_launcher"]
+__all__ = ["World", "current", "environ", "finalize", "init"]
 
 _TIMEOUT = timedelta(minutes=30)  # torch.distributed's own default
-
-# What the launchers call the number of processes they started, the nearest launcher first.
-_SIZES = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
-    "PMI_SIZE": "mpirun of MPICH (or srun --mpi=pmi2)",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "SLURM_NTASKS": "Slurm",
-}
-
-# What a launcher leaves in the environment of its processes, and what makes a child of theirs join their job.
-_LAUNCHER = (
-    *("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_"),
-    *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL"),
-)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,6 +41,7 @@ class World:
         comm: the communicator that init() was given, or COMM_WORLD.
         group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
         own_gpus: every rank has a GPU to itself, and NCCL can be used.
+        timeout: the deadline of every call.
         staging: the folder through which route "hdf5" moves data; rank 0's is used.
         team, teams: the library's own communicator of all ranks, and all that it has; not for user code.
     """
@@ -66,9 +55,11 @@ class World:
     comm: MPI.Intracomm
     group: dist.ProcessGroup = field(repr=False)
     own_gpus: bool
+    timeout: timedelta
     staging: str
     team: Team = field(init=False, repr=False)
     teams: list[Team] = field(default_factory=list, init=False, repr=False)
+    _watch: Watch = field(repr=False)
     _owns_group: bool = field(repr=False)
     _asked: tuple[Any, ...] = field(repr=False)
 
@@ -85,7 +76,7 @@ class World:
 
     def child_environ(self) -> dict[str, str]:
         """The environment for a child process that is to run MPI on its own, outside the job."""
-        return without_launcher(os.environ)
+        return launcher.without_launcher(os.environ)
 
     def finalize(self) -> None:
         """End torch.distributed, if init() started it, and free the library's communicators; MPI stays up.
@@ -96,7 +87,8 @@ class World:
             RankError: on all ranks, if another rank calls a verb instead.
         """
         if _world is self:
-            handle.everywhere(self, lambda team: agree.exchange(team, Call("finalize")))
+            with record.InCall("finalize", self.team):
+                handle.everywhere(self, lambda team: agree.exchange(team, Call("finalize")))
             self._close()
 
     def _close(self) -> None:
@@ -105,6 +97,7 @@ class World:
         atexit.unregister(_leave)
         for team in self.teams:
             team.free()
+        self._watch.stop()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that lives on when Python ends aborts the process.
             self.group = None  # type: ignore[assignment]
@@ -124,6 +117,11 @@ class World:
 
 
 _world: World | None = None
+
+
+def environ() -> Mapping[str, str]:
+    """The environment, for those who look at it before there is a world."""
+    return os.environ
 
 
 def current() -> World:
@@ -158,7 +156,9 @@ def init(
             none. "cpu" on all ranks keeps the job off the GPUs.
         backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
             every rank has its own GPU, else "gloo". Not used, like `timeout`, if torch.distributed already runs.
-        timeout: of torch.distributed, a timedelta or seconds; 30 minutes if None.
+        timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
+            A rank that waits longer for another one ends the job, with a table of what each rank is at. The end of the
+            program is such a call: no rank may work on alone for longer than that. Also torch.distributed's timeout.
         staging: the folder for the files of route "hdf5", which all nodes must share; by default what HPCDIST_STAGING
             says, else on one node the folder for temporary files, and on several the current folder.
 
@@ -196,19 +196,19 @@ def finalize() -> None:
         _world.finalize()
 
 
-def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process that is to run MPI on its own, outside the job."""
-    return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER)}
-
-
 def _leave() -> None:
     """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
     from mpi4py import MPI
 
     abort.check()  # handlers run last come first: abort's own would come too late
-    if _world is not None and not MPI.Is_finalized():
+    if _world is None:
+        return
+    if MPI.Is_finalized():
+        _world._watch.stop()
+        return
+    with record.InCall("", _world.team, text=b"the end of its program"):
         handle.everywhere(_world, agree.leave)
-        _world._close()
+    _world._close()
 
 
 def _make(
@@ -226,61 +226,70 @@ def _make(
         raise TypeError(f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
     if comm is None:
         comm = MPI.COMM_WORLD
-        _check_launcher(os.environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
+        alone = launcher.alone(os.environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
+        if alone is not None:
+            raise LaunchError(alone)
     if comm.size > 1:
         abort.arm()
-    private = _in_torch_order(comm)
-    local = private.Split_type(MPI.COMM_TYPE_SHARED)
-    leaders = private.allgather(local.bcast(private.rank))
-    order = sorted(set(leaders))
-    limit = _agree_on(private, backend, timeout)
-    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
-    chosen, own_gpus = devices.choose(private, local.rank, device, backend, shared)
-    group, owns_group = _start_torch(private, len(order), own_gpus, backend, limit)
+    given = os.environ.get("HPCDIST_TIMEOUT") if timeout is None else timeout
+    with first_meeting(given, comm.size):
+        private = rendezvous.in_torch_order(comm)
+        nodes = _Nodes(private)
+        limit = _agree_on(private, backend, given)
+        meeting = rendezvous.meet(private, nodes.count)
+        watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
+    try:
+        with record.InCall("init", None):
+            shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
+            chosen, own_gpus = devices.choose(private, nodes.local.rank, device, backend, shared)
+            group, owns_group = _start_torch(private, meeting, own_gpus, backend, limit)
+    except BaseException:
+        watch.stop()
+        raise
     if comm.size > 1:
         abort.arm()  # again: torch has set a hook of its own
     world = World(
         rank=private.rank,
         world_size=private.size,
-        local_rank=local.rank,
-        node=order.index(leaders[private.rank]),
-        nodes=len(order),
+        local_rank=nodes.local.rank,
+        node=nodes.mine,
+        nodes=nodes.count,
         device=chosen,
         comm=comm,
         group=group,
         own_gpus=own_gpus,
-        staging=os.path.abspath(staging or _staging_folder(len(order))),
+        timeout=limit,
+        staging=os.path.abspath(staging or _staging_folder(nodes.count)),
+        _watch=watch,
         _owns_group=owns_group,
         _asked=(comm, device, backend, timeout, staging),
     )
-    local.Free()
+    nodes.local.Free()
     world.team = world.adopt(Team(private, world))
+    watch.teams = world.teams
     return world
+
+
+class _Nodes:
+    """The nodes of a communicator, in the order of the lowest rank on each. Collective.
+
+    Attributes:
+        local: a communicator of the ranks of this node.
+        mine, count: the index of this node, and the number of nodes.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        leaders = agree.allgather_json(comm, agree.allgather_json(self.local, comm.rank)[0])
+        order = sorted(set(leaders))
+        self.mine, self.count = order.index(leaders[comm.rank]), len(order)
 
 
 def _staging_folder(nodes: int) -> str:
     """Where route hdf5 stages what it moves, if the caller does not say."""
     return os.environ.get("HPCDIST_STAGING") or (tempfile.gettempdir() if nodes == 1 else os.getcwd())
-
-
-def _check_launcher(environ: Mapping[str, str], size: int, library: str) -> None:
-    """Find N worlds of one: a launcher that started N processes, and an MPI library that knows of one."""
-    if size > 1:
-        return
-    claims = {name: int(environ[name]) for name in _SIZES if environ.get(name, "").isdigit()}
-    direct = [claims[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in claims]
-    if 1 in direct or not claims:
-        return
-    name, claim = next(iter(claims.items()))
-    if claim > 1:
-        raise LaunchError(
-            f"this process is alone in its MPI world, but {name}={claim}: {_SIZES[name]} started {claim} processes, "
-            f"and the MPI library that mpi4py uses does not know of them. The library is {library}. "
-            "Use the launcher that belongs to it: the mpirun of the same installation "
-            "(for the PyPI wheels, the one in the environment's bin folder), or under Slurm srun --mpi=pmix for "
-            "Open MPI and srun --mpi=pmi2 for MPICH. For one process on purpose inside an allocation: srun -n 1, or "
-            "hpcdist.init(MPI.COMM_SELF)."
-        )
 
 
 def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object) -> timedelta:
@@ -291,14 +300,7 @@ def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object) -> timedelt
             raise TypeError(f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
-        if timeout is None:
-            return backend, _TIMEOUT
-        if not isinstance(timeout, (timedelta, int, float)):
-            raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if limit <= timedelta():
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        return backend, limit
+        return backend, _seconds(timeout)
 
     given = agree.on_all(comm, "init", check)
     names = [name for name, _ in given]
@@ -308,39 +310,44 @@ def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object) -> timedelt
     return given[0][1]
 
 
-def _in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
-    mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    all_ = comm.allgather(mine)
-    if all(entry is None for entry in all_):
-        return comm.Dup()
-    ranks = sorted(entry[0] for entry in all_ if entry is not None and entry[1] == comm.size)
-    if ranks != list(range(comm.size)):
-        raise LaunchError(
-            "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
-            f"MPI rank: {all_}"
-        )
-    ordered = comm.Split(0, dist.get_rank())
-    assert isinstance(ordered, type(comm))
-    return ordered
+def _seconds(timeout: object) -> timedelta:
+    """The deadline of calls: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default."""
+    if timeout is None:
+        return _TIMEOUT
+    if isinstance(timeout, str):
+        try:
+            timeout = float(timeout)
+        except ValueError:
+            raise ValueError(f"HPCDIST_TIMEOUT is {timeout!r}, expected seconds") from None
+    if not isinstance(timeout, (timedelta, int, float)):
+        raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"timeout is {timeout}: {error}") from None
+    if limit <= timedelta():
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    return limit
 
 
 def _start_torch(
-    comm: MPI.Intracomm, nodes: int, own_gpus: bool, backend: str | None, timeout: timedelta
+    comm: MPI.Intracomm, meeting: rendezvous.Meeting, own_gpus: bool, backend: str | None, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, bool]:
     """torch.distributed's group of all ranks, and whether it was started here."""
     started = not dist.is_initialized()
     if started:
-        store, interface = rendezvous.open_store(comm, nodes, timeout)
+        interface = rendezvous.interface(meeting)
         if interface is not None:  # else gloo takes what the host's name stands for, on Debian 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             backend or ("cpu:gloo,cuda:nccl" if own_gpus else "gloo"),
-            store=store,
+            store=rendezvous.open_store(comm, meeting, timeout),
             rank=comm.rank,
             world_size=comm.size,
             timeout=timeout,
         )
+    elif meeting.listener is not None:
+        meeting.listener.close()
     group = dist.group.WORLD
     assert group is not None
     return group, started

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.world import without_launcher
+from hpcdist.launcher import without_launcher
 
 DEADLINE = 60  # seconds; a job that takes longer hangs
 

@@ -81,7 +81,7 @@ def concat(
         call = checks.structure_call("concat", x, dim, None, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("concat", team, call, allow_pickle)
 
-    return handle.start(team_of(group, world.current()), step, async_op)
+    return handle.start("concat", team_of(group, world.current()), step, async_op)
 
 
 def _concat(

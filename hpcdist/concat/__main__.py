@@ -41,9 +41,10 @@ def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) 
     with streaming.Joined(data, args.window // 2) as joined:
 
         def write(team: Team) -> None:
-            seconds.append(
-                streaming.to_file(world, team, "concat", joined.read, path, data.shape, data.dtype, args.window, resume)
+            written = streaming.to_file(
+                world, team, "concat", joined.read, path, data.shape, data.dtype, args.window, resume
             )
+            seconds.append(written.seconds)
 
         streaming.each_alone(world, "concat", [write])
         report = {

@@ -70,7 +70,7 @@ def gather(
         call = checks.structure_call("gather", x, dim, root, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("gather", team, call, allow_pickle)
 
-    return handle.start(team_of(group, world.current()), step, async_op)
+    return handle.start("gather", team_of(group, world.current()), step, async_op)
 
 
 def _gather(

@@ -77,9 +77,12 @@ def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[s
     with streaming.Joined(data, window // 2) as joined:
         if args.route in ("auto", "hdf5"):
             report["route"] = "every rank writes"
-            seconds = streaming.to_file(
+            written = streaming.to_file(
                 world, world.team, "gather", joined.read, args.output, shape, dtype, window, resume
             )
+            seconds = written.seconds
+            if args.resume:
+                report |= {"pieces": written.pieces, "pieces_kept": written.kept}
         else:
             report["route"] = args.route
             seconds = streaming.to_root(world, joined.read, args.output, shape, dtype, window, args.route, args.root)
@@ -158,6 +161,8 @@ def _text(report: dict[str, Any], data: Inputs, args: argparse.Namespace) -> str
     if report.get("route") == "every rank writes":
         lines[1] = f"ranks: {report['ranks']}, each reads and writes its share, {show_bytes(args.window)} at a time"
         lines.append(f"result: shape {tuple(report['shape'])} in the file; nothing sent between ranks")
+        if "pieces" in report:
+            lines.append(f"resumed: {report['pieces_kept']} of {report['pieces']} pieces were there and are kept")
     else:
         sent = f"{report['bytes_sent']:,} bytes sent between ranks"
         lines.append(f"result: shape {tuple(report['shape'])} on {where}; {sent}")

@@ -82,7 +82,7 @@ def split(
             return _local(x, dim, counts, team, out)
         return _split(team, x, dim, root, counts, route, out, allow_pickle)
 
-    return handle.start(team_of(group, world.current()), step, async_op)
+    return handle.start("split", team_of(group, world.current()), step, async_op)
 
 
 def _split(

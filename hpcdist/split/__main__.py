@@ -96,7 +96,8 @@ def _write(
     def read(box: Box, out: Any) -> None:
         joined.read(box.moved(part.offset), out)
 
-    seconds.append(streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, window, resume))
+    written = streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, window, resume)
+    seconds.append(written.seconds)
 
 
 def _text(report: dict[str, Any], args: argparse.Namespace) -> str:

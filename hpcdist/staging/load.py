@@ -25,6 +25,7 @@ from hpcdist.staging.pieces import PIECE, Plan, deliver, owners_of, shard_boxes
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
 from hpcdist.team import Team, team_of
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -112,25 +113,26 @@ def load(
         target = torch.device("cpu" if device is None else device)
     except Exception as error:  # the other ranks are to hear of it
         call.problem = checks.problem_of(error)
-    agree.exchange(team, call)
-    asks: list[_Ask] = team.comm.allgather(ask)
-    odd = ((rank, agree.odd_option(asks[0].same, other.same)) for rank, other in enumerate(asks))
-    agree.require(VERB, {rank: text for rank, text in odd if text is not None})
-    place, results = str(ask.same["path"]), {}
-    problems: list[str] = []
-    with _opened_by_all(team, place, ask.same["name"]) as (contents, fd):
-        wants = _wants(team, contents, asks)
-        mine = {key: (wants[key][team.rank], stored.dtype) for key, stored in contents.datasets.items()}
-        step = lambda: results.update({key: _memory(out, *what, target) for key, what in mine.items()})  # noqa: E731
-        agree.on_all(team.comm, VERB, step)
-        for key, stored in contents.datasets.items():
-            reader = Reader(place, fd, stored, window, verify, progress)
-            _read(team, reader, wants[key], results[key].view(wants[key][team.rank].shape), readers, problems)
-    told = enumerate(team.comm.allgather(problems[:1]))
-    agree.require(VERB, {rank: texts[0] for rank, texts in told if texts})
-    if out is not None:
-        return out
-    return nest(results, ask.same["name"] or (SINGLE if list(results) == [SINGLE] else ""))
+    with record.InCall(VERB, team):
+        agree.exchange(team, call)
+        asks: list[_Ask] = team.comm.allgather(ask)
+        odd = ((rank, agree.odd_option(asks[0].same, other.same)) for rank, other in enumerate(asks))
+        agree.require(VERB, {rank: text for rank, text in odd if text is not None})
+        place, results = str(ask.same["path"]), {}
+        problems: list[str] = []
+        with _opened_by_all(team, place, ask.same["name"]) as (contents, fd):
+            wants = _wants(team, contents, asks)
+            mine = {key: (wants[key][team.rank], stored.dtype) for key, stored in contents.datasets.items()}
+            step = lambda: results.update({key: _memory(out, *what, target) for key, what in mine.items()})  # noqa: E731
+            agree.on_all(team.comm, VERB, step)
+            for key, stored in contents.datasets.items():
+                reader = Reader(place, fd, stored, window, verify, progress)
+                _read(team, reader, wants[key], results[key].view(wants[key][team.rank].shape), readers, problems)
+        told = enumerate(team.comm.allgather(problems[:1]))
+        agree.require(VERB, {rank: texts[0] for rank, texts in told if texts})
+        if out is not None:
+            return out
+        return nest(results, ask.same["name"] or (SINGLE if list(results) == [SINGLE] else ""))
 
 
 def _ask(

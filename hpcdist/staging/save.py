@@ -21,6 +21,7 @@ from hpcdist.staging.names import check_attrs, flatten
 from hpcdist.staging.pieces import Plan, collect, plan_save
 from hpcdist.staging.saving import WINDOW, Options, Saving
 from hpcdist.team import Team, team_of
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -124,17 +125,18 @@ def save(
         ask.same.update(hints=dict(options.hints))
     except Exception as error:  # the other ranks are to hear of it
         call.problem = checks.problem_of(error)
-    agree.exchange(team, call)
-    datasets, plans = _agree(team, ask, attrs or {})
-    saving = Saving(team, VERB, target, datasets, options)
-    try:
-        saving.prove([plan.owners for plan in plans])
-        for i, plan in enumerate(plans):
-            write(saving, i, plan, flat[datasets[i].name])
-    except BaseException:
-        saving.drop()
-        raise
-    saving.finish()
+    with record.InCall(VERB, team):
+        agree.exchange(team, call)
+        datasets, plans = _agree(team, ask, attrs or {})
+        saving = Saving(team, VERB, target, datasets, options)
+        try:
+            saving.prove([plan.owners for plan in plans])
+            for i, plan in enumerate(plans):
+                write(saving, i, plan, flat[datasets[i].name])
+        except BaseException:
+            saving.drop()
+            raise
+        saving.finish()
 
 
 def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:

@@ -24,6 +24,7 @@ from hpcdist.staging.reader import checksum_of
 from hpcdist.staging.readfile import inside
 from hpcdist.staging.saving import Options, Saving
 from hpcdist.team import Team
+from hpcdist.watch import record
 
 __all__ = ["WriteFile"]
 
@@ -50,26 +51,27 @@ class WriteFile:
             given = {name: dict(values) for name, values in (attrs or {}).items()}
         except Exception as error:  # the other ranks are to hear of it
             call.problem = checks.problem_of(error)
-        agree.exchange(team, call)
-        asks = team.comm.allgather((target, limit, specs))
-        odd = {rank: f"path, window or tensors differ from those of rank 0: {ask}" for rank, ask in enumerate(asks)}
-        agree.require(VERB, {rank: text for rank, text in odd.items() if asks[rank] != asks[0]})
-        datasets = []
-        for name, (shape, dtype) in asks[0][2].items():  # in the order of rank 0, which lays out the file
-            pieces = list(layout.boxes(layout.whole(shape), max(1, min(PIECE, limit) // dtype.itemsize)))
-            datasets.append(Dataset(name, shape, dtype, pieces, attrs=given.get(name, {})))
-        self._team = team
-        self._runs: list[list[tuple[int, int]]] = [[] for _ in datasets]  # first and end element of what is written
-        # MPI-IO and system calls are not to be mixed in one file: boxes of any shape go by system calls.
-        options = Options("posix", limit, attrs=given.get("", {}))
-        self._saving = Saving(team, VERB, target, datasets, options)
-        self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
-        self._fd = -1
-        try:
-            agree.on_all(team.comm, VERB, self._open)
-        except RankError:
-            self._saving.abandon()
-            raise
+        with record.InCall(VERB, team):
+            agree.exchange(team, call)
+            asks = team.comm.allgather((target, limit, specs))
+            odd = {rank: f"path, window or tensors differ from those of rank 0: {ask}" for rank, ask in enumerate(asks)}
+            agree.require(VERB, {rank: text for rank, text in odd.items() if asks[rank] != asks[0]})
+            datasets = []
+            for name, (shape, dtype) in asks[0][2].items():  # in the order of rank 0, which lays out the file
+                pieces = list(layout.boxes(layout.whole(shape), max(1, min(PIECE, limit) // dtype.itemsize)))
+                datasets.append(Dataset(name, shape, dtype, pieces, attrs=given.get(name, {})))
+            self._team = team
+            self._runs: list[list[tuple[int, int]]] = [[] for _ in datasets]  # first and end element of what is written
+            # MPI-IO and system calls are not to be mixed in one file: boxes of any shape go by system calls.
+            options = Options("posix", limit, attrs=given.get("", {}))
+            self._saving = Saving(team, VERB, target, datasets, options)
+            self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
+            self._fd = -1
+            try:
+                agree.on_all(team.comm, VERB, self._open)
+            except RankError:
+                self._saving.abandon()
+                raise
 
     def _open(self) -> None:
         self._fd = os.open(self._saving.layout.path, os.O_RDWR | os.O_CLOEXEC)
@@ -114,6 +116,10 @@ class WriteFile:
             self._close()
             self._saving.drop()
             return
+        with record.InCall("staging.close", self._team):
+            self._finish()
+
+    def _finish(self) -> None:
         try:
             agree.exchange(self._team, Call("staging.close"))
         except BaseException:

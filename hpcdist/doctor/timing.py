@@ -1,0 +1,70 @@
+"""A small timing of each route: does it carry anything at all, and is one of them strangely slow?"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+
+from hpcdist import routes
+from hpcdist.concat import concat
+from hpcdist.doctor.findings import Finding
+from hpcdist.doctor.ward import Line
+from hpcdist.errors import HpcdistError
+from hpcdist.gather.compare import placed, timed
+from hpcdist.world import World
+
+__all__ = ["gather", "judge"]
+
+_NBYTES = 2**20  # a rank
+_ROUNDS = 3  # after one that is not counted
+
+_FIXES = {
+    "nccl": "NCCL_DEBUG=INFO says what NCCL tries; NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1; /dev/shm",
+    "gloo": "unset GLOO_SOCKET_IFNAME; look at the findings about the network",
+    "mpi": "look at the findings about MPI and /dev/shm",
+    "hdf5": "look at the finding about the staging folder",
+}
+
+
+def gather(line: Line, world: World) -> list[dict[str, Any]]:
+    """Concatenate a megabyte of every rank over each route in turn. Collective."""
+    rows = []
+    for name in routes.ROUTES:
+        line.stage(f"route {name}", _FIXES[name], together=True)
+        rows.append({"route": name, **_time(world, name)})
+    return rows
+
+
+def _time(world: World, name: str) -> dict[str, Any]:
+    absent = routes.load(name).missing(world.team)
+    if absent:
+        return {"absent": absent}
+    x = placed(world, torch.full((_NBYTES,), world.rank % 128, dtype=torch.uint8), name)
+    expected = torch.arange(world.world_size).remainder(128).repeat_interleave(_NBYTES)
+    try:
+        whole = concat(x, route=name)
+        seconds = [timed(world, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUNDS)]
+    except HpcdistError as error:  # the same on all ranks
+        return {"error": str(error)}
+    right = all(world.team.comm.allgather(bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
+    return {"seconds": median(seconds), "bytes": _NBYTES * world.world_size, "right": right}
+
+
+def judge(rows: list[dict[str, Any]]) -> list[Finding]:
+    """A finding for each route."""
+    return [_route(row) for row in rows]
+
+
+def _route(row: dict[str, Any]) -> Finding:
+    name = f"route {row['route']}"
+    if "absent" in row:
+        return Finding(name, "ok", f"not here: {row['absent']}")
+    fix = _FIXES[row["route"]]
+    if "error" in row:
+        return Finding(name, "broken", " ".join(row["error"].split()), fix)
+    if not row["right"]:
+        return Finding(name, "broken", "what arrived is not what was sent", fix)
+    rate = row["bytes"] / max(row["seconds"], 1e-9) / 1e6
+    return Finding(name, "ok", f"concat of 1 MiB a rank: {row['seconds'] * 1e3:7.2f} ms, {rate:6.0f} MB/s")

@@ -1,0 +1,200 @@
+"""Slurm job scripts: one text for each shape of a launch. Integers and strings only: no torch, no MPI, no Slurm.
+
+The scripts in jobscripts/ are what :func:`write` gives for each kind by default, to the letter.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+
+from hpcdist.errors import InputError
+from hpcdist.jobscript import parts
+
+__all__ = ["KINDS", "LAUNCHERS", "MPIS", "Shape", "write"]
+
+KINDS = tuple(parts.KINDS)
+LAUNCHERS = ("srun", "mpirun")
+MPIS = ("auto", "pmix", "pmi2")
+
+_LEAST_WARNING = 60  # seconds: Slurm may send the signal so much earlier than it was told to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a job looks like. Where None is given, the kind decides.
+
+    Attributes:
+        kind: "cpu", CPU ranks over MPI; "gpu", one GPU a rank with NCCL; "staged", from files to one HDF5 file, nothing
+            held in memory; "array", several jobs of one script; "interactive", an allocation to work in; "requeue", a
+            job that goes back to the queue before its time is up, and goes on from its staged file.
+        nodes, ntasks_per_node: the ranks: so many on each of so many nodes; 4, or one for each GPU.
+        gpus_per_node: not more than ranks; for the kind "gpu" as many, 4; for the others 0.
+        cpus_per_task: cores of a rank; 1, or 8 where it has a GPU.
+        time: the limit, as Slurm writes it: "90" minutes, "01:30:00", "2-12:00:00".
+        partition, account: of the cluster; None for its own choice.
+        name: of the job; hpcdist-KIND if None.
+        array: the indices of the kind "array", as Slurm writes them: "0-3", "1,5,7", "0-99%10".
+        warning: of the kind "requeue": seconds before the limit at which the job ends its step and leaves.
+        launcher: "srun" or "mpirun", unless HPCDIST_LAUNCHER says otherwise when the job is submitted.
+        mpi: what srun speaks to the ranks, "pmix" or "pmi2"; "auto" finds it in the job, from mpi4py's MPI library.
+        modules: what is loaded with ``module load``.
+        venv: the folder of the virtual environment; None where there is none to activate.
+        command: the program of each rank; what the script is given when it is submitted is added to it.
+    """
+
+    kind: str = "cpu"
+    nodes: int = 2
+    ntasks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    time: str = "00:10:00"
+    partition: str | None = None
+    account: str | None = None
+    name: str | None = None
+    array: str = "0-3"
+    warning: int = 120
+    launcher: str = "srun"
+    mpi: str = "auto"
+    modules: tuple[str, ...] = ()
+    venv: str | None = None
+    command: tuple[str, ...] | None = None
+
+    def gpus(self) -> int:
+        """The GPUs of a node."""
+        return (4 if self.kind == "gpu" else 0) if self.gpus_per_node is None else self.gpus_per_node
+
+    def ranks(self) -> int:
+        """The ranks of a node."""
+        return (self.gpus() or 4) if self.ntasks_per_node is None else self.ntasks_per_node
+
+    def cpus(self) -> int:
+        """The cores of a rank."""
+        return (8 if self.gpus() else 1) if self.cpus_per_task is None else self.cpus_per_task
+
+
+def write(shape: Shape) -> str:
+    """The job script of a shape. Nothing is read, written or started.
+
+    Raises:
+        InputError: there is no such shape: no nodes, more GPUs than ranks, a time that is none, and so on.
+
+    Example::
+
+        >>> print(write(Shape(kind="gpu", nodes=4, gpus_per_node=8)))
+        #!/bin/bash
+        # One GPU a rank, NCCL: sbatch gpu.sbatch 'shards/*.npy'
+        ...
+    """
+    _check(shape)
+    kind = parts.KINDS[shape.kind]
+    command = kind.command if shape.command is None else shape.command
+    blocks = [
+        "\n".join([parts.head(shape.kind, _asked(shape), shape.command is not None), *_directives(shape)]),
+        parts.START,
+        kind.before,
+        _environment(shape),
+        parts.PROGRAM.format(comment=kind.program, program=shlex.join(command)),
+        parts.launch(shape.launcher, shape.mpi),
+        kind.run.replace("@SAY@", parts.say(shape.kind, shape.gpus() > 0)),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _directives(shape: Shape) -> list[str]:
+    kind = shape.kind
+    options: Mapping[str, object] = {
+        "job-name": shape.name or f"hpcdist-{kind}",
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.ranks(),  # not --ntasks: Slurm may then place 3 on one node and 1 on the other
+        "gres": f"gpu:{shape.gpus()}" if shape.gpus() else None,
+        "cpus-per-task": shape.cpus(),
+        "time": shape.time,
+        "partition": shape.partition,
+        "account": shape.account,
+        "array": shape.array if kind == "array" else None,
+        "signal": f"B:USR1@{shape.warning}" if kind == "requeue" else None,
+        "open-mode": "append" if kind == "requeue" else None,
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    return [*lines, "#SBATCH --requeue"] if kind == "requeue" else lines
+
+
+def _environment(shape: Shape) -> str:
+    loaded = f"module load {shlex.join(shape.modules)}" if shape.modules else "# module load openmpi"
+    active = f"source {shlex.quote(shape.venv + '/bin/activate')}" if shape.venv else "# source env/bin/activate"
+    return f"{loaded}\n{active}"
+
+
+def _asked(shape: Shape) -> str:
+    """The command line that writes this script."""
+    words = ["python", "-m", "hpcdist.jobscript", "--kind", shape.kind]
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        assert field.default is not MISSING
+        if field.name not in ("kind", "modules", "command") and value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    for module in shape.modules:
+        words += ["--module", module]
+    return shlex.join([*words, *(["--", *shape.command] if shape.command else [])])
+
+
+def _check(shape: Shape) -> None:
+    """What no job can be, in one line."""
+    for name, value, known in (
+        ("kind", shape.kind, KINDS),
+        ("launcher", shape.launcher, LAUNCHERS),
+        ("mpi", shape.mpi, MPIS),
+    ):
+        if value not in known:
+            raise InputError(f"--{name} {value}: expected one of {', '.join(known)}")
+    for name, count, least in (
+        ("nodes", shape.nodes, 1),
+        ("gpus-per-node", shape.gpus(), 1 if shape.kind == "gpu" else 0),
+        ("ntasks-per-node", shape.ranks(), 1),
+        ("cpus-per-task", shape.cpus(), 1),
+    ):
+        if count < least:
+            raise InputError(f"--{name} {count}: expected at least {least}")
+    gpus, ranks = shape.gpus(), shape.ranks()
+    if gpus > ranks:
+        raise InputError(f"--gpus-per-node {gpus}: more than the {ranks} ranks of a node, each of which uses one GPU")
+    if shape.kind == "gpu" and gpus < ranks:
+        raise InputError(
+            f"--ntasks-per-node {ranks}: more than the {gpus} GPUs of a node, and NCCL takes one rank a GPU"
+        )
+    limit = _seconds(shape.time)
+    if shape.kind == "requeue" and not _LEAST_WARNING <= shape.warning < limit:
+        raise InputError(
+            f"--warning {shape.warning}: expected {_LEAST_WARNING} seconds at least, and less than the time limit of "
+            f"{limit} seconds"
+        )
+    if not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", shape.array):
+        raise InputError(f"--array {shape.array}: expected indices such as 0-3, 1,5,7 or 0-99%10")
+    for name, text in (("partition", shape.partition), ("account", shape.account), ("name", shape.name)):
+        if text is not None and not re.fullmatch(r"[\w.,+@%-]+", text):
+            raise InputError(f"--{name} {text!r}: expected letters, digits and .,+@%-_")
+    for text in (*shape.modules, shape.venv or "", *(shape.command or ())):
+        if "\n" in text:
+            raise InputError(f"{text!r}: a line break cannot be in a job script's line")
+
+
+def _seconds(time: str) -> int:
+    """Of a time limit in any of Slurm's ways to write one."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        raise InputError(f"--time {time}: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds")
+    days, *rest = match.groups()
+    given = [int(part) for part in rest if part is not None]
+    if days is not None:  # the first is hours
+        hours, minutes, seconds = [*given, 0, 0][:3]
+    elif len(given) == 3:
+        hours, minutes, seconds = given
+    else:  # minutes, or minutes:seconds
+        hours, (minutes, seconds) = 0, [*given, 0][:2]
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise InputError(f"--time {time}: expected more than no time")
+    return total

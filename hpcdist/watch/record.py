@@ -1,0 +1,247 @@
+"""What each rank is doing, in memory that all ranks of its node read: a few bytes a call, and no message."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = [
+    *("ANYBODY", "NOBODY", "AT_WORK", "ENDED", "ENDING", "Board", "Entry", "Lane", "Now", "Process"),
+    *("InCall", "outside", "place", "start", "started", "touch", "where"),
+]
+
+AT_WORK, ENDED, ENDING = 0, 1, 2  # what a process is at: not yet done; has finalized; ends the job on purpose
+ANYBODY, NOBODY = 2**31, 2**31 + 1  # in the place of a rank
+
+_HEAD = struct.Struct("<qqqq")  # of a rank: its process, when the system started it, what it is at (as above), lanes
+_LANE = struct.Struct("<qqqd")  # of a lane: its thread, calls begun, calls finished, when the last one was
+_ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, the team's number of it, the text's length
+_TEXT = 400  # bytes
+_LANES = 4  # threads of a rank that have a lane of their own; further ones share the last
+_LANE_SIZE = _LANE.size + 2 * (_ENTRY.size + _TEXT)
+_SLOT = 4096  # bytes a rank
+
+_TORCH = os.path.join("-packages", "torch", "")
+_HOME = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+class Entry(NamedTuple):
+    """A call: since when (seconds of the epoch), the team and its number there, and what and where it is."""
+
+    since: float
+    team: int
+    number: int
+    text: str
+
+
+class Now(NamedTuple):
+    """What a thread of a rank is at: the call it is in, the last one it has finished, and when; None if there is
+    none."""
+
+    thread: int
+    call: Entry | None
+    last: Entry | None
+    ended: float
+
+
+class Process(NamedTuple):
+    """A rank's process as its record tells it."""
+
+    pid: int
+    started: int
+    state: int
+    lanes: list[Now]
+
+
+class Lane:
+    """The calls of one thread, one after the other."""
+
+    def __init__(self, memory: memoryview, at: int) -> None:
+        self._memory = memory
+        self._at = at
+        self.thread = 0
+        self.begun = 0
+        self.finished = 0
+        self.ended = 0.0  # when, in seconds of the epoch
+        self.depth = 0  # calls within calls are not told
+        self.touched = 0  # how often the call has got on
+        self.patient = False  # the call has no deadline
+
+    def begin(self, team: int, number: int, text: bytes) -> None:
+        self.begun += 1
+        at = self._at + _LANE.size + (self.begun & 1) * (_ENTRY.size + _TEXT)
+        _ENTRY.pack_into(self._memory, at, time.time(), team, number, len(text))
+        at += _ENTRY.size
+        self._memory[at : at + len(text)] = text
+        _LANE.pack_into(self._memory, self._at, self.thread, self.begun, self.finished, self.ended)
+
+    def current(self) -> Entry | None:
+        """The call it is in; None if it is in none."""
+        return _now(self._memory, self._at).call
+
+    def end(self) -> None:
+        self.finished, self.ended = self.begun, time.time()
+        _LANE.pack_into(self._memory, self._at, self.thread, self.begun, self.finished, self.ended)
+
+
+class Board:
+    """The records of the ranks of a node, in memory without a name: it goes with the last process that has it.
+
+    Attributes:
+        fd: the file descriptor of the memory.
+    """
+
+    def __init__(self, ranks: int, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("hpcdist", os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, _SLOT * ranks)
+        self._memory = memoryview(mmap.mmap(self.fd, _SLOT * ranks))
+
+    def announce(self, local_rank: int, state: int) -> None:
+        """Say who this process is, and what it is at."""
+        _HEAD.pack_into(self._memory, local_rank * _SLOT, os.getpid(), started(os.getpid()), state, _LANES)
+
+    def lanes(self, local_rank: int) -> list[Lane]:
+        """This process's own part."""
+        first = local_rank * _SLOT + _HEAD.size
+        return [Lane(self._memory, first + i * _LANE_SIZE) for i in range(_LANES)]
+
+    def read(self, local_rank: int) -> Process:
+        """What a rank of this node is at. It may be written meanwhile; a text that is torn is shown as it is."""
+        at = local_rank * _SLOT
+        pid, since, state, _ = _HEAD.unpack_from(self._memory, at)
+        first = at + _HEAD.size
+        lanes = [_now(self._memory, first + i * _LANE_SIZE) for i in range(_LANES)]
+        return Process(pid, since, state, [lane for lane in lanes if lane.thread])
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _now(memory: memoryview, at: int) -> Now:
+    """What a lane's record says."""
+    thread, begun, finished, ended = _LANE.unpack_from(memory, at)
+    call = _entry(memory, at, begun) if begun > finished else None
+    return Now(thread, call, _entry(memory, at, finished) if finished else None, ended)
+
+
+def _entry(memory: memoryview, at: int, count: int) -> Entry:
+    at += _LANE.size + (count & 1) * (_ENTRY.size + _TEXT)
+    since, team, number, length = _ENTRY.unpack_from(memory, at)
+    at += _ENTRY.size
+    return Entry(since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
+
+
+def started(pid: int) -> int:
+    """When the system started a process, in its ticks since it was booted; 0 if there is none.
+
+    With its number it tells a process from a later one that was given the same.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
+
+
+lanes: list[Lane] = []  # of this process; empty where nothing is watched
+_mine = threading.local()
+
+
+def start(board: Board | None, local_rank: int = 0) -> None:
+    """From now on this process's calls are written on a board; on none."""
+    global lanes, _mine
+    lanes = [] if board is None else board.lanes(local_rank)
+    _mine = threading.local()
+
+
+def _lane() -> Lane | None:
+    """The lane of this thread."""
+    lane: Lane | None = getattr(_mine, "lane", None)
+    if lane is None and lanes:
+        lane = _mine.lane = next((free for free in lanes if not free.thread), lanes[-1])
+        lane.thread = threading.get_native_id()
+    return lane
+
+
+class InCall:
+    """A context in which this thread is in a call of a team.
+
+    Args:
+        verb: what the user has called.
+        team: the ranks it depends on; None for all, while there is no team yet.
+        peer: the one rank of the team it depends on, ANYBODY for any one; all of them if None. NOBODY: it has no
+            deadline, since it has an end of its own.
+        text: what and where it is; by default the verb, and where the user's code called it.
+    """
+
+    __slots__ = ("_lane", "_outer")
+
+    def __init__(self, verb: str, team: Team | None, peer: int | None = None, text: bytes | None = None) -> None:
+        self._lane = lane = _lane()
+        self._outer = lane is not None and lane.depth == 0
+        if lane is not None:
+            lane.depth += 1
+            if lane.depth == 1:
+                number = 0 if team is None else team.next_call() if peer is None else -1 - peer
+                lane.patient = peer == NOBODY
+                lane.begin(0 if team is None else team.number, number, text or where(verb))
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        if self._lane is not None:
+            self._lane.depth -= 1
+            if self._outer:
+                self._lane.end()
+
+
+def touch() -> None:
+    """The call that this thread is in gets on: its deadline counts from here."""
+    lane: Lane | None = getattr(_mine, "lane", None)
+    if lane is not None:
+        lane.touched += 1
+
+
+_texts: dict[tuple[str, CodeType, int], bytes] = {}
+_inside: dict[CodeType, bool] = {}  # whether code is the library's own, or torch's
+
+
+def where(verb: str) -> bytes:
+    """A call that is being made, with the file and the line in which the user's code makes it."""
+    frame = outside(sys._getframe(1))
+    key = (verb, frame.f_code, frame.f_lineno)
+    text = _texts.get(key)
+    if text is None:
+        text = _texts[key] = f"{verb}() at {place(frame)}".encode()[:_TEXT]
+    return text
+
+
+def outside(frame: FrameType) -> FrameType:
+    """The innermost frame of a stack that is the user's code; of a command of ours, the outermost one."""
+    while frame.f_back is not None:
+        code = frame.f_code
+        inside = _inside.get(code)
+        if inside is None:
+            inside = _inside[code] = code.co_filename.startswith(_HOME) or _TORCH in code.co_filename
+        if not inside or frame.f_back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
+            break
+        frame = frame.f_back
+    return frame
+
+
+def place(frame: FrameType) -> str:
+    """File and line that a frame is at; the file as seen from the current folder."""
+    path = frame.f_code.co_filename
+    here = os.getcwd() + os.sep
+    return f"{path.removeprefix(here)}:{frame.f_lineno}"

@@ -1,0 +1,189 @@
+"""Asking all ranks what they are at; and for those that do not answer, the others of their node."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hpcdist import agree
+from hpcdist.watch import look, record
+from hpcdist.watch.record import AT_WORK, ENDED, ENDING, Board, Process
+from hpcdist.watch.table import WAITS, Report, Thread, of_json
+from hpcdist.watch.wire import KEY, Wire
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Survey"]
+
+_SILENT = "running, but does not answer: native code that holds Python's lock, or no processor for it"
+_UNREACHED = "unknown: neither it nor another rank of its node answers, the node is down or cut off"
+
+
+class Survey:
+    """What this rank needs to ask the others, and to answer them.
+
+    Collective over `comm` when it is made: all that is needed when somebody hangs is exchanged then.
+
+    Args:
+        comm: all ranks.
+        local: those of this node.
+        address: of this host, where there are several nodes; None on one.
+
+    Attributes:
+        rank: of this process.
+        mates: the rank of each seat on this node's board; empty if there is none.
+        asked_by: why each rank has last asked, and when that was (seconds of time.monotonic).
+    """
+
+    def __init__(self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None) -> None:
+        self.rank: int = comm.rank
+        self._board, self._seat = _board(local)
+        self.announce(AT_WORK)
+        key = agree.from_root(comm, os.urandom(KEY) if comm.rank == 0 else b"", 0)
+        self.wire = Wire(key, f"hpcdist-{key[:8].hex()}-{comm.rank}", address)
+        leader = int.from_bytes(agree.from_root(local, comm.rank.to_bytes(8, "little"), 0), "little")
+        me = {"address": self.wire.address, "host": socket.gethostname(), "pid": os.getpid()}
+        self._ends = agree.allgather_json(comm, {**me, "node": leader, "seat": self._seat, "alone": local.size == 1})
+        mates = {end["seat"]: rank for rank, end in enumerate(self._ends) if end["node"] == leader}
+        self.mates: dict[int, int] = mates if len(mates) == local.size else {self._seat: self.rank}
+        self.asked_by: dict[int, tuple[str, float]] = {}
+        self._answers: dict[int, Report] = {}
+        self._number = 0  # of the question whose answers count
+        record.start(self._board, self._seat)
+
+    def announce(self, state: int) -> None:
+        """Let the other ranks of this node see what this process is at."""
+        self._board.announce(self._seat, state)
+
+    def neighbour(self) -> tuple[int, int] | None:
+        """(seat, descriptor of its process) of the next rank on this node, for this one to look after."""
+        seats = sorted(self.mates)
+        seat = seats[(seats.index(self._seat) + 1) % len(seats)]
+        try:
+            return None if seat == self._seat else (seat, os.pidfd_open(self._board.read(seat).pid))
+        except (OSError, AttributeError):  # an old kernel: the launcher will see it, or the deadline
+            return None
+
+    def died(self, seat: int) -> bool:
+        """Whether the process of a seat has gone without a word."""
+        process = self._board.read(seat)
+        return process.state == AT_WORK and look.condition(process.pid, process.started) == "dead"
+
+    def job_ends(self) -> bool:
+        """Whether a rank of this node is ending the job."""
+        return any(self._board.read(seat).state == ENDING for seat in self.mates)
+
+    def dead_mates(self) -> dict[int, Report]:
+        """The ranks of this node whose process has gone without a word."""
+        return {rank: self._seen(rank) for seat, rank in self.mates.items() if self.died(seat)}
+
+    def mine(self) -> Report:
+        """What this rank is at."""
+        process, frames = self._board.read(self._seat), look.frames()
+        report = self._report(self.rank, process)
+        first = process.lanes[0].thread if process.lanes else os.getpid()  # the main thread has the process's number
+        main = first if first in frames else os.getpid()
+        if main in frames:
+            busy = any(thread.call is not None for thread in report.threads)
+            report.doing = WAITS if busy else look.doing(main, frames[main])
+            report.stack = [] if busy else look.stack(frames[main])
+        return report
+
+    def take(self, message: dict[str, Any]) -> None:
+        """See to a message of another rank."""
+        from_ = message["from"]
+        if message["kind"] == "ask":
+            self.asked_by[from_] = message["why"], time.monotonic()
+            self._answer(from_, message["number"], self.mine())
+        elif message["kind"] == "look":
+            for rank in message["ranks"]:
+                self._answer(from_, message["number"], self._seen(rank))
+        elif message["number"] == self._number:
+            report = of_json(message["report"])
+            self._answers[report.rank] = report
+
+    def ask(self, why: str, seconds: float, until: Callable[[float, Callable[[], bool]], None]) -> dict[int, Report]:
+        """What every rank is at, its own words first.
+
+        Args:
+            why: for the others to know.
+            seconds: for which answers are waited for.
+            until: takes messages until a time, or until there is nothing to wait for.
+        """
+        self._number += 1
+        self._answers = {self.rank: self.mine()}
+        begin = time.monotonic()
+        for part in (0.3, 1.0):  # those that are silent are asked again
+            for rank in self._silent():
+                self._send(rank, {"kind": "ask", "why": why, "number": self._number})
+            until(begin + part * seconds, lambda: not self._silent())
+        for rank in self._silent():  # somebody of its node can look
+            if rank in self.mates.values():
+                self._answers[rank] = self._seen(rank)
+            else:
+                node = self._ends[rank]["node"]
+                witness = next((r for r in self._answers if self._ends[r]["node"] == node), None)
+                if witness is not None:
+                    self._send(witness, {"kind": "look", "ranks": [rank], "number": self._number})
+        until(time.monotonic() + 0.3 * seconds, lambda: not self._silent())
+        for rank in self._silent():
+            self._answers[rank] = Report(rank, self._ends[rank]["host"], self._ends[rank]["pid"], doing=_UNREACHED)
+        return dict(sorted(self._answers.items()))
+
+    def close(self) -> None:
+        record.start(None)
+        self.wire.close()
+        self._board.close()
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in range(len(self._ends)) if rank not in self._answers]
+
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
+        self.wire.send(self._ends[rank]["address"], {**message, "from": self.rank})
+
+    def _answer(self, rank: int, number: int, report: Report) -> None:
+        self._send(rank, {"kind": "answer", "number": number, "report": report.json()})
+
+    def _seen(self, rank: int) -> Report:
+        """A rank of this node that does not speak for itself."""
+        seat = self._ends[rank]["seat"]
+        if self.mates.get(seat) != rank:
+            return Report(rank, self._ends[rank]["host"], self._ends[rank]["pid"], doing=_UNREACHED)
+        process = self._board.read(seat)
+        report = self._report(rank, process)
+        condition = look.condition(process.pid, process.started)
+        report.doing = _SILENT if condition == "alive" else condition
+        if condition == "dead" and process.state == ENDED:
+            report.doing = "at its end: it has finalized"
+        return report
+
+    def _report(self, rank: int, process: Process) -> Report:
+        end = self._ends[rank]
+        return Report(rank, end["host"], end["pid"], [Thread(*lane[1:]) for lane in process.lanes])
+
+
+def _board(local: MPI.Comm) -> tuple[Board, int]:
+    """The memory that the ranks of a node share, and this rank's seat there. Collective over `local`.
+
+    Without a name: the others find it by the process of the first one, or, where the system does not let them, each
+    has one of its own.
+    """
+    board = Board(local.size) if local.rank == 0 else None
+    mine = [os.getpid(), board.fd] if board is not None else None
+    pid, fd = agree.allgather_json(local, mine)[0]
+    if board is None:
+        try:
+            board = Board(local.size, os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        except OSError:
+            board = None
+    shared = all(agree.allgather_json(local, board is not None))
+    if not shared:
+        if board is not None:
+            board.close()
+        return Board(1), 0
+    assert board is not None
+    return board, local.rank

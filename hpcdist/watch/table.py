@@ -1,0 +1,148 @@
+"""What the ranks of a job are at, as a table, and who keeps a call waiting. Pure functions of reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpcdist.watch.record import ANYBODY, Entry
+
+__all__ = ["WAITS", "Report", "Thread", "missing", "of_json", "table", "verdict"]
+
+WAITS = "waits"  # in a call of ours
+IO = "in I/O"
+_ALIKE = 16  # ranks that wait are shown at most; those that do not are shown all
+_STACKS = 4  # are shown at most
+
+
+@dataclass
+class Thread:
+    """What a thread of a rank is at: the call it is in, the last one it has finished, and when (seconds of the
+    epoch)."""
+
+    call: Entry | None
+    last: Entry | None
+    ended: float
+
+
+@dataclass
+class Report:
+    """What a rank is at.
+
+    Attributes:
+        threads: those that have called the library.
+        doing: in words: WAITS, "dead", "stopped", "in Python, at ...".
+        stack: of its main thread, if it could tell.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    threads: list[Thread] = field(default_factory=list)
+    doing: str = WAITS
+    stack: list[str] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+def of_json(said: Mapping[str, Any]) -> Report:
+    """A report as :meth:`Report.json` gave it."""
+    threads = [Thread(_entry(t["call"]), _entry(t["last"]), float(t["ended"])) for t in said["threads"]]
+    doing, stack = str(said["doing"]), [str(line) for line in said["stack"]]
+    return Report(int(said["rank"]), str(said["host"]), int(said["pid"]), threads, doing, stack)
+
+
+def _entry(said: Sequence[Any] | None) -> Entry | None:
+    return None if said is None else Entry(float(said[0]), int(said[1]), int(said[2]), str(said[3]))
+
+
+def table(reports: Iterable[Report], now: float) -> str:
+    """A line for each call that is going on, and for each rank that is in none.
+
+    Args:
+        now: seconds of the epoch.
+    """
+    rows = [["rank", "host", "pid", "last call finished", "is in", "for", "what it does"]]
+    waiting = 0
+    for report in sorted(reports, key=lambda report: report.rank):
+        waiting += report.doing == WAITS
+        if report.doing != WAITS or waiting <= _ALIKE:
+            rows += _rows(report, now)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, *([f"and {waiting - _ALIKE} more that wait"] if waiting > _ALIKE else [])])
+
+
+def _rows(report: Report, now: float) -> list[list[str]]:
+    who = [str(report.rank), report.host, str(report.pid)]
+    busy = [thread for thread in report.threads if thread.call is not None]
+    idle = sorted((t for t in report.threads if t.last is not None), key=lambda thread: thread.ended)
+    rows = []
+    for thread in busy or idle[-1:] or [Thread(None, None, 0.0)]:
+        last = "none" if thread.last is None else f"{thread.last.text}, {_ago(now - thread.ended)} ago"
+        if thread.call is None:
+            rows.append([*who, last, "no call", "", report.doing])
+        else:
+            rows.append([*who, last, thread.call.text, _ago(now - thread.call.since), report.doing])
+    return rows
+
+
+def _ago(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) -> list[int]:
+    """The ranks that a call waits for: those of its team that have not come to it, or the one it receives from.
+
+    Args:
+        peers: the world's rank of each rank of the team.
+    """
+    if call.number < 0:
+        peer = -1 - call.number
+        return [] if peer == ANYBODY else [peers[peer]]
+    return [rank for rank in peers if rank in reports and not _has_come(reports[rank], call)]
+
+
+def _has_come(report: Report, call: Entry) -> bool:
+    """Whether a rank is in that call, or has finished it."""
+    for thread in report.threads:
+        for entry in (thread.call, thread.last):
+            if entry is not None and entry.team == call.team and entry.number >= call.number:
+                return entry is thread.last or report.doing == WAITS or report.doing.startswith(IO)
+    return False
+
+
+def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -> str:
+    """Who keeps a call waiting, and why."""
+    lines = [f"{reports[rank].who} {_why(reports[rank])}" for rank in absent if rank in reports]
+    if not absent and call.number == -1 - ANYBODY:
+        lines = ["no rank has sent what this call receives"]
+    elif not absent:
+        lines = ["all its ranks have come to this call: it is the transfer that hangs (network, or file system)"]
+        lines += [f"{report.who} is {report.doing}" for report in reports.values() if report.doing.startswith(IO)]
+    for rank in [rank for rank in absent if rank in reports and reports[rank].stack][:_STACKS]:
+        lines += [f"rank {rank} is here:", *reports[rank].stack]
+    return "\n".join(lines)
+
+
+def _why(report: Report) -> str:
+    """What is the matter with a rank that has not come."""
+    calls = [thread.call.text for thread in report.threads if thread.call is not None]
+    lasts = [t for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]
+    was = (
+        f"in {calls[0]}" if calls else f"after {lasts[-1].last.text}" if lasts and lasts[-1].last else "before any call"
+    )
+    if report.doing == "dead":
+        return f"is dead: its process has ended without finalize(), by a signal or os._exit; it was {was}"
+    if report.doing == "stopped":
+        return f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); it was {was}"
+    if report.doing == WAITS:
+        return f"has not come to this call: it is {was}"
+    return f"has not come to this call: it is {report.doing}; it was {was}"

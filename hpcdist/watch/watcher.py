@@ -1,0 +1,260 @@
+"""The thread of every rank that looks whether a call has waited too long, or a neighbour has died, and then asks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from hpcdist import abort
+from hpcdist.errors import HangError
+from hpcdist.watch import look, record
+from hpcdist.watch.record import ENDED, ENDING, Entry, Lane
+from hpcdist.watch.survey import Survey
+from hpcdist.watch.table import Report, missing, table, verdict
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcdist.team import Team
+
+__all__ = ["SIGNAL", "Watch", "first_meeting"]
+
+SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
+_DEFAULT = 1800.0  # seconds
+_TICK = 5.0  # seconds between two looks at most
+_TURN = 0.02  # seconds that each rank leaves to the one before it, so that one asks for all
+_TURNS = 1.0  # seconds at most
+_END = 0.3  # seconds in which a job that ends has ended: nobody needs to be told of it
+_PATIENCE = 5.0  # seconds for the rank that has printed the table to end the job
+_ANSWERS, _HASTE = 1.0, 0.2  # seconds for which answers are waited for; where the launcher is about to end the job
+_NOTHING = Entry(0.0, 0, 0, "")
+ALARM, DEMAND = "alarm", "demand"  # why a rank asks the others
+
+
+class Watch:
+    """Deadlines for the calls of this rank.
+
+    Args:
+        survey: what the ranks know of each other.
+        limit: the deadline of a call, in seconds.
+
+    Attributes:
+        teams: those of the world; they know on which ranks a call depends.
+    """
+
+    @classmethod
+    def over(cls, comm: MPI.Intracomm, local: MPI.Comm, limit: timedelta, address: str | None) -> Watch:
+        """The watch over all ranks, those of this node being `local`; see :class:`Survey`. Collective over `comm`."""
+        return cls(Survey(comm, local, address), limit.total_seconds())
+
+    def __init__(self, survey: Survey, limit: float) -> None:
+        self._survey = survey
+        self._limit = limit
+        self.teams: list[Team] = []
+        self._waited: dict[Lane, tuple[tuple[int, int], float]] = {}
+        self._neighbour = survey.neighbour()
+        self._bereaved = self._signalled = self._stopping = False
+        self._inquiry: threading.Event | None = None
+        self._wake, self._waker = _pipe()
+        self._dump, self._dumper = _pipe()
+        self._listens = signal.getsignal(SIGNAL) == signal.SIG_DFL
+        if self._listens:  # a handler of Python's would not run while the main thread is in MPI
+            faulthandler.register(SIGNAL, file=self._dumper, all_threads=False, chain=False)
+        abort.at_end(lambda: survey.announce(ENDING), self.explain)
+        self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """This process is done with the library: nobody waits for it, or wonders that it ends."""
+        if self._stopping:
+            return
+        self._survey.announce(ENDED)
+        self._stopping = True
+        os.write(self._waker, b"s")
+        self._thread.join()
+        abort.at_end(None, None)
+        if self._listens:
+            faulthandler.unregister(SIGNAL)
+        self._survey.close()
+        for fd in (self._wake, self._waker, self._dump, self._dumper):
+            os.close(fd)
+        if self._neighbour is not None:
+            os.close(self._neighbour[1])
+
+    def explain(self) -> None:
+        """Print which ranks are dead or stopped, if some are: a transfer has failed, perhaps for that."""
+        if threading.current_thread() is not self._thread:
+            self._inquiry = threading.Event()
+            os.write(self._waker, b"i")
+            self._inquiry.wait(_PATIENCE)
+
+    def _work(self) -> None:
+        tick = min(_TICK, self._limit / 8)
+        last = time.monotonic()
+        while not self._stopping:
+            self._pump(tick)
+            now = time.monotonic()
+            # A process that was itself stopped has not waited meanwhile: the others may have been stopped, too.
+            step, last = min(now - last, 2 * tick), now
+            overdue = [lane for lane in record.lanes if self._waits(lane, step) >= self._limit]
+            if self._inquiry is not None:
+                inquiry, self._inquiry = self._inquiry, None
+                self._tell_gone()
+                inquiry.set()
+            elif self._bereaved:
+                self._bereaved = False
+                self._mourn()
+            elif self._signalled:
+                self._on_demand()
+                self._signalled = False
+            elif overdue:
+                self._raise(overdue[0])
+            else:
+                continue
+            last = time.monotonic()
+
+    def _waits(self, lane: Lane, step: float) -> float:
+        """The seconds for which the call of a lane has waited without getting on."""
+        at = (lane.begun, lane.touched)
+        before, waited = self._waited.get(lane, (None, 0.0))
+        busy = lane.begun > lane.finished and not lane.patient
+        waited = waited + step if before == at and busy else 0.0
+        self._waited[lane] = at, waited
+        return waited
+
+    def _pump(self, seconds: float) -> None:
+        """Wait so long for something to happen; answer what is asked, and note what is to be done."""
+        poll = select.poll()
+        fds = [self._wake, self._dump, self._survey.wire.fileno()]
+        if self._neighbour is not None:
+            fds.append(self._neighbour[1])
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(max(0.0, seconds) * 1000):
+            if fd == self._wake:
+                os.read(fd, 64)
+            elif fd == self._dump:
+                os.read(fd, 2**16)
+                self._signalled = True
+            elif fd == self._survey.wire.fileno():
+                for message in self._survey.wire.receive():
+                    self._survey.take(message)
+            elif self._neighbour is not None:
+                os.close(fd)
+                self._bereaved = self._survey.died(self._neighbour[0])
+                self._neighbour = None
+
+    def _until(self, end: float, done: Callable[[], bool] = lambda: False) -> None:
+        """Answer what is asked until then."""
+        while (left := end - time.monotonic()) > 0 and not self._stopping and not done():
+            self._pump(left)
+
+    def _ask(self, why: str, seconds: float = _ANSWERS) -> dict[int, Report]:
+        return self._survey.ask(why, seconds, self._until)
+
+    def _other(self, why: str) -> int | None:
+        """The rank that asks for all, if another one does; those before this one have their turn first."""
+        begin = time.monotonic()
+
+        def first() -> int | None:
+            lately = begin - _PATIENCE
+            return next(
+                (rank for rank, (reason, at) in self._survey.asked_by.items() if reason == why and at > lately), None
+            )
+
+        self._until(begin + min(self._survey.rank * _TURN, _TURNS), lambda: first() is not None)
+        return first()
+
+    def _raise(self, lane: Lane) -> None:
+        """The call of a lane has waited too long: raise, and end the job."""
+        call, waited = lane.current(), self._waited[lane][1]
+        if call is None:
+            return
+        other = self._other(ALARM)
+        if other is not None:
+            self._show(lane, f"{call.text} has waited, see what rank {other} says")
+            self._until(time.monotonic() + _PATIENCE)
+        reports = self._ask(ALARM)
+        if lane.begun == lane.finished or self._stopping:  # it has come after all
+            return
+        absent = missing(call, self._peers(call, len(reports)), reports)
+        text = f"{call.text} has waited for {waited:.1f} s, its deadline is {self._limit:g} s"
+        self._show(lane, f"{text}\n{table(reports.values(), time.time())}\n{verdict(call, absent, reports)}")
+        abort.job(1)
+
+    def _peers(self, call: Entry, size: int) -> list[int]:
+        """The world's ranks of the team of a call."""
+        return next((team.peers for team in self.teams if team.number == call.team), list(range(size)))
+
+    def _show(self, lane: Lane, text: str) -> None:
+        frame = look.frames().get(lane.thread)
+        abort.show(HangError(text), frame and record.outside(frame))
+
+    def _mourn(self) -> None:
+        """A neighbour has died: unless the whole job ends, tell of it, and end it."""
+        self._until(time.monotonic() + _END)
+        if self._survey.job_ends() or self._stopping:
+            return
+        dead = self._survey.dead_mates()
+        abort.say("hpcdist: " + verdict(_NOTHING, list(dead), dead))
+        if self._other(ALARM) is None:
+            abort.say(table(self._ask(ALARM, _HASTE).values(), time.time()))
+        abort.job(1)
+
+    def _tell_gone(self) -> None:
+        """Print who is dead or stopped, if somebody is, and what the ranks are at."""
+        reports = self._ask(ALARM)
+        gone = [rank for rank, report in reports.items() if report.doing in ("dead", "stopped")]
+        if gone:
+            _say(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
+
+    def _on_demand(self) -> None:
+        """A signal asks for the table. If all ranks have got it, one prints."""
+        if self._other(DEMAND) is None:
+            _say(table(self._ask(DEMAND).values(), time.time()))
+
+
+@contextmanager
+def first_meeting(limit: object, size: int) -> Iterator[None]:
+    """A context in which the ranks do not know each other yet: past the deadline, this one can only tell of itself.
+
+    Args:
+        limit: the deadline as the user gave it, which nobody has looked at yet; no number: there is none.
+    """
+    try:
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = _DEFAULT
+    text = f"{record.where('init').decode()} has waited for {seconds:g} s: not all {size} ranks have called it"
+    frame = record.outside(sys._getframe())
+
+    def late() -> None:
+        abort.show(HangError(text), frame)
+        abort.job(1)
+
+    timer = threading.Timer(min(max(seconds, 0.0), threading.TIMEOUT_MAX), late)
+    timer.daemon = True
+    if size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(text: str) -> None:
+    abort.say("hpcdist: what the ranks are at\n" + text)
+
+
+def _pipe() -> tuple[int, int]:
+    """(reading end, writing end), which never wait."""
+    return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
