@@ -60,7 +60,8 @@ class Handle(Generic[T]):
         """
         team, peer = self._from
         try:
-            with record.InCall(self._what, team, record.NOBODY if timeout is not None else peer):
+            own_end = timeout is not None or self._future.done()
+            with record.InCall(self._what, None if own_end else team, record.NOBODY if own_end else peer):
                 result: Any = self._future.result(timeout)
         except futures.TimeoutError:
             if self._future.done():  # the call itself has raised it

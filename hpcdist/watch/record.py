@@ -23,7 +23,8 @@ AT_WORK, ENDED, ENDING = 0, 1, 2  # what a process is at: not yet done; has fina
 ANYBODY, NOBODY = 2**31, 2**31 + 1  # in the place of a rank
 
 _HEAD = struct.Struct("<qqqq")  # of a rank: its process, when the system started it, what it is at (as above), lanes
-_LANE = struct.Struct("<qqqd")  # of a lane: its thread, calls begun, calls finished, when the last one was
+_LANE = struct.Struct("<qqdq")  # of a lane: calls begun, calls finished, when the last one was, its thread
+_COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # parts of that
 _ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, the team's number of it, the text's length
 _TEXT = 400  # bytes
 _LANES = 4  # threads of a rank that have a lane of their own; further ones share the last
@@ -68,29 +69,38 @@ class Lane:
     def __init__(self, memory: memoryview, at: int) -> None:
         self._memory = memory
         self._at = at
+        self._entries = (at + _LANE.size, at + _LANE.size + _ENTRY.size + _TEXT)
+        self._texts = [b"", b""]  # what stands there
         self.thread = 0
         self.begun = 0
         self.finished = 0
-        self.ended = 0.0  # when, in seconds of the epoch
         self.depth = 0  # calls within calls are not told
         self.touched = 0  # how often the call has got on
         self.patient = False  # the call has no deadline
 
     def begin(self, team: int, number: int, text: bytes) -> None:
-        self.begun += 1
-        at = self._at + _LANE.size + (self.begun & 1) * (_ENTRY.size + _TEXT)
+        self.begun = begun = self.begun + 1
+        odd = begun & 1
+        at = self._entries[odd]
         _ENTRY.pack_into(self._memory, at, time.time(), team, number, len(text))
-        at += _ENTRY.size
-        self._memory[at : at + len(text)] = text
-        _LANE.pack_into(self._memory, self._at, self.thread, self.begun, self.finished, self.ended)
+        if self._texts[odd] is not text:  # a program repeats its calls
+            self._texts[odd] = text
+            at += _ENTRY.size
+            self._memory[at : at + len(text)] = text
+        _COUNT.pack_into(self._memory, self._at, begun)
+
+    def take(self) -> None:
+        """From now on it is this thread's."""
+        self.thread = threading.get_native_id()
+        _COUNT.pack_into(self._memory, self._at + _LANE.size - _COUNT.size, self.thread)
 
     def current(self) -> Entry | None:
         """The call it is in; None if it is in none."""
         return _now(self._memory, self._at).call
 
     def end(self) -> None:
-        self.finished, self.ended = self.begun, time.time()
-        _LANE.pack_into(self._memory, self._at, self.thread, self.begun, self.finished, self.ended)
+        self.finished = self.begun
+        _LAST.pack_into(self._memory, self._at + _COUNT.size, self.begun, time.time())
 
 
 class Board:
@@ -129,7 +139,7 @@ class Board:
 
 def _now(memory: memoryview, at: int) -> Now:
     """What a lane's record says."""
-    thread, begun, finished, ended = _LANE.unpack_from(memory, at)
+    begun, finished, ended, thread = _LANE.unpack_from(memory, at)
     call = _entry(memory, at, begun) if begun > finished else None
     return Now(thread, call, _entry(memory, at, finished) if finished else None, ended)
 
@@ -165,11 +175,11 @@ def start(board: Board | None, local_rank: int = 0) -> None:
 
 
 def _lane() -> Lane | None:
-    """The lane of this thread."""
-    lane: Lane | None = getattr(_mine, "lane", None)
-    if lane is None and lanes:
-        lane = _mine.lane = next((free for free in lanes if not free.thread), lanes[-1])
-        lane.thread = threading.get_native_id()
+    """The lane of this thread, which has none yet."""
+    if not lanes:
+        return None
+    lane = _mine.lane = next((free for free in lanes if not free.thread), lanes[-1])
+    lane.take()
     return lane
 
 
@@ -184,26 +194,27 @@ class InCall:
         text: what and where it is; by default the verb, and where the user's code called it.
     """
 
-    __slots__ = ("_lane", "_outer")
+    __slots__ = ("_lane",)
 
     def __init__(self, verb: str, team: Team | None, peer: int | None = None, text: bytes | None = None) -> None:
-        self._lane = lane = _lane()
-        self._outer = lane is not None and lane.depth == 0
-        if lane is not None:
-            lane.depth += 1
-            if lane.depth == 1:
-                number = 0 if team is None else team.next_call() if peer is None else -1 - peer
-                lane.patient = peer == NOBODY
-                lane.begin(0 if team is None else team.number, number, text or where(verb))
+        self._lane = lane = getattr(_mine, "lane", None) or _lane()
+        if lane is None:
+            return
+        lane.depth += 1
+        if lane.depth == 1:
+            lane.patient = peer == NOBODY
+            number = 0 if team is None else team.next_call() if peer is None else -1 - peer
+            lane.begin(0 if team is None else team.number, number, text or where(verb))
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *_: object) -> None:
-        if self._lane is not None:
-            self._lane.depth -= 1
-            if self._outer:
-                self._lane.end()
+        lane = self._lane
+        if lane is not None:
+            lane.depth -= 1
+            if not lane.depth:
+                lane.end()
 
 
 def touch() -> None:
