@@ -19,7 +19,7 @@ from hpcdist.call import Call
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.team import Team
 from hpcdist.watch import record
-from hpcdist.watch.watcher import Watch, first_meeting
+from hpcdist.watch.watcher import FirstMeeting, Watch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -232,7 +232,7 @@ def _make(
     if comm.size > 1:
         abort.arm()
     given = os.environ.get("HPCDIST_TIMEOUT") if timeout is None else timeout
-    with first_meeting(given, comm.size):
+    with FirstMeeting(given, comm.size):
         private = rendezvous.in_torch_order(comm)
         nodes = _Nodes(private)
         limit = _agree_on(private, backend, given)

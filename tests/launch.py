@@ -31,10 +31,14 @@ def mpirun(np: int, *args: str, code: str = "", cwd: Path | None = None, env: di
 
     np 0 runs it without a launcher. An AssertionError, after the job was ended, if it hangs.
     """
-    own = Path(sys.executable).with_name("mpirun")
-    launcher = [str(own) if own.exists() else str(shutil.which("mpirun")), "-n", str(np)] if np else []
     args = ("-c", textwrap.dedent(code)) if code else args
-    return run([*launcher, sys.executable, *args], cwd=cwd, env=env)
+    return run([*(launcher(np) if np else []), sys.executable, *args], cwd=cwd, env=env)
+
+
+def launcher(np: int) -> list[str]:
+    """The mpirun of the MPI that this Python's mpi4py uses, for `np` ranks."""
+    own = Path(sys.executable).with_name("mpirun")
+    return [str(own) if own.exists() else str(shutil.which("mpirun")), "-n", str(np)]
 
 
 def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:

@@ -19,6 +19,7 @@ from hpcdist.staging import format
 from hpcdist.staging.contents import Stored, read_box
 from hpcdist.staging.host import incoming
 from hpcdist.staging.pieces import PIECE
+from hpcdist.watch import record
 
 __all__ = ["Reader", "checksum_of", "damage", "opened"]
 
@@ -106,8 +107,12 @@ class Reader:
                 self._compare(row, digest.intdigest())
         except EOFError as error:
             raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
+        self._report(target.nbytes)
+
+    def _report(self, nbytes: int) -> None:
+        record.touch()
         if self.progress is not None:
-            self.progress(target.nbytes)
+            self.progress(nbytes)
 
     def _pieces(self, want: Box, limit: int) -> tuple[list[int | None], list[Box]]:
         """What a run of the dataset is read in: (a piece's number where the whole piece is read, the part)."""
@@ -158,8 +163,7 @@ class Reader:
         local = [part.seen_from(want.offset) for part in parts]
         for part, target in zip(parts, incoming(out, local), strict=True):
             read_box(self.path, self.stored.name, part, target, self.window)
-            if self.progress is not None:
-                self.progress(target.nbytes)
+            self._report(target.nbytes)
 
 
 @contextmanager

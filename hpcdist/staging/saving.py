@@ -20,6 +20,7 @@ from hpcdist.staging import contents, format, writers
 from hpcdist.staging.format import Dataset, Layout
 from hpcdist.staging.reader import checksum_of
 from hpcdist.team import Team
+from hpcdist.watch import record as watch
 
 __all__ = ["WINDOW", "Options", "Saving"]
 
@@ -196,6 +197,7 @@ class Saving:
             self.problem = f"{self._target}: writing failed: {reason(error)}"
 
     def _report(self, nbytes: int) -> None:
+        watch.touch()
         try:
             if self._options.progress is not None:
                 self._options.progress(nbytes)

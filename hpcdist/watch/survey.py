@@ -32,6 +32,7 @@ class Survey:
         comm: all ranks.
         local: those of this node.
         address: of this host, where there are several nodes; None on one.
+        waited: the seconds for which the call of each lane of this process has not got on.
 
     Attributes:
         rank: of this process.
@@ -39,7 +40,10 @@ class Survey:
         asked_by: why each rank has last asked, and when that was (seconds of time.monotonic).
     """
 
-    def __init__(self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None, waited: Callable[[], list[float]]
+    ) -> None:
+        self.waited = waited
         self.rank: int = comm.rank
         self._board, self._seat = _board(local)
         self.announce(AT_WORK)
@@ -85,6 +89,8 @@ class Survey:
         """What this rank is at."""
         process, frames = self._board.read(self._seat), look.frames()
         report = self._report(self.rank, process)
+        for thread, waited in zip(report.threads, self.waited(), strict=False):
+            thread.waited = waited
         first = process.lanes[0].thread if process.lanes else os.getpid()  # the main thread has the process's number
         main = first if first in frames else os.getpid()
         if main in frames:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 from hpcdist.watch.record import ANYBODY, Entry
 
-__all__ = ["WAITS", "Report", "Thread", "missing", "of_json", "table", "verdict"]
+__all__ = ["GONE", "WAITS", "Report", "Thread", "gets_on", "missing", "of_json", "table", "verdict"]
 
 WAITS = "waits"  # in a call of ours
 IO = "in I/O"
+GONE = ("dead", "stopped")
 _ALIKE = 16  # ranks that wait are shown at most; those that do not are shown all
 _STACKS = 4  # are shown at most
 
@@ -19,11 +21,12 @@ _STACKS = 4  # are shown at most
 @dataclass
 class Thread:
     """What a thread of a rank is at: the call it is in, the last one it has finished, and when (seconds of the
-    epoch)."""
+    epoch); and for how many seconds that call has not got on, where its own rank says so."""
 
     call: Entry | None
     last: Entry | None
     ended: float
+    waited: float = inf
 
 
 @dataclass
@@ -53,7 +56,9 @@ class Report:
 
 def of_json(said: Mapping[str, Any]) -> Report:
     """A report as :meth:`Report.json` gave it."""
-    threads = [Thread(_entry(t["call"]), _entry(t["last"]), float(t["ended"])) for t in said["threads"]]
+    threads = [
+        Thread(_entry(t["call"]), _entry(t["last"]), float(t["ended"]), float(t["waited"])) for t in said["threads"]
+    ]
     doing, stack = str(said["doing"]), [str(line) for line in said["stack"]]
     return Report(int(said["rank"]), str(said["host"]), int(said["pid"]), threads, doing, stack)
 
@@ -108,6 +113,14 @@ def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) ->
         peer = -1 - call.number
         return [] if peer == ANYBODY else [peers[peer]]
     return [rank for rank in peers if rank in reports and not _has_come(reports[rank], call)]
+
+
+def gets_on(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
+    """Whether a rank that has come to a call has got on with it in the last `limit` seconds."""
+    threads = [thread for report in reports.values() if report.doing not in GONE for thread in report.threads]
+    return any(
+        t.call and (t.call.team, t.call.number) == (call.team, call.number) and t.waited < limit for t in threads
+    )
 
 
 def _has_come(report: Report, call: Entry) -> bool:

@@ -9,8 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,14 +18,14 @@ from hpcdist.errors import HangError
 from hpcdist.watch import look, record
 from hpcdist.watch.record import ENDED, ENDING, Entry, Lane
 from hpcdist.watch.survey import Survey
-from hpcdist.watch.table import Report, missing, table, verdict
+from hpcdist.watch.table import GONE, Report, gets_on, missing, table, verdict
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdist.team import Team
 
-__all__ = ["SIGNAL", "Watch", "first_meeting"]
+__all__ = ["SIGNAL", "FirstMeeting", "Watch"]
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
 _DEFAULT = 1800.0  # seconds
@@ -38,6 +37,32 @@ _PATIENCE = 5.0  # seconds for the rank that has printed the table to end the jo
 _ANSWERS, _HASTE = 1.0, 0.2  # seconds for which answers are waited for; where the launcher is about to end the job
 _NOTHING = Entry(0.0, 0, 0, "")
 ALARM, DEMAND = "alarm", "demand"  # why a rank asks the others
+
+
+class Waits:
+    """For how long the calls of this process have not got on."""
+
+    def __init__(self) -> None:
+        self._waited: dict[Lane, tuple[tuple[int, int], float]] = {}
+
+    def add(self, seconds: float) -> None:
+        """So much time has passed."""
+        for lane in record.lanes:
+            at = (lane.begun, lane.touched)
+            before, waited = self._waited.get(lane, (None, 0.0))
+            busy = lane.begun > lane.finished and not lane.patient
+            self._waited[lane] = at, waited + seconds if before == at and busy else 0.0
+
+    def of(self, lane: Lane) -> float:
+        return self._waited.get(lane, (None, 0.0))[1]
+
+    def over(self, limit: float) -> list[Lane]:
+        """The lanes whose call has waited for that long."""
+        return [lane for lane in record.lanes if self.of(lane) >= limit]
+
+    def seconds(self) -> list[float]:
+        """Of each lane."""
+        return [self.of(lane) for lane in record.lanes]
 
 
 class Watch:
@@ -54,13 +79,15 @@ class Watch:
     @classmethod
     def over(cls, comm: MPI.Intracomm, local: MPI.Comm, limit: timedelta, address: str | None) -> Watch:
         """The watch over all ranks, those of this node being `local`; see :class:`Survey`. Collective over `comm`."""
-        return cls(Survey(comm, local, address), limit.total_seconds())
+        waits = Waits()
+        return cls(Survey(comm, local, address, waits.seconds), waits, limit.total_seconds())
 
-    def __init__(self, survey: Survey, limit: float) -> None:
+    def __init__(self, survey: Survey, waits: Waits, limit: float) -> None:
         self._survey = survey
         self._limit = limit
         self.teams: list[Team] = []
-        self._waited: dict[Lane, tuple[tuple[int, int], float]] = {}
+        self._waits = waits
+        self._patience = limit  # of the call that is overdue, all of whose ranks have come and some get on
         self._neighbour = survey.neighbour()
         self._bereaved = self._signalled = self._stopping = False
         self._inquiry: threading.Event | None = None
@@ -98,14 +125,16 @@ class Watch:
             self._inquiry.wait(_PATIENCE)
 
     def _work(self) -> None:
-        tick = min(_TICK, self._limit / 8)
         last = time.monotonic()
         while not self._stopping:
+            tick = min(_TICK, self._limit / 8)
             self._pump(tick)
             now = time.monotonic()
             # A process that was itself stopped has not waited meanwhile: the others may have been stopped, too.
             step, last = min(now - last, 2 * tick), now
-            overdue = [lane for lane in record.lanes if self._waits(lane, step) >= self._limit]
+            self._waits.add(step)
+            overdue = self._waits.over(self._limit)
+            late = overdue if overdue and self._waits.of(overdue[0]) >= self._patience else []
             if self._inquiry is not None:
                 inquiry, self._inquiry = self._inquiry, None
                 self._tell_gone()
@@ -116,20 +145,12 @@ class Watch:
             elif self._signalled:
                 self._on_demand()
                 self._signalled = False
-            elif overdue:
-                self._raise(overdue[0])
+            elif late:
+                self._raise(late[0])
             else:
+                self._patience = self._patience if overdue else self._limit
                 continue
             last = time.monotonic()
-
-    def _waits(self, lane: Lane, step: float) -> float:
-        """The seconds for which the call of a lane has waited without getting on."""
-        at = (lane.begun, lane.touched)
-        before, waited = self._waited.get(lane, (None, 0.0))
-        busy = lane.begun > lane.finished and not lane.patient
-        waited = waited + step if before == at and busy else 0.0
-        self._waited[lane] = at, waited
-        return waited
 
     def _pump(self, seconds: float) -> None:
         """Wait so long for something to happen; answer what is asked, and note what is to be done."""
@@ -176,7 +197,7 @@ class Watch:
 
     def _raise(self, lane: Lane) -> None:
         """The call of a lane has waited too long: raise, and end the job."""
-        call, waited = lane.current(), self._waited[lane][1]
+        call, waited = lane.current(), self._waits.of(lane)
         if call is None:
             return
         other = self._other(ALARM)
@@ -187,6 +208,9 @@ class Watch:
         if lane.begun == lane.finished or self._stopping:  # it has come after all
             return
         absent = missing(call, self._peers(call, len(reports)), reports)
+        if not absent and gets_on(call, reports, 0.8 * self._limit):
+            self._patience = waited + self._limit / 4  # a large file takes its time: look again later
+            return
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {self._limit:g} s"
         self._show(lane, f"{text}\n{table(reports.values(), time.time())}\n{verdict(call, absent, reports)}")
         abort.job(1)
@@ -213,7 +237,7 @@ class Watch:
     def _tell_gone(self) -> None:
         """Print who is dead or stopped, if somebody is, and what the ranks are at."""
         reports = self._ask(ALARM)
-        gone = [rank for rank, report in reports.items() if report.doing in ("dead", "stopped")]
+        gone = [rank for rank, report in reports.items() if report.doing in GONE]
         if gone:
             _say(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
 
@@ -223,32 +247,38 @@ class Watch:
             _say(table(self._ask(DEMAND).values(), time.time()))
 
 
-@contextmanager
-def first_meeting(limit: object, size: int) -> Iterator[None]:
+class FirstMeeting:
     """A context in which the ranks do not know each other yet: past the deadline, this one can only tell of itself.
 
     Args:
-        limit: the deadline as the user gave it, which nobody has looked at yet; no number: there is none.
+        limit: the deadline as the user gave it, which nobody has looked at yet; no number: 30 minutes.
+        size: how many ranks are to meet.
     """
-    try:
-        seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        seconds = _DEFAULT
-    text = f"{record.where('init').decode()} has waited for {seconds:g} s: not all {size} ranks have called it"
-    frame = record.outside(sys._getframe())
 
-    def late() -> None:
-        abort.show(HangError(text), frame)
+    def __init__(self, limit: object, size: int) -> None:
+        try:
+            seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            seconds = _DEFAULT
+        self._text = (
+            f"{record.where('init').decode()} has waited for {seconds:g} s: not all {size} ranks have called it"
+        )
+        self._frame = record.outside(sys._getframe())
+        self._timer = threading.Timer(min(max(seconds, 0.0), threading.TIMEOUT_MAX), self._late)
+        self._timer.daemon = True
+        self._alone = size == 1
+
+    def _late(self) -> None:
+        abort.show(HangError(self._text), self._frame)
         abort.job(1)
 
-    timer = threading.Timer(min(max(seconds, 0.0), threading.TIMEOUT_MAX), late)
-    timer.daemon = True
-    if size > 1:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    def __enter__(self) -> None:
+        if not self._alone:
+            self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        del self._frame
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,170 @@
+"""Jobs in which a rank does not come: the deadline ends them, and the table says who is missing, and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import Job, mpirun
+
+PROGRAM = Path(__file__).with_name("hanging.py")
+
+# What rank 1 does instead of calling concat(), and what is said of it.
+REASONS = {
+    "busy": r"has not come to this call: it is in Python, at .*hanging.py:\d+ in busy; it was after concat\(\) at",
+    "sleep": r"has not come to this call: it is in Python, at .*hanging.py:\d+ in sleep",
+    "fifo": r"has not come to this call: it is in I/O, read of .*fifo.*, at .*hanging.py:\d+ in fifo",
+    "lock": r"has not come to this call: it is in I/O, flock of .*locked, at .*hanging.py:\d+ in lock",
+    "loader": r"has not come to this call: it is in a DataLoader, at .*hanging.py:\d+ in loader; "
+    r"its child processes: \d+ \S+ waiting",
+    "stop": r"is stopped, by a signal or a debugger \(kill -CONT \d+ lets it go on\)",
+    "native": r"has not come to this call: it is running, but does not answer: native code that holds Python's lock",
+    "other": r"has not come to this call: it is in recv\(\) at .*hanging.py:\d+",
+    "in_background": r"has not come to this call: it is in concat\(\).wait\(\) at .*hanging.py:\d+",
+}
+
+
+def hang(np: int, reason: str, verb: str = "concat", limit: float = 1.5) -> Job:
+    return mpirun(np, str(PROGRAM), reason, verb, env={"LIMIT": str(limit)})
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_reason_is_told(reason: str) -> None:
+    job = hang(2, reason)
+    assert job.status != 0
+    assert "survived" not in job.out
+    assert re.search(
+        r"HangError: concat\(\) at .*hanging.py:\d+ has waited for 1\.\d s, its deadline is 1.5 s", job.err
+    )
+    assert re.search(r"rank 1 \(\S+, pid \d+\) " + REASONS[reason], job.err), job.err
+
+
+def test_the_table_has_every_rank_and_each_that_waits_raises() -> None:
+    job = hang(3, "sleep")
+    pids = dict(re.findall(r"^rank (\d) is (\d+)$", job.out, re.MULTILINE))
+    assert len(pids) == 3
+    for rank, pid in pids.items():
+        doing = r"no call +in Python" if rank == "1" else r"concat\(\) at \S+ +\d.\d s +waits"
+        assert re.search(rf"{rank} +\S+ +{pid} +concat\(\) at \S+hanging.py:\d+, \d.\d s ago +{doing}", job.err), (
+            job.err
+        )
+    assert job.err.count("HangError: concat() at") == 2
+    assert "see what rank 0 says" in job.err
+    assert "hpcdist/agree.py" not in job.err  # the traceback is of the user's code
+    stack = r"rank 1 is here:\n(.*hanging.py.*\n.*\n)+.*hanging.py.* in sleep\n.*time.sleep\(1000\)"
+    assert re.search(stack, job.err), job.err
+
+
+@pytest.mark.parametrize("verb", ["recv", "irecv", "split", "gather_gloo", "gather_hdf5", "save", "finalize", "end"])
+def test_every_call_has_a_deadline(verb: str) -> None:
+    job = hang(2, "sleep", verb)
+    assert job.status != 0
+    assert "HangError" in job.err
+    assert re.search(r"rank 1 \(\S+, pid \d+\) has not come to this call: it is in Python", job.err), job.err
+
+
+def test_a_rank_that_never_calls_init() -> None:
+    job = mpirun(2, str(PROGRAM), "no_init", "concat", env={"HPCDIST_TIMEOUT": "1.5", "LIMIT": "1"})
+    assert job.status != 0
+    assert re.search(r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: not all 2 ranks", job.err), (
+        job.err
+    )
+
+
+@pytest.mark.parametrize(("reason", "status"), [("killed", None), ("os_exit", 5), ("os_exit_0", 1)])
+def test_a_death_is_noticed_at_once(reason: str, status: int | None) -> None:
+    start = time.monotonic()
+    job = hang(2, reason, limit=40)
+    assert time.monotonic() - start < 30  # the deadline is later
+    assert job.status != 0
+    assert status is None or job.status == status
+    if reason == "killed":
+        from mpi4py import MPI
+
+        # The launcher of MPICH ends the job within 2 ms, and says so itself.
+        pid = re.search(r"^rank 1 is (\d+)$", job.out, re.MULTILINE)
+        assert pid is not None
+        said = rf"PID {pid[1]} RUNNING" if MPI.get_vendor()[0] == "MPICH" else rf"rank 1 \(\S+, pid {pid[1]}\) is dead"
+        assert re.search(said, job.err + job.out), job.err
+    else:
+        assert re.search(r"os._exit\(\d\) at \S+hanging.py:\d+ on rank 1 \(\S+, pid \d+\)", job.err), job.err
+
+
+def test_os_exit_of_a_child_process_is_left_alone() -> None:
+    assert hang(2, "child").out.count("survived") == 2
+
+
+def test_a_call_that_gets_on_has_no_deadline_as_a_whole() -> None:
+    """The ranks save for longer than the deadline, a window at a time."""
+    job = hang(2, "slow_save", limit=2)
+    assert job.status == 0, job.err
+    assert job.out.count("survived") == 2
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
+    """The batch system suspends a job for longer than the deadline: nobody has waited meanwhile."""
+    command = [sys.executable, str(PROGRAM)]
+    with _started("suspended", "concat", 4) as job:
+        pids = _pids(job, 2)
+        time.sleep(1)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        out, err = job.communicate(timeout=40)
+    assert job.returncode == 0, (command, err)
+    assert out.count("survived") == 2
+
+
+def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on() -> None:
+    with _started("wait_for_input", "concat", 60) as job:
+        pids = _pids(job, 3)
+        os.kill(pids[2], signal.SIGUSR2)
+        time.sleep(3)
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(4)
+        os.kill(pids[1], signal.SIGINT)  # rank 1 has waited for that
+        out, err = job.communicate(timeout=40)
+    assert job.returncode == 0, err
+    assert out.count("survived") == 3
+    assert err.count("hpcdist: what the ranks are at") == 2, err
+    assert (
+        len(re.findall(r"^\d +\S+ +\d+ +concat\(\) at \S+, .* ago +(no call +in Python|concat)", err, re.MULTILINE))
+        == 6
+    )
+
+
+def _started(reason: str, verb: str, limit: float) -> subprocess.Popen[str]:
+    """A job of 3 ranks (2 if suspended), which goes on meanwhile."""
+    from launch import launcher
+
+    np = 2 if reason == "suspended" else 3
+    return subprocess.Popen(
+        [*launcher(np), sys.executable, "-u", str(PROGRAM), reason, verb],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LIMIT": str(limit)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _pids(job: subprocess.Popen[str], np: int) -> list[int]:
+    """The processes of the ranks, once all have said that they are ready."""
+    assert job.stdout is not None
+    found: dict[int, int] = {}
+    while len(found) < np:
+        line = job.stdout.readline()
+        assert line, "the job has ended"
+        found |= {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is (\d+)", line)}
+    time.sleep(1)
+    return [found[rank] for rank in range(np)]

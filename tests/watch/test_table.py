@@ -1,0 +1,145 @@
+"""What is said of made-up ranks: pure functions."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from hpcdist.watch.record import ANYBODY, Board, Entry, InCall, start
+from hpcdist.watch.table import WAITS, Report, Thread, gets_on, missing, of_json, table, verdict
+from hpcdist.watch.wire import KEY, Wire
+
+TEAM = 77
+CALL = Entry(100.0, TEAM, 5, "concat() at train.py:12")
+BEFORE = Entry(90.0, TEAM, 4, "gather() at train.py:11")
+
+
+def report(
+    rank: int, call: Entry | None, last: Entry | None = BEFORE, doing: str = WAITS, waited: float = 9.0
+) -> Report:
+    return Report(rank, f"node{rank // 2}", 1000 + rank, [Thread(call, last, 95.0, waited)], doing)
+
+
+def test_who_has_not_come() -> None:
+    reports = {
+        0: report(0, CALL),
+        1: report(1, None, doing="in Python, at train.py:30 in load"),
+        2: report(2, CALL._replace(number=6), CALL),  # has gone on already
+        3: report(3, CALL, doing="stopped"),
+        4: report(4, CALL, doing="dead"),
+        5: report(5, CALL._replace(team=78)),  # in another team's call of the same number
+        6: report(6, CALL, doing="in I/O, read of /data/x"),
+        7: report(7, None, None, doing="in Python, at train.py:1 in <module>"),
+    }
+    assert missing(CALL, range(8), reports) == [1, 3, 4, 5, 7]
+    assert missing(CALL, [6, 2, 0], reports) == []  # a group of these ranks
+    assert missing(CALL._replace(number=-1 - 1), [4, 5, 6], reports) == [5]  # receives from rank 1 of the group
+    assert missing(CALL._replace(number=-1 - ANYBODY), range(8), reports) == []
+
+
+def test_what_is_said_of_them() -> None:
+    reports = {1: report(1, None, doing="in Python, at a.py:3 in f"), 2: report(2, CALL, doing="dead")}
+    reports[1].stack = ["  File a.py", "    f()"]
+    lines = verdict(CALL, [1, 2], reports).splitlines()
+    assert lines == [
+        "rank 1 (node0, pid 1001) has not come to this call: it is in Python, at a.py:3 in f; "
+        "it was after gather() at train.py:11",
+        "rank 2 (node1, pid 1002) is dead: its process has ended without finalize(), by a signal or os._exit; "
+        "it was in concat() at train.py:12",
+        "rank 1 is here:",
+        "  File a.py",
+        "    f()",
+    ]
+    assert "it is the transfer that hangs" in verdict(CALL, [], reports)
+    assert verdict(CALL._replace(number=-1 - ANYBODY), [], reports) == "no rank has sent what this call receives"
+
+
+def test_the_table() -> None:
+    reports = [report(1, None, None, "in Python, at a.py:3 in f"), report(0, CALL)]
+    head, *rows = [re.split(r" {2,}", line) for line in table(reports, 103.25).splitlines()]
+    assert head == ["rank", "host", "pid", "last call finished", "is in", "for", "what it does"]
+    assert rows == [
+        ["0", "node0", "1000", "gather() at train.py:11, 8.2 s ago", "concat() at train.py:12", "3.2 s", "waits"],
+        ["1", "node0", "1001", "none", "no call", "in Python, at a.py:3 in f"],
+    ]
+
+
+def test_a_thousand_ranks_that_wait_are_not_all_shown() -> None:
+    reports = [report(rank, CALL) for rank in range(1000)] + [report(1000, None, doing="stopped")]
+    lines = table(reports, 101.0).splitlines()
+    assert len(lines) == 1 + 16 + 1 + 1
+    assert lines[-1] == "and 984 more that wait"
+    assert "stopped" in lines[-2]
+
+
+@pytest.mark.parametrize(("waited", "expected"), [(1.0, True), (9.0, False)])
+def test_a_call_in_which_somebody_gets_on(waited: float, expected: bool) -> None:
+    reports = {0: report(0, CALL), 1: report(1, CALL, waited=waited), 2: report(2, None, waited=0.0)}
+    assert gets_on(CALL, reports, 5.0) is expected
+    reports[1].doing = "dead"
+    assert not gets_on(CALL, reports, 5.0)
+
+
+def test_a_report_travels_as_json() -> None:
+    for one in (report(3, CALL, doing="dead"), Report(1, "h", 2), Report(1, "h", 2, [Thread(None, None, 0.0)])):
+        assert of_json(json.loads(json.dumps(one.json()))) == one
+
+
+class _Team:
+    number = TEAM
+    calls = 0
+
+    def next_call(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def test_the_record_of_calls() -> None:
+    board = Board(2)
+    board.announce(1, 0)
+    start(board, 1)
+    try:
+        team = _Team()
+        with InCall("concat", team), InCall("inner", team):  # type: ignore[arg-type]
+            inside = board.read(1).lanes[0]
+        with InCall("é" * 400, team, peer=3):  # type: ignore[arg-type]
+            outside = board.read(1).lanes[0]
+        after = board.read(1).lanes[0]
+    finally:
+        start(None)
+    assert inside.call is not None and inside.last is None
+    assert (inside.call.team, inside.call.number) == (TEAM, 1)
+    assert inside.call.text.startswith("concat() at ") and "test_table.py:" in inside.call.text
+    assert outside.last == inside.call and outside.call is not None
+    assert outside.call.number == -4 and outside.call.text.startswith("é" * 199)
+    assert after.call is None and after.last == outside.call
+    assert board.read(0).pid == 0
+
+
+def test_only_messages_with_the_jobs_key_are_taken() -> None:
+    key = bytes(range(KEY))
+    with_key, other, forged = (Wire(k, f"hpcdist-test-{i}", None) for i, k in enumerate((key, key, bytes(KEY))))
+    try:
+        other.send(with_key.address, {"a": 1})
+        forged.send(with_key.address, {"a": 2})
+        other.send(with_key.address, {"a": "x" * 100_000})  # is cut: no JSON any more
+        other.send("hpcdist-nobody-is-there", {"a": 3})
+        other.send(with_key.address, {"a": 4})
+        assert with_key.receive() == [{"a": 1}, {"a": 4}]
+        assert with_key.receive() == []
+    finally:
+        for wire in (with_key, other, forged):
+            wire.close()
+
+
+def test_over_udp() -> None:
+    key = bytes(KEY)
+    one, two = Wire(key, "unused", "127.0.0.1"), Wire(key, "unused", "127.0.0.1")
+    try:
+        one.send(two.address, {"from": 0})
+        assert two.receive() == [{"from": 0}]
+    finally:
+        one.close()
+        two.close()
