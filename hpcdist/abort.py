@@ -15,13 +15,14 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from hpcdist.errors import RankError
 
-__all__ = ["Transfer", "arm", "at_end", "check", "disarm", "job", "note", "say", "show"]
+__all__ = ["LITTER", "Transfer", "arm", "at_end", "check", "disarm", "job", "note", "say", "show"]
 
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
 _exit, _exit_now = sys.exit, os._exit
@@ -29,6 +30,7 @@ _pid = 0  # of the process that is armed
 _first_hook = _last_hook = sys.excepthook  # those before arm() was first called, and last called
 _reporting = False
 _armed = False
+LITTER: set[str] = set()  # files for one call: a job that ends in it is not to leave them behind
 _status: int | None = None  # the exit status of a SystemExit that nobody caught
 _noted: Any = None  # the code of a SystemExit that passed by on its way out
 _last: weakref.ref[_Exit] | None = None  # the latest sys.exit, for one that a reference cycle keeps alive
@@ -96,6 +98,9 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
 
     if _at_end is not None:
         _at_end()
+    for path in LITTER:
+        with suppress(OSError):
+            os.unlink(path)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

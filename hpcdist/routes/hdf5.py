@@ -7,6 +7,7 @@ its user alone; it holds the messages one after the other in one dataset.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcdist import agree, layout, raw
+from hpcdist import abort, agree, layout, raw
 from hpcdist.buffers import as_bytes
 from hpcdist.commit import check_folder, lock, sweep
 from hpcdist.errors import FileError, reason
@@ -69,31 +70,48 @@ class _Hdf5(Exchange):
 
 
 class _File:
-    """The file of one call."""
+    """The file of one call.
+
+    Attributes:
+        fd: on one node, the file, which has no name any more: it goes with the last process that has it open. On
+            several it is opened by its name for each step, and closed, so that the other nodes see what was written.
+    """
 
     def __init__(self, team: Team, place: Layout, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.fd: int | None = None
         self._team = team
         self._place = place
 
+    def find(self) -> None:
+        """See on this rank that it is the file that was meant."""
+        format.look(self._place)
+        if self._team.world.nodes == 1:
+            self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
+
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Write (offset, bytes) on every rank. Collective; the file is closed behind it, so that other nodes see it."""
-        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, raw.write_at))
+        """Write (offset, bytes) on every rank. Collective."""
+        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, raw.write_at, self.fd))
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
         """Fill the messages on every rank from their offsets. Collective."""
-        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, raw.read_at))
+        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, raw.read_at, self.fd))
 
 
 def _each(
-    place: Layout, messages: list[tuple[int, Tensor]], flags: int, step: Callable[[int, int, memoryview], None]
+    place: Layout,
+    messages: list[tuple[int, Tensor]],
+    flags: int,
+    step: Callable[[int, int, memoryview], None],
+    opened: int | None = None,
 ) -> None:
-    fd = os.open(place.path, flags | os.O_CLOEXEC)
+    fd = os.open(place.path, flags | os.O_CLOEXEC) if opened is None else opened
     try:
         for offset, message in messages:
             step(fd, (place.data[0] or 0) + offset, raw.memory(message))
     finally:
-        os.close(fd)
+        if opened is None:
+            os.close(fd)
 
 
 def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
@@ -103,7 +121,7 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
         FileError: this rank does not see the file; OSError, EOFError: it cannot be read.
     """
     path, token, token_at, start = ticket
-    if not Path(path).name.startswith(PREFIX):
+    if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
         raise FileError(f"{path}: not a staging file")
     place = Layout(path, bytes.fromhex(token), token_at, 0, [start], [])
     format.look(place)
@@ -118,6 +136,7 @@ def _staged(team: Team, nbytes: int) -> Iterator[_File]:
         RankError: on every rank, if it cannot be made, or a rank does not see it. Nothing has been written.
     """
     held: list[Stage] = []
+    file = None
 
     def make() -> Layout:
         held.append(Stage(team.world.staging, nbytes))
@@ -125,11 +144,20 @@ def _staged(team: Team, nbytes: int) -> Iterator[_File]:
 
     try:
         place = agree.on_root(team.comm, VERB, make)
-        agree.on_all(team.comm, VERB, lambda: format.look(place))
-        yield _File(team, place, nbytes)
+        abort.LITTER.add(place.path)
+        file = _File(team, place, nbytes)
+        agree.on_all(team.comm, VERB, file.find)
+        if team.world.nodes == 1:
+            for stage in held:
+                stage.unname()
+        yield file
     finally:
         for stage in held:
             stage.remove()
+        if file is not None:
+            abort.LITTER.discard(place.path)
+            if file.fd is not None:
+                os.close(file.fd)
 
 
 class Stage:
@@ -143,6 +171,7 @@ class Stage:
         check_folder(Path(folder), nbytes, "the staging folder")
         sweep(Path(folder), PREFIX)
         self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
+        abort.LITTER.add(self.path)
         try:
             lock(self._fd)  # for as long as it is held, nobody sweeps the file
             dataset = Dataset("messages", (nbytes,), torch.uint8, [])
@@ -155,16 +184,26 @@ class Stage:
                 raise FileError(f"{folder}: a staging file cannot be made: {reason(error)}") from error
             raise
 
-    def ticket(self) -> list[Any]:
-        """What another rank needs to find the file, and to know that it is the same."""
-        return [self.place.path, self.place.token.hex(), self.place.token_at, self.place.data[0] or 0]
+    def ticket(self, one_node: bool) -> list[Any]:
+        """What another rank needs to find the file, and to know that it is the same. On one node the file has no name
+        from here on: it goes with this process."""
+        path = self.place.path
+        if one_node:
+            self.unname()
+            path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return [path, self.place.token.hex(), self.place.token_at, self.place.data[0] or 0]
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on this rank."""
-        _each(self.place, messages, os.O_WRONLY, raw.write_at)
+        _each(self.place, messages, os.O_WRONLY, raw.write_at, self._fd)
+
+    def unname(self) -> None:
+        """Take its name, by which nobody needs to find it any more."""
+        Path(self.path).unlink(missing_ok=True)
+        abort.LITTER.discard(self.path)
 
     def remove(self) -> None:
-        Path(self.path).unlink(missing_ok=True)
+        self.unname()
         os.close(self._fd)
 
 
