@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import os
+import re
 import socket
 import sys
 import time
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from hpcdist.errors import RankError
 
-__all__ = ["LITTER", "Transfer", "arm", "at_end", "check", "disarm", "job", "note", "say", "show"]
+__all__ = ["LITTER", "Transfer", "arm", "at_end", "check", "disarm", "job", "note", "say", "show", "tidy"]
 
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
 _exit, _exit_now = sys.exit, os._exit
@@ -98,9 +99,7 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
 
     if _at_end is not None:
         _at_end()
-    for path in LITTER:
-        with suppress(OSError):
-            os.unlink(path)
+    tidy()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -112,6 +111,22 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
 def say(text: str) -> None:
     """Print what nobody can be told otherwise."""
     print(text, file=sys.stderr, flush=True)
+
+
+def tidy() -> None:
+    """Remove what would stay of a job that ends now."""
+    for path in (*LITTER, *_shared_memory()):
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def _shared_memory() -> set[str]:
+    """The names of the memory that MPI shares on this node, which stay when a job is aborted."""
+    try:
+        with open("/proc/self/maps") as maps:
+            return set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment|vader_segment)\S*", maps.read()))
+    except OSError:
+        return set()
 
 
 def show(error: BaseException, frame: FrameType | None) -> None:

@@ -28,6 +28,7 @@ LIMIT = 5  # seconds: the deadline of the jobs' calls
 GRACE = 10  # seconds more, until which a job has to have ended
 STARTS = 60  # seconds in which a job comes to its fault
 CALLS = 6
+ENDS = 3  # seconds in which the processes of a launcher that has returned end
 VERBS = ("concat", "gather", "split", "redistribute", "structure", "background", "ring", "save")
 ROUTES = ("mpi", "gloo", "hdf5")
 
@@ -39,11 +40,13 @@ CAUSES = {
     # Where no other rank of its node is left to say so in time, the launcher does.
     "kill": r"rank {rank} \(\S+, pid {pid}\) is dead|process rank {rank} with PID .* exited on signal 9"
     r"|PID {pid} RUNNING",
-    "stop": r"rank {rank} \(\S+, pid {pid}\) is stopped",
-    "hang": r"rank {rank} \(\S+, pid {pid}\) has not come to this call: it is in Python, at \S+faulty.py:\d+ in commit",
+    # With no other rank on its node, nobody can see what it is that keeps it from answering.
+    "stop": r"rank {rank} \(\S+, pid {pid}\) (is stopped|has not come: it is silent: it is stopped, or)",
+    "hang": r"rank {rank} \(\S+, pid {pid}\) has not come: it is in Python, at \S+faulty.py:\d+ in commit",
     "argument": r"rank {rank}: (called concat\(\)|dim is 7)|where rank {rank} called concat\(\)|dest is 99",
     "too_few": r"rank {rank}: called finalize\(\), or reached the end|where rank {rank} called finalize\(\), or reached"
-    r"|rank {rank} \(\S+, pid {pid}\) has not come to this call: it is in (the end of its program|finalize)",
+    r"|rank {rank} \(\S+, pid {pid}\) has not come: it is in (the end of its program|finalize)"
+    r"|rank{rank}\]: .*HangError: (the end of its program|finalize)",
     "too_many": r"rank {rank}: called \S+\(\), where|where rank {rank} called [^f]\S+\(\)"
     r"|{rank} +\S+ +{pid} .* recv\(\) at",
 }
@@ -63,6 +66,7 @@ class Run:
     status: int = 0
     seconds: float = 0.0  # from the fault to the end of the job
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what MPICH's launcher leaves, which kills all before we can act
     output: str = ""
 
 
@@ -108,7 +112,12 @@ def execute(run: Run, hosts: Hosts) -> Run:
         run.problems.append("wrong data")
     if not re.search(CAUSES[run.fault].format(rank=run.rank, pid=fault["pid"]), run.output):
         run.problems.append("rank or cause not named")
-    run.problems += [f"left behind: {what}" for what in left_behind(hosts, job.pids(), folder)]
+    soon = end + ENDS
+    while (pids := job.pids()) and time.time() < soon:
+        time.sleep(0.1)
+    for what in left_behind(hosts, pids, folder):
+        launchers = "hydra_hwloc_xmlfile" in what or (run.fault in ("kill", "stop") and "mpich_shm" in what)
+        (run.notes if launchers else run.problems).append(f"left behind: {what}")
     return run
 
 
@@ -175,7 +184,8 @@ def main() -> int:
         print(f"{len(done):4} {run.fault:12} {run.verb:12} {run.route:5} {place:32} {run.seconds:5.1f} s", end=" ")
         print("; ".join(run.problems) or "ok", flush=True)
     print(summary(done))
-    for problem, count in Counter(p for run in done for p in run.problems).items():
+    kinds = (re.sub(r"(_\w+)?( on \w+)|-\w+\.h5", "", what) for run in done for what in run.problems + run.notes)
+    for problem, count in Counter(kinds).items():
         print(f"{count} x {problem}")
     if args.json:
         args.json.write_text(json.dumps([asdict(run) for run in done], indent=1))

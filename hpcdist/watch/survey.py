@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcdist import agree
+from hpcdist import abort, agree
 from hpcdist.watch import look, record
 from hpcdist.watch.record import AT_WORK, ENDED, ENDING, Board, Process
 from hpcdist.watch.table import WAITS, Report, Thread, of_json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Survey"]
 
 _SILENT = "running, but does not answer: native code that holds Python's lock, or no processor for it"
-_UNREACHED = "unknown: neither it nor another rank of its node answers, the node is down or cut off"
+_UNSEEN = "silent: it is stopped, or in native code that holds Python's lock, or its node is down or cut off"
 
 
 class Survey:
@@ -36,6 +36,7 @@ class Survey:
 
     Attributes:
         rank: of this process.
+        ranks: all of them.
         mates: the rank of each seat on this node's board; empty if there is none.
         asked_by: why each rank has last asked, and when that was (seconds of time.monotonic).
     """
@@ -52,10 +53,12 @@ class Survey:
         leader = int.from_bytes(agree.from_root(local, comm.rank.to_bytes(8, "little"), 0), "little")
         me = {"address": self.wire.address, "host": socket.gethostname(), "pid": os.getpid()}
         self._ends = agree.allgather_json(comm, {**me, "node": leader, "seat": self._seat, "alone": local.size == 1})
+        self.ranks = list(range(comm.size))
         mates = {end["seat"]: rank for rank, end in enumerate(self._ends) if end["node"] == leader}
         self.mates: dict[int, int] = mates if len(mates) == local.size else {self._seat: self.rank}
         self.asked_by: dict[int, tuple[str, float]] = {}
         self._answers: dict[int, Report] = {}
+        self._ended = False  # another rank ends the job
         self._number = 0  # of the question whose answers count
         record.start(self._board, self._seat)
 
@@ -77,9 +80,16 @@ class Survey:
         process = self._board.read(seat)
         return process.state == AT_WORK and look.condition(process.pid, process.started) == "dead"
 
+    def end_job(self) -> None:
+        """This rank ends the job: the others are not to wonder, and to leave nothing behind."""
+        self.announce(ENDING)
+        for rank in self.ranks:
+            if rank != self.rank:
+                self._send(rank, {"kind": "end"})
+
     def job_ends(self) -> bool:
-        """Whether a rank of this node is ending the job."""
-        return any(self._board.read(seat).state == ENDING for seat in self.mates)
+        """Whether a rank is ending the job."""
+        return self._ended or any(self._board.read(seat).state == ENDING for seat in self.mates)
 
     def dead_mates(self) -> dict[int, Report]:
         """The ranks of this node whose process has gone without a word."""
@@ -105,6 +115,9 @@ class Survey:
         if message["kind"] == "ask":
             self.asked_by[from_] = message["why"], time.monotonic()
             self._answer(from_, message["number"], self.mine())
+        elif message["kind"] == "end":
+            self._ended = True
+            abort.tidy()
         elif message["kind"] == "look":
             for rank in message["ranks"]:
                 self._answer(from_, message["number"], self._seen(rank))
@@ -136,8 +149,8 @@ class Survey:
                 if witness is not None:
                     self._send(witness, {"kind": "look", "ranks": [rank], "number": self._number})
         until(time.monotonic() + 0.3 * seconds, lambda: not self._silent())
-        for rank in self._silent():
-            self._answers[rank] = Report(rank, self._ends[rank]["host"], self._ends[rank]["pid"], doing=_UNREACHED)
+        for rank in self._silent():  # and nobody else of its node speaks
+            self._answers[rank] = self._unseen(rank, self.wire.refused(self._ends[rank]["address"]))
         return dict(sorted(self._answers.items()))
 
     def close(self) -> None:
@@ -158,7 +171,7 @@ class Survey:
         """A rank of this node that does not speak for itself."""
         seat = self._ends[rank]["seat"]
         if self.mates.get(seat) != rank:
-            return Report(rank, self._ends[rank]["host"], self._ends[rank]["pid"], doing=_UNREACHED)
+            return self._unseen(rank, False)
         process = self._board.read(seat)
         report = self._report(rank, process)
         condition = look.condition(process.pid, process.started)
@@ -166,6 +179,10 @@ class Survey:
         if condition == "dead" and process.state == ENDED:
             report.doing = "at its end: it has finalized"
         return report
+
+    def _unseen(self, rank: int, dead: bool) -> Report:
+        end = self._ends[rank]
+        return Report(rank, end["host"], end["pid"], doing="dead" if dead else _UNSEEN)
 
     def _report(self, rank: int, process: Process) -> Report:
         end = self._ends[rank]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
 from hpcdist.watch.record import ANYBODY, Entry
 
-__all__ = ["GONE", "WAITS", "Report", "Thread", "gets_on", "missing", "of_json", "table", "verdict"]
+__all__ = ["GONE", "WAITS", "Report", "Thread", "chain", "gets_on", "missing", "of_json", "table", "verdict"]
 
 WAITS = "waits"  # in a call of ours
 IO = "in I/O"
@@ -115,6 +115,21 @@ def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) ->
     return [rank for rank in peers if rank in reports and not _has_come(reports[rank], call)]
 
 
+def chain(call: Entry, peers_of: Callable[[int], Sequence[int]], reports: Mapping[int, Report]) -> list[int]:
+    """The ranks that a call waits for, and those that these wait for in calls of their own, and so on.
+
+    Args:
+        peers_of: the world's ranks of a team.
+    """
+    found = missing(call, peers_of(call.team), reports)
+    for rank in found:  # which grows meanwhile
+        report = reports.get(rank)
+        for thread in report.threads if report is not None and report.doing == WAITS else []:
+            if thread.call is not None:
+                found += [r for r in missing(thread.call, peers_of(thread.call.team), reports) if r not in found]
+    return found
+
+
 def gets_on(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
     """Whether a rank that has come to a call has got on with it in the last `limit` seconds."""
     threads = [thread for report in reports.values() if report.doing not in GONE for thread in report.threads]
@@ -157,5 +172,5 @@ def _why(report: Report) -> str:
     if report.doing == "stopped":
         return f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); it was {was}"
     if report.doing == WAITS:
-        return f"has not come to this call: it is {was}"
-    return f"has not come to this call: it is {report.doing}; it was {was}"
+        return f"has not come: it is {was}"
+    return f"has not come: it is {report.doing}; it was {was}"

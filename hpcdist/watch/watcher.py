@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from hpcdist import abort
 from hpcdist.errors import HangError
 from hpcdist.watch import look, record
-from hpcdist.watch.record import ENDED, ENDING, Entry, Lane
+from hpcdist.watch.record import ENDED, Entry, Lane
 from hpcdist.watch.survey import Survey
-from hpcdist.watch.table import GONE, Report, gets_on, missing, table, verdict
+from hpcdist.watch.table import GONE, Report, chain, gets_on, table, verdict
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,7 +96,7 @@ class Watch:
         self._listens = signal.getsignal(SIGNAL) == signal.SIG_DFL
         if self._listens:  # a handler of Python's would not run while the main thread is in MPI
             faulthandler.register(SIGNAL, file=self._dumper, all_threads=False, chain=False)
-        abort.at_end(lambda: survey.announce(ENDING), self.explain)
+        abort.at_end(survey.end_job, self.explain)
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
         self._thread.start()
 
@@ -207,7 +207,7 @@ class Watch:
         reports = self._ask(ALARM)
         if lane.begun == lane.finished or self._stopping:  # it has come after all
             return
-        absent = missing(call, self._peers(call, len(reports)), reports)
+        absent = chain(call, self._peers, reports)
         if not absent and gets_on(call, reports, 0.8 * self._limit):
             self._patience = waited + self._limit / 4  # a large file takes its time: look again later
             return
@@ -215,9 +215,9 @@ class Watch:
         self._show(lane, f"{text}\n{table(reports.values(), time.time())}\n{verdict(call, absent, reports)}")
         abort.job(1)
 
-    def _peers(self, call: Entry, size: int) -> list[int]:
-        """The world's ranks of the team of a call."""
-        return next((team.peers for team in self.teams if team.number == call.team), list(range(size)))
+    def _peers(self, number: int) -> list[int]:
+        """The world's ranks of a team; of one that this rank is not in, those of all."""
+        return next((team.peers for team in self.teams if team.number == number), self._survey.ranks)
 
     def _show(self, lane: Lane, text: str) -> None:
         frame = look.frames().get(lane.thread)

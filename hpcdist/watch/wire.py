@@ -17,6 +17,7 @@ __all__ = ["KEY", "Wire"]
 
 KEY = 32  # bytes
 _DIGEST = 16  # bytes
+_REFUSAL = 0.2  # seconds until a host has said that nobody has an address
 _LONGEST = 32_000  # bytes of a message: what a datagram carries everywhere
 
 
@@ -67,6 +68,18 @@ class Wire:
                     with suppress(ValueError):  # was cut
                         found.append(json.loads(body))
         return found
+
+    def refused(self, address: Any) -> bool:
+        """Whether nobody has that end any more, as its host says; one that says nothing may be down."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.settimeout(_REFUSAL)
+            probe.connect(tuple(address))
+            try:
+                probe.send(b"")  # no digest: nobody reads it
+                probe.recv(1)
+            except ConnectionRefusedError:
+                return True
+        return False
 
     def close(self) -> None:
         self._socket.close()

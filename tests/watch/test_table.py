@@ -8,7 +8,7 @@ import re
 import pytest
 
 from hpcdist.watch.record import ANYBODY, Board, Entry, InCall, start
-from hpcdist.watch.table import WAITS, Report, Thread, gets_on, missing, of_json, table, verdict
+from hpcdist.watch.table import WAITS, Report, Thread, chain, gets_on, missing, of_json, table, verdict
 from hpcdist.watch.wire import KEY, Wire
 
 TEAM = 77
@@ -39,13 +39,25 @@ def test_who_has_not_come() -> None:
     assert missing(CALL._replace(number=-1 - ANYBODY), range(8), reports) == []
 
 
+def test_whom_those_wait_for_that_have_not_come() -> None:
+    """Rank 0 receives from 3, which receives from 2, which is in a call that 1 has not come to; 4 receives from 5 and 5
+    from 4."""
+    receives = {0: 3, 3: 2, 4: 5, 5: 4}
+    reports = {rank: report(rank, CALL._replace(number=-1 - source)) for rank, source in receives.items()}
+    reports |= {1: report(1, None, doing="stopped"), 2: report(2, CALL)}
+    team = range(3)
+    ranks = lambda number: range(6) if number == TEAM else team  # noqa: E731
+    reports[2].threads[0].call = CALL._replace(team=78)
+    assert chain(CALL._replace(number=-1 - 3), ranks, reports) == [3, 2, 0, 1]
+    assert chain(CALL._replace(number=-1 - 5), ranks, reports) == [5, 4]
+
+
 def test_what_is_said_of_them() -> None:
     reports = {1: report(1, None, doing="in Python, at a.py:3 in f"), 2: report(2, CALL, doing="dead")}
     reports[1].stack = ["  File a.py", "    f()"]
     lines = verdict(CALL, [1, 2], reports).splitlines()
     assert lines == [
-        "rank 1 (node0, pid 1001) has not come to this call: it is in Python, at a.py:3 in f; "
-        "it was after gather() at train.py:11",
+        "rank 1 (node0, pid 1001) has not come: it is in Python, at a.py:3 in f; it was after gather() at train.py:11",
         "rank 2 (node1, pid 1002) is dead: its process has ended without finalize(), by a signal or os._exit; "
         "it was in concat() at train.py:12",
         "rank 1 is here:",
