@@ -16,6 +16,7 @@ _COMMANDS = [
     ["python -m hpcdist.gather", "join arrays from files over the ranks of a job"],
     ["python -m hpcdist.concat", "the same, with the result on every rank"],
     ["python -m hpcdist.split", "cut an array in a file into parts in files of their own"],
+    ["python -m hpcdist.doctor", "what is wrong with this job, and what to do about it"],
     ["python -m hpcdist.staging", "ls, verify: what an HDF5 file holds, and whether it is still what was written"],
     ["python -m hpcdist.jobscript", "write a Slurm job script for the shape of a job"],
 ]

@@ -62,7 +62,7 @@ def _uncaught(code: Any) -> None:
 
 def _os_exit(status: int) -> NoReturn:
     """What ``os._exit`` does while armed: this process ends at once, and the others, which may wait for it, with it."""
-    if _armed and os.getpid() == _pid:  # not a child process
+    if _at_end is not None and os.getpid() == _pid:  # not after finalize(), and not a child process
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         say(f"hpcdist: os._exit({status}) at {where} on {_who()}, without finalize(): the job ends")

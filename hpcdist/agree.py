@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from array import array
@@ -10,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from hpcdist import plain
 from hpcdist.call import FOLLOWS, LOST, Call, show_shape
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.routes import CPU, CUDA
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agreed",
-    "allgather_json",
+    "allgather",
     "exchange",
     "from_root",
     "leave",
@@ -42,6 +43,7 @@ T = TypeVar("T")
 _HEADER = struct.Struct("<24sqqBBB5x")
 _NONE = bytes(8)
 _LONGEST_NAP = 1e-3  # seconds
+_MOST = 2**30  # bytes that all ranks together say before a call
 
 
 class Agreed(NamedTuple):
@@ -172,7 +174,7 @@ def _digests(*parts: object) -> bytes:
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     """The verb and what is wrong on which rank, the same on every rank. Collective; only after a disagreement."""
-    facts = allgather_json(team.comm, _facts(call))
+    facts = allgather(team.comm, _facts(call))
     verbs = [fact["verb"] for fact in facts]
     if len(set(verbs)) > 1:
         return verbs[0], _deviations("verb", [_verb_text(verb) for verb in verbs])
@@ -243,16 +245,37 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
-def allgather_json(comm: MPI.Comm, value: object) -> list[Any]:
-    """What JSON can say, from every rank, on every rank. Collective."""
+def allgather(comm: MPI.Comm, value: Any) -> list[Any]:
+    """What every rank has to say, on every rank: of the kinds that :mod:`hpcdist.plain` knows. Collective.
+
+    Raises:
+        RankError: on every rank, if one has something else to say.
+    """
     from mpi4py import MPI
 
-    text = json.dumps(value).encode()
-    sizes = [int(size) for size in comm.allgather(len(text))]
+    text = _told(value)
+    sizes = array("q", bytes(8 * comm.size))
+    comm.Allgather([array("q", [len(text)]), MPI.INT64_T], [sizes, MPI.INT64_T])
+    _bounded(sum(sizes))
     texts = bytearray(sum(sizes))
-    comm.Allgatherv([text, MPI.BYTE], [texts, sizes, MPI.BYTE])
-    ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    comm.Allgatherv([text, MPI.BYTE], [texts, list(sizes), MPI.BYTE])
+    ends = list(accumulate(sizes))
+    values = [plain.decode(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    require("agree", {rank: problem for rank, (_, problem) in enumerate(values) if problem is not None})
+    return [told for told, _ in values]
+
+
+def _told(value: object) -> bytes:
+    """(the value, None), or (None, why it cannot be told) as text."""
+    try:
+        return plain.encode((value, None))
+    except TypeError as error:
+        return plain.encode((None, str(error)))
+
+
+def _bounded(nbytes: int) -> None:
+    if nbytes > _MOST:
+        raise HpcdistError(f"the ranks have {nbytes} bytes to say before a call, and may have {_MOST}")
 
 
 def from_root(comm: MPI.Comm, data: bytes, root: int) -> bytes:
@@ -261,6 +284,7 @@ def from_root(comm: MPI.Comm, data: bytes, root: int) -> bytes:
 
     length = array("q", [len(data)])
     comm.Bcast([length, MPI.INT64_T], root)
+    _bounded(length[0])
     found = bytearray(data) if comm.rank == root else bytearray(length[0])
     comm.Bcast([found, MPI.BYTE], root)
     return bytes(found)
@@ -269,10 +293,12 @@ def from_root(comm: MPI.Comm, data: bytes, root: int) -> bytes:
 def on_root(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0) -> T:
     """Run `step` on the root and hand its result to every rank; if it fails, the same RankError everywhere.
 
-    Collective; for set-up, where what is shared is small: it travels as a pickle.
+    Collective; for set-up, where what is shared is small, and of the kinds that :mod:`hpcdist.plain` knows.
     """
-    outcome = _attempt(step) if comm.rank == root else None
-    value, problem = comm.bcast(outcome, root)
+    text = _told(_attempt(step)) if comm.rank == root else b""
+    told, untold = plain.decode(from_root(comm, text, root))
+    value: Any
+    value, problem = told or (None, untold)
     record.touch()
     require(what, {} if problem is None else {root: problem})
     return value  # type: ignore[no-any-return]
@@ -283,7 +309,7 @@ def on_all(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
 
     Collective; for set-up and commands, like :func:`on_root`.
     """
-    outcomes: list[tuple[T, str | None]] = comm.allgather(_attempt(step))
+    outcomes: list[tuple[T, str | None]] = allgather(comm, _attempt(step))
     record.touch()
     problems = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
     require(what, problems)

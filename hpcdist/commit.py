@@ -11,13 +11,14 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.errors import FileError, reason
 
-__all__ = ["Commit", "check_folder", "check_target", "lock", "sweep", "sync"]
+__all__ = ["Commit", "check_folder", "check_target", "lock", "private_folder", "sweep", "sync"]
 
 _GRACE = 60  # seconds for which a file without a lock may still be on the way to one
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
@@ -43,6 +44,24 @@ def check_folder(folder: Path, nbytes: int, target: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise FileError(f"{target}: no space for the output: {nbytes:,} bytes needed, {free:,} free")
+
+
+def private_folder(base: str) -> str:
+    """A folder in `base` that only this user can look into; `base`, if somebody else has taken its name.
+
+    Example::
+
+        >>> private_folder("/tmp")
+        '/tmp/hpcdist-1000'
+    """
+    folder = os.path.join(base, f"hpcdist-{os.getuid()}")
+    with suppress(OSError):
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+        if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077:
+            return folder
+    return base
 
 
 def sync(path: Path) -> None:

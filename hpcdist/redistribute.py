@@ -245,7 +245,7 @@ def _make(team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Sha
     longest = max(max(side.counts) for side in sides)
     total = max(max(side.nbytes, x.itemsize * layout.whole(side.shape).size()) for side in sides)
     single = all(len(boxes) <= 1 for side in sides for boxes in (*side.boxes, side.own))
-    known = team.comm.allgather((longest, total, single, not x.is_cuda, moves.missing))
+    known = agree.allgather(team.comm, (longest, total, single, not x.is_cuda, moves.missing))
     missing = {rank: fact[-1] for rank, fact in enumerate(known) if fact[-1]}
     text = "src: no rank holds {} of the {} elements of its new part"
     agree.require(VERB, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})

@@ -19,7 +19,7 @@ from hpcdist.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Meeting", "in_torch_order", "interface", "meet", "open_store"]
+__all__ = ["Meeting", "Nodes", "in_torch_order", "interface", "interfaces", "meet", "open_store"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = 3  # an address that does not answer by then is not the one to use
@@ -30,13 +30,12 @@ class Meeting:
     """Where the ranks of a job find each other.
 
     Attributes:
-        host, port: an address of rank 0's host that every rank has just connected to.
+        host: an address of rank 0's host that every rank has just connected to.
         own: this host's address in that same network, "127.0.0.1" on one node.
-        listener: on rank 0, the socket that is bound there.
+        listener: on rank 0, the socket to which they did.
     """
 
     host: str
-    port: int
     own: str
     listener: socket.socket | None
 
@@ -59,38 +58,63 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
 
     port, addresses = agree.on_root(comm, "init", serve)
     reached = [_local_address(address, port) for address in addresses]
-    everywhere = [all(rank) for rank in zip(*comm.allgather([r is not None for r in reached]), strict=True)]
+    everywhere = [all(rank) for rank in zip(*agree.allgather(comm, [r is not None for r in reached]), strict=True)]
     if not any(everywhere):
         raise LaunchError(
             f"no address of rank 0's host is reached by all {comm.size} ranks: tried {addresses}, port {port}. "
             "A firewall between the nodes, or no common network?"
         )
     chosen = everywhere.index(True)
-    return Meeting(addresses[chosen], port, reached[chosen] or "", listener[0] if listener else None)
+    return Meeting(addresses[chosen], reached[chosen] or "", listener[0] if listener else None)
 
 
 def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
-    """A TCPStore on rank 0, to which every rank is connected. Collective over `comm`."""
-    store = None
-    if meeting.listener is not None:
+    """A TCPStore on rank 0, to which every rank is connected, on the address by which they have met. Collective over
+    `comm`."""
+    stores: list[Store] = []
+
+    def serve() -> int:
+        assert meeting.listener is not None
+        meeting.listener.close()  # it may listen on all interfaces, which a store is not to do
+        listener = socket.create_server((meeting.host, 0), backlog=max(128, comm.size))
+        port: int = listener.getsockname()[1]
         # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
-        fd = meeting.listener.detach()
-        store = TCPStore(
-            meeting.host, meeting.port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=fd
+        fd = listener.detach()
+        stores.append(
+            TCPStore(meeting.host, port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
         )
-    comm.Barrier()  # a rank that came before the store is there would be taken for none of its clients
-    return store or TCPStore(meeting.host, meeting.port, comm.size, False, timeout, wait_for_workers=False)
+        return port
+
+    port = agree.on_root(comm, "init", serve)
+    return stores[0] if stores else TCPStore(meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
 
 
 def interface(meeting: Meeting) -> str | None:
     """The network interface by which this rank reaches rank 0; None where it cannot be told."""
-    return next((name for name, own in _by_interface().items() if own == meeting.own), None)
+    return next((name for name, own in interfaces().items() if own == meeting.own), None)
+
+
+class Nodes:
+    """The nodes of a communicator, in the order of the lowest rank on each. Collective.
+
+    Attributes:
+        local: a communicator of the ranks of this node.
+        mine, count: the index of this node, and the number of nodes.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        leaders = agree.allgather(comm, agree.allgather(self.local, comm.rank)[0])
+        order = sorted(set(leaders))
+        self.mine, self.count = order.index(leaders[comm.rank]), len(order)
 
 
 def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
     mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    all_ = comm.allgather(mine)
+    all_ = agree.allgather(comm, mine)
     if all(entry is None for entry in all_):
         return comm.Dup()
     ranks = sorted(entry[0] for entry in all_ if entry is not None and entry[1] == comm.size)
@@ -106,7 +130,7 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 def _addresses() -> list[str]:
     """This host's IPv4 addresses that others might reach; those that its name stands for come first."""
-    mine = [address for address in _by_interface().values() if not address.startswith("127.")]
+    mine = [address for address in interfaces().values() if not address.startswith("127.")]
     try:
         named = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     except socket.gaierror:
@@ -114,7 +138,7 @@ def _addresses() -> list[str]:
     return sorted(dict.fromkeys(mine), key=lambda address: address not in named)
 
 
-def _by_interface() -> dict[str, str]:
+def interfaces() -> dict[str, str]:
     """interface -> IPv4 address, for those that have one."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

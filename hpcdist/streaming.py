@@ -147,6 +147,8 @@ def to_root(
     them over the route and writes them. Collective over the world; otherwise as :func:`to_file`."""
     start = time.perf_counter()
     comm, size = world.team.comm, world.world_size
+    nothing = torch.empty(0, dtype=torch.uint8, device=world.device if route == "nccl" else "cpu")
+    gather(nothing, 0, root, route=route)  # a route that cannot run here is refused before there is a file
     with _alone(world) as team, Meter(world, "gather", layout.whole(shape).size() * dtype.itemsize) as meter:
         share = max(2 * dtype.itemsize, window // size)
         out: list[outputs.Output] = []
@@ -175,7 +177,7 @@ def to_root(
                 gather(x, 0, root, route=route, out=arrived.memory(now))
                 arrived.put(out[0], first, now, None)
             meter.add(sum(box.size() for box in now) * dtype.itemsize)
-        problem = next((text for text in comm.allgather(problem) if text is not None), None)
+        problem = next((text for text in agree.allgather(comm, problem) if text is not None), None)
         agree.on_root(comm, "gather", lambda: out[0].finish(problem), root)
     return time.perf_counter() - start
 

@@ -12,6 +12,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hpcdist import agree
 from hpcdist.errors import HpcdistError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Team:
         if backend not in self._groups:
             _choose_names()
             # One rank chooses the name, see there.
-            _chosen.name = self.comm.bcast(f"hpcdist-{uuid4().hex}")
+            _chosen.name = agree.from_root(self.comm, f"hpcdist-{uuid4().hex}".encode(), 0).decode()
             limit = self.world.timeout + _LATER
             try:
                 group = dist.new_group(
@@ -112,7 +113,7 @@ class Team:
             return
         if self.front is self:
             under_way = self.memo.pop("post").stop() if "post" in self.memo else False
-            if not self.comm.allreduce(under_way, op=MPI.LOR):  # else a new communicator could meet what still comes
+            if not any(agree.allgather(self.comm, under_way)):  # else a new communicator could meet what still comes
                 self.mail.Free()
                 self.parcels.Free()
         self.comm.Free()

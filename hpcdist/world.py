@@ -16,17 +16,16 @@ import torch.distributed as dist
 
 from hpcdist import abort, agree, devices, handle, launcher, rendezvous
 from hpcdist.call import Call
+from hpcdist.commit import private_folder
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.team import Team
 from hpcdist.watch import record
-from hpcdist.watch.watcher import FirstMeeting, Watch
+from hpcdist.watch.watcher import FirstMeeting, Watch, deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["World", "current", "environ", "finalize", "init"]
-
-_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own default
+__all__ = ["World", "current", "environ", "finalize", "init", "staging_folder"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -160,7 +159,7 @@ def init(
             A rank that waits longer for another one ends the job, with a table of what each rank is at. The end of the
             program is such a call: no rank may work on alone for longer than that. Also torch.distributed's timeout.
         staging: the folder for the files of route "hdf5", which all nodes must share; by default what HPCDIST_STAGING
-            says, else on one node the folder for temporary files, and on several the current folder.
+            says, else on one node a folder of the user's for temporary files, and on several the current folder.
 
     Returns:
         The :class:`World`; the same one again at a second call with no or the same arguments.
@@ -234,7 +233,7 @@ def _make(
     given = os.environ.get("HPCDIST_TIMEOUT") if timeout is None else timeout
     with FirstMeeting(given, comm.size):
         private = rendezvous.in_torch_order(comm)
-        nodes = _Nodes(private)
+        nodes = rendezvous.Nodes(private)
         limit = _agree_on(private, backend, given)
         meeting = rendezvous.meet(private, nodes.count)
         watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
@@ -259,7 +258,7 @@ def _make(
         group=group,
         own_gpus=own_gpus,
         timeout=limit,
-        staging=os.path.abspath(staging or _staging_folder(nodes.count)),
+        staging=os.path.abspath(staging or staging_folder(nodes.count)),
         _watch=watch,
         _owns_group=owns_group,
         _asked=(comm, device, backend, timeout, staging),
@@ -270,64 +269,27 @@ def _make(
     return world
 
 
-class _Nodes:
-    """The nodes of a communicator, in the order of the lowest rank on each. Collective.
-
-    Attributes:
-        local: a communicator of the ranks of this node.
-        mine, count: the index of this node, and the number of nodes.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        from mpi4py import MPI
-
-        self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        leaders = agree.allgather_json(comm, agree.allgather_json(self.local, comm.rank)[0])
-        order = sorted(set(leaders))
-        self.mine, self.count = order.index(leaders[comm.rank]), len(order)
-
-
-def _staging_folder(nodes: int) -> str:
+def staging_folder(nodes: int) -> str:
     """Where route hdf5 stages what it moves, if the caller does not say."""
-    return os.environ.get("HPCDIST_STAGING") or (tempfile.gettempdir() if nodes == 1 else os.getcwd())
+    return os.environ.get("HPCDIST_STAGING") or (private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd())
 
 
 def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object) -> timedelta:
     """Check what init() was given on all ranks; the timeout. Collective."""
 
-    def check() -> tuple[str | None, timedelta]:
+    def check() -> tuple[str | None, float]:
         if backend is not None and not isinstance(backend, str):
             raise TypeError(f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
-        return backend, _seconds(timeout)
+        return backend, deadline(timeout)
 
     given = agree.on_all(comm, "init", check)
     names = [name for name, _ in given]
     agree.require(
         "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
     )
-    return given[0][1]
-
-
-def _seconds(timeout: object) -> timedelta:
-    """The deadline of calls: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default."""
-    if timeout is None:
-        return _TIMEOUT
-    if isinstance(timeout, str):
-        try:
-            timeout = float(timeout)
-        except ValueError:
-            raise ValueError(f"HPCDIST_TIMEOUT is {timeout!r}, expected seconds") from None
-    if not isinstance(timeout, (timedelta, int, float)):
-        raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
-    try:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (OverflowError, ValueError) as error:
-        raise ValueError(f"timeout is {timeout}: {error}") from None
-    if limit <= timedelta():
-        raise ValueError(f"timeout must be positive, got {timeout}")
-    return limit
+    return timedelta(seconds=given[0][1])
 
 
 def _start_torch(

@@ -54,7 +54,7 @@ def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) 
             "shape": list(data.shape),
             "dtype": str(data.dtype).removeprefix("torch."),
             "bytes": data.nbytes(),
-            "seconds": max(world.team.comm.allgather(seconds[0])),
+            "seconds": max(agree.allgather(world.team.comm, seconds[0])),
             "output": args.output,
         }
         if args.verify:

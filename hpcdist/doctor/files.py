@@ -7,7 +7,7 @@ import fcntl
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,16 @@ def put(folder: str) -> tuple[str, bytes] | None:
     token = secrets.token_bytes(16)
     try:
         fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-        try:
-            _write_all(fd, token)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
     except OSError:
         return None
+    try:
+        _write_all(fd, token)
+        os.fsync(fd)
+    except OSError:
+        os.unlink(path)
+        return None
+    finally:
+        os.close(fd)
     return path, token
 
 
@@ -125,7 +128,9 @@ def _shm(ranks: Sequence[Facts]) -> list[Finding]:
         if "error" in shm or not shm["writable"]:
             text = f"{host}: {shm.get('error', 'not writable')}"
             return [Finding("/dev/shm", "broken", text, f"mount -t tmpfs tmpfs /dev/shm; {bigger}")]
-        text = f"{host}: {show_bytes(shm['free'])} free of {show_bytes(shm['bytes'])}, for {count} rank{'s' * (count > 1)}"
+        text = (
+            f"{host}: {show_bytes(shm['free'])} free of {show_bytes(shm['bytes'])}, for {count} rank{'s' * (count > 1)}"
+        )
         full = f"remove what ended jobs have left (ls -la /dev/shm); {bigger}"
         if shm["free"] < _SHM_LEAST * count:
             return [Finding("/dev/shm", "broken", f"{text}: MPI's messages within a node may not fit", full)]
@@ -164,7 +169,11 @@ def _mpi_io(ranks: Sequence[Facts]) -> list[Finding]:
     if "Open MPI" not in library:
         return [Finding("MPI-IO", "ok", "ROMIO")]
     asked = ranks[0]["environ"].get("OMPI_MCA_io")
-    text = f"OMPI_MCA_io={asked}" if asked else "Open MPI's choice: ompio (on Lustre romio); OMPI_MCA_io=romio321 is another"
+    text = (
+        f"OMPI_MCA_io={asked}"
+        if asked
+        else "Open MPI's choice: ompio (on Lustre romio); OMPI_MCA_io=romio321 is another"
+    )
     return [Finding("MPI-IO", "ok", text)]
 
 
@@ -182,7 +191,9 @@ def _folder(ranks: Sequence[Facts]) -> list[Finding]:
     blind = [facts for facts in ranks if facts.get("sees") is False]
     if blind:
         hosts = sorted({facts["host"] for facts in blind})
-        text = f"{folder}: {', '.join(hosts)} does not see what {ranks[0]['host']} writes: it is not shared by all nodes"
+        text = (
+            f"{folder}: {', '.join(hosts)} does not see what {ranks[0]['host']} writes: it is not shared by all nodes"
+        )
         return [Finding("staging folder", "broken", text, fix)]
     free = min(facts["staging"]["free"] for facts in tried)
     nodes = len(by_node(ranks))

@@ -87,4 +87,4 @@ def report(findings: Sequence[Finding], facts: Sequence[Facts], as_json: bool) -
         lines.append(f"{finding.verdict:7} {finding.name.ljust(width)}  {finding.text}")
         if finding.fix:
             lines.append(f"        {'fix:'.rjust(width)}  {finding.fix}")
-    return "\n".join([*lines, f"{count['broken']} broken, {count['warning']} warnings, {count['ok']} ok"])
+    return "\n".join([*lines, f"{count['broken']} broken, {count['warning']} to be warned of, {count['ok']} ok"])

@@ -119,17 +119,15 @@ def _unseen(ranks: Sequence[Facts]) -> Finding:
 
 def _peers(ranks: Sequence[Facts]) -> list[Finding]:
     """Whether the GPUs of a node read each other's memory without the host; asked where a rank sees several."""
-    for node in by_node(ranks).values():
-        peers = node[0]["gpu"]["peers"]
-        if len(peers) < 2:
-            continue
+    asked = [node[0] for node in by_node(ranks).values() if len(node[0]["gpu"]["peers"]) > 1]
+    for facts in asked:
+        peers = facts["gpu"]["peers"]
         without = [(i, j) for i, row in enumerate(peers) for j, yes in enumerate(row) if not yes]
         if without:
-            i, j = without[0]
-            text = (
-                f"{len(without)} of {len(peers) * (len(peers) - 1)} pairs on {node[0]['host']} have none (GPU {i}, {j})"
-            )
+            pairs = f"{len(without)} of {len(peers) * (len(peers) - 1)} pairs on {facts['host']}"
+            text = f"{pairs} have none, such as GPUs {without[0][0]} and {without[0][1]}: NCCL goes through host memory"
             fix = "nvidia-smi topo -m shows what lies between them; IOMMU and PCIe ACS switch it off"
-            return [Finding("peer access", "warning", f"{text}: NCCL goes through host memory there", fix)]
-        return [Finding("peer access", "ok", f"between all {len(peers)} GPUs of a node")]
-    return []
+            return [Finding("peer access", "warning", text, fix)]
+    return (
+        [Finding("peer access", "ok", f"between all {len(asked[0]['gpu']['peers'])} GPUs of a node")] if asked else []
+    )

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcdist import launcher
+from hpcdist import agree, launcher
 from hpcdist.doctor.findings import Facts, Finding, by_node, by_value, each, ranks_text
 from hpcdist.doctor.ward import Line
 from hpcdist.errors import reason
@@ -57,22 +57,18 @@ def start_mpi(line: Line, facts: Facts) -> MPI.Intracomm | None:
     try:
         import mpi4py
 
-        asked = (mpi4py.rc.initialize, mpi4py.rc.threads, mpi4py.rc.thread_level)
         mpi4py.rc.initialize = False  # so that the library's name is known if its start fails
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         facts["mpi"] = {"error": f"mpi4py finds no MPI library ({reason(error)}: {_last_line(error)})"}
         return None
-    library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
+    library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\0 ").split())
     facts["mpi"] = {"mpi4py": mpi4py.__version__, "library": library, "standard": list(MPI.Get_version())}
     line.facts([facts])
     line.stage("MPI_Init", MISFIT, together=True)
     if not MPI.Is_initialized():
-        _, threads, level = asked
-        if threads:
-            MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
-        else:
-            MPI.Init()
+        said = facts["environ"].get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{said.upper()}", MPI.THREAD_MULTIPLE))
     comm = MPI.COMM_WORLD
     levels = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
     facts["mpi"].update(size=comm.size, thread_level=levels[MPI.Query_thread()])
@@ -81,7 +77,7 @@ def start_mpi(line: Line, facts: Facts) -> MPI.Intracomm | None:
         facts["rank"] = comm.rank
         line.stage("MPI's first messages", "look for a firewall between the nodes, or name the network to MPI", True)
         local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        facts["node"] = local.bcast(comm.rank)
+        facts["node"] = agree.allgather(local, comm.rank)[0]
         facts["local_rank"] = local.rank
         local.Free()
     return comm
@@ -132,7 +128,9 @@ def _library(ranks: Sequence[Facts]) -> list[Finding]:
         return [Finding("MPI library", "broken", next(iter(wrong)), NO_MPI)]
     if not known:
         return []
-    text = each(known, lambda facts: f"{facts['mpi']['library']}, mpi4py {facts['mpi']['mpi4py']}")
+    text = each(
+        known, lambda facts: f"{facts['mpi']['library'].split(', package')[0]}, mpi4py {facts['mpi']['mpi4py']}"
+    )
     if len(by_value(known, lambda facts: str(facts["mpi"]["library"]))) > 1:
         return [Finding("MPI library", "broken", text, "the same installation of MPI, and environment, on all nodes")]
     return [Finding("MPI library", "ok", text)]
@@ -146,7 +144,7 @@ def _threads(ranks: Sequence[Facts]) -> list[Finding]:
     if all(facts["mpi"]["thread_level"] == "MULTIPLE" for facts in known):
         return [Finding("MPI threads", "ok", text)]
     fix = (
-        "take out mpi4py.rc.thread_level, mpi4py.rc.threads and MPI4PY_RC_THREAD_LEVEL; if MPI is started by "
+        "take out mpi4py.rc.thread_level and MPI4PY_RC_THREAD_LEVEL; if MPI is started by "
         "somebody else, MPI_Init_thread with MPI_THREAD_MULTIPLE; else an MPI library that was built with it"
     )
     return [Finding("MPI threads", "broken", f"{text}: async_op=True, isend and irecv are refused", fix)]
@@ -208,7 +206,9 @@ def _timeout(ranks: Sequence[Facts]) -> list[Finding]:
             ranks, lambda facts: str(facts["environ"].get("HPCDIST_TIMEOUT", "unset"))
         )
         return [Finding("deadline", "warning", text, "have the launcher pass it on: mpirun -x HPCDIST_TIMEOUT")]
-    return [Finding("deadline", "ok", f"HPCDIST_TIMEOUT={next(iter(given)) or 'unset: 30 minutes'}")]
+    value = next(iter(given))
+    text = "HPCDIST_TIMEOUT is not set: 30 minutes" if value is None else f"HPCDIST_TIMEOUT={value} seconds"
+    return [Finding("deadline", "ok", text)]
 
 
 def _is_positive(text: str) -> bool:

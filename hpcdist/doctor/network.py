@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hpcdist import rendezvous
+from hpcdist import agree, rendezvous
 from hpcdist.doctor.findings import Facts, Finding, by_node, each
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ _TOKEN = 16  # bytes
 def gather() -> Facts:
     """This node's interfaces, and the IPv4 addresses of those that have one."""
     return {
-        "interfaces": rendezvous._by_interface(),
+        "interfaces": rendezvous.interfaces(),
         "links": [name for _, name in socket.if_nameindex()],
     }
 
 
-def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[int, dict[str, bool]]:
+def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
     """Try every address of the other nodes. Collective over a rank of each node.
 
     Returns:
@@ -42,7 +42,7 @@ def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[int, dict[str, bool]]:
     addresses = [a for a in facts["interfaces"].values() if not a.startswith("127.")]
     with socket.create_server(("", 0), backlog=max(128, leaders.size)) as listener:
         threading.Thread(target=_answer, args=(listener, token), daemon=True).start()
-        doors = leaders.allgather((facts["node"], listener.getsockname()[1], token, addresses))
+        doors = agree.allgather(leaders, (facts["node"], listener.getsockname()[1], token, addresses))
         size, mine = leaders.size, leaders.rank
         steps = range(1, size) if size <= _ALL_PAIRS else [2**k for k in range(size.bit_length()) if 2**k < size]
         tries = [(doors[(mine + step) % size], address) for step in steps for address in doors[(mine + step) % size][3]]
@@ -51,9 +51,9 @@ def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[int, dict[str, bool]]:
         leaders.Barrier()  # nobody stops listening before all have tried
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-    found: dict[int, dict[str, bool]] = {doors[(mine + step) % size][0]: {} for step in steps}
+    found: dict[str, dict[str, bool]] = {str(doors[(mine + step) % size][0]): {} for step in steps}
     for (door, address), answered in zip(tries, answers, strict=True):
-        found[door[0]][address] = answered
+        found[str(door[0])][address] = answered
     return found
 
 
@@ -103,7 +103,7 @@ def _reaches(a: Facts, b: Facts, address: str) -> bool:
     """Whether node `a` reached that address of node `b`, or did not try."""
     if a["node"] == b["node"]:
         return True
-    tried = a.get("reach", {}).get(b["node"])
+    tried = a.get("reach", {}).get(str(b["node"]))
     return True if tried is None else bool(tried.get(address))
 
 

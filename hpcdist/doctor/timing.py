@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpcdist import routes
+from hpcdist import agree, routes
 from hpcdist.concat import concat
 from hpcdist.doctor.findings import Finding
 from hpcdist.doctor.ward import Line
@@ -48,7 +48,7 @@ def _time(world: World, name: str) -> dict[str, Any]:
         seconds = [timed(world, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUNDS)]
     except HpcdistError as error:  # the same on all ranks
         return {"error": str(error)}
-    right = all(world.team.comm.allgather(bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
+    right = all(agree.allgather(world.team.comm, bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
     return {"seconds": median(seconds), "bytes": _NBYTES * world.world_size, "right": right}
 
 

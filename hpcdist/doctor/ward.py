@@ -19,12 +19,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
+from hpcdist import abort
 from hpcdist.doctor.findings import Facts, Finding
 
 __all__ = ["Line", "Outcome", "watch"]
 
 _PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
+_BUG = "report it as a bug of hpcdist"
 _KILL_SECONDS = 2  # a process that waits for a dead file system cannot be killed
+
+
+class _TerminatedError(Exception):
+    """The launcher ends this process."""
+
+
+def _end(*_: object) -> NoReturn:
+    raise _TerminatedError
 
 
 class Line:
@@ -46,7 +56,7 @@ class Line:
         self._say({"findings": [asdict(finding) for finding in findings]})
 
     def facts(self, ranks: Sequence[Facts]) -> None:
-        """This is what is known by now."""
+        """This is what is known of these ranks by now."""
         self._say({"facts": list(ranks)})
 
     def done(self) -> None:
@@ -66,11 +76,13 @@ class Outcome:
         facts: of each rank; of this one alone, if it did not come to ask the others.
         findings: by it, and if it did not end well, one about that.
         done: it ended well.
+        terminated: it did not, because the launcher ended this process.
     """
 
     facts: list[Facts]
     findings: list[Finding] = field(default_factory=list)
     done: bool = False
+    terminated: bool = False
     stage: str = "the start"
     fix: str = ""
     deadline: float = 0.0
@@ -78,11 +90,16 @@ class Outcome:
     def take(self, message: dict[str, Any]) -> None:
         """One message of the examining process."""
         self.findings += [Finding(**finding) for finding in message.get("findings", [])]
-        self.facts = message.get("facts", self.facts)
+        new = {_who(facts): facts for facts in message.get("facts", [])}
+        self.facts = [new.pop(_who(facts), facts) for facts in self.facts] + list(new.values())
         self.done = message.get("done", self.done)
         if "stage" in message:
             self.stage, self.fix = message["stage"]
             self.deadline = time.monotonic() + message["seconds"]
+
+
+def _who(facts: Facts) -> tuple[str, int]:
+    return facts["host"], facts["pid"]  # the rank may only be known later
 
 
 def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcome:
@@ -100,20 +117,26 @@ def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcom
         _child(examine, Line(here, limit))
     os.close(here)
     outcome = Outcome([facts], deadline=time.monotonic() + limit)
-    hangs = not _listen(there, outcome)
-    if hangs:
+    end = None
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        if not _listen(there, outcome):
+            end = f"has not ended in time (--limit {limit:g})"
+            os.kill(child, signal.SIGKILL)
+        ended = _ended(child)
+    except _TerminatedError:
         os.kill(child, signal.SIGKILL)
-    ended = _ended(child)
-    where = f"rank {facts['rank']} on {facts['host']}"
-    if hangs:
-        end = f"{where}: has not ended in time (--limit {limit:g})"
-    elif ended < 0:
-        end = f"{where}: killed its process by {signal.Signals(-ended).name}; what it printed may tell why"
-    else:
-        end = f"{where}: ended its process with status {ended}; what it printed may tell why"
-    if hangs or not outcome.done:
+        outcome.terminated = True
+        end = "the launcher has ended the job meanwhile; what the other ranks printed may tell why"
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if end is None and not outcome.done:
+        how = f"killed its process by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
+        end = f"{how}; what it printed may tell why"
+    if end is not None:
         outcome.done = False
-        outcome.findings.append(Finding(outcome.stage, "broken", end, outcome.fix or "report it as a bug of hpcdist"))
+        text = f"rank {outcome.facts[0]['rank']} on {facts['host']}: {end}"
+        outcome.findings.append(Finding(outcome.stage, "broken", text, outcome.fix or _BUG))
     return outcome
 
 
@@ -143,6 +166,10 @@ def _ended(child: int) -> int:
 
 def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
     status = 1
+    leave = os._exit  # which hpcdist.init() replaces
+    # An MPI_Abort would end the processes that watch before they could tell anything.
+    abort.job = lambda status, *_, **__: leave(status)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process it knows
     try:
@@ -155,4 +182,4 @@ def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
-        os._exit(status)
+        leave(status)

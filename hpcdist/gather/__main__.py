@@ -86,7 +86,7 @@ def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[s
         else:
             report["route"] = args.route
             seconds = streaming.to_root(world, joined.read, args.output, shape, dtype, window, args.route, args.root)
-        report["seconds"] = max(world.team.comm.allgather(seconds))
+        report["seconds"] = max(agree.allgather(world.team.comm, seconds))
         if not args.verify:
             return {}
         parts = [(args.output, layout.whole(shape))]
@@ -142,7 +142,7 @@ def _verify(world: World, data: Inputs, result: Tensor | None, args: argparse.Na
         return data.verify(held, world)
 
     right, serial = agree.on_root(world.team.comm, "verify", check, args.root)
-    digests = world.team.comm.allgather(None if result is None else sha256(result))
+    digests = agree.allgather(world.team.comm, None if result is None else sha256(result))
     own = digests[args.root]
     same = {digest for digest in digests if digest is not None} == {own} and serial in (None, own)
     return {"sha256": own, "serial_sha256": serial, "verified": right and same}

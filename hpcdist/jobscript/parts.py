@@ -97,15 +97,13 @@ def say(kind: str, gpus: bool) -> str:
 
 _INTERACTIVE_RUN = """\
 @SAY@
-HPCDIST_LAUNCH="${launch[*]}"
-ranks() { $HPCDIST_LAUNCH "$@"; }
+ranks() { "${launch[@]}" "$@"; }
 if [ $# -gt 0 ]; then
     ranks "$@"
 elif [ -t 0 ]; then
     echo "ranks COMMAND runs a command on every rank; exit gives the nodes back"
-    export HPCDIST_LAUNCH
-    export -f ranks
-    exec bash
+    # .bashrc may set PATH anew: what was loaded here comes after it.
+    exec bash --rcfile <(echo '[ ! -f ~/.bashrc ] || . ~/.bashrc'; export -p; declare -p launch; declare -f ranks)
 else
     ranks "${program[@]}"
 fi"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ def mpi_takes_gpu_memory(team: Team) -> bool:
 
     if "cuda_aware" not in team.memo:
         node = team.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        works = node.bcast(_try(team.world.child_environ()) if node.rank == 0 else None)
+        works = array("b", [node.rank != 0 or _try(team.world.child_environ())])
         node.Free()
-        team.memo["cuda_aware"] = bool(team.comm.allreduce(works, op=MPI.LAND))
+        team.comm.Allreduce(MPI.IN_PLACE, [works, MPI.SIGNED_CHAR], op=MPI.MIN)
+        team.memo["cuda_aware"] = bool(works[0])
     return bool(team.memo["cuda_aware"])
 
 

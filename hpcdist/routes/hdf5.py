@@ -59,7 +59,9 @@ class _Hdf5(Exchange):
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # In the file: the messages of rank 0, one behind the other, those of rank 1, ...
-        table: list[list[tuple[int, int]]] = team.comm.allgather([(dest, block.numel()) for dest, block in sends])
+        table: list[list[tuple[int, int]]] = agree.allgather(
+            team.comm, [(dest, block.numel()) for dest, block in sends]
+        )
         messages = [(source, dest, nbytes) for source, row in enumerate(table) for dest, nbytes in row]
         starts = layout.displs([nbytes for _, _, nbytes in messages])
         places = {(source, dest): start for (source, dest, _), start in zip(messages, starts, strict=True)}

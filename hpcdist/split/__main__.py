@@ -77,7 +77,7 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
             "extents": extents,
             "dtype": str(data.dtype).removeprefix("torch."),
             "bytes": data.nbytes(),
-            "seconds": max(world.team.comm.allgather(sum(seconds))),
+            "seconds": max(agree.allgather(world.team.comm, sum(seconds))),
             "output": args.output,
         }
         if args.verify:

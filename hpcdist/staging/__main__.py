@@ -109,7 +109,7 @@ def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
                 meter.add(stored.boxes[row].size() * stored.dtype.itemsize)
 
     agree.on_all(world.team.comm, "verify", check)
-    found = [text for texts in world.team.comm.allgather(damaged) for text in texts]
+    found = [text for texts in agree.allgather(world.team.comm, damaged) for text in texts]
     if world.rank == 0:
         nbytes = sum(stored.nbytes() for stored in contents.datasets.values())
         report = {"path": args.file, "pieces": len(pieces), "bytes": nbytes, "damaged": found}

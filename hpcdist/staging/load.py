@@ -115,7 +115,7 @@ def load(
         call.problem = checks.problem_of(error)
     with record.InCall(VERB, team):
         agree.exchange(team, call)
-        asks: list[_Ask] = team.comm.allgather(ask)
+        asks: list[_Ask] = agree.allgather(team.comm, ask)
         odd = ((rank, agree.odd_option(asks[0].same, other.same)) for rank, other in enumerate(asks))
         agree.require(VERB, {rank: text for rank, text in odd if text is not None})
         place, results = str(ask.same["path"]), {}
@@ -128,7 +128,7 @@ def load(
             for key, stored in contents.datasets.items():
                 reader = Reader(place, fd, stored, window, verify, progress)
                 _read(team, reader, wants[key], results[key].view(wants[key][team.rank].shape), readers, problems)
-        told = enumerate(team.comm.allgather(problems[:1]))
+        told = enumerate(agree.allgather(team.comm, problems[:1]))
         agree.require(VERB, {rank: texts[0] for rank, texts in told if texts})
         if out is not None:
             return out

@@ -215,7 +215,7 @@ def _writers(count: Any, size: int) -> int:
 
 def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tuple[list[Dataset], list[Plan]]:
     """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
-    asks: list[_Ask] = team.comm.allgather(ask)
+    asks: list[_Ask] = agree.allgather(team.comm, ask)
     agree.require(VERB, {rank: text for rank, other in enumerate(asks) if (text := _odd(asks[0], other))})
     same = ask.same
     datasets: list[Dataset] = []

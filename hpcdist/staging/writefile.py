@@ -53,7 +53,7 @@ class WriteFile:
             call.problem = checks.problem_of(error)
         with record.InCall(VERB, team):
             agree.exchange(team, call)
-            asks = team.comm.allgather((target, limit, specs))
+            asks = agree.allgather(team.comm, (target, limit, specs))
             odd = {rank: f"path, window or tensors differ from those of rank 0: {ask}" for rank, ask in enumerate(asks)}
             agree.require(VERB, {rank: text for rank, text in odd.items() if asks[rank] != asks[0]})
             datasets = []
@@ -140,7 +140,7 @@ class WriteFile:
     def _check_all_is_written(self) -> None:
         """Every element once: the runs of all ranks, in order, leave no gap and do not overlap. Collective."""
         for dataset, mine in zip(self._saving.datasets, self._runs, strict=True):
-            runs = sorted(run for runs in self._team.comm.allgather(mine) for run in runs)
+            runs = sorted(run for runs in agree.allgather(self._team.comm, mine) for run in runs)
             ends = [0, *(end for _, end in runs)]
             starts = [*(start for start, _ in runs), layout.whole(dataset.shape).size()]
             for end, start in zip(ends, starts, strict=True):

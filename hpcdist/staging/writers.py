@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hpcdist import layout, raw
+from hpcdist import layout, plain, raw
 from hpcdist.layout import Box
 from hpcdist.raw import Digest, Raw
 from hpcdist.staging.format import GROUP, Dataset, Layout, stored_dtype
@@ -122,6 +122,8 @@ class _Posix:
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         dataset = self._datasets[i]
+        from mpi4py import MPI
+
         mine: list[_Chunk] = []
         problem: Exception | None = None
         try:
@@ -129,9 +131,9 @@ class _Posix:
         except Exception as error:  # told when no rank waits for this one
             problem = error
         if self._comm.rank:
-            self._comm.send(mine, 0)
+            self._comm.Send([_packed(mine), MPI.BYTE], 0)
         for source in range(self._comm.size) if self._comm.rank == 0 else ():
-            chunks = mine if source == 0 else self._comm.recv(source=source)
+            chunks = mine if source == 0 else self._received(source)
             try:
                 if problem is None:
                     self._write_chunks(dataset.name, chunks)
@@ -139,6 +141,15 @@ class _Posix:
                 problem = error
         if problem is not None:
             raise problem
+
+    def _received(self, source: int) -> list[_Chunk]:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        self._comm.Probe(source, status=status)
+        message = bytearray(status.Get_count(MPI.BYTE))
+        self._comm.Recv([message, MPI.BYTE], source)
+        return _unpacked(message)
 
     def _write_chunks(self, name: str, chunks: list[_Chunk]) -> None:
         import h5py
@@ -175,6 +186,21 @@ def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
             at = tuple(part.start for part in chunk)
             mask, content = held.id.read_direct_chunk(at)
             yield tuple(map(sum, zip(at, box.offset, strict=True))), mask, content
+
+
+def _packed(chunks: list[_Chunk]) -> bytes:
+    """Chunks as one message: the length of what follows as text, where and how long each is; and their contents."""
+    head = plain.encode([(offset, mask, len(content)) for offset, mask, content in chunks])
+    return b"".join([len(head).to_bytes(8, "little"), head, *(content for _, _, content in chunks)])
+
+
+def _unpacked(message: bytearray) -> list[_Chunk]:
+    start = 8 + int.from_bytes(message[:8], "little")
+    chunks = []
+    for offset, mask, length in plain.decode(message[8:start]):
+        chunks.append((offset, mask, bytes(message[start : start + length])))
+        start += length
+    return chunks
 
 
 class _Mpio:

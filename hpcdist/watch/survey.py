@@ -52,7 +52,7 @@ class Survey:
         self.wire = Wire(key, f"hpcdist-{key[:8].hex()}-{comm.rank}", address)
         leader = int.from_bytes(agree.from_root(local, comm.rank.to_bytes(8, "little"), 0), "little")
         me = {"address": self.wire.address, "host": socket.gethostname(), "pid": os.getpid()}
-        self._ends = agree.allgather_json(comm, {**me, "node": leader, "seat": self._seat, "alone": local.size == 1})
+        self._ends = agree.allgather(comm, {**me, "node": leader, "seat": self._seat, "alone": local.size == 1})
         self.ranks = list(range(comm.size))
         mates = {end["seat"]: rank for rank, end in enumerate(self._ends) if end["node"] == leader}
         self.mates: dict[int, int] = mates if len(mates) == local.size else {self._seat: self.rank}
@@ -197,13 +197,13 @@ def _board(local: MPI.Comm) -> tuple[Board, int]:
     """
     board = Board(local.size) if local.rank == 0 else None
     mine = [os.getpid(), board.fd] if board is not None else None
-    pid, fd = agree.allgather_json(local, mine)[0]
+    pid, fd = agree.allgather(local, mine)[0]
     if board is None:
         try:
             board = Board(local.size, os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         except OSError:
             board = None
-    shared = all(agree.allgather_json(local, board is not None))
+    shared = all(agree.allgather(local, board is not None))
     if not shared:
         if board is not None:
             board.close()

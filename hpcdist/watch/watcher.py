@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from hpcdist.team import Team
 
-__all__ = ["SIGNAL", "FirstMeeting", "Watch"]
+__all__ = ["DEFAULT", "SIGNAL", "FirstMeeting", "Watch", "deadline"]
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
-_DEFAULT = 1800.0  # seconds
+DEFAULT = 1800.0  # seconds, torch.distributed's own default
 _TICK = 5.0  # seconds between two looks at most
 _TURN = 0.02  # seconds that each rank leaves to the one before it, so that one asks for all
 _TURNS = 1.0  # seconds at most
@@ -247,24 +247,48 @@ class Watch:
             _say(table(self._ask(DEMAND).values(), time.time()))
 
 
+def deadline(timeout: object) -> float:
+    """The deadline of calls: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default; seconds.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if timeout is None:
+        return DEFAULT
+    if isinstance(timeout, str):
+        try:
+            timeout = float(timeout)
+        except ValueError:
+            raise ValueError(f"HPCDIST_TIMEOUT is {timeout!r}, expected seconds") from None
+    if not isinstance(timeout, (timedelta, int, float)):
+        raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"timeout is {timeout}: {error}") from None
+    if limit <= timedelta():
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    return limit.total_seconds()
+
+
 class FirstMeeting:
     """A context in which the ranks do not know each other yet: past the deadline, this one can only tell of itself.
 
     Args:
-        limit: the deadline as the user gave it, which nobody has looked at yet; no number: 30 minutes.
+        limit: the deadline as the user gave it, which nobody has looked at yet.
         size: how many ranks are to meet.
     """
 
     def __init__(self, limit: object, size: int) -> None:
         try:
-            seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            seconds = _DEFAULT
+            seconds = deadline(limit)
+        except (TypeError, ValueError):  # which will be told when all are there
+            seconds = DEFAULT
         self._text = (
             f"{record.where('init').decode()} has waited for {seconds:g} s: not all {size} ranks have called it"
         )
         self._frame = record.outside(sys._getframe())
-        self._timer = threading.Timer(min(max(seconds, 0.0), threading.TIMEOUT_MAX), self._late)
+        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._late)
         self._timer.daemon = True
         self._alone = size == 1
 

@@ -1,0 +1,60 @@
+"""``mpirun -n N python -m hpcdist.doctor``: examine a job as it is launched, and say what is wrong and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import IO
+
+from hpcdist.doctor import launch
+from hpcdist.doctor.examine import examine, judge, started
+from hpcdist.doctor.findings import report, status
+from hpcdist.doctor.ward import watch
+from hpcdist.world import environ
+
+_LIMIT = 60.0
+_FIRST_SECONDS = 3  # for which a rank that fails leaves the word to rank 0, which may have failed alike
+_FORWARD_SECONDS = 0.2  # launchers forget what was printed just before the end of a job
+_ABOUT = """
+Examine the job, or the process, that this command runs in: launcher, MPI, cores, GPUs, network, shared memory, HDF5,
+staging folder, and each route. Every line of the report is ok, warning (it works, but slowly or not for everything) or
+broken (something fails or hangs), the latter two with a fix. The exit status is 1 if something is broken, else 0.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints on one rank, without asking MPI, which may be what is broken."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if launch.is_first(environ()):
+            super()._print_message(message, file)
+
+
+def main() -> int:
+    """Examine this rank, and print on rank 0, or what has ended the examination of another; returns the exit status."""
+    parser = _Parser("hpcdist.doctor", description=_ABOUT)
+    parser.add_argument("--json", action="store_true", help="the findings as JSON, with the facts of every rank")
+    parser.add_argument("--staging", metavar="FOLDER", help="the staging folder to try, instead of the usual one")
+    parser.add_argument(
+        "--limit", type=float, default=_LIMIT, help="seconds after which a step of the examination hangs (%(default)g)"
+    )
+    args = parser.parse_args()
+    facts = launch.gather(environ())
+    first = launch.is_first(environ())
+    outcome = watch(lambda line: examine(line, facts, args.staging, first, args.limit), facts, args.limit)
+    if first:
+        findings = [*judge(outcome.facts), *outcome.findings]
+        print(report(findings, outcome.facts, args.json), flush=True)
+        time.sleep(_FORWARD_SECONDS)
+        return status(findings)
+    if outcome.done or outcome.terminated:
+        return int(outcome.terminated)
+    time.sleep(min(_FIRST_SECONDS, args.limit / 2))  # before rank 0, which waits for this one, runs out of time
+    print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False), file=sys.stderr, flush=True)
+    time.sleep(_FORWARD_SECONDS)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What ranks tell each other: every kind comes back as it was, and nothing else is read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcdist.layout import Box
+from hpcdist.plain import decode, encode
+from hpcdist.routes import Alltoall
+from hpcdist.staging.format import Dataset
+
+VALUES = [
+    *(None, True, 0, -(2**70), 1.5, float("inf"), "", "é\n\0", b"", b"\0\xff", [], (), {}),
+    [1, (2, [3.0, None]), {"a": (b"x",), 3: [4], (5, "b"): None}],
+    (torch.bfloat16, torch.device("cuda:1"), Path("/a/b c")),
+    Box((0, 2), (3, 4)),
+    Alltoall([1], [0], [2], [0], 2, 3),
+    Dataset("x", (3,), torch.float32, [Box((0,), (3,))], attrs={"unit": "m"}),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_comes_back_as_it_was(value: Any) -> None:
+    found = decode(encode(value))
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
+        np.zeros(0),
+        np.array([(1, 2.5), (3, 4.5)], dtype=[("n", "<u8"), ("x", "<f4", (1,))]),
+        np.float32(1.5),
+        np.array(7),
+    ],
+    ids=repr,
+)
+def test_numpy(array: Any) -> None:
+    found = decode(encode(array))
+    assert type(found) is type(array)
+    assert found.dtype == array.dtype and np.array_equal(found, array)
+
+
+class Own:
+    pass
+
+
+@pytest.mark.parametrize("value", [Own(), [Own()], np.array([Own()]), {1, 2}, ValueError("x"), torch.ones(1), 1j])
+def test_other_kinds_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="is not told to other ranks"):
+        encode(value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["c", "os", "system", ["command", "true"]],
+        ["c", "subprocess", "Popen", ["args", "true"]],
+        ["c", "hpcdist.staging.host", "torch"],
+        ["c", "hpcdist.not.there", "Box"],
+        ["c", "hpcdist.layout.box", "Box", ["offset", []]],
+        ["c", "hpcdist.abort", "job", ["status", 3]],
+        ["c", "hpcdistx", "Box"],
+        ["y", "load"],
+        ["a", "O", [1], "AAAAAAAAAAA="],
+        ["a", "<f4", [9], ""],
+        ["x"],
+        [],
+    ],
+    ids=json.dumps,
+)
+def test_nothing_else_is_read(said: Any) -> None:
+    with pytest.raises(ValueError, match="not what another rank can have said"):
+        decode(json.dumps(said).encode())
+
+
+def test_a_pickle_is_not_read() -> None:
+    with pytest.raises(ValueError, match="not what another rank can have said"):
+        decode(pickle.dumps(3))

@@ -1,0 +1,147 @@
+"""What a job opens to others: no pickle that was not asked for, no socket beyond this node, files for its user only."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from launch import mpirun
+
+import hpcdist
+from hpcdist import agree
+from hpcdist.commit import private_folder
+from hpcdist.errors import HpcdistError
+
+ROOT = Path(hpcdist.__file__).parent
+# What mpi4py sends as pickles: its methods that begin with a small letter.
+PICKLES = {
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "bcast",
+    "gather",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+}
+
+
+def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
+    """But for the examples, which are users, and tree.py, where it is asked for."""
+    found = []
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PICKLES:
+                owner = ast.unparse(node.func.value)
+                if owner.rpartition(".")[2].strip("_") in (
+                    "comm",
+                    "local",
+                    "node",
+                    "leaders",
+                    "mail",
+                    "parcels",
+                    "private",
+                ):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {owner}.{node.func.attr}")
+    assert [place for place in found if not place.startswith("examples")] == []
+
+
+def test_only_tree_knows_pickle_and_torch_loads_weights_only() -> None:
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert not names & {"pickle", "dill", "cloudpickle", "marshal", "shelve"} or path.name == "tree.py", path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert given.get("weights_only") == "True" or given.get("allow_pickle", "False") == "False", path
+
+
+SOCKETS = """
+    import os
+    import torch
+    from mpi4py import MPI  # whose own sockets are there from here on
+    def listening():
+        mine = set()
+        for fd in os.listdir("/proc/self/fd"):
+            try: mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+            except OSError: pass
+        found = set()
+        for table, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+            for line in open(f"/proc/net/{table}").readlines()[1:]:
+                words = line.split()
+                if words[3] == state and f"socket:[{words[9]}]" in mine:
+                    found.add((table, words[1]))
+        return found
+    before = listening()
+    import hpcdist as hd
+    world = hd.init()
+    x = torch.ones(world.rank + 1)
+    for route in ("mpi", "gloo", "hdf5"):
+        hd.concat(x, route=route)
+        hd.concat(x, route=route, async_op=True).wait()
+    hd.gather({"x": x})
+    sent = hd.isend(x, 1 - world.rank); hd.recv(1 - world.rank); sent.wait()
+    for table, address in listening() - before:
+        loopback = address.split(":")[0] in ("0100007F", "00000000000000000000000001000000")
+        os.write(1, f"{'ok' if loopback else 'OPEN'} {table} {address}\\n".encode())
+    os.write(1, b"done\\n")
+"""
+
+
+def test_no_socket_of_ours_listens_beyond_this_node() -> None:
+    job = mpirun(2, code=SOCKETS)
+    assert job.status == 0, job.err
+    assert job.out.count("done") == 2
+    assert "ok tcp" in job.out  # torch's store, and gloo
+    assert "OPEN" not in job.out, job.out
+
+
+def test_route_hdf5_stages_in_a_folder_of_the_users(tmp_path: Path) -> None:
+    code = """
+        import os, stat, torch, hpcdist as hd
+        from hpcdist.routes import hdf5
+        world = hd.init()
+        seen = []
+        create = hdf5.format.create
+        def look(path, *args):
+            seen.append((stat.S_IMODE(os.stat(path).st_mode), stat.S_IMODE(os.stat(path.parent).st_mode)))
+            return create(path, *args)
+        hdf5.format.create = look
+        os.umask(0)
+        hd.concat(torch.ones(3), route="hdf5")
+        print(world.staging, *map(oct, seen[0])) if world.rank == 0 else None
+    """
+    job = mpirun(2, code=code, env={"TMPDIR": str(tmp_path)})
+    assert job.status == 0, job.err
+    assert job.out.split() == [str(tmp_path / f"hpcdist-{os.getuid()}"), "0o600", "0o700"]
+
+
+def test_a_folder_that_somebody_else_has_prepared_is_not_used(tmp_path: Path) -> None:
+    mine = tmp_path / f"hpcdist-{os.getuid()}"
+    assert private_folder(str(tmp_path)) == str(mine)
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+    assert private_folder(str(tmp_path)) == str(mine)  # again
+    mine.chmod(0o777)
+    assert private_folder(str(tmp_path)) == str(tmp_path)
+    mine.rmdir()
+    mine.symlink_to("/etc")
+    assert private_folder(str(tmp_path)) == str(tmp_path)
+    assert private_folder(str(tmp_path / "missing")) == str(tmp_path / "missing")
+
+
+def test_sizes_are_bounded_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    monkeypatch.setattr(agree, "_MOST", 100)
+    assert agree.allgather(MPI.COMM_SELF, "x" * 50) == ["x" * 50]
+    with pytest.raises(HpcdistError, match="bytes to say before a call"):
+        agree.allgather(MPI.COMM_SELF, "x" * 200)
+    with pytest.raises(HpcdistError, match="bytes to say before a call"):
+        agree.from_root(MPI.COMM_SELF, b"x" * 200, 0)
