@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import secrets
 import socket
 import struct
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Meeting", "Nodes", "in_torch_order", "interface", "interfaces", "meet", "open_store"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
-_CONNECT_SECONDS = 3  # an address that does not answer by then is not the one to use
+_CONNECT_SECONDS = (0.5, 3)  # an address that does not answer by then is not the one to use, if another one does
 
 
 @dataclass
@@ -51,14 +56,22 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
     """
     listener: list[socket.socket] = []
 
-    def serve() -> tuple[int, list[str]]:
+    def serve() -> tuple[int, list[str], str]:
         host = "127.0.0.1" if nodes == 1 else "0.0.0.0"
         listener.append(socket.create_server((host, 0), backlog=max(128, comm.size)))
-        return listener[0].getsockname()[1], ["127.0.0.1"] if nodes == 1 else _addresses()
+        addresses = ["127.0.0.1"] if nodes == 1 else _addresses()
+        return listener[0].getsockname()[1], addresses, secrets.token_hex()
 
-    port, addresses = agree.on_root(comm, "init", serve)
-    reached = [_local_address(address, port) for address in addresses]
-    everywhere = [all(rank) for rank in zip(*agree.allgather(comm, [r is not None for r in reached]), strict=True)]
+    port, addresses, token = agree.on_root(comm, "init", serve)
+    with _answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
+        for seconds in _CONNECT_SECONDS:
+            ask = partial(_local_address, port=port, token=token, seconds=seconds)
+            reached = list(threads.map(ask, addresses))
+            everywhere = [
+                all(rank) for rank in zip(*agree.allgather(comm, [r is not None for r in reached]), strict=True)
+            ]
+            if any(everywhere):
+                break
     if not any(everywhere):
         raise LaunchError(
             f"no address of rank 0's host is reached by all {comm.size} ranks: tried {addresses}, port {port}. "
@@ -149,10 +162,36 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def _local_address(address: str, port: int) -> str | None:
-    """The address of this host from which a connection to `address` succeeds."""
+@contextmanager
+def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
+    """Rank 0 says `token` to whoever connects: an address that other hosts have too, docker0's, may lead elsewhere."""
+    over = threading.Event()
+
+    def answer(server: socket.socket) -> None:
+        server.settimeout(0.01)
+        while not over.is_set():
+            with suppress(OSError):  # nobody came, or is gone again
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(token.encode())
+        server.settimeout(None)
+
+    threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in listener]
+    for thread in threads:
+        thread.start()
     try:
-        with socket.create_connection((address, port), _CONNECT_SECONDS) as connection:
-            return str(connection.getsockname()[0])
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _local_address(address: str, port: int, token: str, seconds: float) -> str | None:
+    """The address of this host from which `address` is reached, if it is rank 0 who answers there."""
+    try:
+        with socket.create_connection((address, port), seconds) as connection:
+            answer = connection.recv(len(token), socket.MSG_WAITALL)
+            return str(connection.getsockname()[0]) if answer == token.encode() else None
     except OSError:
         return None

@@ -230,11 +230,11 @@ def _make(
             raise LaunchError(alone)
     if comm.size > 1:
         abort.arm()
-    given = os.environ.get("HPCDIST_TIMEOUT") if timeout is None else timeout
-    with FirstMeeting(given, comm.size):
+    said = os.environ.get("HPCDIST_TIMEOUT")
+    with FirstMeeting(timeout, said, comm.size):
         private = rendezvous.in_torch_order(comm)
         nodes = rendezvous.Nodes(private)
-        limit = _agree_on(private, backend, given)
+        limit = _agree_on(private, backend, timeout, said)
         meeting = rendezvous.meet(private, nodes.count)
         watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
     try:
@@ -274,7 +274,7 @@ def staging_folder(nodes: int) -> str:
     return os.environ.get("HPCDIST_STAGING") or (private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd())
 
 
-def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object) -> timedelta:
+def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | None) -> timedelta:
     """Check what init() was given on all ranks; the timeout. Collective."""
 
     def check() -> tuple[str | None, float]:
@@ -282,7 +282,7 @@ def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object) -> timedelt
             raise TypeError(f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
-        return backend, deadline(timeout)
+        return backend, deadline(timeout, said)
 
     given = agree.on_all(comm, "init", check)
     names = [name for name, _ in given]

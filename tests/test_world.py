@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import textwrap
@@ -314,7 +315,7 @@ def test_the_staging_folder_by_argument_environment_and_default(tmp_path: Path) 
     for args, environ, expected in (
         ([str(here)], env, here),
         ([], env, there),
-        ([], {"TMPDIR": str(tmp_path)}, tmp_path),
+        ([], {"TMPDIR": str(tmp_path)}, tmp_path / f"hpcdist-{os.getuid()}"),
     ):
         job = run([sys.executable, "-c", textwrap.dedent(code), *args], env=environ)
         assert job.out.strip() == str(expected), job.err

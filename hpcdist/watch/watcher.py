@@ -247,19 +247,19 @@ class Watch:
             _say(table(self._ask(DEMAND).values(), time.time()))
 
 
-def deadline(timeout: object) -> float:
-    """The deadline of calls: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default; seconds.
+def deadline(timeout: object, said: str | None) -> float:
+    """The deadline of calls in seconds: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default.
 
     Raises:
         TypeError, ValueError: it is none.
     """
-    if timeout is None:
+    if timeout is None and said is None:
         return DEFAULT
-    if isinstance(timeout, str):
+    if timeout is None:
         try:
-            timeout = float(timeout)
+            timeout = float(said or "")
         except ValueError:
-            raise ValueError(f"HPCDIST_TIMEOUT is {timeout!r}, expected seconds") from None
+            raise ValueError(f"HPCDIST_TIMEOUT is {said!r}, expected seconds") from None
     if not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
     try:
@@ -275,13 +275,13 @@ class FirstMeeting:
     """A context in which the ranks do not know each other yet: past the deadline, this one can only tell of itself.
 
     Args:
-        limit: the deadline as the user gave it, which nobody has looked at yet.
+        timeout, said: the deadline as the user gave it, which nobody has looked at yet; see :func:`deadline`.
         size: how many ranks are to meet.
     """
 
-    def __init__(self, limit: object, size: int) -> None:
+    def __init__(self, timeout: object, said: str | None, size: int) -> None:
         try:
-            seconds = deadline(limit)
+            seconds = deadline(timeout, said)
         except (TypeError, ValueError):  # which will be told when all are there
             seconds = DEFAULT
         self._text = (

@@ -1,0 +1,23 @@
+"""Hosts for the tests that want several: they are made in a moment, so that each test has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hosts import Hosts
+from slurm import Slurm
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Three hosts, with useless interfaces beside the good one."""
+    with Hosts(3, useless=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    """Slurm on two hosts, for the jobs of all tests of a file."""
+    with Hosts(2) as made, Slurm(made) as slurm:
+        yield slurm

@@ -1,0 +1,296 @@
+"""Several hosts, for real: who is where, addresses that mislead, every verb and route, and what is put on the wires.
+
+python -m pytest -m cluster tests/cluster/test_hosts.py     # as root; under the MPI of that Python
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Hosts
+
+pytestmark = pytest.mark.cluster
+
+HERE = Path(__file__).resolve().parent
+PLACES = {"2 hosts x 2 ranks": [2, 2], "3 hosts x 1 rank": [1, 1, 1]}
+MIB = 8  # a rank, of what is put on the wires
+PART = MIB << 20
+ROUTES = ("mpi", "gloo")  # hdf5 goes through the file system, which here is no other host's
+SLACK = 0.01  # parts of a rank: what the ranks agree on beforehand
+RATE = 400 * 10**6  # bits a second, of the slow network
+BURST = 2 * 8 * (128 << 10)  # bits that pass at once: each wire has a bucket at both ends
+SLEEPS = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
+PORTS = range(20000, 20200)  # none that the system gives out by itself
+
+# Rank 0's host gives out these ports from here on; MPI has all its connections already.
+NARROW = f"""
+    import os, time
+    from pathlib import Path
+    from mpi4py import MPI
+    import torch
+    import torch.distributed as dist
+    import hpcdist as hd
+    comm = MPI.COMM_WORLD
+    comm.alltoall([0] * comm.size)
+    if comm.rank == 0:
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("{PORTS[0]} {PORTS[-1]}")
+    comm.Barrier()
+    start = time.monotonic()
+    def say(text): os.write(1, (text + "\\n").encode())  # one write a line: the ranks' lines do not mix
+"""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_node_groups_and_every_verb_on_every_route(hosts: Hosts, place: str) -> None:
+    """In spite of the useless interfaces: see verbs.py."""
+    ranks = PLACES[place]
+    nodes = [node for node, count in enumerate(ranks) for _ in range(count)]
+    job = hosts.mpirun(ranks, HERE / "verbs.py", ",".join(map(str, nodes)))
+    assert job.status == 0, job.err
+    found = re.findall(r"^rank (\d+) of node (\d+): (\d+) checks$", job.out, re.MULTILINE)
+    assert [(int(rank), int(node)) for rank, node, _ in found] == list(enumerate(nodes)), job.out
+    assert all(int(checks) > 500 for _, _, checks in found), job.out
+
+
+def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts: Hosts) -> None:
+    """docker0 has it. On node2 something else listens there, at whatever port rank 0 is given on node1."""
+    others = f"""
+        import select, socket
+        servers = [socket.create_server(("172.17.0.1", port)) for port in range({PORTS[0]}, {PORTS[-1] + 1})]
+        print("listening", flush=True)
+        callers = []
+        while True:
+            for server in select.select(servers, [], [])[0]:
+                callers.append(server.accept()[0])
+                callers[-1].sendall(b"220 a mail server, or what else says something first")
+    """
+    stranger = hosts.start("node2", [sys.executable, "-c", textwrap.dedent(others)])
+    assert stranger.process.stdout is not None and stranger.process.stdout.readline() == "listening\n"
+    told = """
+    world = hd.init()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    say(f"{x.item():.0f} {hd.concat(torch.arange(world.rank + 1), route='gloo').tolist()}")
+    """
+    job = hosts.mpirun([1, 1], code=NARROW + told)
+    assert (job.status, job.out) == (0, "2 [0, 0, 1]\n" * 2), job.err
+
+
+def test_nodes_that_cannot_reach_rank_0_are_told_so_within_seconds(hosts: Hosts) -> None:
+    """MPI talks, and node3 reaches none of the ports that are given out from then on, as behind a firewall."""
+    rule = f"ip rule add ipproto tcp dport {PORTS[0]}-{PORTS[-1]} unreachable"
+    assert hosts.run("node3", rule.split()).status == 0
+    told = """
+    try:
+        hd.init()
+    except hd.LaunchError as error:
+        say(f"{time.monotonic() - start:.1f} s: {error}")
+    """
+    job = hosts.mpirun([1, 1, 1], code=NARROW + told)
+    assert job.status == 0, job.err
+    lines = job.out.splitlines()
+    assert len(lines) == 3, job
+    for line in lines:
+        assert "no address of rank 0's host is reached by all 3 ranks" in line and hosts.address("node1") in line
+        assert float(line.split()[0]) < 10, line
+
+
+def test_a_staging_folder_of_one_host_is_refused_on_all_ranks(hosts: Hosts) -> None:
+    """/tmp; and the job goes on. (On a folder that they share: see verbs.py.)"""
+    job = hosts.mpirun(
+        [2, 1],
+        code="""
+    import torch
+    import hpcdist as hd
+    world = hd.init(staging="/tmp")
+    refused = []
+    large = torch.ones(1 << 18)  # small tensors travel in the structure's own message
+    for x in (large, {"x": large}):
+        for verb in (hd.gather, hd.concat):
+            try: verb(x, route="hdf5")
+            except hd.RankError as error: refused.append((sorted(error.problems), str(error)))
+    try:
+        if world.rank == 0: hd.send(large, 2, route="hdf5")
+        if world.rank == 2: hd.recv(0)
+    except hd.FileError as error: refused.append(([2], str(error)))
+    assert len(refused) == (4 if world.rank == 1 else 5), refused
+    for ranks, text in refused:
+        assert ranks == [2] and "not seen by this rank: the folder is not shared by all nodes" in text, refused
+    assert hd.concat(torch.ones(1), route="mpi").tolist() == [1, 1, 1]
+    world.comm.Barrier()
+    if world.rank == 0: print("refused")
+    """,
+    )
+    assert (job.status, job.out) == (0, "refused\n"), job
+
+
+def least(ranks: list[int]) -> dict[str, list[float]]:
+    """What must come into each host, in parts of one rank, for each verb of wire.py: what its ranks need in all, and
+    none of them has."""
+    size = sum(ranks)
+    nothing = [0.0] * len(ranks)
+    whole = [float(size - count) for count in ranks]  # the parts of all other ranks, once a host
+    return {
+        "gather": [whole[0], *nothing[1:]],
+        "split": [0.0, *map(float, ranks[1:])],
+        "concat": whole,
+        "concat of a structure": whole,
+        "rows to columns": [count * (size - count) / size for count in ranks],
+        "rows within the nodes": nothing,
+        "copies to rows": nothing,
+        "send": [*nothing[1:], 1.0],
+        "send within a node": nothing,
+    }
+
+
+def copies(verb: str, count: int) -> int:
+    """How many times over that comes into a host of `count` ranks: once, but where all ranks get the same. No route yet
+    shares memory on a node: each rank gets its own copy over the wire, be it MPI's Allgatherv or sends and receives."""
+    return count if verb.startswith("concat") else 1
+
+
+def expected_names(ranks: list[int]) -> set[str]:
+    """send has no route gloo, and within a node it wants two ranks there."""
+    verbs = [verb for verb in least(ranks) if verb != "send within a node" or ranks[0] > 1]
+    return {f"{verb} {route}" for verb in verbs for route in ROUTES if (verb[:4], route) != ("send", "gloo")}
+
+
+def wire(hosts: Hosts, ranks: list[int], rounds: int, *verbs: str) -> dict[str, dict[str, Any]]:
+    """What the job wire.py has measured: {"verb route": {"received": bytes by host, "sent": ..., "seconds": ...}}."""
+    job = hosts.mpirun(ranks, HERE / "wire.py", str(MIB), str(rounds), ",".join(ROUTES), *verbs)
+    assert job.status == 0, job.err
+    measured: dict[str, dict[str, Any]] = json.loads(job.out)
+    return measured
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_each_verb_puts_on_the_wires(hosts: Hosts, place: str) -> None:
+    """What must come into a host, once for all or for each of its ranks (see copies), and 3% of headers."""
+    ranks = PLACES[place]
+    before = hosts.bytes()
+    measured = wire(hosts, ranks, 2)
+    after = hosts.bytes()
+    assert set(measured) == expected_names(ranks)
+    print(f"\n{place}, {MIB} MiB a rank; received by each host, in parts of a rank; least, and found")
+    for name, found in measured.items():
+        verb = name.rpartition(" ")[0]
+        bounds = least(ranks)[verb]
+        parts = [count / PART for count in found["received"]]
+        print(f"{name:28} {' '.join(f'{b:.3f}' for b in bounds):18} {' '.join(f'{p:.3f}' for p in parts)}")
+        for bound, part, sent, count in zip(bounds, parts, found["sent"], ranks, strict=True):
+            most = 1.03 * bound * copies(verb, count) + SLACK + 0.005 * sent / PART  # what is sent is acknowledged
+            assert 0.999 * bound <= part <= most, (name, bounds, parts)
+    for host in hosts.names[: len(ranks)]:  # from outside: the job counted what there was
+        assert after[host].received - before[host].received > sum(
+            found["received"][hosts.names.index(host)] for found in measured.values()
+        )
+
+
+def test_a_slow_network(hosts: Hosts) -> None:
+    """Nothing is faster than the wire, so that it is the wire that was counted; how near it comes is printed."""
+    hosts.rate(f"{RATE // 10**6}mbit")
+    ranks = PLACES["2 hosts x 2 ranks"]
+    measured = wire(hosts, ranks, 1, "gather,split,concat,rows to columns,send")
+    assert len(measured) == 9
+    print(f"\n2 hosts x 2 ranks, {MIB} MiB a rank, {RATE // 10**6} Mbit/s; seconds, and the share of the rate")
+    for name, found in measured.items():
+        verb = name.rpartition(" ")[0]
+        needed = max(n * copies(verb, count) for n, count in zip(least(ranks)[verb], ranks, strict=True)) * PART * 8
+        share = needed / RATE / found["seconds"]
+        print(f"{name:28} {found['seconds']:6.3f} {share:6.1%}")
+        assert found["seconds"] > 0.95 * (needed - BURST) / RATE, name
+        assert share > 0.2, name
+
+
+def test_hosts_are_apart_and_joined_by_wires(hosts: Hosts) -> None:
+    """Two sets of them, too; and a host that has lost power comes up again."""
+    with Hosts(1) as others:
+        assert others.run("node1", ["hostname"]).out == "node1\n"
+        assert not reached(hosts, "node2", "10.77.0.4") and not reached(others, "node1", "node2")
+    for folder in ("/tmp", "/dev/shm"):
+        assert hosts.run("node1", ["touch", f"{folder}/here"]).status == 0
+        assert hosts.run("node2", ["ls", folder]).out == ""
+    assert hosts.run("node1", ["touch", "shared"]).status == 0
+    assert (hosts.folder / "shared").exists()
+    assert reached(hosts, "node1", "node2")
+    hosts.unplug("node2")
+    assert not reached(hosts, "node1", "node2")
+    hosts.plug("node2")
+    assert reached(hosts, "node1", "node2")
+    lost = hosts.start("node2", ["sleep", "600"])
+    hosts.crash("node2")
+    assert lost.wait(5).status == -signal.SIGKILL and not lost.pids()
+    assert not reached(hosts, "node1", "node2")
+    hosts.boot("node2")
+    assert reached(hosts, "node1", "node2") and reached(hosts, "node2", "node3")
+
+
+def reached(hosts: Hosts, host: str, other: str) -> bool:
+    """Whether `other` says that nobody listens at a port of its."""
+    code = f"import socket; socket.create_connection(({other!r}, 9), timeout=0.5)"
+    return "ConnectionRefusedError" in hosts.run(host, [sys.executable, "-S", "-c", code], deadline=10).err
+
+
+def test_a_command_that_hangs_is_ended_on_all_hosts(hosts: Hosts) -> None:
+    started = hosts.start_mpirun([1, 1], code=SLEEPS)
+    assert started.process.stdout is not None and started.process.stdout.readline() == "up\n"
+    assert len(started.pids()) > 2
+    with pytest.raises(AssertionError, match=r"did not end within 0\.1 s"):
+        started.wait(0.1)
+    assert not started.pids()
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_nothing_is_left_behind(end: str) -> None:
+    """No process, namespace, mount or file, though a job and a daemon were running; nor if we are killed ourselves."""
+    code = f"""
+        import sys
+        sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
+        from hosts import Hosts
+        hosts = Hosts(2, useless=True)
+        job = hosts.start_mpirun([1, 1], code={SLEEPS!r})
+        assert job.process.stdout.readline() == "up\\n"
+        assert hosts.run("node2", ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 &"]).status == 0
+        print(hosts.folder, flush=True)
+        input()
+        hosts.close()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        folder = owner.stdout.readline().strip()
+        assert len(inside(folder)) > 7
+        if end == "closed":
+            owner.communicate("\n", timeout=20)
+            assert owner.returncode == 0
+        else:
+            owner.kill()
+            with Hosts(2) as others:  # at once
+                assert reached(others, "node1", "node2")
+            deadline = time.monotonic() + 20
+            while (inside(folder) or Path(folder).exists()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+    assert not inside(folder) and not Path(folder).exists()
+
+
+def inside(folder: str) -> list[str]:
+    """The processes that have to do with these hosts: by their mounts, what they were told, or who started them.
+    Without a process, a host's namespaces and mounts are gone."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            told = [(process / name).read_bytes() for name in ("cmdline", "environ", "mountinfo")]
+            if any(Path(folder).name.encode() in text for text in told):
+                found.append(process.name)
+    return found
