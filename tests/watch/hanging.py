@@ -1,4 +1,4 @@
-"""A job in which rank 1 does something else than the others: ``hanging.py REASON VERB``."""
+"""A job in which rank 1, or another one, does something else than the others: ``hanging.py REASON VERB [RANK]``."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def shorten(world: hd.World, limit: float) -> None:
     os.write(world._watch._waker, b"x")
 
 
-def main(reason: str, verb: str) -> None:
+def main(reason: str, verb: str, odd: str = "1") -> None:
     if reason == "no_init" and MPI.COMM_WORLD.rank == 1:
         sleep()
     world = hd.init()
@@ -143,7 +143,7 @@ def main(reason: str, verb: str) -> None:
             slow = (lambda _: time.sleep(0.2)) if world.rank == 1 else None
             hd.staging.save(path, torch.ones(40, 64), window=1024, progress=slow)
             world.comm.Barrier()
-    elif world.rank == 1:
+    elif world.rank == int(odd):
         globals()[reason]()
     call(verb, world)
     os.write(1, f"survived {world.rank}\n".encode())

@@ -1,0 +1,99 @@
+"""Hangs over several hosts: the ranks ask each other by UDP, and look at those of their node that do not answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from hosts import TESTS, Hosts, Started
+from launch import Job
+from test_security import SOCKETS
+
+pytestmark = pytest.mark.cluster
+PROGRAM = TESTS / "watch" / "hanging.py"
+ENDS = 12  # seconds after which a launcher that waits for a lost host is ended
+
+
+def hang(hosts: Hosts, ranks: list[int], reason: str, rank: int, limit: float = 1.5) -> Started:
+    return hosts.start_mpirun(ranks, PROGRAM, reason, "concat", str(rank), env={"LIMIT": str(limit)})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "reason", "said"),
+    [
+        ([2, 2], 3, "sleep", r"has not come: it is in Python, at \S+hanging.py:\d+ in sleep"),
+        ([1, 1, 1], 2, "fifo", r"has not come: it is in I/O, read of \S+fifo"),
+        ([2, 2], 2, "stop", r"is stopped, by a signal or a debugger"),
+        ([1, 1], 1, "stop", r"has not come: it is silent: it is stopped, or in native code"),
+        ([2, 1], 1, "killed", r"is dead: its process has ended without finalize"),
+    ],
+)
+def test_the_reason_is_told_across_hosts(ranks: list[int], rank: int, reason: str, said: str) -> None:
+    with Hosts(len(ranks), useless=True) as hosts:
+        job = hang(hosts, ranks, reason, rank, 40 if reason == "killed" else 1.5).wait()
+    node = next(i + 1 for i in range(len(ranks)) if rank < sum(ranks[: i + 1]))
+    assert job.status != 0
+    if reason == "killed" and "is dead" not in job.err:
+        assert re.search(r"PID \d+ RUNNING AT node1", job.out + job.err)  # MPICH's launcher was faster
+        return
+    assert re.search(rf"rank {rank} \(node{node}, pid \d+\) {said}", job.err), job.err
+    for other in set(range(sum(ranks))) - {rank} if reason != "killed" else ():
+        assert re.search(rf"{other} +node\d +\d+ +concat\(\) at .* ago +concat\(\) at .* s +waits", job.err), job.err
+
+
+def test_a_host_that_is_cut_off_is_told() -> None:
+    with Hosts(2) as hosts:
+        started = hang(hosts, [1, 1], "sleep", 1, 4)
+        _wait_for(started, 2)
+        hosts.unplug("node2")
+        found = _error(started)
+    assert re.search(
+        r"rank 1 \(node2, pid \d+\) has not come: it is silent: .* or its node is down or cut off", found
+    ), found
+
+
+def test_a_signal_prints_the_table_of_all_hosts() -> None:
+    with Hosts(2) as hosts:
+        started = hang(hosts, [1, 2], "sleep", 1, 60)
+        pids = _wait_for(started, 3)
+        os.kill(pids[2], signal.SIGUSR2)
+        time.sleep(4)
+        started.process.terminate()
+        found = _error(started)
+    for rank, node in enumerate((1, 2, 2)):
+        assert re.search(rf"^{rank} +node{node} +{pids[rank]} +concat\(\) at ", found, re.MULTILINE), found
+
+
+def test_sockets_are_in_the_network_of_the_job_alone() -> None:
+    with Hosts(2, useless=True) as hosts:
+        job = hosts.mpirun([1, 1], code=SOCKETS)
+    assert job.status == 0, job.err
+    assert job.out.count("done") == 2
+    opened = [bytes.fromhex(address) for address in re.findall(r"OPEN \w+ (\w{8}):", job.out)]
+    assert opened
+    assert {".".join(map(str, reversed(address))) for address in opened} <= {"10.77.0.1", "10.77.0.2"}, job.out
+
+
+def _wait_for(started: Started, ranks: int) -> list[int]:
+    """The processes of the ranks, once they have started to wait."""
+    assert started.process.stdout is not None
+    found: dict[int, int] = {}
+    while len(found) < ranks:
+        line = started.process.stdout.readline()
+        assert line, "the job has ended"
+        found |= {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is (\d+)", line)}
+    time.sleep(1.5)
+    return [found[rank] for rank in range(ranks)]
+
+
+def _error(started: Started) -> str:
+    """What the job says; a launcher that waits for a host which is gone is ended."""
+    end = time.monotonic() + ENDS
+    while started.process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    started.kill()
+    job: Job = started.wait(5)
+    return job.err + job.out
