@@ -5,7 +5,7 @@ Importing this package starts no MPI and reads no environment; :func:`init` does
 
 from hpcdist import layout, staging
 from hpcdist.concat import concat
-from hpcdist.errors import FileError, HpcdistError, LaunchError, RankError
+from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
 from hpcdist.gather import gather
 from hpcdist.handle import Handle
 from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split
@@ -21,6 +21,7 @@ __all__ = [
     "Boxes",
     "FileError",
     "Handle",
+    "HangError",
     "HpcdistError",
     "LaunchError",
     "Layout",

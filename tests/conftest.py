@@ -1,6 +1,7 @@
 """How the tests run under mpirun: what is selected, who prints, and that the ranks stay together after a failure.
 
 python -m pytest -m "not mpi"
+python -m pytest -m cluster
 mpirun -n N python -m pytest --with-mpi -m mpi
 """
 
@@ -42,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what cannot run in this job; nothing is skipped."""
     size = 0 if _comm is None else _comm.size
-    kept = [item for item in items if _can_run(item, size)]
+    asked = "cluster" in config.getoption("markexpr")
+    kept = [item for item in items if _can_run(item, size) and (asked or not item.get_closest_marker("cluster"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

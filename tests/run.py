@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test-logs"
 DEADLINE = 900  # seconds for one run; each test has a shorter one of its own
+CLUSTER = ("unshare", "nsenter", "ip", "tc", "munged", "slurmctld", "slurmd", "sbatch", "salloc")
 
 # More ranks than cores, and root: what the two Open MPIs want to be told.
 OPENMPI = {
@@ -35,18 +36,30 @@ OPENMPI = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run of pytest: `mpi` names the environment, and `np` is 0 for plain Python without a launcher."""
+    """One run of pytest: `mpi` names the environment, and `np` is 0 for plain Python without a launcher, which for
+    `cluster` starts jobs on hosts of its own.
+    """
 
     mpi: str
     np: int
+    cluster: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.mpi}-np{self.np}" if self.np else f"{self.mpi}-plain"
+        return f"{self.mpi}-cluster" if self.cluster else f"{self.mpi}-np{self.np}" if self.np else f"{self.mpi}-plain"
+
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+        missing = [command for command in CLUSTER if shutil.which(command) is None]
+        if self.cluster and (missing or os.geteuid()):
+            return f"needs root, and Debian's slurm-wlm, munge and iproute2 (missing: {', '.join(missing) or 'root'})"
+        return None
 
     def command(self) -> list[str]:
         bin_ = ROOT / ".venv" / self.mpi / "bin"
         pytest = [str(bin_ / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        if self.cluster:
+            return [*pytest, "--durations=25", "-m", "cluster"]
         if self.np == 0:
             return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "openmpi" else "not mpi and not once"]
         own = bin_ / "mpirun"
@@ -57,6 +70,7 @@ class Run:
 RUNS = [
     *(Run("mpich", np) for np in (0, 1, 2)),
     *(Run("openmpi", np) for np in (0, 1, 2, 3, 5)),
+    Run("openmpi", 0, cluster=True),
 ]
 
 
@@ -143,9 +157,13 @@ def main(names: list[str]) -> int:
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     outcomes = []
+    left_out = []
     environments = Environments(runs)
     for run in runs:
         environments.wait_for(run.mpi)
+        if missing := run.missing():
+            left_out.append(f"{run.name}: {missing}")
+            continue
         print(f"{run.name:16}", end=" ", flush=True)
         outcome = execute(run)
         outcomes.append(outcome)
@@ -154,8 +172,8 @@ def main(names: list[str]) -> int:
         if outcome.failed:
             tail = (LOGS / f"{run.name}.log").read_text(errors="replace").splitlines()[-80:]
             print("\n".join(["", f"--- {run.name}: {outcome.note}; the end of its output:", *tail, "---", ""]))
-    for left_out in sorted(ROOT.glob(".venv/*/left-out")):
-        print(f"left out: {left_out.read_text().strip()}")
+    left_out += [path.read_text().strip() for path in sorted(ROOT.glob(".venv/*/left-out"))]
+    print("".join(f"left out: {what}\n" for what in left_out), end="")
     passed, failed = (sum(getattr(outcome, kind) for outcome in outcomes) for kind in ("passed", "failed"))
     print(f"{passed} passed, {failed} failed")
     return 1 if failed else 0

@@ -163,13 +163,15 @@ def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_route_that_cannot_run_here_is_refused() -> None:
+@pytest.mark.parametrize("output", [(), ("-o", "out.h5"), ("-o", "out.npy")])
+def test_a_route_that_cannot_run_here_is_refused(output: tuple[str, ...], tmp_path: Path) -> None:
     if torch.cuda.is_available():
         return
-    job = gather(2, "--route", "nccl")
+    job = gather(2, "--route", "nccl", *output, cwd=tmp_path)
     assert job.status == 2, job.err
     ours = "hpcdist.gather: error: route nccl needs a GPU of its own for each rank and a torch with NCCL; use route"
     assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("output", "route"), [("out.npy", "auto"), ("out.h5", "auto"), ("out.pt", "mpi")])

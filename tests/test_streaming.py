@@ -163,6 +163,7 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert job.status == 0, job.err
     again = [int(n) for rows in re.findall(r"rows \[(.*?)\]", job.out) for n in rows.split(",") if n]
     assert len(again) == 21 - 8
+    assert "resumed: 8 of 21 pieces were there and are kept" in job.out
     assert np.array_equal(read(tmp_path / "y.h5"), WHOLE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.h5"]
 

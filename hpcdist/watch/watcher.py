@@ -109,7 +109,7 @@ class Watch:
         os.write(self._waker, b"s")
         self._thread.join()
         abort.at_end(None, None)
-        if self._listens:
+        if self._listens and signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the program has its own by now
             faulthandler.unregister(SIGNAL)
         self._survey.close()
         for fd in (self._wake, self._waker, self._dump, self._dumper):

