@@ -23,4 +23,12 @@ if "$python" -c 'import sys, torch; sys.exit(torch.cuda.nccl.version() < (2, 30,
     NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
         timeout 300 "$mpirun" -n 2 "$python" -m pytest -q --with-mpi -m "mpi and gpu" tests/gpu || status=1
 fi
+echo "== the doctor, $gpus ranks: nothing is to be broken"
+timeout 120 "$mpirun" -n "$gpus" "$python" -m hpcdist.doctor || status=1
+echo "== hangs, on a GPU's ranks: the deadline names rank 1"
+for reason in sleep stop; do
+    # The last rank of two that share a GPU, or have one each, does not come; what is said of it is looked for.
+    LIMIT=5 timeout 120 "$mpirun" -n 2 "$python" tests/watch/hanging.py "$reason" concat 2>&1 |
+        grep -E "rank 1 \(.*(has not come|is stopped)" || status=1
+done
 exit $status
