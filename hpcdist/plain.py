@@ -70,6 +70,9 @@ def _plain(value: Any) -> Any:
         return [tag, _plain(descr), list(value.shape), b64encode(value.tobytes()).decode()]
     if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
         return ["c", kind.__module__, kind.__name__, *([name, _plain(getattr(value, name))] for name in names)]
+    for base in (str, int, float):
+        if isinstance(value, base):  # such as torch's version, or an IntEnum: arrives as a plain one
+            return base(value)
     raise TypeError(f"{kind.__name__} is not told to other ranks")
 
 

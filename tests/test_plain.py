@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ def test_numpy(array: Any) -> None:
     found = decode(encode(array))
     assert type(found) is type(array)
     assert found.dtype == array.dtype and np.array_equal(found, array)
+
+
+def test_a_kind_of_string_arrives_as_a_string() -> None:
+    assert decode(encode([torch.__version__, socket.AF_INET])) == [str(torch.__version__), int(socket.AF_INET)]
+    assert type(decode(encode(torch.__version__))) is str
 
 
 class Own:
