@@ -13,7 +13,7 @@ Needs root, and the packages util-linux and iproute2::
         hosts.crash("node2"), hosts.boot("node2")       # loses power: no goodbye gets out, all its processes die
 
 A host has its own network, host name, /etc/hosts (``hosts.hosts_file(name)``), IPC, /tmp and /dev/shm; all else, and
-the process numbers, are the machine's: a clone in /tmp is not seen. ``hosts.folder``, in /var/tmp, is shared by all
+the process numbers, are the machine's, this checkout included if it is in /tmp. ``hosts.folder``, in /var/tmp, is shared by all
 hosts, and the current folder of what runs there. What runs on a host can become a daemon: it ends with the host. The
 hosts end with :meth:`Hosts.close`, and also when the Python that made them dies in any way. Any number of sets can
 exist at once: each has a switch of its own, and nothing is added to the machine's own network.
@@ -60,8 +60,11 @@ _HOST = """
 set -e
 hostname {name}
 mount --bind {folder}/{name}/hosts /etc/hosts
+mkdir -p {folder}/{name}/checkout
+mount --bind {checkout} {folder}/{name}/checkout
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /tmp
+[ -e {checkout} ] || {{ mkdir -p {checkout} && mount --bind {folder}/{name}/checkout {checkout}; }}
 ip link set lo up
 set +e
 """
@@ -302,7 +305,7 @@ class Hosts:
         (self.folder / name).mkdir(exist_ok=True)
         self.hosts_file(name).write_text(self._names(name))
         namespaces = ("--net", "--uts", "--mount", "--ipc", "--propagation", "private")
-        script = _HOST.format(name=name, folder=self.folder) + _HOLD
+        script = _HOST.format(name=name, folder=self.folder, checkout=TESTS.parent) + _HOLD
         holder = self._holders[name] = self._hold(name, script, *namespaces)
         if self._useless:  # first, so that they are found first
             number = self.names.index(name) + 1
