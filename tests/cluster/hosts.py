@@ -13,8 +13,8 @@ Needs root, and the packages util-linux and iproute2::
         hosts.crash("node2"), hosts.boot("node2")       # loses power: no goodbye gets out, all its processes die
 
 A host has its own network, host name, /etc/hosts (``hosts.hosts_file(name)``), IPC, /tmp and /dev/shm; all else, and
-the process numbers, are the machine's, this checkout included if it is in /tmp. ``hosts.folder``, in /var/tmp, is shared by all
-hosts, and the current folder of what runs there. What runs on a host can become a daemon: it ends with the host. The
+the process numbers, are the machine's; so is this checkout, in /tmp or not. ``hosts.folder``, in /var/tmp, is shared by
+all hosts, and the current folder of what runs there. What runs on a host can become a daemon: it ends with the host. The
 hosts end with :meth:`Hosts.close`, and also when the Python that made them dies in any way. Any number of sets can
 exist at once: each has a switch of its own, and nothing is added to the machine's own network.
 """
@@ -60,11 +60,10 @@ _HOST = """
 set -e
 hostname {name}
 mount --bind {folder}/{name}/hosts /etc/hosts
-mkdir -p {folder}/{name}/checkout
-mount --bind {checkout} {folder}/{name}/checkout
+mount --bind {checkout} /mnt
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /tmp
-[ -e {checkout} ] || {{ mkdir -p {checkout} && mount --bind {folder}/{name}/checkout {checkout}; }}
+[ -e {checkout} ] || {{ mkdir -p {checkout} && mount --bind /mnt {checkout}; }}
 ip link set lo up
 set +e
 """
