@@ -38,6 +38,7 @@ class Survey:
         rank: of this process.
         ranks: all of them.
         mates: the rank of each seat on this node's board; empty if there is none.
+        ended: another rank ends the job.
         asked_by: why each rank has last asked, and when that was (seconds of time.monotonic).
     """
 
@@ -58,7 +59,7 @@ class Survey:
         self.mates: dict[int, int] = mates if len(mates) == local.size else {self._seat: self.rank}
         self.asked_by: dict[int, tuple[str, float]] = {}
         self._answers: dict[int, Report] = {}
-        self._ended = False  # another rank ends the job
+        self.ended = False  # another rank ends the job
         self._number = 0  # of the question whose answers count
         record.start(self._board, self._seat)
 
@@ -89,7 +90,7 @@ class Survey:
 
     def job_ends(self) -> bool:
         """Whether a rank is ending the job."""
-        return self._ended or any(self._board.read(seat).state == ENDING for seat in self.mates)
+        return self.ended or any(self._board.read(seat).state == ENDING for seat in self.mates)
 
     def dead_mates(self) -> dict[int, Report]:
         """The ranks of this node whose process has gone without a word."""
@@ -116,8 +117,7 @@ class Survey:
             self.asked_by[from_] = message["why"], time.monotonic()
             self._answer(from_, message["number"], self.mine())
         elif message["kind"] == "end":
-            self._ended = True
-            abort.tidy()
+            self.ended = True
         elif message["kind"] == "look":
             for rank in message["ranks"]:
                 self._answer(from_, message["number"], self._seen(rank))

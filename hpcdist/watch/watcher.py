@@ -128,7 +128,9 @@ class Watch:
         last = time.monotonic()
         while not self._stopping:
             tick = min(_TICK, self._limit / 8)
-            self._pump(tick)
+            self._pump(0.01 if self._survey.ended else tick)
+            if self._survey.ended:  # the main thread goes on until the launcher ends this process
+                abort.tidy()
             now = time.monotonic()
             # A process that was itself stopped has not waited meanwhile: the others may have been stopped, too.
             step, last = min(now - last, 2 * tick), now

@@ -14,8 +14,8 @@ Needs root, and the packages util-linux and iproute2::
 
 A host has its own network, host name, /etc/hosts (``hosts.hosts_file(name)``), IPC, /tmp and /dev/shm; all else, and
 the process numbers, are the machine's; so is this checkout, in /tmp or not. ``hosts.folder``, in /var/tmp, is shared by
-all hosts, and the current folder of what runs there. What runs on a host can become a daemon: it ends with the host. The
-hosts end with :meth:`Hosts.close`, and also when the Python that made them dies in any way. Any number of sets can
+all hosts, and the current folder of what runs there. What runs on a host can become a daemon: it ends with the host.
+The hosts end with :meth:`Hosts.close`, and also when the Python that made them dies in any way. Any number of sets can
 exist at once: each has a switch of its own, and nothing is added to the machine's own network.
 """
 
