@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcdist import abort, agree
+from hpcdist import agree
 from hpcdist.watch import look, record
 from hpcdist.watch.record import AT_WORK, ENDED, ENDING, Board, Process
 from hpcdist.watch.table import WAITS, Report, Thread, of_json
