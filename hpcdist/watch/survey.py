@@ -38,7 +38,7 @@ class Survey:
         rank: of this process.
         ranks: all of them.
         mates: the rank of each seat on this node's board; empty if there is none.
-        ended: another rank ends the job.
+        ended, raised_by: whether another rank ends the job; which one raises.
         asked_by: why each rank has last asked, and when that was (seconds of time.monotonic).
     """
 
@@ -59,7 +59,8 @@ class Survey:
         self.mates: dict[int, int] = mates if len(mates) == local.size else {self._seat: self.rank}
         self.asked_by: dict[int, tuple[str, float]] = {}
         self._answers: dict[int, Report] = {}
-        self.ended = False  # another rank ends the job
+        self.ended = False
+        self.raised_by: int | None = None
         self._number = 0  # of the question whose answers count
         record.start(self._board, self._seat)
 
@@ -84,9 +85,13 @@ class Survey:
     def end_job(self) -> None:
         """This rank ends the job: the others are not to wonder, and to leave nothing behind."""
         self.announce(ENDING)
+        self.tell("end")
+
+    def tell(self, kind: str) -> None:
+        """Tell all others that this rank is about to "raise", or to "end" the job."""
         for rank in self.ranks:
             if rank != self.rank:
-                self._send(rank, {"kind": "end"})
+                self._send(rank, {"kind": kind})
 
     def job_ends(self) -> bool:
         """Whether a rank is ending the job."""
@@ -118,6 +123,8 @@ class Survey:
             self._answer(from_, message["number"], self.mine())
         elif message["kind"] == "end":
             self.ended = True
+        elif message["kind"] == "raise":
+            self.raised_by = from_
         elif message["kind"] == "look":
             for rank in message["ranks"]:
                 self._answer(from_, message["number"], self._seen(rank))

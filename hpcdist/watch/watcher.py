@@ -29,9 +29,10 @@ __all__ = ["DEFAULT", "SIGNAL", "FirstMeeting", "Watch", "deadline"]
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
 DEFAULT = 1800.0  # seconds, torch.distributed's own default
-_TICK = 5.0  # seconds between two looks at most
+_TICK, _LEAST = 5.0, 0.01  # seconds between two looks at most, and at least
 _TURN = 0.02  # seconds that each rank leaves to the one before it, so that one asks for all
 _TURNS = 1.0  # seconds at most
+_JOIN = 0.5  # seconds in which the other ranks that wait raise, too, before the job ends
 _END = 0.3  # seconds in which a job that ends has ended: nobody needs to be told of it
 _PATIENCE = 5.0  # seconds for the rank that has printed the table to end the job
 _ANSWERS, _HASTE = 1.0, 0.2  # seconds for which answers are waited for; where the launcher is about to end the job
@@ -127,8 +128,8 @@ class Watch:
     def _work(self) -> None:
         last = time.monotonic()
         while not self._stopping:
-            tick = min(_TICK, self._limit / 8)
-            self._pump(0.01 if self._survey.ended else tick)
+            tick = min(_TICK, max(_LEAST, self._limit / 8))
+            self._pump(_LEAST if self._survey.ended else tick)
             if self._survey.ended:  # the main thread goes on until the launcher ends this process
                 abort.tidy()
             now = time.monotonic()
@@ -147,6 +148,8 @@ class Watch:
             elif self._signalled:
                 self._on_demand()
                 self._signalled = False
+            elif self._survey.raised_by is not None:
+                self._join_in(self._survey.raised_by)
             elif late:
                 self._raise(late[0])
             else:
@@ -202,10 +205,9 @@ class Watch:
         call, waited = lane.current(), self._waits.of(lane)
         if call is None:
             return
-        other = self._other(ALARM)
-        if other is not None:
-            self._show(lane, f"{call.text} has waited, see what rank {other} says")
-            self._until(time.monotonic() + _PATIENCE)
+        if self._other(ALARM) is not None:
+            self._until(time.monotonic() + _PATIENCE, lambda: self._survey.raised_by is not None)
+            return  # if that rank finds no reason to raise, or is dead itself, this one looks again
         reports = self._ask(ALARM)
         if lane.begun == lane.finished or self._stopping:  # it has come after all
             return
@@ -213,9 +215,19 @@ class Watch:
         if not absent and gets_on(call, reports, 0.8 * self._limit):
             self._patience = waited + self._limit / 4  # a large file takes its time: look again later
             return
+        self._survey.tell("raise")
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {self._limit:g} s"
         self._show(lane, f"{text}\n{table(reports.values(), time.time())}\n{verdict(call, absent, reports)}")
-        abort.job(1)
+        abort.job(1, _JOIN)
+
+    def _join_in(self, other: int) -> None:
+        """Another rank raises, and ends the job: what waits here raises with it."""
+        for lane in record.lanes:
+            call = lane.current()
+            if call is not None and not lane.patient:
+                self._show(lane, f"{call.text} has waited, see what rank {other} says")
+        self._until(time.monotonic() + _PATIENCE)
+        abort.job(1)  # it has not
 
     def _peers(self, number: int) -> list[int]:
         """The world's ranks of a team; of one that this rank is not in, those of all."""
@@ -231,13 +243,17 @@ class Watch:
         if self._survey.job_ends() or self._stopping:
             return
         dead = self._survey.dead_mates()
+        if not dead:
+            return
         abort.say("hpcdist: " + verdict(_NOTHING, list(dead), dead))
         if self._other(ALARM) is None:
             abort.say(table(self._ask(ALARM, _HASTE).values(), time.time()))
         abort.job(1)
 
     def _tell_gone(self) -> None:
-        """Print who is dead or stopped, if somebody is, and what the ranks are at."""
+        """Print who is dead or stopped, if somebody is, and what the ranks are at. Of several ranks, one does."""
+        if self._other(ALARM) is not None:
+            return
         reports = self._ask(ALARM)
         gone = [rank for rank, report in reports.items() if report.doing in GONE]
         if gone:
