@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -23,14 +24,16 @@ from typing import Any, NoReturn
 
 from hpcdist.errors import RankError
 
-__all__ = ["LITTER", "Transfer", "arm", "at_end", "check", "disarm", "job", "note", "say", "show", "tidy"]
+__all__ = ["LITTER", "Transfer", "arm", "at_end", "at_fork", "check", "disarm", "job", "note", "say", "show", "tidy"]
 
+_FLUSH_SECONDS = 1.0  # for what is left to print
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
 _exit, _exit_now = sys.exit, os._exit
-_pid = 0  # of the process that is armed
+_forks = False  # whether children are looked after
 _first_hook = _last_hook = sys.excepthook  # those before arm() was first called, and last called
 _reporting = False
 _armed = False
+_LOST = ("timed out", "connection closed", "connection reset")  # what torch says when another rank is gone
 LITTER: set[str] = set()  # files for one call: a job that ends in it is not to leave them behind
 _status: int | None = None  # the exit status of a SystemExit that nobody caught
 _noted: Any = None  # the code of a SystemExit that passed by on its way out
@@ -62,7 +65,9 @@ def _uncaught(code: Any) -> None:
 
 def _os_exit(status: int) -> NoReturn:
     """What ``os._exit`` does while armed: this process ends at once, and the others, which may wait for it, with it."""
-    if _at_end is not None and os.getpid() == _pid:  # not after finalize(), and not a child process
+    from mpi4py import MPI
+
+    if _at_end is not None and not MPI.Is_finalized():  # not after finalize()
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         say(f"hpcdist: os._exit({status}) at {where} on {_who()}, without finalize(): the job ends")
@@ -100,17 +105,51 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
     if _at_end is not None:
         _at_end()
     tidy()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+    if threading.current_thread() is threading.main_thread():
+        _flush()
+    else:  # the main thread may be in the middle of a print that does not end
+        flusher = threading.Thread(target=_flush, daemon=True)
+        flusher.start()
+        flusher.join(_FLUSH_SECONDS)
     time.sleep(forward)
-    MPI.COMM_WORLD.Abort(status)
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(status)
     _exit_now(status)  # MPICH returns, and has its launcher end the processes
 
 
 def say(text: str) -> None:
     """Print what nobody can be told otherwise."""
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # it is closed
+        with suppress(OSError):
+            os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):  # it is closed
+                stream.flush()
+
+
+def at_fork(step: Callable[[], object]) -> None:
+    """In child processes that are forked from here on: do this, and leave them to themselves, as they would be without
+    us. What is done at the first call counts."""
+    global _forks
+    if not _forks:
+        _forks = True
+        os.register_at_fork(after_in_child=step)
+        os.register_at_fork(after_in_child=_release)
+
+
+def _release() -> None:
+    global _at_end, _explain
+    _at_end = _explain = None
+    LITTER.clear()
+    if _armed:
+        disarm()
+        sys.excepthook = _first_hook
 
 
 def tidy() -> None:
@@ -144,6 +183,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         _first_hook(kind, error, trace)
         return
     _report(kind, error, trace)
+    if _armed and _explain is not None and any(word in str(error).lower() for word in _LOST):
+        _explain()
     if _armed:
         job(1)
 
@@ -212,9 +253,9 @@ def arm() -> None:
     To be called again when somebody else may have set ``sys.excepthook``, as torch.distributed does: its hook
     collects what the others print, which would be lost if the job ended in one of those.
     """
-    global _armed, _outermost, _first_hook, _last_hook, _pid
+    global _armed, _outermost, _first_hook, _last_hook
     if not _armed:
-        _armed, _pid = True, os.getpid()
+        _armed = True
         os._exit = _os_exit
         frame = sys._getframe()
         while frame.f_back is not None:

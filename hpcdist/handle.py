@@ -192,7 +192,7 @@ def background(team: Team) -> Background:
     if "background" not in team.memo:
         with record.InCall("async_op", team):
             agree.exchange(team, Call("async_op"))
-        team.memo["background"] = Background(team)
+            team.memo["background"] = Background(team)
     found: Background = team.memo["background"]
     return found
 

@@ -235,7 +235,7 @@ def _by_file(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, nu
         large = [as_bytes(tree.tensors[i].cpu().contiguous()) for i in contents.large]
         stage.write(list(zip(layout.displs(sizes), large, strict=True)))
         messages = Messages(
-            tree.tensors, contents, encode(tree.spec, contents, number=number, file=stage.ticket(team.world.nodes == 1))
+            tree.tensors, contents, encode(tree.spec, contents, number=number, file=stage.ticket(team.world.one_system))
         )
         answer = bytearray(_ANSWER)
         requests = [team.mail.Isend([_memory(messages.first), MPI.BYTE], dest, tag)]

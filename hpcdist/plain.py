@@ -42,7 +42,7 @@ def decode(text: bytes | bytearray) -> Any:
     """
     try:
         return _value(json.loads(text))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"not what another rank can have said: {error}") from error
 
 

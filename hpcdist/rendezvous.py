@@ -73,6 +73,8 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
             if any(everywhere):
                 break
     if not any(everywhere):
+        for socket_ in listener:
+            socket_.close()
         raise LaunchError(
             f"no address of rank 0's host is reached by all {comm.size} ranks: tried {addresses}, port {port}. "
             "A firewall between the nodes, or no common network?"

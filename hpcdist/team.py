@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from hpcdist import agree
 from hpcdist.errors import HpcdistError
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -70,8 +71,7 @@ class Team:
     def number(self) -> int:
         """By which a record tells teams apart; the same on all its ranks, and for teams of the same ranks alike."""
         if self._number is None:
-            key = repr((self.peers, self.front is self)).encode()
-            self._number = int.from_bytes(blake2b(key, digest_size=7).digest(), "little") + 1
+            self._number = _number(self.peers, self.front is self)
         return self._number
 
     def next_call(self) -> int:
@@ -104,19 +104,40 @@ class Team:
 
     def free(self) -> None:
         """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
-        from mpi4py import MPI
+        if not self.freed:
+            with record.InCall("the end of a group", self):
+                self._free()
 
+    def _free(self) -> None:
         if "background" in self.memo:
             self.memo.pop("background").stop()
         self._groups.clear()
-        if self.comm == MPI.COMM_NULL:
-            return
         if self.front is self:
             under_way = self.memo.pop("post").stop() if "post" in self.memo else False
             if not any(agree.allgather(self.comm, under_way)):  # else a new communicator could meet what still comes
                 self.mail.Free()
                 self.parcels.Free()
         self.comm.Free()
+
+
+def _number(peers: list[int], front: bool) -> int:
+    key = repr((peers, front)).encode()
+    number = int.from_bytes(blake2b(key, digest_size=7).digest(), "little") + 1
+    record.peers[number] = peers
+    return number
+
+
+class _Coming:
+    """A team that is being made, which is the first thing that its ranks do together."""
+
+    def __init__(self, group: MPI.Group, world: World) -> None:
+        from mpi4py import MPI
+
+        peers = MPI.Group.Translate_ranks(group, None, world.team.comm.Get_group())
+        self.number = _number(list(peers), True)
+
+    def next_call(self) -> int:
+        return 0
 
 
 _chosen = threading.local()  # the name of the group that this thread is making
@@ -176,7 +197,8 @@ def _of_comm(comm: MPI.Intracomm, world: World) -> Team:
     team = comm.Get_attr(_keyval)
     if not isinstance(team, Team) or team.world is not world:
         same = MPI.Comm.Compare(comm, world.team.comm) in (MPI.IDENT, MPI.CONGRUENT)
-        team = world.team if same else world.adopt(Team(comm.Dup(), world))
+        with record.InCall("the first use of a group", _Coming(comm.Get_group(), world)):
+            team = world.team if same else world.adopt(Team(comm.Dup(), world))
         comm.Set_attr(_keyval, team)
     return team
 
@@ -195,6 +217,8 @@ def _of_torch(group: dist.ProcessGroup, world: World) -> Team:
             team = world.team
         else:
             whole = world.team.comm
-            team = world.adopt(Team(whole.Create_group(whole.Get_group().Incl(ranks)), world))
+            part = whole.Get_group().Incl(ranks)
+            with record.InCall("the first use of a group", _Coming(part, world)):
+                team = world.adopt(Team(whole.Create_group(part), world))
         _torch_teams[group] = team
     return team

@@ -77,6 +77,11 @@ class World:
         """The environment for a child process that is to run MPI on its own, outside the job."""
         return launcher.without_launcher(os.environ)
 
+    @property
+    def one_system(self) -> bool:
+        """Whether all ranks see each other's processes; not for user code."""
+        return self._watch.one_system
+
     def finalize(self) -> None:
         """End torch.distributed, if init() started it, and free the library's communicators; MPI stays up.
 
@@ -195,6 +200,14 @@ def finalize() -> None:
         _world.finalize()
 
 
+def _forget() -> None:
+    """In a child process: the job is its parent's."""
+    global _world
+    _world = None
+    atexit.unregister(_leave)
+    record.start(None)
+
+
 def _leave() -> None:
     """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
     from mpi4py import MPI
@@ -265,7 +278,7 @@ def _make(
     )
     nodes.local.Free()
     world.team = world.adopt(Team(private, world))
-    watch.teams = world.teams
+    abort.at_fork(_forget)
     return world
 
 
@@ -301,6 +314,8 @@ def _start_torch(
         interface = rendezvous.interface(meeting)
         if interface is not None:  # else gloo takes what the host's name stands for, on Debian 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            if meeting.host == "127.0.0.1":  # or NCCL's own rendezvous would listen on another one
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         dist.init_process_group(
             backend or ("cpu:gloo,cuda:nccl" if own_gpus else "gloo"),
             store=rendezvous.open_store(comm, meeting, timeout),

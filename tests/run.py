@@ -176,6 +176,9 @@ def main(names: list[str]) -> int:
     print("".join(f"left out: {what}\n" for what in left_out), end="")
     passed, failed = (sum(getattr(outcome, kind) for outcome in outcomes) for kind in ("passed", "failed"))
     print(f"{passed} passed, {failed} failed")
+    if left_out and "CI" in os.environ:
+        print("in CI nothing may be left out")
+        return 1
     return 1 if failed else 0
 
 

@@ -81,6 +81,10 @@ def doing(thread: int, frame: FrameType) -> str:
         workers = ", ".join(children(os.getpid())) or "none"
         return f"in a DataLoader, at {at}; its child processes: {workers}"
     call = _io(thread)
+    if call == "wait":
+        return (
+            f"waiting for a child process, at {at}; its child processes: {', '.join(children(os.getpid())) or 'none'}"
+        )
     return f"in I/O, {call}, at {at}" if call else f"in Python, at {at}"
 
 

@@ -8,15 +8,13 @@ import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from hpcdist.team import Team
+from typing import NamedTuple, Protocol
 
 __all__ = [
     *("ANYBODY", "NOBODY", "AT_WORK", "ENDED", "ENDING", "Board", "Entry", "Lane", "Now", "Process"),
-    *("InCall", "outside", "place", "start", "started", "touch", "where"),
+    *("Counted", "InCall", "outside", "place", "start", "started", "touch", "where"),
 ]
 
 AT_WORK, ENDED, ENDING = 0, 1, 2  # what a process is at: not yet done; has finalized; ends the job on purpose
@@ -27,9 +25,10 @@ _LANE = struct.Struct("<qqdq")  # of a lane: calls begun, calls finished, when t
 _COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # parts of that
 _ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, the team's number of it, the text's length
 _TEXT = 400  # bytes
-_LANES = 4  # threads of a rank that have a lane of their own; further ones share the last
+_PATH = 200  # characters of a path that are shown
+_LANES = 16  # threads of a rank that have a lane of their own; further ones share the last
 _LANE_SIZE = _LANE.size + 2 * (_ENTRY.size + _TEXT)
-_SLOT = 4096  # bytes a rank
+_SLOT = 2**14  # bytes a rank
 
 _TORCH = os.path.join("-packages", "torch", "")
 _HOME = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -74,7 +73,6 @@ class Lane:
         self.thread = 0
         self.begun = 0
         self.finished = 0
-        self.depth = 0  # calls within calls are not told
         self.touched = 0  # how often the call has got on
         self.patient = False  # the call has no deadline
 
@@ -163,6 +161,21 @@ def started(pid: int) -> int:
         return 0
 
 
+class Counted(Protocol):
+    """Ranks whose calls are counted.
+
+    Attributes:
+        number: by which a record tells them apart from others; the same on all of them.
+    """
+
+    @property
+    def number(self) -> int: ...
+
+    def next_call(self) -> int:
+        """The number of a call that begins now."""
+
+
+peers: dict[int, list[int]] = {}  # the world's ranks of each number that has been seen here
 lanes: list[Lane] = []  # of this process; empty where nothing is watched
 _mine = threading.local()
 
@@ -174,13 +187,25 @@ def start(board: Board | None, local_rank: int = 0) -> None:
     _mine = threading.local()
 
 
-def _lane() -> Lane | None:
-    """The lane of this thread, which has none yet."""
+class _Own:
+    """What a thread has: a lane, and how deep it is in calls within calls, which are not told."""
+
+    __slots__ = ("depth", "lane")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.depth = 0
+
+
+def _own() -> _Own | None:
+    """For this thread, which has none yet; the lane of a thread that has ended serves again."""
     if not lanes:
         return None
-    lane = _mine.lane = next((free for free in lanes if not free.thread), lanes[-1])
+    alive = {thread.native_id for thread in threading.enumerate()}
+    lane = next((free for free in lanes if free.thread not in alive), lanes[-1])
     lane.take()
-    return lane
+    own = _mine.own = _Own(lane)
+    return own
 
 
 class InCall:
@@ -194,34 +219,34 @@ class InCall:
         text: what and where it is; by default the verb, and where the user's code called it.
     """
 
-    __slots__ = ("_lane",)
+    __slots__ = ("_own",)
 
-    def __init__(self, verb: str, team: Team | None, peer: int | None = None, text: bytes | None = None) -> None:
-        self._lane = lane = getattr(_mine, "lane", None) or _lane()
-        if lane is None:
+    def __init__(self, verb: str, team: Counted | None, peer: int | None = None, text: bytes | None = None) -> None:
+        self._own = own = getattr(_mine, "own", None) or _own()
+        if own is None:
             return
-        lane.depth += 1
-        if lane.depth == 1:
-            lane.patient = peer == NOBODY
+        own.depth += 1
+        if own.depth == 1:
             number = 0 if team is None else team.next_call() if peer is None else -1 - peer
-            lane.begin(0 if team is None else team.number, number, text or where(verb))
+            own.lane.patient = peer == NOBODY
+            own.lane.begin(0 if team is None else team.number, number, text or where(verb))
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *_: object) -> None:
-        lane = self._lane
-        if lane is not None:
-            lane.depth -= 1
-            if not lane.depth:
-                lane.end()
+        own = self._own
+        if own is not None:
+            own.depth -= 1
+            if not own.depth:
+                own.lane.end()
 
 
 def touch() -> None:
     """The call that this thread is in gets on: its deadline counts from here."""
-    lane: Lane | None = getattr(_mine, "lane", None)
-    if lane is not None:
-        lane.touched += 1
+    own: _Own | None = getattr(_mine, "own", None)
+    if own is not None:
+        own.lane.touched += 1
 
 
 _texts: dict[tuple[str, CodeType, int], bytes] = {}
@@ -234,7 +259,8 @@ def where(verb: str) -> bytes:
     key = (verb, frame.f_code, frame.f_lineno)
     text = _texts.get(key)
     if text is None:
-        text = _texts[key] = f"{verb}() at {place(frame)}".encode()[:_TEXT]
+        call = verb if " " in verb else f"{verb}()"
+        text = _texts[key] = f"{call} at {place(frame)}".encode(errors="backslashreplace")[:_TEXT]
     return text
 
 
@@ -252,7 +278,10 @@ def outside(frame: FrameType) -> FrameType:
 
 
 def place(frame: FrameType) -> str:
-    """File and line that a frame is at; the file as seen from the current folder."""
+    """File and line that a frame is at; the file as seen from the current folder, the end of a long one."""
     path = frame.f_code.co_filename
-    here = os.getcwd() + os.sep
-    return f"{path.removeprefix(here)}:{frame.f_lineno}"
+    with suppress(OSError):  # there is no current folder any more
+        path = path.removeprefix(os.getcwd() + os.sep)
+    if len(path) > _PATH:
+        path = "..." + path[-_PATH:]
+    return f"{path}:{frame.f_lineno}"

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hpcdist import agree
@@ -38,6 +39,7 @@ class Survey:
         rank: of this process.
         ranks: all of them.
         mates: the rank of each seat on this node's board; empty if there is none.
+        one_system: all ranks see each other's processes.
         ended, raised_by: whether another rank ends the job; which one raises.
         asked_by: why each rank has last asked, and when that was (seconds of time.monotonic).
     """
@@ -57,6 +59,7 @@ class Survey:
         self.ranks = list(range(comm.size))
         mates = {end["seat"]: rank for rank, end in enumerate(self._ends) if end["node"] == leader}
         self.mates: dict[int, int] = mates if len(mates) == local.size else {self._seat: self.rank}
+        self.one_system = len(self.mates) == comm.size
         self.asked_by: dict[int, tuple[str, float]] = {}
         self._answers: dict[int, Report] = {}
         self.ended = False
@@ -196,6 +199,11 @@ class Survey:
         return Report(rank, end["host"], end["pid"], [Thread(*lane[1:]) for lane in process.lanes])
 
 
+def _identity(fd: int) -> list[int]:
+    status = os.fstat(fd)
+    return [status.st_dev, status.st_ino]
+
+
 def _board(local: MPI.Comm) -> tuple[Board, int]:
     """The memory that the ranks of a node share, and this rank's seat there. Collective over `local`.
 
@@ -203,13 +211,15 @@ def _board(local: MPI.Comm) -> tuple[Board, int]:
     has one of its own.
     """
     board = Board(local.size) if local.rank == 0 else None
-    mine = [os.getpid(), board.fd] if board is not None else None
-    pid, fd = agree.allgather(local, mine)[0]
+    mine = [os.getpid(), board.fd, _identity(board.fd)] if board is not None else None
+    pid, fd, identity = agree.allgather(local, mine)[0]
     if board is None:
-        try:
-            board = Board(local.size, os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        except OSError:
-            board = None
+        with suppress(OSError):
+            found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            if _identity(found) == identity:  # else the processes have numbers of their own, as in containers
+                board = Board(local.size, found)
+            else:
+                os.close(found)
     shared = all(agree.allgather(local, board is not None))
     if not shared:
         if board is not None:

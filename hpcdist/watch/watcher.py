@@ -9,8 +9,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from math import inf
 from typing import TYPE_CHECKING
 
 from hpcdist import abort
@@ -23,12 +25,11 @@ from hpcdist.watch.table import GONE, Report, chain, gets_on, table, verdict
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdist.team import Team
-
 __all__ = ["DEFAULT", "SIGNAL", "FirstMeeting", "Watch", "deadline"]
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
 DEFAULT = 1800.0  # seconds, torch.distributed's own default
+_EVER = 100 * 365.25 * 86400  # seconds
 _TICK, _LEAST = 5.0, 0.01  # seconds between two looks at most, and at least
 _TURN = 0.02  # seconds that each rank leaves to the one before it, so that one asks for all
 _TURNS = 1.0  # seconds at most
@@ -72,9 +73,6 @@ class Watch:
     Args:
         survey: what the ranks know of each other.
         limit: the deadline of a call, in seconds.
-
-    Attributes:
-        teams: those of the world; they know on which ranks a call depends.
     """
 
     @classmethod
@@ -86,7 +84,6 @@ class Watch:
     def __init__(self, survey: Survey, waits: Waits, limit: float) -> None:
         self._survey = survey
         self._limit = limit
-        self.teams: list[Team] = []
         self._waits = waits
         self._patience = limit  # of the call that is overdue, all of whose ranks have come and some get on
         self._neighbour = survey.neighbour()
@@ -100,6 +97,11 @@ class Watch:
         abort.at_end(survey.end_job, self.explain)
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def one_system(self) -> bool:
+        """Whether all ranks see each other's processes: one node, and no containers with their own process numbers."""
+        return self._survey.one_system
 
     def stop(self) -> None:
         """This process is done with the library: nobody waits for it, or wonders that it ends."""
@@ -126,6 +128,14 @@ class Watch:
             self._inquiry.wait(_PATIENCE)
 
     def _work(self) -> None:
+        while not self._stopping:
+            try:
+                self._look()
+            except Exception:  # whatever it is: without this thread there would be no deadlines
+                abort.say(f"hpcdist: watching goes on after an error\n{traceback.format_exc()}")
+                time.sleep(1)
+
+    def _look(self) -> None:
         last = time.monotonic()
         while not self._stopping:
             tick = min(_TICK, max(_LEAST, self._limit / 8))
@@ -187,12 +197,12 @@ class Watch:
     def _ask(self, why: str, seconds: float = _ANSWERS) -> dict[int, Report]:
         return self._survey.ask(why, seconds, self._until)
 
-    def _other(self, why: str) -> int | None:
-        """The rank that asks for all, if another one does; those before this one have their turn first."""
+    def _other(self, why: str, within: float = _PATIENCE) -> int | None:
+        """The rank that asks for all, if another one does, or did; those before this one have their turn first."""
         begin = time.monotonic()
 
         def first() -> int | None:
-            lately = begin - _PATIENCE
+            lately = begin - within
             return next(
                 (rank for rank, (reason, at) in self._survey.asked_by.items() if reason == why and at > lately), None
             )
@@ -231,7 +241,7 @@ class Watch:
 
     def _peers(self, number: int) -> list[int]:
         """The world's ranks of a team; of one that this rank is not in, those of all."""
-        return next((team.peers for team in self.teams if team.number == number), self._survey.ranks)
+        return record.peers.get(number, self._survey.ranks)
 
     def _show(self, lane: Lane, text: str) -> None:
         frame = look.frames().get(lane.thread)
@@ -261,17 +271,18 @@ class Watch:
 
     def _on_demand(self) -> None:
         """A signal asks for the table. If all ranks have got it, one prints."""
-        if self._other(DEMAND) is None:
+        if self._other(DEMAND, _TURNS) is None:
             _say(table(self._ask(DEMAND).values(), time.time()))
 
 
 def deadline(timeout: object, said: str | None) -> float:
     """The deadline of calls in seconds: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default.
+    Infinity is a hundred years.
 
     Raises:
         TypeError, ValueError: it is none.
     """
-    if timeout is None and said is None:
+    if timeout is None and not said:
         return DEFAULT
     if timeout is None:
         try:
@@ -280,6 +291,8 @@ def deadline(timeout: object, said: str | None) -> float:
             raise ValueError(f"HPCDIST_TIMEOUT is {said!r}, expected seconds") from None
     if not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
+    if timeout == inf:
+        return _EVER
     try:
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     except (OverflowError, ValueError) as error:
@@ -302,9 +315,8 @@ class FirstMeeting:
             seconds = deadline(timeout, said)
         except (TypeError, ValueError):  # which will be told when all are there
             seconds = DEFAULT
-        self._text = (
-            f"{record.where('init').decode()} has waited for {seconds:g} s: not all {size} ranks have called it"
-        )
+        waits = f"{record.where('init').decode()} has waited for {seconds:g} s"
+        self._text = f"{waits}: the {size} ranks have not met, some may not have called it"
         self._frame = record.outside(sys._getframe())
         self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._late)
         self._timer.daemon = True

@@ -10,15 +10,20 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
 from torch.utils.data import DataLoader, Dataset
 
 import hpcdist as hd
 
 x = torch.ones(3)
+used: list[MPI.Intracomm] = []  # communicators that verbs have been called with
+groups: list[dist.ProcessGroup] = []  # of ranks 0 and 1, not used yet
+whole: list[torch.Tensor] = []  # with a gradient
 
 
 class Slow(Dataset):  # type: ignore[type-arg]
@@ -92,6 +97,46 @@ def child() -> None:
     assert process.exitcode == 3
 
 
+def in_a_child(end: str) -> None:
+    """What a forked child does is its own affair."""
+    assert hd.world._world is None
+    if end == "raise":
+        raise RuntimeError("in a child")
+    sys.exit(int(end))
+
+
+def children() -> None:
+    for end, status in (("0", 0), ("3", 3), ("raise", 1)):
+        child = multiprocessing.get_context("fork").Process(target=in_a_child, args=(end,))
+        child.start()
+        child.join()
+        assert child.exitcode == status
+
+
+def closed() -> None:
+    sys.stdout.close()
+    raise RuntimeError("a mistake")
+
+
+def threads() -> None:
+    """More threads than have a record of their own, one after the other and at once; then it does not come."""
+    for count in (1,) * 20 + (20,):
+        comms = [MPI.COMM_SELF.Dup() for _ in range(count)]
+        several = [threading.Thread(target=hd.concat, args=(x,), kwargs={"group": comm}) for comm in comms]
+        for thread in several:
+            thread.start()
+        for thread in several:
+            thread.join()
+    time.sleep(1000)
+
+
+def no_folder() -> None:
+    """Its current folder goes; the next call is made from a place that has not been seen."""
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+
+
 def wait_for_input() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(1000)
@@ -106,7 +151,19 @@ def slow_save() -> None:
 
 
 def call(verb: str, world: hd.World) -> None:
-    if verb == "recv":
+    if verb == "new_comm":
+        hd.concat(x, group=used[1])
+    elif verb == "new_group":
+        hd.concat(x, group=groups[0])
+    elif verb == "free_comm":
+        used[0].Free()
+    elif verb == "load":
+        hd.staging.load(os.path.join(tempfile.gettempdir(), "hanging.h5"))
+    elif verb == "plan":
+        hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    elif verb == "backward":
+        whole[0].sum().backward()
+    elif verb == "recv":
         hd.recv(source=1)
     elif verb == "irecv":
         hd.irecv(source=1).wait()
@@ -136,11 +193,15 @@ def main(reason: str, verb: str, odd: str = "1") -> None:
     os.write(1, f"rank {world.rank} is {os.getpid()}\n".encode())
     hd.concat(x, async_op=True).wait()
     hd.concat(x)
+    used.extend(MPI.COMM_WORLD.Split(0, -world.rank) for _ in range(2))  # of which the second is not used yet
+    groups.append(dist.new_group([0, 1], backend="gloo"))
+    hd.concat(x, group=used[0])
+    whole.append(hd.concat(torch.ones(2, requires_grad=True)))
     shorten(world, limit)
     if reason == "slow_save":
         with tempfile.TemporaryDirectory() as folder:
             path = world.comm.bcast(f"{folder}/x.h5")
-            slow = (lambda _: time.sleep(0.2)) if world.rank == 1 else None
+            slow = (lambda _: time.sleep(0.2)) if world.rank == 1 else None  # the others wait for it at the end
             hd.staging.save(path, torch.ones(40, 64), window=1024, progress=slow)
             world.comm.Barrier()
     elif world.rank == int(odd):

@@ -31,6 +31,12 @@ REASONS = {
 }
 
 
+CALLS = (
+    *("recv", "irecv", "split", "gather_gloo", "gather_hdf5", "save", "load", "plan", "backward", "finalize", "end"),
+    *("new_comm", "new_group", "free_comm"),
+)
+
+
 def hang(np: int, reason: str, verb: str = "concat", limit: float = 1.5) -> Job:
     return mpirun(np, str(PROGRAM), reason, verb, env={"LIMIT": str(limit)})
 
@@ -63,7 +69,7 @@ def test_the_table_has_every_rank_and_each_that_waits_raises() -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("verb", ["recv", "irecv", "split", "gather_gloo", "gather_hdf5", "save", "finalize", "end"])
+@pytest.mark.parametrize("verb", CALLS)
 def test_every_call_has_a_deadline(verb: str) -> None:
     job = hang(2, "sleep", verb)
     assert job.status != 0
@@ -74,9 +80,9 @@ def test_every_call_has_a_deadline(verb: str) -> None:
 def test_a_rank_that_never_calls_init() -> None:
     job = mpirun(2, str(PROGRAM), "no_init", "concat", env={"HPCDIST_TIMEOUT": "1.5", "LIMIT": "1"})
     assert job.status != 0
-    assert re.search(r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: not all 2 ranks", job.err), (
-        job.err
-    )
+    assert re.search(
+        r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: the 2 ranks have not met", job.err
+    ), job.err
 
 
 @pytest.mark.parametrize(("reason", "status"), [("killed", None), ("os_exit", 5), ("os_exit_0", 1)])
@@ -103,12 +109,42 @@ def test_os_exit_of_a_child_process_is_left_alone() -> None:
     assert hang(2, "child").out.count("survived") == 2
 
 
+def test_forked_children_are_left_to_themselves() -> None:
+    job = hang(2, "children")
+    assert job.status == 0, job.err
+    assert job.out.count("survived") == 2
+    assert "RuntimeError: in a child" in job.err
+
+
+@pytest.mark.once
+def test_an_error_after_the_output_was_closed_ends_the_job_with_its_reason() -> None:
+    job = hang(2, "closed")
+    assert job.status == 1
+    assert "RuntimeError: a mistake" in job.err
+    assert "reached the end of its program" not in job.err
+
+
+@pytest.mark.once
+def test_many_threads_do_not_put_the_blame_on_others() -> None:
+    job = hang(3, "threads")
+    assert re.search(r"rank 1 \(\S+, pid \d+\) has not come: it is in Python, at \S+hanging.py:\d+ in threads", job.err)
+    assert not re.search(r"rank [02] \(\S+, pid \d+\) has not come", job.err), job.err
+
+
+@pytest.mark.once
+def test_without_a_current_folder_calls_go_on() -> None:
+    job = hang(2, "no_folder")
+    assert job.status == 0, job.err
+    assert job.out.count("survived") == 2
+
+
 @pytest.mark.once
 def test_a_call_that_gets_on_has_no_deadline_as_a_whole() -> None:
     """The ranks save for longer than the deadline, a window at a time."""
-    job = hang(2, "slow_save", limit=2)
+    job = hang(3, "slow_save", limit=2)
     assert job.status == 0, job.err
-    assert job.out.count("survived") == 2
+    assert job.out.count("survived") == 3
+    assert "HangError" not in job.err
 
 
 def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
@@ -132,6 +168,8 @@ def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on() -> Non
         pids = _pids(job, 3)
         os.kill(pids[2], signal.SIGUSR2)
         time.sleep(3)
+        os.kill(pids[0], signal.SIGUSR2)
+        time.sleep(3)
         for pid in pids:
             os.kill(pid, signal.SIGUSR2)
         time.sleep(4)
@@ -139,10 +177,10 @@ def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on() -> Non
         out, err = job.communicate(timeout=40)
     assert job.returncode == 0, err
     assert out.count("survived") == 3
-    assert err.count("hpcdist: what the ranks are at") == 2, err
+    assert err.count("hpcdist: what the ranks are at") == 3, err
     assert (
         len(re.findall(r"^\d +\S+ +\d+ +concat\(\) at \S+, .* ago +(no call +in Python|concat)", err, re.MULTILINE))
-        == 6
+        == 9
     )
 
 
