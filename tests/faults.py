@@ -43,7 +43,8 @@ CAUSES = {
     # With no other rank on its node, nobody can see what it is that keeps it from answering.
     "stop": r"rank {rank} \(\S+, pid {pid}\) (is stopped|has not come: it is silent: it is stopped, or)",
     "hang": r"rank {rank} \(\S+, pid {pid}\) has not come: it is in Python, at \S+faulty.py:\d+ in commit",
-    "argument": r"rank {rank}: (called concat\(\)|dim is 7)|where rank {rank} called concat\(\)|dest is 99",
+    "argument": r"was refused on all ranks\n(\[rank\d+\]: )?  rank {rank}: (?!called)"
+    r"|\[rank{rank}\]: ValueError: dest is 99",
     "too_few": r"rank {rank}: called finalize\(\), or reached the end|where rank {rank} called finalize\(\), or reached"
     r"|rank {rank} \(\S+, pid {pid}\) has not come: it is in (the end of its program|finalize)"
     r"|rank{rank}\]: .*HangError: (the end of its program|finalize)",

@@ -84,12 +84,25 @@ def commit(fault: str, verb: str, world: hd.World) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "hang":
         time.sleep(1000)
-    if fault == "argument" and verb == "ring":
-        hd.send(torch.ones(3), dest=99)
-    elif fault == "argument" and verb == "background":
-        hd.concat(torch.ones(3, 4), dim=7, async_op=True).wait()
-    elif fault == "argument":
-        hd.concat(torch.ones(3, 4), dim=7)
+    if fault == "argument":
+        mistake(verb)
+
+
+def mistake(verb: str) -> None:
+    """A call of that verb with an argument that is wrong on this rank alone."""
+    x = torch.ones(3, 4)
+    if verb == "ring":
+        hd.isend(x, 99)
+    elif verb == "redistribute":
+        hd.redistribute(x, "rows", hd.Replicate())  # type: ignore[arg-type]
+    elif verb == "structure":
+        hd.concat({"x": object()})
+    elif verb == "save":
+        hd.staging.save("x.h5", x, window=0)
+    elif verb == "background":
+        hd.concat(x, dim=7, async_op=True).wait()
+    else:
+        {"concat": hd.concat, "gather": hd.gather, "split": hd.split}[verb](x, dim=7)
 
 
 def main(what: dict[str, Any]) -> None:

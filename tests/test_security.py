@@ -32,6 +32,7 @@ PICKLES = {
 }
 
 
+@pytest.mark.once
 def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
     """But for the examples, which are users, and tree.py, where it is asked for."""
     found = []
@@ -52,6 +53,7 @@ def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
     assert [place for place in found if not place.startswith("examples")] == []
 
 
+@pytest.mark.once
 def test_only_tree_knows_pickle_and_torch_loads_weights_only() -> None:
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -103,6 +105,7 @@ def test_no_socket_of_ours_listens_beyond_this_node() -> None:
     assert "OPEN" not in job.out, job.out
 
 
+@pytest.mark.once
 def test_route_hdf5_stages_in_a_folder_of_the_users(tmp_path: Path) -> None:
     code = """
         import os, stat, torch, hpcdist as hd

@@ -147,6 +147,7 @@ def test_a_call_that_gets_on_has_no_deadline_as_a_whole() -> None:
     assert "HangError" not in job.err
 
 
+@pytest.mark.once
 def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
     """The batch system suspends a job for longer than the deadline: nobody has waited meanwhile."""
     command = [sys.executable, str(PROGRAM)]
@@ -163,6 +164,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
     assert out.count("survived") == 2
 
 
+@pytest.mark.once
 def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on() -> None:
     with _started("wait_for_input", "concat", 60) as job:
         pids = _pids(job, 3)
@@ -204,6 +206,7 @@ def test_a_program_that_uses_the_signal_itself_keeps_it() -> None:
         assert job.out.count("got 2") == 2
 
 
+@pytest.mark.once
 def test_an_exit_after_finalize_is_left_alone() -> None:
     for end in ("os._exit(0)", "MPI.Finalize(); os._exit(0)"):
         job = mpirun(2, code=f"import os, hpcdist as hd\nfrom mpi4py import MPI\nhd.init().finalize(); {end}")
