@@ -28,6 +28,7 @@ LIMIT = 5  # seconds: the deadline of the jobs' calls
 GRACE = 10  # seconds more, until which a job has to have ended
 STARTS = 60  # seconds in which a job comes to its fault
 CALLS = 6
+PLACES = ("/tmp", "/dev/shm", "-xdev", "-mindepth", "1")  # of a host: not the checkout, should it lie in /tmp
 ENDS = 3  # seconds in which the processes of a launcher that has returned end
 VERBS = ("concat", "gather", "split", "redistribute", "structure", "background", "ring", "save")
 ROUTES = ("mpi", "gloo", "hdf5")
@@ -131,10 +132,10 @@ def left_behind(hosts: Hosts, pids: list[int], folder: Path) -> Iterator[str]:
         if path.name not in ("saved.h5", ".saved.h5.part"):
             yield f"a file {path.name}"
     for name in hosts.names:
-        found = hosts.run(name, ["find", "/tmp", "/dev/shm", "-mindepth", "1", "-not", "-type", "d"])
+        found = hosts.run(name, ["find", *PLACES, "-not", "-type", "d"])
         for path in found.out.splitlines():
             yield f"{path} on {name}"
-        hosts.run(name, ["find", "/tmp", "/dev/shm", "-mindepth", "1", "-delete"])
+        hosts.run(name, ["find", *PLACES, "-delete"])
 
 
 def battery(runs: list[Run], workers: int) -> Iterator[Run]:

@@ -61,9 +61,11 @@ set -e
 hostname {name}
 mount --bind {folder}/{name}/hosts /etc/hosts
 mount --bind {checkout} /mnt
+mount -o remount,bind,ro /mnt  # nothing on a host is to write there
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /tmp
-[ -e {checkout} ] || {{ mkdir -p {checkout} && mount --bind /mnt {checkout}; }}
+[ -e {checkout} ] || {{ mkdir -p {checkout} && mount --move /mnt {checkout}; }}
+[ ! -e /mnt/setup.cfg ] || umount /mnt
 ip link set lo up
 set +e
 """
