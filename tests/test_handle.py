@@ -149,7 +149,7 @@ x = torch.full((1000,), float(world.rank))
 def test_a_program_that_never_waits() -> None:
     """All ranks have begun the same calls: they are finished, and the job ends well."""
     job = mpirun(2, code=BEGIN + "handles = [hd.concat(x, async_op=True) for _ in range(5)]\nprint('end')")
-    assert (job.status, job.out.split()) == (0, ["end"] * 2), job.err
+    assert (job.status, job.out.count("end")) == (0, 2), job.err  # mpirun may put two lines into one
 
 
 @pytest.mark.once
@@ -241,4 +241,4 @@ else:
 print("end")
 """,
     )
-    assert (job.status, job.out.split()) == (0, ["end"] * 2), job.err
+    assert (job.status, job.out.count("end")) == (0, 2), job.err  # mpirun may put two lines into one
