@@ -139,9 +139,7 @@ class Watch:
         last = time.monotonic()
         while not self._stopping:
             tick = min(_TICK, max(_LEAST, self._limit / 8))
-            self._pump(_LEAST if self._survey.ended else tick)
-            if self._survey.ended:  # the main thread goes on until the launcher ends this process
-                abort.tidy()
+            self._pump(tick)
             now = time.monotonic()
             # A process that was itself stopped has not waited meanwhile: the others may have been stopped, too.
             step, last = min(now - last, 2 * tick), now
@@ -175,6 +173,9 @@ class Watch:
             fds.append(self._neighbour[1])
         for fd in fds:
             poll.register(fd, select.POLLIN)
+        if self._survey.ended:  # the main thread goes on until the launcher ends this process
+            abort.tidy()
+            seconds = min(seconds, _LEAST)
         for fd, _ in poll.poll(max(0.0, seconds) * 1000):
             if fd == self._wake:
                 os.read(fd, 64)
