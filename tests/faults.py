@@ -68,7 +68,7 @@ class Run:
     status: int = 0
     seconds: float = 0.0  # from the fault to the end of the job
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what MPICH's launcher leaves, which kills all before we can act
+    notes: list[str] = field(default_factory=list)  # what MPICH's launcher does, which kills all before we can act
     output: str = ""
 
 
@@ -113,7 +113,9 @@ def execute(run: Run, hosts: Hosts) -> Run:
     if "WRONG DATA" in run.output:
         run.problems.append("wrong data")
     if not re.search(CAUSES[run.fault].format(rank=run.rank, pid=fault["pid"]), run.output):
-        run.problems.append("rank or cause not named")
+        # MPICH's launcher ends all ranks 2 ms after one was killed, and may name another process.
+        launchers = run.fault == "kill" and "EXIT STRING: Killed (signal 9)" in run.output
+        (run.notes if launchers else run.problems).append("rank or cause not named")
     soon = end + ENDS
     while (pids := job.pids()) and time.time() < soon:
         time.sleep(0.1)
@@ -167,7 +169,7 @@ def summary(runs: list[Run]) -> str:
         of = [run for run in runs if run.fault == fault]
         if of:
             times = sorted(run.seconds for run in of)
-            good = sum(not run.problems for run in of)
+            good = sum(not run.problems and "rank or cause not named" not in run.notes for run in of)
             lines.append(f"| {fault} | {len(of)} | {good} | {times[len(times) // 2]:.1f}, {times[-1]:.1f} |")
     return "\n".join(lines)
 
