@@ -249,29 +249,31 @@ def touch() -> None:
         own.lane.touched += 1
 
 
-_texts: dict[tuple[str, CodeType, int], bytes] = {}
-_inside: dict[CodeType, bool] = {}  # whether code is the library's own, or torch's
+# By the identity of code, which is kept for that: its hash takes longer than all the rest.
+_texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
+_inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is the library's own, or torch's
 
 
 def where(verb: str) -> bytes:
     """A call that is being made, with the file and the line in which the user's code makes it."""
     frame = outside(sys._getframe(1))
-    key = (verb, frame.f_code, frame.f_lineno)
-    text = _texts.get(key)
-    if text is None:
+    key = (verb, id(frame.f_code), frame.f_lineno)
+    known = _texts.get(key)
+    if known is None:
         call = verb if " " in verb else f"{verb}()"
-        text = _texts[key] = f"{call} at {place(frame)}".encode(errors="backslashreplace")[:_TEXT]
-    return text
+        text = f"{call} at {place(frame)}".encode(errors="backslashreplace")[:_TEXT]
+        known = _texts[key] = text, frame.f_code
+    return known[0]
 
 
 def outside(frame: FrameType) -> FrameType:
     """The innermost frame of a stack that is the user's code; of a command of ours, the outermost one."""
     while frame.f_back is not None:
         code = frame.f_code
-        inside = _inside.get(code)
-        if inside is None:
-            inside = _inside[code] = code.co_filename.startswith(_HOME) or _TORCH in code.co_filename
-        if not inside or frame.f_back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
+        known = _inside.get(id(code))
+        if known is None:
+            known = _inside[id(code)] = code.co_filename.startswith(_HOME) or _TORCH in code.co_filename, code
+        if not known[0] or frame.f_back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
             break
         frame = frame.f_back
     return frame
