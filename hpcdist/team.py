@@ -105,7 +105,8 @@ class Team:
     def free(self) -> None:
         """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
         if not self.freed:
-            with record.InCall("the end of a group", self):
+            # One that was never used has no number, and at the end of the world none can be worked out any more.
+            with record.InCall("the end of a group", None if self._number is None else self):
                 self._free()
 
     def _free(self) -> None:
