@@ -234,7 +234,7 @@ class Transfer:
     ) -> None:
         if error is not None and self.size > 1 and not isinstance(error, RankError):
             traceback.print_exception(error)
-            print(f"hpcdist: {self.verb}() failed in the middle of a transfer, and the job ends", file=sys.stderr)
+            say(f"hpcdist: {self.verb}() failed in the middle of a transfer, and the job ends")
             if _explain is not None:
                 _explain()
             job(1)

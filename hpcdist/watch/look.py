@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from hpcdist.watch.record import place, started
+from hpcdist.watch.record import place, status
 
 __all__ = ["children", "condition", "doing", "frames", "stack"]
 
@@ -46,13 +46,10 @@ def condition(pid: int, since: int) -> str:
         pid: its number.
         since: when it was started, see :func:`started`; another process of that number is not it.
     """
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    fields = status(pid)
+    if len(fields) <= 19 or fields[0] in "ZXx" or int(fields[19]) != since:
         return "dead"
-    if letter in "ZXx" or started(pid) != since:
-        return "dead"
-    return {"T": "stopped", "t": "stopped", "D": "in I/O"}.get(letter, "alive")
+    return {"T": "stopped", "t": "stopped", "D": "in I/O"}.get(fields[0], "alive")
 
 
 def children(pid: int) -> list[str]:
@@ -78,14 +75,15 @@ def doing(thread: int, frame: FrameType) -> str:
     user = next((f for f in walked if not _foreign(f.f_code.co_filename)), frame)
     at = f"{place(user)} in {user.f_code.co_name}"
     if any(_LOADER in f.f_code.co_filename for f in walked):
-        workers = ", ".join(children(os.getpid())) or "none"
-        return f"in a DataLoader, at {at}; its child processes: {workers}"
+        return f"in a DataLoader, at {at}; {_children()}"
     call = _io(thread)
     if call == "wait":
-        return (
-            f"waiting for a child process, at {at}; its child processes: {', '.join(children(os.getpid())) or 'none'}"
-        )
+        return f"waiting for a child process, at {at}; {_children()}"
     return f"in I/O, {call}, at {at}" if call else f"in Python, at {at}"
+
+
+def _children() -> str:
+    return f"its child processes: {', '.join(children(os.getpid())) or 'none'}"
 
 
 def frames() -> dict[int, FrameType]:

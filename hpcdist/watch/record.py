@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol
 
 __all__ = [
     *("ANYBODY", "NOBODY", "AT_WORK", "ENDED", "ENDING", "Board", "Entry", "Lane", "Now", "Process"),
-    *("Counted", "InCall", "outside", "place", "start", "started", "touch", "where"),
+    *("Counted", "InCall", "outside", "place", "start", "started", "status", "touch", "where"),
 ]
 
 AT_WORK, ENDED, ENDING = 0, 1, 2  # what a process is at: not yet done; has finalized; ends the job on purpose
 ANYBODY, NOBODY = 2**31, 2**31 + 1  # in the place of a rank
 
-_HEAD = struct.Struct("<qqqq")  # of a rank: its process, when the system started it, what it is at (as above), lanes
+_HEAD = struct.Struct("<qqq")  # of a rank: its process, when the system started it, what it is at (as above)
 _LANE = struct.Struct("<qqdq")  # of a lane: calls begun, calls finished, when the last one was, its thread
 _COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # parts of that
 _ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, the team's number of it, the text's length
@@ -116,7 +116,7 @@ class Board:
 
     def announce(self, local_rank: int, state: int) -> None:
         """Say who this process is, and what it is at."""
-        _HEAD.pack_into(self._memory, local_rank * _SLOT, os.getpid(), started(os.getpid()), state, _LANES)
+        _HEAD.pack_into(self._memory, local_rank * _SLOT, os.getpid(), started(os.getpid()), state)
 
     def lanes(self, local_rank: int) -> list[Lane]:
         """This process's own part."""
@@ -126,7 +126,7 @@ class Board:
     def read(self, local_rank: int) -> Process:
         """What a rank of this node is at. It may be written meanwhile; a text that is torn is shown as it is."""
         at = local_rank * _SLOT
-        pid, since, state, _ = _HEAD.unpack_from(self._memory, at)
+        pid, since, state = _HEAD.unpack_from(self._memory, at)
         first = at + _HEAD.size
         lanes = [_now(self._memory, first + i * _LANE_SIZE) for i in range(_LANES)]
         return Process(pid, since, state, [lane for lane in lanes if lane.thread])
@@ -154,11 +154,17 @@ def started(pid: int) -> int:
 
     With its number it tells a process from a later one that was given the same.
     """
+    fields = status(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def status(pid: int) -> list[str]:
+    """What /proc/PID/stat has behind the process's name, its state first; nothing if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return 0
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 class Counted(Protocol):
