@@ -22,9 +22,24 @@ from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hpcdist.errors import RankError
+from hpcdist.errors import HpcdistError, RankError
 
-__all__ = ["LITTER", "Transfer", "arm", "at_end", "at_fork", "check", "disarm", "job", "note", "say", "show", "tidy"]
+__all__ = [
+    "LITTER",
+    "InStep",
+    "Transfer",
+    "arm",
+    "at_end",
+    "at_fork",
+    "check",
+    "disarm",
+    "fail",
+    "job",
+    "note",
+    "say",
+    "show",
+    "tidy",
+]
 
 _FLUSH_SECONDS = 1.0  # for what is left to print
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
@@ -233,11 +248,41 @@ class Transfer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self.size > 1 and not isinstance(error, RankError):
-            traceback.print_exception(error)
-            say(f"hpcdist: {self.verb}() failed in the middle of a transfer, and the job ends")
-            if _explain is not None:
-                _explain()
-            job(1)
+            fail(error, f"{self.verb}() failed in the middle of a transfer")
+
+
+class InStep:
+    """A context in which a rank agrees with others and moves data with them: what is raised there by anything but
+    that, such as a signal's handler, leaves this rank out of step with the others, and ends the job.
+
+    Alone (`size` 1), the exception goes to the caller; so does an error of the package, which all ranks raise alike.
+    """
+
+    __slots__ = ("size", "verb")
+
+    def __init__(self, verb: str, size: int) -> None:
+        self.verb = verb
+        self.size = size
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.size > 1 and not isinstance(error, HpcdistError):
+            fail(error, f"{self.verb}() was interrupted, which leaves this rank out of step with the others")
+
+
+def fail(error: BaseException, what: str) -> NoReturn:
+    """End the job for an error on this rank alone, after which it cannot go on together with the others."""
+    traceback.print_exception(error)
+    say(f"hpcdist: {what}, and the job ends")
+    try:
+        if _explain is not None:
+            _explain()
+    finally:  # whatever happens meanwhile
+        job((error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 0) & 0xFF or 1)
 
 
 def _exits() -> list[tuple[dict[str, Any], str]]:

@@ -38,9 +38,11 @@ __all__ = [
 
 T = TypeVar("T")
 
+LEAVE = "finalize"  # the verb of a rank that calls no other any more
 # Digests of the call, the tensor and the counts (zero: has none); extents of x and out along dim; where the data are;
-# 1 if a gradient is to flow; 1 if this rank has something to complain of.
-_HEADER = struct.Struct("<24sqqBBB5x")
+# 1 if a gradient is to flow; 1 if this rank has something to complain of; how many calls of the other kind (with
+# async_op, or without) came before: ranks that differ in async_op must not take one call for another.
+_HEADER = struct.Struct("<24sqqBBB5xq")
 _NONE = bytes(8)
 _LONGEST_NAP = 1e-3  # seconds
 _MOST = 2**30  # bytes that all ranks together say before a call
@@ -80,10 +82,11 @@ def exchange(team: Team, call: Call) -> Agreed:
 def leave(team: Team) -> None:
     """Wait until every rank of the team is done. Collective, and the counterpart of whatever verb the others call:
     a rank that still calls one gets a RankError that names those that have left."""
-    call = Call("finalize")
+    call = Call(LEAVE)
     while _share(team, call) is None:
         record.touch()
         _explain(team, call)
+    team.calls = {False: 0, True: 0}  # a rank that ended early has begun fewer
 
 
 def require(verb: str, problems: dict[int, str]) -> None:
@@ -127,6 +130,7 @@ def _share(team: Team, call: Call) -> Agreed | None:
         call.kind,
         call.grad,
         call.problem is not None,
+        0 if call.verb == LEAVE else team.calls[team.front is team],
     )
     if team.front is team:
         team.comm.Allgather(desk.send, desk.recv)
@@ -134,11 +138,11 @@ def _share(team: Team, call: Call) -> Agreed | None:
         _wait_quietly(team.comm.Iallgather(desk.send, desk.recv))
     if desk.all == desk.last:  # a program repeats its calls: what they agreed on need not be worked out again
         return desk.agreed
-    digests, extents, out_extents, kinds, grads, problems = zip(*_HEADER.iter_unpack(desk.all), strict=True)
+    digests, extents, out_extents, kinds, grads, problems, calls = zip(*_HEADER.iter_unpack(desk.all), strict=True)
     whats, tensors, counts = (
         {digest[at : at + 8] for digest in digests if digest[at : at + 8] != _NONE} for at in (0, 8, 16)
     )
-    if any(problems) or len(whats) > 1 or len(tensors) > 1 or len(counts) > 1:
+    if any(problems) or max(map(len, (whats, tensors, counts, set(calls)))) > 1:
         return None
     desk.last, desk.agreed = bytes(desk.all), Agreed(extents, out_extents, kinds, grads)
     return desk.agreed
@@ -174,7 +178,7 @@ def _digests(*parts: object) -> bytes:
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     """The verb and what is wrong on which rank, the same on every rank. Collective; only after a disagreement."""
-    facts = allgather(team.comm, _facts(call))
+    facts = allgather(team.comm, _facts(team, call))
     verbs = [fact["verb"] for fact in facts]
     if len(set(verbs)) > 1:
         return verbs[0], _deviations("verb", [_verb_text(verb) for verb in verbs])
@@ -195,11 +199,12 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
 
 
 def _verb_text(verb: str) -> str:
-    return "called finalize(), or reached the end of its program" if verb == "finalize" else f"called {verb}()"
+    return "called finalize(), or reached the end of its program" if verb == LEAVE else f"called {verb}()"
 
 
-def _facts(call: Call) -> dict[str, Any]:
+def _facts(team: Team, call: Call) -> dict[str, Any]:
     dtype, ndim, others = call.tensor or (None, None, None)
+    kind = "with" if team.front is team else "without"
     return {
         "verb": call.verb,
         "problem": call.problem,
@@ -211,6 +216,7 @@ def _facts(call: Call) -> dict[str, Any]:
         "shape": show_shape(others) if others else None,
         "counts": None if call.counts is None else str(call.counts),
         **{name: str(value) for name, value in call.options},
+        f"the number of earlier calls {kind} async_op, which must agree,": team.calls[team.front is team],
     }
 
 

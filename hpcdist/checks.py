@@ -7,6 +7,7 @@ from operator import index
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import buffers, layout
@@ -252,6 +253,8 @@ def _root(root: Any, size: int) -> int:
 def _route(route: Any) -> str:
     if not isinstance(route, str) or route not in NAMES:
         raise WrongError(f"route is {_repr(route)}, expected one of {', '.join(NAMES)}")
+    if route in ("gloo", "nccl") and not dist.is_initialized():
+        raise WrongError(f"route {route} needs torch.distributed, which has been ended here (destroy_process_group)")
     return route
 
 

@@ -48,7 +48,7 @@ def carried(
 
     def back(grad: Tensor) -> Tensor | None:
         what = f"the backward pass of {verb}"
-        with record.InCall(what, front):
+        with record.InCall(what, front), abort.InStep(what, front.size):
             agree.exchange(front, Call(what, options=(("the result", which),)))
             with abort.Transfer(verb, front.size):
                 found = backward(grad.resolve_conj().resolve_neg().contiguous())

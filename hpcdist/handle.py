@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import agree
-from hpcdist.call import Call
+from hpcdist import abort
+from hpcdist.agree import LEAVE
 from hpcdist.errors import HpcdistError
 from hpcdist.gradient import Deferred
 from hpcdist.team import Team
@@ -21,7 +21,7 @@ from hpcdist.watch import record
 if TYPE_CHECKING:
     from hpcdist.world import World
 
-__all__ = ["Background", "Handle", "background", "check_threads", "everywhere", "start"]
+__all__ = ["Background", "Handle", "at_once", "background", "check_threads", "everywhere", "prepare", "start"]
 
 T = TypeVar("T")
 
@@ -99,9 +99,24 @@ def _hand_over(result: object) -> None:
 def start(verb: str, team: Team, step: Callable[[Team], T], async_op: bool) -> T | Handle[T]:
     """Run a step of a verb: now, or in the background of the team."""
     if async_op:
-        return background(team).submit(verb, step)
-    with record.InCall(verb, team):
+        handle = background(team).submit(verb, step)
+        team.calls[True] += 1
+        return handle
+    team.calls[False] += 1
+    with record.InCall(verb, team), abort.InStep(verb, team.size):
         return step(team)
+
+
+def at_once(step: Callable[[], T], async_op: bool) -> T | Handle[T]:
+    """Run a step that concerns this rank alone; with `async_op`, its result or error comes out of a handle."""
+    if not async_op:
+        return step()
+    future: futures.Future[T] = futures.Future()
+    try:
+        future.set_result(step())
+    except Exception as error:  # wait() raises it
+        future.set_exception(error)
+    return Handle(future, "wait")
 
 
 class Background:
@@ -112,7 +127,8 @@ class Background:
     """
 
     def __init__(self, team: Team) -> None:
-        self.team = Team(team.comm.Dup(), team.world, front=team)
+        assert team.back_comm is not None
+        self.team = Team(team.back_comm, team.group, front=team)
         self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="hpcdist", daemon=True)
         self._thread.start()
@@ -120,12 +136,14 @@ class Background:
 
     def submit(self, verb: str, step: Callable[[Team], T]) -> Handle[T]:
         what = record.where(verb)
+        before = self.team.front.calls[False]
         future: futures.Future[T] = futures.Future()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         device = self.team.world.device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
         def run() -> None:
+            self.team.calls[False] = before
             try:
                 # torch's modes in this order
                 with (
@@ -158,10 +176,9 @@ class Background:
             del step  # and what it holds
 
     def stop(self) -> None:
-        """End the thread once all that was submitted is done, and free the communicator. Collective."""
+        """End the thread once all that was submitted is done; the communicator is freed with the team's own."""
         self._steps.put(None)
         self._thread.join()
-        self.team.free()
 
 
 def check_threads() -> None:
@@ -186,20 +203,27 @@ def _threads() -> int:
     return MPI.Query_thread()
 
 
+def prepare(team: Team) -> None:
+    """Begin the background of a team, if threads may: at the end of the program it answers the asynchronous calls of
+    other ranks, and no thread can be begun then."""
+    from mpi4py import MPI
+
+    if team.size > 1 and _threads() >= MPI.THREAD_MULTIPLE:
+        background(team)
+
+
 def background(team: Team) -> Background:
-    """The background of a team. Collective over the team when first used."""
+    """The background of a team; nothing is communicated."""
     check_threads()
     if "background" not in team.memo:
-        with record.InCall("async_op", team):
-            agree.exchange(team, Call("async_op"))
-            team.memo["background"] = Background(team)
+        team.memo["background"] = Background(team)
     found: Background = team.memo["background"]
     return found
 
 
 def everywhere(world: World, step: Callable[[Team], object]) -> None:
     """Run a step in the world's team, and behind all that is under way in the backgrounds of its teams."""
-    behind = [background(team).submit("finalize", step) for team in world.teams if "background" in team.memo]
+    behind = [background(team).submit(LEAVE, step) for team in world.teams if "background" in team.memo]
     step(world.team)
     for done in behind:
         done.wait()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpcdist import layout as layouts
 from hpcdist import world
+from hpcdist.groups import group_of
 from hpcdist.layout import Layout
-from hpcdist.team import team_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,7 +39,7 @@ def balance(
         >>> hd.balance([8, 1, 1, 1, 1, 4])
         [1, 5]
     """
-    return layouts.balance(weights, team_of(group, world.current()).size if parts is None else parts)
+    return layouts.balance(weights, group_of(group, world.current()).size if parts is None else parts)
 
 
 def local(x: Tensor, layout: Layout, *, group: dist.ProcessGroup | MPI.Comm | None = None) -> Tensor:
@@ -59,5 +59,5 @@ def local(x: Tensor, layout: Layout, *, group: dist.ProcessGroup | MPI.Comm | No
         tensor([[2, 3],
                 [6, 7]])
     """
-    team = team_of(group, world.current())
-    return x[layout.boxes(x.shape, team.size)[team.rank].slices()]
+    of = group_of(group, world.current())
+    return x[layout.boxes(x.shape, of.size)[of.rank].slices()]

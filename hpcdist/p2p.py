@@ -1,41 +1,35 @@
 """send, recv, isend, irecv: whole structures from one rank to another, which knows nothing of them beforehand.
 
 One message has the header and all small tensors; each large one follows by itself, from its memory into new memory.
-They go over communicators of the library's own, and carry a number of the sender's, so that nothing else meets them.
+They go over communicators of the library's own, and carry the group and a number of the sender's, so that nothing else
+meets them. No other rank of the group takes part: a group need not have been used before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from hpcdist import abort, layout, world
-from hpcdist.buffers import as_bytes
-from hpcdist.errors import FileError, HpcdistError, reason
+from hpcdist import world
+from hpcdist.groups import group_of
 from hpcdist.handle import Handle
-from hpcdist.packing import Contents, Header, Messages, bounded, encode, opened
-from hpcdist.team import Team, team_of
-from hpcdist.tree import Tree, finished, flatten, rebuild
+from hpcdist.packing import Contents
+from hpcdist.tree import flatten
 from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdist.post import Post, Steps
-    from hpcdist.routes.hdf5 import Stage
+    from hpcdist.post import Engine, Steps
+    from hpcdist.transfers import Outgoing
+    from hpcdist.world import World
 
 __all__ = ["irecv", "isend", "recv", "send"]
 
 ROUTES = ("auto", "mpi", "hdf5")
-PIECE = 2**30  # bytes a message at most, from host memory
-CHUNK = 2**26  # bytes a message at most, from a GPU: it passes through pinned memory of that size
-_ANSWER = 1024  # bytes at most, of what went wrong while a file was read
 
 
 def send(
@@ -70,11 +64,11 @@ def send(
         >>> hd.send({"weights": [w1, w2], "step": 3}, dest=1)      # on rank 0
         >>> got = hd.recv(source=0)                                # on rank 1
     """
-    team, post, steps = _sending(x, dest, tag, group, route, allow_pickle)
-    if dest == team.rank:
+    engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
+    if outgoing.dest == outgoing.world.rank:
         raise ValueError(f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend")
-    with record.InCall("send", team, dest):
-        post.run(steps, receives=False)
+    with record.InCall("send", outgoing.world.team, outgoing.dest):
+        engine.run("send", steps, receives=False)
 
 
 def isend(
@@ -87,8 +81,8 @@ def isend(
     allow_pickle: bool = False,
 ) -> Handle[None]:
     """As :func:`send`, in the background: returns a handle at once. Until it is done, `x` must not be changed."""
-    _, post, steps = _sending(x, dest, tag, group, route, allow_pickle)
-    return post.submit("isend", steps, dest, receives=False)
+    engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
+    return engine.submit("isend", steps, outgoing.dest, receives=False)
 
 
 def recv(
@@ -121,9 +115,9 @@ def recv(
         FileError: as for :func:`send`.
         HpcdistError: the message is damaged.
     """
-    team, post, steps = _receiving(source, tag, group, allow_pickle)
-    with record.InCall("recv", team, record.ANYBODY if source is None else source):
-        got: tuple[Any, int] = post.run(steps, receives=True)
+    engine, here, peer, steps = _receiving(source, tag, group, allow_pickle)
+    with record.InCall("recv", here.team, peer):
+        got: tuple[Any, int] = engine.run("recv", steps, receives=True)
     return got if with_source else got[0]
 
 
@@ -136,46 +130,51 @@ def irecv(
     with_source: bool = False,
 ) -> Handle[Any]:
     """As :func:`recv`, in the background: returns a handle at once, whose wait() returns the structure."""
-    _, post, steps = _receiving(source, tag, group, allow_pickle)
+    engine, _, peer, steps = _receiving(source, tag, group, allow_pickle)
 
     def received() -> Steps[Any]:
         got = yield from steps
         return got if with_source else got[0]
 
-    return post.submit("irecv", received(), record.ANYBODY if source is None else source, receives=True)
+    return engine.submit("irecv", received(), peer, receives=True)
 
 
-def _sending(x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: bool) -> tuple[Team, Post, Steps[None]]:
+def _sending(
+    x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: bool
+) -> tuple[Engine, Outgoing, Steps[None]]:
     """Check what is to be sent, and the steps of sending it."""
-    from hpcdist.post import post_of
+    from hpcdist.transfers import Outgoing, by_file, by_mpi
 
-    team = team_of(group, world.current())
-    _check("dest", dest, team.size)
-    _check_tag(team, tag)
+    here = world.current()
+    of, engine = group_of(group, here), here.engine
+    _check("dest", dest, of.size)
+    _check_tag(engine, tag)
     if route not in ROUTES:
         raise ValueError(f"route is {route!r}, expected one of {', '.join(ROUTES)}")
-    tree, post = flatten(x, allow_pickle), post_of(team)
+    tree = flatten(x, allow_pickle)
     if any(tensor.is_cuda for tensor in tree.tensors):
         torch.cuda.current_stream().synchronize()  # the background has streams of its own
-    contents, number = Contents.of(tree.tensors), post.number(_most_tag(team))
-    way = _by_file if route == "hdf5" and contents.large else _by_mpi
-    return team, post, way(team, tree, contents, dest, tag, number)
+    contents = Contents.of(tree.tensors)
+    outgoing = Outgoing(here, of.message_key(), of.peers[dest], tag, engine.number())
+    way = by_file if route == "hdf5" and contents.large else by_mpi
+    return engine, outgoing, way(outgoing, tree, contents)
 
 
 def _receiving(
     source: int | None, tag: int | None, group: Any, allow_pickle: bool
-) -> tuple[Team, Post, Steps[tuple[Any, int]]]:
-    from mpi4py import MPI
+) -> tuple[Engine, World, int, Steps[tuple[Any, int]]]:
+    from hpcdist.post import Arrival
+    from hpcdist.transfers import receive
 
-    from hpcdist.post import post_of
-
-    team = team_of(group, world.current())
+    here = world.current()
+    of, engine = group_of(group, here), here.engine
     if source is not None:
-        _check("source", source, team.size)
+        _check("source", source, of.size)
     if tag is not None:
-        _check_tag(team, tag)
-    from_, with_ = MPI.ANY_SOURCE if source is None else source, MPI.ANY_TAG if tag is None else tag
-    return team, post_of(team), _receive(team, from_, with_, allow_pickle)
+        _check_tag(engine, tag)
+    from_ = None if source is None else of.peers[source]
+    arrival = Arrival(engine.unexpected, of, from_, tag)
+    return engine, here, record.ANYBODY if from_ is None else from_, receive(here, of, arrival, allow_pickle)
 
 
 def _check(name: str, rank: int, size: int) -> None:
@@ -183,154 +182,6 @@ def _check(name: str, rank: int, size: int) -> None:
         raise ValueError(f"{name} is {rank}, expected 0 to {size - 1} in a group of {size} ranks")
 
 
-def _check_tag(team: Team, tag: int) -> None:
-    if not 0 <= index(tag) <= _most_tag(team):
-        raise ValueError(f"tag is {tag}, expected 0 to {_most_tag(team)}, which this MPI allows")
-
-
-def _most_tag(team: Team) -> int:
-    from mpi4py import MPI
-
-    return int(team.mail.Get_attr(MPI.TAG_UB) or 32767)
-
-
-def _by_mpi(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, number: int) -> Steps[None]:
-    """The header with the small tensors, and each large one behind it."""
-    from mpi4py import MPI
-
-    from hpcdist.post import Requests
-
-    messages = Messages(tree.tensors, contents, encode(tree.spec, contents, number=number))
-    large = [*messages.rest, *(as_bytes(tree.tensors[i].contiguous()) for i in contents.large)]
-    longest = max((x.numel() for x in large if x.is_cuda), default=0)
-    room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, pin_memory=longest > 0)
-    # From here on nothing takes memory: who has got the header depends on what follows.
-    requests = [team.mail.Isend([_memory(messages.first), MPI.BYTE], dest, tag)]
-    for x in large:
-        if x.is_cuda:
-            for start, length in layout.pieces(x.numel(), CHUNK):
-                room[:length].copy_(x[start : start + length])
-                yield Requests([team.parcels.Isend([_memory(room[:length]), MPI.BYTE], dest, number)])
-        else:
-            requests += _isend(team, x, dest, number)
-    yield Requests(requests)
-
-
-def _isend(team: Team, x: Tensor, dest: int, number: int) -> list[MPI.Request]:
-    """Begin to send bytes in host memory, in pieces."""
-    from mpi4py import MPI
-
-    pieces = layout.pieces(x.numel(), PIECE)
-    return [team.parcels.Isend([_memory(x[at : at + length]), MPI.BYTE], dest, number) for at, length in pieces]
-
-
-def _by_file(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, number: int) -> Steps[None]:
-    """The header with the small tensors; the large ones are in a file by then, which goes when they have been read."""
-    from mpi4py import MPI
-
-    from hpcdist.post import Requests
-
-    sizes = [contents.nbytes[i] for i in contents.large]
-    with _staged(team, sum(sizes)) as stage:
-        large = [as_bytes(tree.tensors[i].cpu().contiguous()) for i in contents.large]
-        stage.write(list(zip(layout.displs(sizes), large, strict=True)))
-        messages = Messages(
-            tree.tensors, contents, encode(tree.spec, contents, number=number, file=stage.ticket(team.world.one_system))
-        )
-        answer = bytearray(_ANSWER)
-        requests = [team.mail.Isend([_memory(messages.first), MPI.BYTE], dest, tag)]
-        for rest in messages.rest:
-            requests += _isend(team, rest, dest, number)
-        requests.append(team.parcels.Irecv([answer, MPI.BYTE], dest, number + 1))
-        yield Requests(requests)
-    problem = answer.rstrip(b"\0").decode(errors="replace")
-    if problem:
-        raise FileError(f"send(): rank {dest}: {problem}")
-
-
-@contextmanager
-def _staged(team: Team, nbytes: int) -> Iterator[Stage]:
-    from hpcdist.routes.hdf5 import Stage
-
-    stage = Stage(team.world.staging, nbytes)
-    try:
-        yield stage
-    finally:
-        stage.remove()
-
-
-def _receive(team: Team, source: int, tag: int, allow_pickle: bool) -> Steps[tuple[Any, int]]:
-    from mpi4py import MPI
-
-    from hpcdist.post import Arrival, Requests
-
-    arrival = Arrival(team.mail, source, tag)
-    yield arrival
-    message = torch.empty(arrival.nbytes, dtype=torch.uint8)
-    yield Requests([arrival.message.Irecv([_memory(message), MPI.BYTE])])
-    giver, device = arrival.source, team.world.device
-    header, packed = opened(message)
-    number = header.more.get("number")
-    if not isinstance(number, int) or not 0 <= number < _most_tag(team):
-        raise HpcdistError(f"a message of rank {giver} is damaged: it has the number {number!r}")
-    with abort.Transfer("recv", team.size if header.large or packed is None else 1):
-        bounded(sum(header.nbytes))
-        if packed is None:
-            packed = torch.empty(header.packed, dtype=torch.uint8)
-            yield from _from_mpi(team, giver, number, [(packed, False)])
-        places = header.unpack(packed, device)
-        places.update({i: header.room(i, device) for i in header.large})
-    if "file" in header.more:
-        yield from _from_file(team, giver, number, header, places)
-    else:
-        yield from _from_mpi(team, giver, number, [(as_bytes(places[i]), header.metas[i].cuda) for i in header.large])
-    return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle)), giver
-
-
-def _from_mpi(team: Team, giver: int, number: int, large: list[tuple[Tensor, bool]]) -> Steps[None]:
-    """Receive the large tensors; those that come from a GPU in chunks."""
-    from mpi4py import MPI
-
-    from hpcdist.post import Requests
-
-    requests = []
-    for x, from_gpu in large:
-        for start, length in layout.pieces(x.numel(), CHUNK if from_gpu else PIECE):
-            place = x[start : start + length]
-            room = torch.empty(length, dtype=torch.uint8, pin_memory=True) if x.is_cuda else place
-            request = team.parcels.Irecv([_memory(room), MPI.BYTE], giver, number)
-            if x.is_cuda:
-                yield Requests([request])
-                place.copy_(room)
-            else:
-                requests.append(request)
-    yield Requests(requests)
-
-
-def _from_file(team: Team, giver: int, number: int, header: Header, places: dict[int, Tensor]) -> Steps[None]:
-    """Read the large tensors, and tell the sender, which keeps the file until then."""
-    from mpi4py import MPI
-
-    from hpcdist.post import Requests
-    from hpcdist.routes.hdf5 import fetch
-
-    problem = ""
-    starts = layout.displs([header.nbytes[i] for i in header.large])
-    try:
-        for start, i in zip(starts, header.large, strict=True):
-            host = places[i] if places[i].is_cpu else torch.empty(places[i].shape, dtype=places[i].dtype)
-            fetch(header.more["file"], [(start, as_bytes(host))])
-            places[i] = host.to(places[i].device)
-    except Exception as error:  # whatever it is: the sender waits for an answer
-        problem = reason(error)
-    answer = bytearray(problem.encode()[:_ANSWER])
-    yield Requests([team.parcels.Isend([answer, MPI.BYTE], giver, number + 1)])
-    if problem:
-        raise FileError(f"recv(): {problem}")
-
-
-def _memory(x: Tensor) -> Any:
-    """The bytes of a tensor in host memory, as mpi4py takes them."""
-    from mpi4py import MPI
-
-    return MPI.buffer.fromaddress(x.data_ptr(), x.numel())
+def _check_tag(engine: Engine, tag: int) -> None:
+    if not 0 <= index(tag) <= engine.most_tag:
+        raise ValueError(f"tag is {tag}, expected 0 to {engine.most_tag}, which this MPI allows")

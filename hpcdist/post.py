@@ -8,21 +8,28 @@ from collections.abc import Generator
 from concurrent import futures
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from mpi4py import MPI
 
+from hpcdist import abort, agree
 from hpcdist.errors import HpcdistError
+from hpcdist.groups import Group
 from hpcdist.handle import Handle, check_threads
+from hpcdist.matching import Envelope, Unexpected, conflict
 from hpcdist.team import Team
 from hpcdist.watch import record
 
-__all__ = ["Arrival", "Post", "Requests", "Steps", "post_of"]
+if TYPE_CHECKING:
+    from hpcdist.world import World
+
+__all__ = ["Arrival", "Engine", "Requests", "Steps"]
 
 T = TypeVar("T")
 
 _LONGEST_NAP = 2e-4  # seconds between two looks, where nothing has happened for a while
+_SPINS = 200  # looks before the first nap
 
 
 class Waiting(Protocol):
@@ -52,35 +59,39 @@ class Requests:
 class Arrival:
     """Until a message has come in; it is then taken out, for this receiver alone.
 
+    Args:
+        group: in which it was sent.
+        source: the world's rank of its sender; None for any.
+        tag: None for any.
+
     Attributes:
-        message: that message.
-        source, nbytes: the rank that has sent it, and its length.
+        envelope: of that message.
     """
 
-    def __init__(self, comm: MPI.Intracomm, source: int, tag: int) -> None:
-        self._comm, self._from, self._tag = comm, source, tag
-        self._status = MPI.Status()
-        self.message: Any = None
+    def __init__(self, unexpected: Unexpected, group: Group, source: int | None, tag: int | None) -> None:
+        self._unexpected, self._group = unexpected, group
+        self._wanted = group.message_key(), source, tag
+        self.envelope: Envelope | None = None
 
     def ready(self) -> bool:
-        self.message = self._comm.Improbe(self._from, self._tag, self._status)
-        return self.message is not None
+        if self._group.ended:
+            raise HpcdistError("the group has ended before this message was received")
+        self.envelope = self._unexpected.take(*self._wanted)
+        return self.envelope is not None
 
     def wait(self) -> None:
-        self.message = self._comm.Mprobe(self._from, self._tag, self._status)
+        """By looking again and again, and not inside MPI: there a handler of Python's, of Ctrl-C say, would not run."""
+        for _ in range(_SPINS):
+            if self.ready():
+                return
+            time.sleep(0)
+        begin = time.monotonic()
+        while not self.ready():
+            time.sleep(min(_LONGEST_NAP, (time.monotonic() - begin) / 10))
 
-    def rivals(self, other: Arrival) -> bool:
+    def conflicts_with(self, other: Arrival) -> bool:
         """Whether there are messages that both could take."""
-        sources, tags = {self._from, other._from}, {self._tag, other._tag}
-        return (len(sources) == 1 or MPI.ANY_SOURCE in sources) and (len(tags) == 1 or MPI.ANY_TAG in tags)
-
-    @property
-    def source(self) -> int:
-        return self._status.Get_source()
-
-    @property
-    def nbytes(self) -> int:
-        return self._status.Get_elements(MPI.BYTE)
+        return conflict(self._wanted, other._wanted)
 
 
 @dataclass
@@ -94,41 +105,53 @@ class _Job:
 _abandoned: list[_Job] = []  # MPI may still read and write their memory
 
 
-class Post:
-    """The transfers between this rank and others of a team that are under way.
+class Engine:
+    """The transfers between this rank and others that are under way. Collective over the world when it is made.
 
     What was asked for first comes first: a transfer in the foreground queues behind sends that have not begun, and
     receives that have not ended, in the background.
+
+    Attributes:
+        header_comm, data_comm: communicators for what is sent first of a message, and for what follows.
+        unexpected: what has come, and was not asked for yet.
     """
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, world: World) -> None:
+        self.header_comm, self.data_comm = world.team.comm.Dup(), world.team.comm.Dup()
+        self.unexpected = Unexpected(self.header_comm)
+        self.most_tag = int(self.data_comm.Get_attr(MPI.TAG_UB) or 32767)
+        self._world = world
         self._number = 0  # of the latest message sent, by which its parts are told from others'
         self._lock = threading.Lock()
         self._arriving: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ahead = {True: 0, False: 0}  # receives that have not ended, sends that have not begun
 
-    def number(self, most: int) -> int:
-        """A number for a message, even and at most `most` - 1: an answer to it has the number behind it."""
+    def number(self) -> int:
+        """A number for a message, even and below `most_tag`: an answer to it has the number behind it."""
         with self._lock:
-            self._number = (self._number + 2) % (most // 2 * 2)
+            self._number = (self._number + 2) % (self.most_tag // 2 * 2)
             return self._number
 
-    def run(self, steps: Steps[T], receives: bool) -> T:
+    def run(self, verb: str, steps: Steps[T], receives: bool) -> T:
         """Do a transfer now."""
         if self._ahead[receives]:
             return self.submit("the transfer", steps, record.NOBODY, receives).wait()
         try:
             while True:
-                next(steps).wait()
+                waiting = next(steps)
+                if isinstance(waiting, Arrival):
+                    waiting.wait()  # nothing has come yet: an exception here costs nobody anything
+                else:
+                    with abort.InStep(verb, self._world.world_size):
+                        waiting.wait()
                 record.touch()
         except StopIteration as done:
             result: T = done.value
             return result
 
     def submit(self, verb: str, steps: Steps[T], peer: int, receives: bool) -> Handle[T]:
-        """Do a transfer in the background; it depends on `peer`."""
+        """Do a transfer in the background; it depends on `peer`, a rank of the world."""
         check_threads()
         future: futures.Future[T] = futures.Future()
         if receives:
@@ -139,15 +162,15 @@ class Post:
                 self._thread = threading.Thread(target=self._work, name="hpcdist-post", daemon=True)
                 self._thread.start()
             self._arriving.put(_Job(steps, future, receives))
-        return Handle(future, f"{verb}().wait", self._team, peer)
+        return Handle(future, f"{verb}().wait", self._world.team, peer)
 
     def _passed(self, receives: bool) -> None:
         with self._lock:
             self._ahead[receives] -= 1
 
     def _work(self) -> None:
-        if self._team.world.device.type == "cuda":
-            torch.cuda.set_device(self._team.world.device)
+        if self._world.device.type == "cuda":
+            torch.cuda.set_device(self._world.device)
         jobs: list[_Job] = []
         nap = 0.0
         while True:
@@ -170,17 +193,16 @@ class Post:
                 time.sleep(nap)
         _abandoned.extend(jobs)
         for job in jobs:  # nobody is there any more to send or receive it
-            job.future.set_exception(
-                HpcdistError("the world, or the group, has ended before this message was sent or received")
-            )
+            job.future.set_exception(HpcdistError("the world has ended before this message was sent or received"))
 
-    def stop(self) -> bool:
-        """End the thread. What is under way then, if anything, is for nobody."""
-        if self._thread is None:
-            return False
-        self._arriving.put(None)
-        self._thread.join()
-        return bool(_abandoned)
+    def stop(self, team: Team) -> None:
+        """End the thread. What is under way then, if anything, is for nobody. Collective over `team`, all ranks."""
+        if self._thread is not None:
+            self._arriving.put(None)
+            self._thread.join()
+        if not any(agree.allgather(team.comm, bool(_abandoned))):  # else a new one could meet what still comes
+            self.header_comm.Free()
+            self.data_comm.Free()
 
 
 def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
@@ -204,15 +226,7 @@ def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
 def _may_go_on(waiting: Waiting, before: list[Arrival]) -> bool:
     if not isinstance(waiting, Arrival):
         return waiting.ready()
-    if not any(waiting.rivals(other) for other in before) and waiting.ready():
+    if not any(waiting.conflicts_with(other) for other in before) and waiting.ready():
         return True
     before.append(waiting)
     return False
-
-
-def post_of(team: Team) -> Post:
-    """The post of a team on this rank."""
-    if "post" not in team.memo:
-        team.memo["post"] = Post(team)
-    found: Post = team.memo["post"]
-    return found

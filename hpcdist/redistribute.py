@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, gradient, handle, layout, routes, world
+from hpcdist import abort, agree, checks, gradient, handle, layout, memory, routes, world
 from hpcdist.buffers import overlap
 from hpcdist.call import LOST, Call
 from hpcdist.errors import HpcdistError, RankError
@@ -110,7 +110,7 @@ def plan_redistribute(
         ...     columns = to_columns(x)
     """
     team = team_of(group, world.current())
-    with record.InCall("plan_redistribute", team):
+    with record.InCall("plan_redistribute", team), abort.InStep("plan_redistribute", team.size):
         plan = copy(_planned(x, src, dst, route, None, team)[0])  # what the team remembers may be of another device
     plan._device = x.device
     return plan
@@ -126,9 +126,17 @@ class Plan:
     """
 
     def __init__(
-        self, team: Team, way: Route, moves: Transfer, shape: Shape, box: Box, like: Tensor, grad: bool
+        self,
+        team: Team,
+        way: Route,
+        moves: Transfer,
+        shape: Shape,
+        boxes: Sequence[Box],
+        like: Tensor,
+        grad: bool,
     ) -> None:
-        self.shape, self.box = shape, box
+        self.shape, self.box = shape, boxes[team.rank]
+        self._sizes = [box.size() * like.itemsize for box in boxes]
         self.sent, self.received = moves.source.nbytes, moves.dest.nbytes
         self._team, self._way, self._moves = team, way, moves
         self._dtype, self._device, self._grad = like.dtype, like.device, grad
@@ -180,7 +188,8 @@ class Plan:
 
         def forward() -> Tensor:
             with abort.Transfer(VERB, team.size):
-                y = torch.empty(self.box.shape, dtype=own.dtype, device=own.device) if out is None else out
+                make = lambda: torch.empty(self.box.shape, dtype=own.dtype, device=own.device)  # noqa: E731
+                y = memory.allocate(VERB, team, self._sizes, make if out is None else lambda: out)
                 self._moves.run(team, self._way, own.clone() if out is not None and overlap(out, own) else own, y)
                 return y
 
@@ -255,7 +264,7 @@ def _make(team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Sha
         single=all(fact[2] for fact in known),
         views=isinstance(way, Views) and all(fact[3] for fact in known),
     )
-    return Plan(team, way, Transfer(*sides, facts), shape, dest[team.rank], x, grad)
+    return Plan(team, way, Transfer(*sides, facts), shape, dest, x, grad)
 
 
 def _show(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:

@@ -19,6 +19,7 @@ from hpcdist.command import Meter
 from hpcdist.errors import InputError, reason
 from hpcdist.files import Source
 from hpcdist.formats import Opened
+from hpcdist.groups import Group
 from hpcdist.inputs import Inputs, equal
 from hpcdist.layout import Box
 from hpcdist.raw import memory
@@ -208,7 +209,7 @@ def _alone(world: World) -> Iterator[Team]:
     """A team of this rank only."""
     from mpi4py import MPI
 
-    team = Team(MPI.COMM_SELF.Dup(), world)
+    team = Team(MPI.COMM_SELF.Dup(), Group(world, 0, [world.rank], MPI.COMM_SELF))
     try:
         yield team
     finally:

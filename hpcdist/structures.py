@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import abort, agree, layout, routes
+from hpcdist import abort, agree, layout, memory, routes
 from hpcdist.buffers import as_bytes, of_bytes
 from hpcdist.call import Call, others, show_shape
 from hpcdist.errors import RankError
 from hpcdist.merging import merge, same
-from hpcdist.packing import Contents, Header, bounded, encode, pack
+from hpcdist.packing import Contents, Header, encode, pack
 from hpcdist.routes import CPU
 from hpcdist.tree import Tree, classes_in, find_class, finished, rebuild
 
@@ -41,9 +41,11 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
         merge(verb, [header.spec for header in headers], joins.note, lambda rank, kind, i: None)
         ways = _ways(verb, team, call.route, agreed.kinds, {h.metas[i].cuda for h in headers for i in h.large})
         receives, device = root is None or team.rank == root, team.world.device
-        if receives:
-            bounded(sum(sum(header.nbytes) for header in headers))
-        places = [joins.places(rank, device) if receives else {} for rank in range(team.size)]
+        nbytes = sum(sum(header.nbytes) for header in headers)
+        sizes = [nbytes if root in (None, rank) else 0 for rank in range(team.size)]
+        places = memory.allocate(
+            verb, team, sizes, lambda: [joins.places(rank, device) if receives else {} for rank in range(team.size)]
+        )
         _bring_small(team, call.tree, headers, root, places, device)
         for on_gpu, way in ways.items():
             _bring_large(team, way, on_gpu, call.tree, headers, root, places)

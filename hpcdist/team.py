@@ -1,11 +1,11 @@
-"""The ranks of one call: a private communicator for them, and torch groups made when a route first needs one."""
+"""The ranks of one call: communicators of the library's own, and torch groups made when a route first needs one."""
 
 from __future__ import annotations
 
+import secrets
 import threading
-import weakref
+from array import array
 from datetime import timedelta
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hpcdist import agree
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import RankError
+from hpcdist.groups import Group, group_of, is_alive
 from hpcdist.watch import record
 
 if TYPE_CHECKING:
@@ -25,76 +26,72 @@ __all__ = ["Team", "team_of"]
 
 
 _LATER = timedelta(minutes=1)  # after our own deadline, which can say more, comes torch's
+_FREE, _OWN, _OTHERS = range(3)  # whose the provisional key of a communicator's ranks is
 
 
 class Team:
     """Some ranks of the world, in the order of a communicator.
 
-    All library traffic goes over duplicates made here, so that it never meets the user's messages. What may be
-    expensive is made when first needed: all ranks of the team come to that point in the same call.
+    All library traffic goes over communicators made here, so that it never meets the user's messages, nor those of
+    another group of the same ranks. Collective over `comm`.
+
+    Args:
+        comm: a communicator of these ranks, which belongs to the library from here on.
+        group: the group of the caller that the team is for.
+        front: the team in whose background this one works; None for one in the foreground.
 
     Attributes:
-        comm: a communicator of these ranks that belongs to the library.
         rank, size: of this process in the team, and the number of its ranks.
+        peers: the world's rank of each rank of the team, which is also torch.distributed's.
         world: the world the team is a part of.
         front: the team itself; of a team that works in the background of another, that one.
-        mail, parcels: further communicators, for what two ranks send each other; not in the background.
+        number: by which a record tells teams apart; the same on all ranks. That of a background team is one more.
+        calls: the verbs begun so far, in the foreground and (True) with async_op; of a background team, those of the
+            foreground before the one at hand.
+        back_comm: the communicator of the team that works in the background of this one; None if this is one.
     """
 
-    def __init__(self, comm: MPI.Intracomm, world: World, front: Team | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, group: Group, front: Team | None = None) -> None:
         self.comm = comm
+        self.group = group
         self.front = front or self
-        self.mail, self.parcels = (comm.Dup(), comm.Dup()) if front is None else (comm, comm)
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.world = world
+        self.peers = group.peers
+        self.world: World = group.world
         self.memo: dict[Any, Any] = {}  # what modules keep a team: header buffers, whether MPI takes GPU memory
-        self._peers: list[int] | None = None
-        self._number: int | None = None
-        self._calls = 0
+        self.calls = {False: 0, True: 0}
+        self._begun = 0
         self._groups: dict[str, dist.ProcessGroup] = {}
-
-    @property
-    def peers(self) -> list[int]:
-        """The world's rank of each rank of the team, which is also torch.distributed's."""
-        if self._peers is None:
-            from mpi4py import MPI
-
-            whole = self.world.team.comm.Get_group()
-            part = self.comm.Get_group()
-            self._peers = list(MPI.Group.Translate_ranks(part, None, whole))
-            if MPI.UNDEFINED in self._peers:
-                raise HpcdistError("the communicator has ranks that are not in hpcdist's world")
-        return self._peers
-
-    @property
-    def number(self) -> int:
-        """By which a record tells teams apart; the same on all its ranks, and for teams of the same ranks alike."""
-        if self._number is None:
-            self._number = _number(self.peers, self.front is self)
-        return self._number
+        self.number: int = _agree_on_keys(comm, group) if front is None else front.number + 1
+        self.back_comm = comm.Dup() if front is None else None
+        record.peers[self.number] = self.peers
+        if front is None:
+            group.team = self
 
     def next_call(self) -> int:
         """The number of a call that begins now, of this team's."""
-        self._calls += 1
-        return self._calls
+        self._begun += 1
+        return self._begun
 
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used."""
-        if backend not in self._groups:
-            _choose_names()
-            # One rank chooses the name, see there.
-            _chosen.name = agree.from_root(self.comm, f"hpcdist-{uuid4().hex}".encode(), 0).decode()
-            limit = self.world.timeout + _LATER
-            try:
-                group = dist.new_group(
-                    sorted(self.peers), backend=backend, timeout=limit, use_local_synchronization=True
-                )
-            finally:
-                _chosen.name = None
-            assert isinstance(group, dist.ProcessGroup)
-            self._groups[backend] = group
-        return self._groups[backend]
+        group = self._groups.get(backend)
+        if group is None or not is_alive(group):  # the user may have ended torch.distributed, and started it again
+            group = self._groups[backend] = self._make_torch_group(backend)
+        return group
+
+    def _make_torch_group(self, backend: str) -> dist.ProcessGroup:
+        _choose_names()
+        # One rank chooses the name, see there.
+        _chosen.name = agree.from_root(self.comm, f"hpcdist-{uuid4().hex}".encode(), 0).decode()
+        limit = self.world.timeout + _LATER
+        try:
+            group = dist.new_group(sorted(self.peers), backend=backend, timeout=limit, use_local_synchronization=True)
+        finally:
+            _chosen.name = None
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     @property
     def freed(self) -> bool:
@@ -103,39 +100,60 @@ class Team:
         return bool(self.comm == MPI.COMM_NULL)
 
     def free(self) -> None:
-        """Free the communicator; the torch groups end with torch.distributed. Collective; once is enough."""
-        if not self.freed:
-            # One that was never used has no number, and at the end of the world none can be worked out any more.
-            with record.InCall("the end of a group", None if self._number is None else self):
-                self._free()
+        """Free the communicators and the torch groups; once is enough.
 
-    def _free(self) -> None:
+        No rank waits for another one: programs end their groups in different orders on different ranks.
+        """
+        if self.freed:
+            return
         if "background" in self.memo:
             self.memo.pop("background").stop()
-        self._groups.clear()
-        if self.front is self:
-            under_way = self.memo.pop("post").stop() if "post" in self.memo else False
-            if not any(agree.allgather(self.comm, under_way)):  # else a new communicator could meet what still comes
-                self.mail.Free()
-                self.parcels.Free()
+        gloo = self._groups.pop("gloo", None)
+        if gloo is not None and is_alive(gloo):
+            dist.destroy_process_group(gloo)
+        self._groups.clear()  # those of NCCL, whose end may be collective, end with torch.distributed
+        for number in (self.number, self.number + 1):
+            record.peers.pop(number, None)
+        if self.back_comm is not None:
+            self.back_comm.Free()
+            self.group.team = None
         self.comm.Free()
 
 
-def _number(peers: list[int], front: bool) -> int:
-    key = repr((peers, front)).encode()
-    number = int.from_bytes(blake2b(key, digest_size=7).digest(), "little") + 1
-    record.peers[number] = peers
-    return number
+def _agree_on_keys(comm: MPI.Intracomm, group: Group) -> int:
+    """The team's number, and the group's key if it has none yet. Collective; one small Allgather.
+
+    Where messages have gone from rank to rank already, the key they have is kept.
+
+    Raises:
+        RankError: on every rank, if on one of them that key is another communicator's.
+    """
+    from mpi4py import MPI
+
+    holder = group.world.provisional.get(group.provisional_key)
+    mine = array("q", [2 * secrets.randbits(60) + 2, _FREE if holder is None else _OWN if holder is group else _OTHERS])
+    all_ = array("q", bytes(mine.itemsize * 2 * comm.size))
+    comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
+    holders = all_[1::2]
+    if _OWN in holders:
+        problem = (
+            "send or recv was called here with another communicator of these ranks, and on other ranks with this one"
+        )
+        taken = {rank: problem for rank, whose in enumerate(holders) if whose == _OTHERS}
+        if taken:
+            raise RankError("the first use of a group", taken)
+        group.world.provisional[group.provisional_key] = group
+        group.key = group.provisional_key
+    elif group.key is None:
+        group.key = all_[0] + 1
+    return all_[0]
 
 
 class _Coming:
     """A team that is being made, which is the first thing that its ranks do together."""
 
-    def __init__(self, group: MPI.Group, world: World) -> None:
-        from mpi4py import MPI
-
-        peers = MPI.Group.Translate_ranks(group, None, world.team.comm.Get_group())
-        self.number = _number(list(peers), True)
+    def __init__(self, group: Group) -> None:
+        self.number = group.provisional_key
 
     def next_call(self) -> int:
         return 0
@@ -161,65 +179,42 @@ def _choose_names() -> None:
     distributed_c10d._process_group_name = name  # type: ignore[assignment]
 
 
-_torch_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, Team] = weakref.WeakKeyDictionary()
-_keyval: int | None = None  # the MPI attribute under which a communicator keeps its team
-
-
-def team_of(group: dist.ProcessGroup | MPI.Comm | None, world: World) -> Team:
+def team_of(given: dist.ProcessGroup | MPI.Comm | None, world: World) -> Team:
     """The team of a torch group or an mpi4py communicator; the whole world for None.
 
-    Collective over `group` when it is first used.
+    Each communicator and each torch group has a team of its own, also where several have the same ranks. Collective
+    over the group when it is first used.
 
     Raises:
-        TypeError: `group` is neither; on this rank alone, since nothing tells which ranks to agree with.
-        ValueError: this rank is not in `group`.
+        TypeError, ValueError, HpcdistError: as :func:`hpcdist.groups.group_of`.
+        RankError: on every rank, if messages sent before cannot be told from those of another group.
     """
-    if group is None:
-        return world.team
+    group = group_of(given, world)
+    if group.team is None:
+        world.dismiss_ended()
+        record.peers[group.provisional_key] = group.peers
+        with record.InCall("the first use of a group", _Coming(group)):
+            comm = _communicator(given, group)
+            try:
+                world.adopt(Team(comm, group))
+            except RankError:
+                comm.Free()
+                raise
+    assert group.team is not None
+    return group.team
+
+
+def _communicator(given: Any, group: Group) -> MPI.Intracomm:
+    """A new communicator of the ranks of a group. Collective over it."""
     from mpi4py import MPI
 
-    if isinstance(group, MPI.Intracomm):
-        return _of_comm(group, world)
-    if isinstance(group, dist.ProcessGroup):
-        return _of_torch(group, world)
-    if group == MPI.COMM_NULL or group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {world.rank} of the world is not in the group that it passed")
-    raise TypeError(f"group must be a torch ProcessGroup or an mpi4py Intracomm, got {type(group).__name__}")
-
-
-def _of_comm(comm: MPI.Intracomm, world: World) -> Team:
-    global _keyval
-    from mpi4py import MPI
-
-    if comm == MPI.COMM_NULL:
-        raise ValueError(f"rank {world.rank} of the world is not in the communicator that it passed (COMM_NULL)")
-    if _keyval is None:
-        _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
-    team = comm.Get_attr(_keyval)
-    if not isinstance(team, Team) or team.world is not world:
-        same = MPI.Comm.Compare(comm, world.team.comm) in (MPI.IDENT, MPI.CONGRUENT)
-        with record.InCall("the first use of a group", _Coming(comm.Get_group(), world)):
-            team = world.team if same else world.adopt(Team(comm.Dup(), world))
-        comm.Set_attr(_keyval, team)
-    return team
-
-
-def _forget(comm: MPI.Comm, keyval: int, team: Team) -> None:
-    """The user frees a communicator, which is collective: its team goes with it."""
-    if team is not team.world.team:
-        team.world.dismiss(team)
-
-
-def _of_torch(group: dist.ProcessGroup, world: World) -> Team:
-    team = _torch_teams.get(group)
-    if team is None or team.world is not world:
-        ranks = dist.get_process_group_ranks(group)
-        if ranks == list(range(world.world_size)):
-            team = world.team
-        else:
-            whole = world.team.comm
-            part = whole.Get_group().Incl(ranks)
-            with record.InCall("the first use of a group", _Coming(part, world)):
-                team = world.adopt(Team(whole.Create_group(part), world))
-        _torch_teams[group] = team
-    return team
+    if isinstance(given, MPI.Intracomm):
+        return given.Dup()
+    whole = group.world.team.comm
+    all_ = whole.Get_group()
+    part = all_.Incl(group.peers)
+    # The tag keeps apart the groups that several threads make at once.
+    comm = whole.Create_group(part, (group.key or 0) % 2**15)
+    all_.Free()
+    part.Free()
+    return comm

@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, devices, handle, launcher, rendezvous
+from hpcdist import abort, agree, devices, handle, launcher, process_group, rendezvous
 from hpcdist.call import Call
 from hpcdist.commit import private_folder
 from hpcdist.errors import HpcdistError, LaunchError
+from hpcdist.groups import Group, forget
+from hpcdist.memory import host_memory
 from hpcdist.team import Team
 from hpcdist.watch import record
 from hpcdist.watch.watcher import FirstMeeting, Watch, deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hpcdist.post import Engine
 
 __all__ = ["World", "current", "environ", "finalize", "init", "staging_folder"]
 
@@ -39,10 +43,14 @@ class World:
         device: where this rank's tensors belong: one GPU a rank, or the CPU.
         comm: the communicator that init() was given, or COMM_WORLD.
         group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
+        node_of, memory: of each rank, the index of its node and the bytes of memory there; not for user code.
         own_gpus: every rank has a GPU to itself, and NCCL can be used.
         timeout: the deadline of every call.
         staging: the folder through which route "hdf5" moves data; rank 0's is used.
         team, teams: the library's own communicator of all ranks, and all that it has; not for user code.
+        everyone: the group of all ranks; not for user code.
+        provisional: who has the key that communicators of the same ranks share at first; not for user code.
+        engine: what two ranks send each other; not for user code.
     """
 
     rank: int
@@ -54,13 +62,27 @@ class World:
     comm: MPI.Intracomm
     group: dist.ProcessGroup = field(repr=False)
     own_gpus: bool
+    node_of: list[int] = field(repr=False)
+    memory: list[int] = field(repr=False)
     timeout: timedelta
     staging: str
     team: Team = field(init=False, repr=False)
     teams: list[Team] = field(default_factory=list, init=False, repr=False)
+    everyone: Group = field(init=False, repr=False)
+    provisional: dict[int, Group] = field(default_factory=dict, init=False, repr=False)
+    engine: Engine = field(init=False, repr=False)
     _watch: Watch = field(repr=False)
     _owns_group: bool = field(repr=False)
     _asked: tuple[Any, ...] = field(repr=False)
+
+    def _begin(self, private: MPI.Intracomm) -> None:
+        """Make what the ranks communicate by, on a communicator that is the library's. Collective."""
+        from hpcdist.post import Engine  # which imports MPI
+
+        self.everyone = Group(self, private.rank, range(private.size))
+        self.team = self.adopt(Team(private, self.everyone))
+        self.engine = Engine(self)
+        handle.prepare(self.team)
 
     def adopt(self, team: Team) -> Team:
         """Keep a team until the world ends."""
@@ -68,10 +90,15 @@ class World:
         return team
 
     def dismiss(self, team: Team) -> None:
-        """Free a team before the world ends. Collective over the team."""
+        """Free a team before the world ends. Nothing is communicated."""
         if team in self.teams:
             self.teams.remove(team)
             team.free()
+
+    def dismiss_ended(self) -> None:
+        """Free the teams of torch groups that have been destroyed: torch tells nobody when that happens."""
+        for team in [team for team in self.teams if team.group.ended]:
+            forget(team.group)
 
     def child_environ(self) -> dict[str, str]:
         """The environment for a child process that is to run MPI on its own, outside the job."""
@@ -91,7 +118,7 @@ class World:
             RankError: on all ranks, if another rank calls a verb instead.
         """
         if _world is self:
-            with record.InCall("finalize", self.team):
+            with record.InCall("finalize", self.team), abort.InStep("finalize", self.world_size):
                 handle.everywhere(self, lambda team: agree.exchange(team, Call("finalize")))
             self._close()
 
@@ -99,6 +126,8 @@ class World:
         global _world
         _world = None
         atexit.unregister(_leave)
+        with record.InCall("finalize", self.team):
+            self.engine.stop(self.team)
         for team in self.teams:
             team.free()
         self._watch.stop()
@@ -254,7 +283,8 @@ def _make(
         with record.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local.rank, device, backend, shared)
-            group, owns_group = _start_torch(private, meeting, own_gpus, backend, limit)
+            group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
+            places = agree.allgather(private, (nodes.mine, host_memory()))
     except BaseException:
         watch.stop()
         raise
@@ -270,6 +300,8 @@ def _make(
         comm=comm,
         group=group,
         own_gpus=own_gpus,
+        node_of=[node for node, _ in places],
+        memory=[nbytes for _, nbytes in places],
         timeout=limit,
         staging=os.path.abspath(staging or staging_folder(nodes.count)),
         _watch=watch,
@@ -277,7 +309,7 @@ def _make(
         _asked=(comm, device, backend, timeout, staging),
     )
     nodes.local.Free()
-    world.team = world.adopt(Team(private, world))
+    world._begin(private)
     abort.at_fork(_forget)
     return world
 
@@ -303,28 +335,3 @@ def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str |
         "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
     )
     return timedelta(seconds=given[0][1])
-
-
-def _start_torch(
-    comm: MPI.Intracomm, meeting: rendezvous.Meeting, own_gpus: bool, backend: str | None, timeout: timedelta
-) -> tuple[dist.ProcessGroup, bool]:
-    """torch.distributed's group of all ranks, and whether it was started here."""
-    started = not dist.is_initialized()
-    if started:
-        interface = rendezvous.interface(meeting)
-        if interface is not None:  # else gloo takes what the host's name stands for, on Debian 127.0.1.1
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            if meeting.host == "127.0.0.1":  # or NCCL's own rendezvous would listen on another one
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        dist.init_process_group(
-            backend or ("cpu:gloo,cuda:nccl" if own_gpus else "gloo"),
-            store=rendezvous.open_store(comm, meeting, timeout),
-            rank=comm.rank,
-            world_size=comm.size,
-            timeout=timeout,
-        )
-    elif meeting.listener is not None:
-        meeting.listener.close()
-    group = dist.group.WORLD
-    assert group is not None
-    return group, started

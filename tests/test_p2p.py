@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import p2p, packing, tree
+from hpcdist import matching, packing, transfers, tree
 from hpcdist.errors import HpcdistError
 from hpcdist.staging import format
 
@@ -62,7 +63,8 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The sizes from which tensors go in other ways, as they are, or below those of the tests."""
     if request.param == "low":
         monkeypatch.setattr(packing, "SMALL", 64)
-        monkeypatch.setattr(p2p, "PIECE", 1000)
+        monkeypatch.setattr(transfers, "PIECE", 1000)
+        monkeypatch.setattr(matching, "INLINE", 100)
         monkeypatch.setattr(packing, "INLINE", 16)
 
 
@@ -202,19 +204,18 @@ def test_one_header_message_at_most(world: hd.World, monkeypatch: pytest.MonkeyP
         def __getattr__(self, name: str) -> Any:
             return getattr(self.comm, name)
 
-    team, (after, before) = world.team, _peers(world)
-    mail, parcels = team.mail, team.parcels
-    monkeypatch.setattr(team, "mail", Spy(mail, "mail"))
-    monkeypatch.setattr(team, "parcels", Spy(parcels, "parcel"))
+    engine, (after, before) = world.engine, _peers(world)
+    monkeypatch.setattr(engine, "header_comm", Spy(engine.header_comm, "header"))
+    monkeypatch.setattr(engine, "data_comm", Spy(engine.data_comm, "data"))
     handle = hd.isend([torch.full((k % 7,), k) for k in range(1000)], after)
     got = hd.recv(before)
     handle.wait(30)
-    findings.check(len(got) == 1000 and sent == ["mail"], sent)
+    findings.check(len(got) == 1000 and sent == ["header"], sent)
     sent.clear()
     handle = hd.isend([torch.zeros(100_000), torch.zeros(5), torch.zeros(200_000)], after)
     hd.recv(before)
     handle.wait(30)
-    findings.check(sent == ["mail", "parcel", "parcel"], sent)
+    findings.check(sent == ["header", "data", "data"], sent)
     monkeypatch.undo()
     findings.settle()
 
@@ -256,14 +257,17 @@ def test_pickles_need_both_sides(world: hd.World) -> None:
     findings.settle()
 
 
+@pytest.mark.parametrize("envelope", ["right", "short", "longer than it is", "of a number that none has"])
 @pytest.mark.parametrize(
     "text", [b"", b"\xff" * 8, (2**40).to_bytes(8, "little"), (5).to_bytes(8, "little") + b"{'a':"]
 )
-def test_damaged_messages(world: hd.World, text: bytes) -> None:
+def test_damaged_messages(world: hd.World, text: bytes, envelope: str) -> None:
     """Whatever comes: an error, and no memory is taken for what it says."""
     findings = Findings(world.comm)
     after, before = _peers(world)
-    request = world.team.mail.Isend([text, MPI.BYTE], after, 0)
+    number, length = (-2 if envelope.startswith("of") else 2), len(text) + envelope.startswith("longer")
+    sent = struct.pack("<qqqq", 0, 0, number, length) + text
+    request = world.engine.header_comm.Isend([sent[:20] if envelope == "short" else sent, MPI.BYTE], after, 0)
     try:
         hd.recv(before)
         findings.check(False, "no error")

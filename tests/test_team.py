@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from cases import part, whole_of
-from collective import Findings, assert_on_all_ranks
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
 
 import hpcdist as hd
@@ -20,7 +24,7 @@ pytestmark = pytest.mark.mpi
 def test_the_world_is_one_team(world: hd.World) -> None:
     """Whatever it is called: no second communicator is made for it."""
     findings = Findings(world.comm)
-    for group in (None, world.comm, MPI.COMM_WORLD, world.comm.Dup(), world.group, dist.group.WORLD):
+    for group in (None, world.comm, MPI.COMM_WORLD, world.group, dist.group.WORLD):
         findings.check(team_of(group, world) is world.team, f"{group!r}")
     findings.settle()
 
@@ -57,6 +61,140 @@ def test_a_copy_of_a_communicator_has_a_team_of_its_own(world: hd.World) -> None
     x = torch.tensor([copy.rank])
     assert_on_all_ranks(world.comm, hd.concat(x, group=copy).tolist() == list(range(copy.size)))
     copy.Free()
+
+
+@pytest.fixture(params=["Dup", "new_group"])
+def twins(request: pytest.FixtureRequest, world: hd.World) -> Iterator[list[Any]]:
+    """Two groups that both have all ranks of the world, in its order."""
+    if request.param == "Dup":
+        comms = [world.comm.Dup(), world.comm.Dup()]
+        yield comms
+        for comm in comms:
+            comm.Free()
+    else:
+        groups = [dist.new_group(list(range(world.world_size))) for _ in range(2)]
+        yield groups
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[Any]) -> None:
+    """What is sent in one arrives in that one, and two threads on two groups do not get each other's data."""
+    findings, size = Findings(world.comm), world.world_size
+    one, other = twins
+    teams = {id(team_of(group, world)) for group in (None, one, other)}
+    findings.check(len(teams) == 3, "a team for two groups")
+    after, before = (world.rank + 1) % size, (world.rank - 1) % size
+    handles = [hd.isend(f"in {i}", after, group=group) for i, group in enumerate((None, one, other))]
+    got = [hd.recv(before, group=group) for group in (other, None, one)]
+    findings.check(got == ["in 2", "in 0", "in 1"], got)
+    for handle in handles:
+        handle.wait(30)
+    found: dict[int, list[Any]] = {0: [], 1: []}
+
+    def work(i: int) -> None:
+        for turn in range(20):
+            found[i].append(hd.concat(torch.tensor([i, world.rank, turn]), group=twins[i]).tolist())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        expected = [[part for rank in range(size) for part in (i, rank, turn)] for turn in range(20)]
+        findings.check(found[i] == expected, f"thread {i} got {found[i][:2]}")
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["Split", "new_group"])
+def test_a_group_that_not_all_its_ranks_use(world: hd.World, kind: str) -> None:
+    """Only the two ranks that send and receive take part, and nobody in what is local: nothing of it is collective."""
+    findings, size = Findings(world.comm), world.world_size
+    group: Any = world.comm.Split(0, -world.rank) if kind == "Split" else dist.new_group(list(range(size)))
+    of_group = (lambda rank: size - 1 - rank) if kind == "Split" else (lambda rank: rank)
+    if world.rank == 0:
+        x = torch.arange(2 * size)
+        mine = slice(2 * of_group(0), 2 * of_group(0) + 2)
+        findings.same(hd.split(x, root=None, group=group), x[mine], "split")
+        findings.same(hd.split(x, root=None, group=group, async_op=True).wait(5), x[mine], "split, async_op")
+        findings.same(hd.local(x, hd.Split(0), group=group), x[mine], "local")
+        findings.check(hd.balance([1] * size, group=group) == [1] * size, "balance")
+        hd.send(torch.arange(50_000), of_group(1), 3, group=group)
+    if world.rank == 1:
+        got, source = hd.recv(group=group, with_source=True)
+        findings.same(got, torch.arange(50_000), "recv")
+        findings.check(source == of_group(0), f"from {source}")
+    first = hd.isend("before", of_group(1), group=group) if world.rank == 0 else None
+    whole = hd.concat(torch.tensor([of_group(world.rank)]), group=group)
+    findings.check(whole.tolist() == list(range(size)), f"the first collective: {whole}")
+    second = hd.isend("after", of_group(1), group=group) if world.rank == 0 else None
+    if world.rank == 1:
+        got = [hd.recv(of_group(0), group=group) for _ in range(2)]
+        findings.check(got == ["before", "after"], got)
+    for handle in (first, second):
+        if handle is not None:
+            handle.wait(30)
+    findings.settle()
+    _end(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_communicators_that_nothing_tells_apart(world: hd.World) -> None:
+    """Said at once; a collective tells them apart, and is refused where ranks mean different ones."""
+    findings = Findings(world.comm)
+    comms = [world.comm.Split(0, -world.rank) for _ in range(3)]
+    last = world.world_size - 1
+    mine = comms[1] if world.rank == last else comms[0]
+    hd.isend("to itself", mine.rank, group=mine).wait(30)
+    findings.check(hd.recv(mine.rank, group=mine) == "to itself", "the first one")
+    for step in (lambda: hd.isend(1, 0, group=comms[2]), lambda: hd.recv(group=comms[2])):
+        try:
+            step()
+            findings.check(False, "no error")
+        except hd.HpcdistError as error:
+            findings.check("two communicators of the same ranks" in str(error), error)
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat([], group=comms[0]))
+    findings.check("with another communicator of these ranks" in str(error), error)
+    findings.check(hd.concat([world.rank], group=comms[2]) == list(range(last, -1, -1)), "a collective")
+    hd.isend("in 2", comms[2].rank, group=comms[2]).wait(30)
+    findings.check(hd.recv(group=comms[2]) == "in 2", "told apart")
+    findings.settle()
+    for comm in comms:
+        comm.Free()
+
+
+def test_groups_end_in_any_order(world: hd.World) -> None:
+    """On different ranks in different ones: no rank waits for another at the end of a group."""
+    comms = [world.comm.Dup() for _ in range(4)]
+    for comm in comms:
+        hd.concat(torch.tensor([world.rank]), group=comm, route="gloo")
+        hd.concat(torch.tensor([world.rank]), group=comm, async_op=True).wait(30)
+    for comm in comms if world.rank % 2 else reversed(comms):
+        comm.Free()
+    assert_on_all_ranks(world.comm, not [team for team in world.teams if team.group.freed], "a team is left")
+
+
+def test_destroyed_groups_give_their_communicators_back(world: hd.World) -> None:
+    """An MPI has some thousands of them."""
+    findings = Findings(world.comm)
+    groups = []
+    for turn in range(6):
+        group = dist.new_group(list(range(world.world_size)))
+        assert group is not None
+        result = hd.concat(torch.tensor([world.rank]), group=group, route="gloo" if turn % 2 else "mpi")
+        findings.check(result.tolist() == list(range(world.world_size)), result)
+        groups.append(group)  # that it is still referred to makes no difference
+        dist.destroy_process_group(group)
+    kept = [team for team in world.teams if team.group.ended]
+    findings.check(len(kept) <= 1, f"{len(kept)} teams of groups that are gone")
+    try:
+        hd.concat(torch.tensor([world.rank]), group=groups[0])
+        findings.check(False, "no error")
+    except ValueError as error:
+        findings.check("the group has been destroyed" in str(error), error)
+    findings.settle()
 
 
 def test_communicators_come_and_go(world: hd.World) -> None:
@@ -101,6 +239,13 @@ def test_gloo_where_ranks_are_in_different_numbers_of_groups(world: hd.World) ->
         comm = world.comm.Split(0, -world.rank)
         result = hd.concat(torch.tensor([comm.rank]), group=comm, route="gloo")
         assert_on_all_ranks(world.comm, result.tolist() == list(range(comm.size)), result)
+
+
+def _end(group: Any) -> None:
+    if isinstance(group, MPI.Comm):
+        group.Free()
+    else:
+        dist.destroy_process_group(group)
 
 
 def test_the_users_groups_go_on(world: hd.World) -> None:

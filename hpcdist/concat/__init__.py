@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, memory, routes, structures, world
 from hpcdist.buffers import blocks, overlap
 from hpcdist.routes import Alltoall
 from hpcdist.team import Team, team_of
@@ -97,7 +97,8 @@ def _concat(
 
     def forward() -> torch.Tensor:
         with abort.Transfer("concat", team.size):
-            whole, landing = cut.landing(call.out, shard.device)
+            sizes = [cut.nbytes()] * team.size
+            whole, landing = memory.allocate("concat", team, sizes, lambda: cut.landing(call.out, shard.device))
             mine = shard.clone() if call.out is not None and overlap(call.out, shard) else shard.contiguous()
             way.allgatherv(team, mine, landing, cut.counts, cut.displs)
             cut.unpack(landing, whole)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, memory, routes, structures, world
 from hpcdist.buffers import blocks, overlap
 from hpcdist.team import Team, team_of
 
@@ -86,10 +86,12 @@ def _gather(
 
     def forward() -> torch.Tensor:
         with abort.Transfer("gather", team.size):
+            sizes = [cut.nbytes() if rank == root else 0 for rank in range(team.size)]
+            take = (lambda: cut.landing(call.out, shard.device)) if team.rank == root else lambda: (shard, shard)
+            whole, landing = memory.allocate("gather", team, sizes, take)
             if team.rank != root:
                 way.gatherv(team, shard.contiguous(), None, cut.counts, cut.displs, root)
                 return shard.new_empty(0)
-            whole, landing = cut.landing(call.out, shard.device)
             mine = shard.clone() if call.out is not None and overlap(call.out, shard) else shard.contiguous()
             way.gatherv(team, mine, landing, cut.counts, cut.displs, root)
             cut.unpack(landing, whole)

@@ -54,7 +54,7 @@ class _Nccl(_C10d):
     backend = "nccl"
 
     def missing(self, team: Team) -> str | None:
-        if team.world.own_gpus:
+        if team.world.own_gpus and dist.is_initialized():
             return None
         return "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto"
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, layout, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, layout, memory, routes, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, overlap
 from hpcdist.call import LOST, Call
+from hpcdist.groups import Group, group_of
 from hpcdist.routes import CUDA
 from hpcdist.team import Team, team_of
 from hpcdist.tree import finished, rebuild
@@ -77,12 +78,14 @@ def split(
         tensor([0, 1])   # on rank 0; tensor([2, 3]) on rank 1, tensor([4]) on rank 2
     """
 
+    here = world.current()
+    if root is None:
+        return handle.at_once(lambda: _local(x, dim, counts, group_of(group, here), out), async_op)
+
     def step(team: Team) -> Any:
-        if root is None:
-            return _local(x, dim, counts, team, out)
         return _split(team, x, dim, root, counts, route, out, allow_pickle)
 
-    return handle.start("split", team_of(group, world.current()), step, async_op)
+    return handle.start("split", team_of(group, here), step, async_op)
 
 
 def _split(
@@ -111,7 +114,9 @@ def _split(
 
     def forward() -> torch.Tensor:
         with abort.Transfer("split", team.size):
-            part = cut.shard(team.rank, device) if call.out is None else call.out
+            given = call.out
+            take = (lambda: cut.shard(team.rank, device)) if given is None else lambda: given
+            part = memory.allocate("split", team, cut.counts, take)
             landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
             messages = None if whole is None else cut.pack(whole)
             if messages is not None and call.out is not None and overlap(call.out, messages):
@@ -156,16 +161,17 @@ def _describe(team: Team, call: Call) -> Blocks | None:
     return blocks(tuple(rest[:ndim]), call.said_dim % ndim, tuple(rest[_MAX_DIMS:]), dtype)
 
 
-def _local(x: Any, dim: int, counts: object, team: Team, out: object) -> Any:
+def _local(x: Any, dim: int, counts: object, group: Group, out: object) -> Any:
     """This rank's part of a tensor, or of a structure, that every rank holds."""
-    call = checks.split_call(x, dim, team.rank, counts, "auto", None, team.rank, team.size, False, True)
+    rank, size = group.rank, group.size
+    call = checks.split_call(x, dim, rank, counts, "auto", None, rank, size, False, True)
     if call.trees and out is None:
-        mine = call.trees[team.rank]
+        mine = call.trees[rank]
         return rebuild(mine.spec, lambda kind, i: finished(kind, mine.tensors[i], True))
     if call.problem is not None or call.x is None:
         raise ValueError(f"split(): {call.problem or 'out is given, but x is not a tensor'}")
-    cut = layout.counts_of(call.counts, call.extent, team.size)
-    part: torch.Tensor = x.narrow(call.dim, layout.displs(cut)[team.rank], cut[team.rank])
+    cut = layout.counts_of(call.counts, call.extent, size)
+    part: torch.Tensor = x.narrow(call.dim, layout.displs(cut)[rank], cut[rank])
     if out is None:
         return part
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import agree, checks, layout, world
+from hpcdist import abort, agree, checks, layout, world
 from hpcdist.call import Call
 from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
@@ -113,7 +113,7 @@ def load(
         target = torch.device("cpu" if device is None else device)
     except Exception as error:  # the other ranks are to hear of it
         call.problem = checks.problem_of(error)
-    with record.InCall(VERB, team):
+    with record.InCall(VERB, team), abort.InStep(VERB, team.size):
         agree.exchange(team, call)
         asks: list[_Ask] = agree.allgather(team.comm, ask)
         odd = ((rank, agree.odd_option(asks[0].same, other.same)) for rank, other in enumerate(asks))

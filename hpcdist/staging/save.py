@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import agree, checks, layout, world
+from hpcdist import abort, agree, checks, layout, world
 from hpcdist.call import Call
 from hpcdist.staging import writers as ways
 from hpcdist.staging.format import Dataset
@@ -125,7 +125,7 @@ def save(
         ask.same.update(hints=dict(options.hints))
     except Exception as error:  # the other ranks are to hear of it
         call.problem = checks.problem_of(error)
-    with record.InCall(VERB, team):
+    with record.InCall(VERB, team), abort.InStep(VERB, team.size):
         agree.exchange(team, call)
         datasets, plans = _agree(team, ask, attrs or {})
         saving = Saving(team, VERB, target, datasets, options)

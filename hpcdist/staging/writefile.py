@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist import agree, checks, layout
+from hpcdist import abort, agree, checks, layout
 from hpcdist.buffers import DTYPES
 from hpcdist.call import Call
 from hpcdist.errors import FileError, RankError
@@ -51,7 +51,7 @@ class WriteFile:
             given = {name: dict(values) for name, values in (attrs or {}).items()}
         except Exception as error:  # the other ranks are to hear of it
             call.problem = checks.problem_of(error)
-        with record.InCall(VERB, team):
+        with record.InCall(VERB, team), abort.InStep(VERB, team.size):
             agree.exchange(team, call)
             asks = agree.allgather(team.comm, (target, limit, specs))
             odd = {rank: f"path, window or tensors differ from those of rank 0: {ask}" for rank, ask in enumerate(asks)}
@@ -116,7 +116,7 @@ class WriteFile:
             self._close()
             self._saving.drop()
             return
-        with record.InCall("staging.close", self._team):
+        with record.InCall("staging.close", self._team), abort.InStep("staging.close", self._team.size):
             self._finish()
 
     def _finish(self) -> None:

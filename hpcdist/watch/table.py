@@ -150,6 +150,7 @@ def _has_come(report: Report, call: Entry) -> bool:
 def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -> str:
     """Who keeps a call waiting, and why."""
     lines = [f"{reports[rank].who} {_why(reports[rank])}" for rank in absent if rank in reports]
+    lines += [_odd_kind(reports[rank], call) for rank in absent if rank in reports and _odd_kind(reports[rank], call)]
     if not absent and call.number == -1 - ANYBODY:
         lines = ["no rank has sent what this call receives"]
     elif not absent:
@@ -158,6 +159,16 @@ def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -
     for rank in [rank for rank in absent if rank in reports and reports[rank].stack][:_STACKS]:
         lines += [f"rank {rank} is here:", *reports[rank].stack]
     return "\n".join(lines)
+
+
+def _odd_kind(report: Report, call: Entry) -> str:
+    """What is wrong if a rank is in a call of the same group as `call`, but in the background where that is not, or
+    the reverse: the numbers of these teams differ in the last bit."""
+    other = next((t.call for t in report.threads if t.call and call.team and t.call.team == call.team ^ 1), None)
+    if other is None:
+        return ""
+    kinds = ("with", "without") if call.team & 1 else ("without", "with")
+    return f"async_op must agree: {call.text} is {kinds[0]} it, and rank {report.rank} is in {other.text} {kinds[1]} it"
 
 
 def _why(report: Report) -> str:
