@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -242,3 +243,52 @@ print("end")
 """,
     )
     assert (job.status, job.out.count("end")) == (0, 2), job.err  # mpirun may put two lines into one
+
+
+DIFFERS = (
+    BEGIN
+    + """
+odd = world.rank == 1
+def show(call):
+    try:
+        print(f"[{call()}]")
+    except hd.RankError as error:
+        print(f"[{error}]")
+"""
+)
+
+
+@pytest.mark.parametrize("before", ["", "hd.concat(x, async_op=True).wait()\n"])
+def test_async_op_that_differs_is_told_in_the_next_call(before: str) -> None:
+    """Rank 1 calls with async_op what the other calls without: its next call is not taken for that one."""
+    job = mpirun(
+        2,
+        code=DIFFERS
+        + before
+        + """
+handle = hd.concat(x, async_op=True) if odd else None
+show(lambda: hd.concat(x))
+os = __import__("os"); os.write(1, b"done\\n"); world.comm.Barrier()
+os._exit(0)
+""",
+    )
+    number = 2 if before else 1
+    told = f"with async_op, which must agree, is {number}, where rank 0 has {number - 1}"
+    assert job.out.count(told) == 2, job.out + job.err
+
+
+@pytest.mark.once
+def test_async_op_that_differs_is_told_at_the_deadline() -> None:
+    """Where no other call follows, each waits for the other."""
+    job = mpirun(
+        2,
+        code=DIFFERS
+        + """
+hd.concat(x, async_op=True).wait()
+show(lambda: hd.concat(x, async_op=True).wait() if odd else hd.concat(x))
+""",
+        env={"HPCDIST_TIMEOUT": "2"},
+    )
+    assert job.status != 0
+    told = r"async_op must agree: concat\(\) at \S+ is with(out)? it, and rank \d is in concat\(\) at \S+ with(out)? it"
+    assert re.search(told, job.err), job.err

@@ -263,3 +263,18 @@ def test_the_users_groups_go_on(world: hd.World) -> None:
         dist.all_gather(everyone, torch.tensor([world.rank]), group=mine)
         findings.check([int(x) for x in everyone] == list(range(size)), f"all_gather gave {everyone}")
     findings.settle()
+
+
+@pytest.mark.mpi(min_size=1)
+def test_torch_distributed_that_has_been_ended(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank only: routes that need it are refused on all, and the others go on."""
+    findings = Findings(world.comm)
+    last = world.world_size - 1
+    with monkeypatch.context() as patch:
+        if world.rank == last:
+            patch.setattr(dist, "is_initialized", lambda: False)
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(1), route="gloo"))
+        findings.check(list(error.problems) == [last] and "destroy_process_group" in str(error), error)
+        findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "route auto")
+    findings.check(hd.concat(torch.ones(1), route="gloo").numel() == world.world_size, "route gloo")
+    findings.settle()

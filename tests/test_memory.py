@@ -1,0 +1,71 @@
+"""Results for which there is no memory: the same error on all ranks before data move, and the job goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from collective import Findings, raises_on_all_ranks
+
+import hpcdist as hd
+from hpcdist import buffers, memory
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True)
+def low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All results are large."""
+    monkeypatch.setattr(memory, "LARGE", 0)
+
+
+CALLS: dict[str, Any] = {
+    "concat": lambda x, rank, plan: hd.concat(x),
+    "gather": lambda x, rank, plan: hd.gather(x, root=0),
+    "split": lambda x, rank, plan: hd.split(x if rank == 0 else None),
+    "redistribute": lambda x, rank, plan: hd.redistribute(x, hd.Split(0), hd.Replicate()),
+    "plan": lambda x, rank, plan: plan(x),
+    "structures": lambda x, rank, plan: hd.concat({"x": x}),
+    "async_op": lambda x, rank, plan: hd.concat(x, async_op=True).wait(60),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_more_than_the_host_has(world: hd.World, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = Findings(world.comm)
+    x = torch.full((100, 10), world.rank, dtype=torch.uint8)
+    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "memory", [999] * world.world_size)
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: CALLS[verb](x, world.rank, plan))
+        together = "" if world.world_size == 1 or verb == "gather" else ", and those of all ranks on its node"
+        findings.check("more than the 999 bytes of memory there" in str(error), error)
+        findings.check(together in str(error) and "its result has" in str(error), error)
+    findings.check(CALLS[verb](x, world.rank, plan) is not None or world.rank, "the next call")
+    findings.settle()
+
+
+def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = Findings(world.comm)
+    last = world.world_size - 1
+
+    def landing(*args: Any) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        if world.rank == last:
+            patch.setattr(buffers.Blocks, "landing", landing)
+        if world.world_size > 1:
+            error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(3)))
+            findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)
+    findings.check(hd.concat(torch.ones(3)).numel() == 3 * world.world_size, "the next call")
+    findings.settle()
+
+
+def test_what_a_host_has(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    findings.check(world.memory == [memory.host_memory()] * world.world_size, world.memory)
+    findings.check(world.memory[0] >= torch.empty(1).nbytes, world.memory)
+    findings.check(world.node_of == [0] * world.world_size, world.node_of)
+    findings.settle()

@@ -1,0 +1,98 @@
+"""A signal's handler that raises inside a call: the rank would be out of step, so the job ends, and says why."""
+
+from __future__ import annotations
+
+import pytest
+from launch import mpirun
+
+BEGIN = """
+import os, signal, sys, time, torch, hpcdist as hd
+world = hd.init()
+x = torch.full((3,), float(world.rank))
+plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+hd.concat(x)
+class LateError(Exception): pass
+def handler(*_): raise LateError("too late")
+signal.signal(signal.SIGALRM, handler)
+def within(seconds, step):
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return step()
+    except LateError as error:
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+CALLS = {
+    "concat": "hd.concat(x)",
+    "split": "hd.split(x if world.rank == 0 else None)",
+    "redistribute": "plan(x)",
+    "finalize": "world.finalize()",
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_in_a_collective(verb: str) -> None:
+    """Rank 0 gets it while it waits for rank 1, and catches the error: without an end the next call would hang, or take
+    the data of this one."""
+    call = CALLS[verb]
+    job = mpirun(
+        2,
+        code=BEGIN
+        + f"""
+if world.rank == 1:
+    time.sleep(1.5)
+print("caught", within(0.5, lambda: {call}) if world.rank == 0 else {call})
+print("next", hd.concat(x))
+""",
+    )
+    assert job.status != 0
+    assert "next" not in job.out
+    reasons = ("was interrupted, which leaves this rank out of step", "failed in the middle of a transfer")
+    assert any(f"hpcdist: {verb}() {reason}" in job.err for reason in reasons), job.err
+    assert "LateError: too late" in job.err
+
+
+def test_while_nothing_has_come() -> None:
+    """recv waits where handlers run, and an error there costs nobody anything; nor outside of calls."""
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+if world.rank == 0:
+    print("got", within(0.3, lambda: hd.recv(1)))
+    print("got", within(0.3, lambda: time.sleep(5)))
+    world.comm.Barrier()
+    print("got", hd.recv(1))
+else:
+    world.comm.Barrier()
+    hd.send("a message", 0)
+print("next", hd.concat(x).tolist())
+""",
+    )
+    assert job.status == 0, job.err
+    assert job.out.count("got too late") == 2 and "got a message" in job.out
+    assert job.out.count("next [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]") == 2
+
+
+@pytest.mark.once
+def test_sys_exit_in_a_handler() -> None:
+    """As handlers of SIGTERM do: the job ends with that status."""
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+if world.rank == 0:
+    import threading
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+else:
+    time.sleep(1)
+hd.concat(x)
+time.sleep(20)
+""",
+    )
+    assert job.status == 7, job.err
+    assert "concat() was interrupted" in job.err
