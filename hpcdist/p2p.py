@@ -57,6 +57,8 @@ def send(
 
     Raises:
         TypeError, ValueError: on this rank, for a wrong argument, or parts that cannot be sent. Nothing was sent.
+        HpcdistError: on this rank: `group` is a second communicator of the same ranks, and no collective call has told
+            the two apart yet.
         FileError: with route "hdf5", on both ranks: the file cannot be written, or is not seen by the other one.
 
     Example::
@@ -101,7 +103,7 @@ def recv(
     Args:
         source: the rank in `group` that sends; None for any. What one rank sends with one tag comes in that order.
         tag: only what was sent with this tag; None for any.
-        group: as the sender's.
+        group: as the sender's. The other ranks of the group take no part.
         allow_pickle: read pickles, which can run any code; only from a sender that is trusted.
         with_source: return (structure, source).
 
