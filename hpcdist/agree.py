@@ -179,6 +179,8 @@ def _digests(*parts: object) -> bytes:
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     """The verb and what is wrong on which rank, the same on every rank. Collective; only after a disagreement."""
     facts = allgather(team.comm, _facts(team, call))
+    if team.front is team:  # ranks that called different verbs have begun different numbers of them, and may go on
+        team.calls[False] = max(fact["calls"] for fact in facts)
     verbs = [fact["verb"] for fact in facts]
     if len(set(verbs)) > 1:
         return verbs[0], _deviations("verb", [_verb_text(verb) for verb in verbs])
@@ -186,7 +188,7 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     for rank, fact in enumerate(facts):
         if fact["problem"]:
             problems.setdefault(rank, []).append(fact["problem"])
-    options = [name for name in facts[0] if name not in ("verb", "problem")]
+    options = [name for name in facts[0] if name not in ("verb", "problem", "calls")]
     for name in options:
         values = [None if fact["problem"] else fact.get(name) for fact in facts]
         for rank, text in _deviations(name, values, _given(name, call, facts, values)).items():
@@ -208,6 +210,7 @@ def _facts(team: Team, call: Call) -> dict[str, Any]:
     return {
         "verb": call.verb,
         "problem": call.problem,
+        "calls": team.calls[False],
         "route": call.route,
         "root": call.root,
         "dim": call.said_dim,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpcdist.team import Team
 from hpcdist.watch import record
 
-__all__ = ["Deferred", "carried"]
+__all__ = ["Deferred", "carried", "skip"]
 
 
 def carried(
@@ -43,8 +43,7 @@ def carried(
     front = team.front  # a backward pass runs in its own time, where nothing else is sent behind its back
     anchor = x if x is not None and x.requires_grad else torch.empty(0, requires_grad=True)
     # Which of the team's results it is: ranks that go back through different ones are told so.
-    team.memo["results"] = number = team.memo.get("results", 0) + 1
-    which = f"number {number}" + (" of those in the background" if team is not front else "")
+    which = f"number {skip(team)}" + (" of those in the background" if team is not front else "")
 
     def back(grad: Tensor) -> Tensor | None:
         what = f"the backward pass of {verb}"
@@ -58,6 +57,13 @@ def carried(
         with torch.no_grad():
             return Deferred(anchor, forward(), back)
     return _attach(anchor, forward, back)
+
+
+def skip(team: Team) -> int:
+    """Count a result that carries a gradient on some rank, though it may not here; its number among the team's."""
+    number: int = team.memo.get("results", 0) + 1
+    team.memo["results"] = number
+    return number
 
 
 class Deferred:

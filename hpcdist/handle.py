@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import abort
-from hpcdist.agree import LEAVE
+from hpcdist.agree import LEAVE, leave
 from hpcdist.errors import HpcdistError
 from hpcdist.gradient import Deferred
 from hpcdist.team import Team
@@ -21,7 +23,17 @@ from hpcdist.watch import record
 if TYPE_CHECKING:
     from hpcdist.world import World
 
-__all__ = ["Background", "Handle", "at_once", "background", "check_threads", "everywhere", "prepare", "start"]
+__all__ = [
+    "Background",
+    "Handle",
+    "at_once",
+    "background",
+    "check_threads",
+    "leaving",
+    "prepare",
+    "report_failures",
+    "start",
+]
 
 T = TypeVar("T")
 
@@ -46,6 +58,8 @@ class Handle(Generic[T]):
         self._what = what
         self._from = team, peer  # that it depends on, if nothing else watches over it
         self._attached: Any = None
+        self._waited_for = threading.Event()
+        future.add_done_callback(partial(_note_failure, what, self._waited_for))
 
     def wait(self, timeout: float | None = None) -> T:
         """The result, as soon as it is there; what the call has raised, if it has.
@@ -67,6 +81,9 @@ class Handle(Generic[T]):
             if self._future.done():  # the call itself has raised it
                 raise
             raise TimeoutError(f"not done after {timeout:g} s; it goes on, and can be waited for again") from None
+        finally:
+            if self._future.done():
+                self._waited_for.set()
         if isinstance(result, Deferred):
             if self._attached is None:
                 self._attached = result.attach()
@@ -78,6 +95,25 @@ class Handle(Generic[T]):
     def done(self) -> bool:
         """Whether wait() would return, or raise, at once."""
         return self._future.done()
+
+
+# The latest asynchronous calls that have failed: what, whether somebody has waited for it, and the error
+# as text: with its traceback it would keep tensors alive.
+_failed: deque[tuple[str, threading.Event, str]] = deque(maxlen=100)
+
+
+def _note_failure(what: str, waited_for: threading.Event, future: futures.Future[Any]) -> None:
+    error = future.exception()
+    if error is not None:
+        _failed.append((what.removesuffix(".wait"), waited_for, repr(error)))
+
+
+def report_failures() -> None:
+    """At the end, print the errors of asynchronous calls that nobody has waited for."""
+    while _failed:
+        what, waited_for, error = _failed.popleft()
+        if not waited_for.is_set():
+            abort.say(f"hpcdist: nobody waited for {what}, which failed: {error}")
 
 
 def _hand_over(result: object) -> None:
@@ -221,9 +257,6 @@ def background(team: Team) -> Background:
     return found
 
 
-def everywhere(world: World, step: Callable[[Team], object]) -> None:
-    """Run a step in the world's team, and behind all that is under way in the backgrounds of its teams."""
-    behind = [background(team).submit(LEAVE, step) for team in world.teams if "background" in team.memo]
-    step(world.team)
-    for done in behind:
-        done.wait()
+def leaving(world: World) -> list[Handle[None]]:
+    """Leave the backgrounds of all teams, after what is under way there."""
+    return [background(team).submit(LEAVE, leave) for team in world.teams if "background" in team.memo]

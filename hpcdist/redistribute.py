@@ -78,7 +78,7 @@ def redistribute(
 
     def step(team: Team) -> Any:
         plan, call = _planned(x, src, dst, route, out, team)
-        result = plan._run(team, call.x, call.out, x)
+        result = plan._run(team, call.x, call.out, x, plan._grad)
         return result if out is None else out
 
     return handle.start(VERB, team_of(group, world.current()), step, async_op)
@@ -167,7 +167,10 @@ class Plan:
                 problem = call.problem or self._unlike(call)
                 if problem is not None:
                     raise ValueError(f"a plan of redistribute(): {problem}")
-            result = self._run(team, call.x, call.out, x)
+            needed = self._grad and torch.is_grad_enabled()
+            if self._grad and not needed:
+                gradient.skip(team)
+            result = self._run(team, call.x, call.out, x, needed)
             return result if out is None else out
 
         return handle.start("plan", self._team, step, async_op)
@@ -182,7 +185,9 @@ class Plan:
             return "x requires a gradient, and the plan was made for tensors that do not"
         return None
 
-    def _run(self, team: Team, shard: Tensor | None, out: Tensor | None, x: Tensor) -> Tensor | gradient.Deferred:
+    def _run(
+        self, team: Team, shard: Tensor | None, out: Tensor | None, x: Tensor, needed: bool
+    ) -> Tensor | gradient.Deferred:
         assert shard is not None
         own = shard
 
@@ -193,7 +198,6 @@ class Plan:
                 self._moves.run(team, self._way, own.clone() if out is not None and overlap(out, own) else own, y)
                 return y
 
-        needed = self._grad and torch.is_grad_enabled()
         return gradient.carried(
             VERB, team, needed, x, forward, lambda grad: self._moves.back(team.front, self._way, grad)
         )

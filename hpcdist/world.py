@@ -119,13 +119,16 @@ class World:
         """
         if _world is self:
             with record.InCall("finalize", self.team), abort.InStep("finalize", self.world_size):
-                handle.everywhere(self, lambda team: agree.exchange(team, Call("finalize")))
+                agree.exchange(self.team, Call(agree.LEAVE))  # refused, it can be repeated: nothing else has begun
+                for done in handle.leaving(self):
+                    done.wait()
             self._close()
 
     def _close(self) -> None:
         global _world
         _world = None
         atexit.unregister(_leave)
+        handle.report_failures()
         with record.InCall("finalize", self.team):
             self.engine.stop(self.team)
         for team in self.teams:
@@ -248,7 +251,10 @@ def _leave() -> None:
         _world._watch.stop()
         return
     with record.InCall("", _world.team, text=b"the end of its program"):
-        handle.everywhere(_world, agree.leave)
+        backgrounds = handle.leaving(_world)  # which answer the calls with async_op of ranks that go on
+        agree.leave(_world.team)
+        for done in backgrounds:
+            done.wait()
     _world._close()
 
 

@@ -329,3 +329,26 @@ def test_backward_on_some_ranks_only_is_an_error(world: hd.World) -> None:
     findings.check("the backward pass of concat()" in str(error), error)
     findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "the next call")
     findings.settle()
+
+
+@pytest.mark.parametrize("route", ["mpi", "gloo"])
+def test_no_grad_on_one_rank_only(world: hd.World, route: str) -> None:
+    """The results are counted alike on all ranks, so that the backward passes that follow find each other."""
+    findings, last = Findings(world.comm), world.world_size - 1
+    plan = hd.plan_redistribute(torch.ones(2, requires_grad=True), hd.Split(0), hd.Replicate(), route=route)
+    verbs: list[Callable[[Tensor], Tensor]] = [
+        lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate(), route=route),
+        lambda x: hd.concat(x, route=route),
+        plan,
+    ]
+    for verb in verbs:
+        for quiet in (True, False):
+            x = torch.full((2,), 1.0 + world.rank, requires_grad=True)
+            with torch.set_grad_enabled(not (quiet and world.rank == last)):
+                whole = verb(x)
+            if quiet:
+                continue  # whose results nobody goes back through
+            whole.square().sum().backward()
+            expected = torch.full((2,), 2.0 * world.world_size * (1 + world.rank))
+            findings.same(x.grad, expected, f"gradient {x.grad}")
+    findings.settle()

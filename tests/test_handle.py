@@ -245,6 +245,44 @@ print("end")
     assert (job.status, job.out.count("end")) == (0, 2), job.err  # mpirun may put two lines into one
 
 
+@pytest.mark.once
+def test_a_failure_that_nobody_waits_for_is_told_at_the_end() -> None:
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+handles = [hd.concat(x, route=("mpi", "gloo")[world.rank], async_op=True) for _ in range(2)]
+try:
+    handles[0].wait()
+except hd.RankError:
+    pass
+""",
+    )
+    assert job.status == 0, job.err
+    assert job.err.count("hpcdist: nobody waited for concat(), which failed: RankError('concat() was refused") == 2
+
+
+@pytest.mark.once
+def test_a_finalize_that_was_refused_can_be_repeated() -> None:
+    """After asynchronous calls, too; and calls go on in between."""
+    job = mpirun(
+        2,
+        code=BEGIN
+        + """
+hd.concat(x, async_op=True).wait()
+for turn in range(3):
+    try:
+        world.finalize() if world.rank == turn % 2 else hd.concat(x)
+    except hd.RankError as error:
+        print("refused:", error)
+    assert hd.concat(x).numel() == hd.concat(x, async_op=True).wait().numel() == 2000
+world.finalize()
+""",
+    )
+    assert job.status == 0, job.err
+    assert job.out.count("refused:") == 6
+
+
 DIFFERS = (
     BEGIN
     + """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 
 from mpi4py import MPI
@@ -15,18 +16,22 @@ _ITEMS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C
 
 @lru_cache(maxsize=1024)
 def datatype(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
-    """The datatype of all elements of a tensor, seen from the first one; committed.
-
-    It is never freed: there are as many as a program has shapes.
-    """
+    """The datatype of all elements of a tensor, seen from the first one; committed, and freed when nobody has it."""
     dims = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
     run = 1
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
     found = _ITEMS[itemsize].Create_contiguous(run)
     for extent, stride in reversed(dims):
-        found = found.Create_hvector(extent, 1, stride * itemsize)
+        inner, found = found, found.Create_hvector(extent, 1, stride * itemsize)
+        inner.Free()
+    weakref.finalize(found, _free, MPI.Datatype.fromhandle(found.handle)).atexit = False
     return found.Commit()
+
+
+def _free(kind: MPI.Datatype) -> None:
+    if not MPI.Is_finalized():
+        kind.Free()
 
 
 def message(x: Tensor) -> list[object]:

@@ -231,11 +231,11 @@ class InCall:
         self._own = own = getattr(_mine, "own", None) or _own()
         if own is None:
             return
-        own.depth += 1
-        if own.depth == 1:
+        if own.depth == 0:
             number = 0 if team is None else team.next_call() if peer is None else -1 - peer
             own.lane.patient = peer == NOBODY
             own.lane.begin(0 if team is None else team.number, number, text or where(verb))
+        own.depth += 1  # what raises above has begun no call
 
     def __enter__(self) -> None:
         return None
@@ -256,6 +256,8 @@ def touch() -> None:
 
 
 # By the identity of code, which is kept for that: its hash takes longer than all the rest.
+# What is kept for each place is bounded: a program may make its code as it runs.
+_MOST_PLACES = 4096
 _texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
 _inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is the library's own, or torch's
 
@@ -266,6 +268,8 @@ def where(verb: str) -> bytes:
     key = (verb, id(frame.f_code), frame.f_lineno)
     known = _texts.get(key)
     if known is None:
+        if len(_texts) >= _MOST_PLACES:
+            _texts.clear()
         call = verb if " " in verb else f"{verb}()"
         text = f"{call} at {place(frame)}".encode(errors="backslashreplace")[:_TEXT]
         known = _texts[key] = text, frame.f_code
@@ -278,6 +282,8 @@ def outside(frame: FrameType) -> FrameType:
         code = frame.f_code
         known = _inside.get(id(code))
         if known is None:
+            if len(_inside) >= _MOST_PLACES:
+                _inside.clear()
             known = _inside[id(code)] = code.co_filename.startswith(_HOME) or _TORCH in code.co_filename, code
         if not known[0] or frame.f_back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
             break
