@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import nullcontext
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -170,7 +171,8 @@ class Background:
         self._thread.start()
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, verb: str, step: Callable[[Team], T]) -> Handle[T]:
+    def submit(self, verb: str, step: Callable[[Team], T], recorded: bool = True) -> Handle[T]:
+        """Run a step after those submitted before; as a call that has a deadline, if it is `recorded`."""
         what = record.where(verb)
         before = self.team.front.calls[False]
         future: futures.Future[T] = futures.Future()
@@ -183,7 +185,7 @@ class Background:
             try:
                 # torch's modes in this order
                 with (
-                    record.InCall(verb, self.team, text=what),
+                    record.InCall(verb, self.team, text=what) if recorded else nullcontext(),
                     torch.inference_mode(modes[1]),
                     torch.set_grad_enabled(modes[0]),
                 ):
@@ -258,5 +260,5 @@ def background(team: Team) -> Background:
 
 
 def leaving(world: World) -> list[Handle[None]]:
-    """Leave the backgrounds of all teams, after what is under way there."""
-    return [background(team).submit(LEAVE, leave) for team in world.teams if "background" in team.memo]
+    """Leave the backgrounds of all teams, after what is under way there; who waits for that has a deadline."""
+    return [background(team).submit(LEAVE, leave, recorded=False) for team in world.teams if "background" in team.memo]

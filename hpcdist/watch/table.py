@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
-from hpcdist.watch.record import ANYBODY, Entry
+from hpcdist.watch.record import ANYBODY, NOBODY, Entry
 
 __all__ = ["GONE", "WAITS", "Report", "Thread", "chain", "gets_on", "missing", "of_json", "table", "verdict"]
 
@@ -111,7 +111,7 @@ def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) ->
     """
     if call.number < 0:
         peer = -1 - call.number
-        return [] if peer == ANYBODY else [peers[peer]]
+        return [] if peer in (ANYBODY, NOBODY) else [peers[peer]]
     return [rank for rank in peers if rank in reports and not _has_come(reports[rank], call)]
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from hpcdist.watch.record import ANYBODY, Board, Entry, InCall, start
+from hpcdist.watch.record import ANYBODY, NOBODY, Board, Entry, InCall, start
 from hpcdist.watch.table import WAITS, Report, Thread, chain, gets_on, missing, of_json, table, verdict
 from hpcdist.watch.wire import KEY, Wire
 
@@ -36,7 +36,8 @@ def test_who_has_not_come() -> None:
     assert missing(CALL, range(8), reports) == [1, 3, 4, 5, 7]
     assert missing(CALL, [6, 2, 0], reports) == []  # a group of these ranks
     assert missing(CALL._replace(number=-1 - 1), [4, 5, 6], reports) == [5]  # receives from rank 1 of the group
-    assert missing(CALL._replace(number=-1 - ANYBODY), range(8), reports) == []
+    for nobody in (ANYBODY, NOBODY):
+        assert missing(CALL._replace(number=-1 - nobody), range(8), reports) == []
 
 
 def test_whom_those_wait_for_that_have_not_come() -> None:
@@ -50,6 +51,17 @@ def test_whom_those_wait_for_that_have_not_come() -> None:
     reports[2].threads[0].call = CALL._replace(team=78)
     assert chain(CALL._replace(number=-1 - 3), ranks, reports) == [3, 2, 0, 1]
     assert chain(CALL._replace(number=-1 - 5), ranks, reports) == [5, 4]
+
+
+def test_async_op_that_differs() -> None:
+    """The team in the background of another has the number behind that one's."""
+    front, back = CALL._replace(team=TEAM - 1), CALL._replace(team=TEAM, text="concat() at train.py:20")
+    lines = verdict(front, [1], {1: report(1, back)}).splitlines()
+    assert lines[1:] == [
+        "async_op must agree: concat() at train.py:12 is without it, and rank 1 is in concat() at train.py:20 with it"
+    ]
+    assert "is with it" in verdict(back, [0], {0: report(0, front)})
+    assert "async_op" not in verdict(front, [1], {1: report(1, back._replace(team=99))})
 
 
 def test_what_is_said_of_them() -> None:
