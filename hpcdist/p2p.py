@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import abort, layout, world
-from hpcdist.buffers import as_bytes
+from hpcdist.buffers import as_bytes, row_major
 from hpcdist.errors import FileError, HpcdistError, reason
 from hpcdist.handle import Handle
 from hpcdist.packing import Contents, Header, Messages, bounded, encode, opened
@@ -201,7 +201,7 @@ def _by_mpi(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, num
     from hpcdist.post import Requests
 
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents, number=number))
-    large = [*messages.rest, *(as_bytes(tree.tensors[i].contiguous()) for i in contents.large)]
+    large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
     room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, pin_memory=longest > 0)
     # From here on nothing takes memory: who has got the header depends on what follows.
@@ -232,7 +232,7 @@ def _by_file(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, nu
 
     sizes = [contents.nbytes[i] for i in contents.large]
     with _staged(team, sum(sizes)) as stage:
-        large = [as_bytes(tree.tensors[i].cpu().contiguous()) for i in contents.large]
+        large = [as_bytes(row_major(tree.tensors[i].cpu())) for i in contents.large]
         stage.write(list(zip(layout.displs(sizes), large, strict=True)))
         messages = Messages(
             tree.tensors, contents, encode(tree.spec, contents, number=number, file=stage.ticket(team.world.one_system))

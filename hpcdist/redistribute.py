@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, world
-from hpcdist.buffers import overlap
+from hpcdist.buffers import copyable, overlap
 from hpcdist.call import LOST, Call
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.layout import Box, Layout
@@ -181,7 +181,8 @@ class Plan:
         def forward() -> Tensor:
             with abort.Transfer(VERB, team.size):
                 y = torch.empty(self.box.shape, dtype=own.dtype, device=own.device) if out is None else out
-                self._moves.run(team, self._way, own.clone() if out is not None and overlap(out, own) else own, y)
+                x_apart = copyable(own).clone() if out is not None and overlap(out, own) else own
+                self._moves.run(team, self._way, x_apart, y)
                 return y
 
         needed = self._grad and torch.is_grad_enabled()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import abort, agree, layout, routes
-from hpcdist.buffers import as_bytes, of_bytes
+from hpcdist.buffers import as_bytes, copyable, of_bytes, row_major
 from hpcdist.call import Call, others, show_shape
 from hpcdist.errors import RankError
 from hpcdist.merging import merge, same
@@ -134,7 +134,7 @@ class _Joins:
             for rank, number in enumerate(numbers):
                 part, arrived = self._part(numbers, rank, torch.device("cpu")), places[rank][number]
                 if not self.headers[rank].is_large(number) or not part.is_contiguous():
-                    part.copy_(arrived.view(part.shape))
+                    copyable(part).copy_(copyable(arrived.view(part.shape)))
 
     def result(self, numbers: list[int]) -> Tensor:
         return self._wholes[tuple(numbers)]
@@ -180,10 +180,10 @@ def _bring_large(
         sends, recvs = [], []
         for rank, number in now:
             if rank == team.rank:
-                x = tree.tensors[number].contiguous()
+                x = row_major(tree.tensors[number])
                 sends = [(dest, as_bytes(x)) for dest in _from(team.rank, receivers) if dest != rank]
                 if team.rank in receivers:
-                    places[rank][number].copy_(x.view(places[rank][number].shape))
+                    copyable(places[rank][number]).copy_(copyable(x).view(places[rank][number].shape))
             elif team.rank in receivers:
                 recvs.append((rank, as_bytes(places[rank][number])))
         way.exchange(team, sends, recvs, max(headers[rank].nbytes[number] for rank, number in now))
@@ -278,8 +278,8 @@ def _turn(
     for dest, (tree, of_dest) in enumerate(zip(call.trees, contents, strict=True)):
         for number in of_dest.large_of(on_gpu)[turn : turn + 1]:
             if dest == rank:
-                places[number].copy_(tree.tensors[number])
+                copyable(places[number]).copy_(copyable(tree.tensors[number]))
             else:
-                sends.append((dest, as_bytes(tree.tensors[number].contiguous())))
+                sends.append((dest, as_bytes(row_major(tree.tensors[number]))))
     mine = header.large_of(on_gpu)[turn : turn + 1] if rank != call.root else []
     return sends, [(call.root, as_bytes(places[number])) for number in mine]

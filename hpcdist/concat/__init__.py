@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, routes, structures, world
-from hpcdist.buffers import blocks, overlap
+from hpcdist.buffers import blocks, row_major
 from hpcdist.routes import Alltoall
 from hpcdist.team import Team, team_of
 
@@ -98,8 +98,7 @@ def _concat(
     def forward() -> torch.Tensor:
         with abort.Transfer("concat", team.size):
             whole, landing = cut.landing(call.out, shard.device)
-            mine = shard.clone() if call.out is not None and overlap(call.out, shard) else shard.contiguous()
-            way.allgatherv(team, mine, landing, cut.counts, cut.displs)
+            way.allgatherv(team, row_major(shard, call.out), landing, cut.counts, cut.displs)
             cut.unpack(landing, whole)
             return whole
 

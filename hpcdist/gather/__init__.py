@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, routes, structures, world
-from hpcdist.buffers import blocks, overlap
+from hpcdist.buffers import blocks, row_major
 from hpcdist.team import Team, team_of
 
 if TYPE_CHECKING:
@@ -87,11 +87,10 @@ def _gather(
     def forward() -> torch.Tensor:
         with abort.Transfer("gather", team.size):
             if team.rank != root:
-                way.gatherv(team, shard.contiguous(), None, cut.counts, cut.displs, root)
+                way.gatherv(team, row_major(shard), None, cut.counts, cut.displs, root)
                 return shard.new_empty(0)
             whole, landing = cut.landing(call.out, shard.device)
-            mine = shard.clone() if call.out is not None and overlap(call.out, shard) else shard.contiguous()
-            way.gatherv(team, mine, landing, cut.counts, cut.displs, root)
+            way.gatherv(team, row_major(shard, call.out), landing, cut.counts, cut.displs, root)
             cut.unpack(landing, whole)
             return whole
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, structures, world
-from hpcdist.buffers import DTYPES, Blocks, blocks, overlap
+from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major
 from hpcdist.call import LOST, Call
 from hpcdist.routes import CUDA
 from hpcdist.team import Team, team_of
@@ -113,12 +113,10 @@ def _split(
         with abort.Transfer("split", team.size):
             part = cut.shard(team.rank, device) if call.out is None else call.out
             landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-            messages = None if whole is None else cut.pack(whole)
-            if messages is not None and call.out is not None and overlap(call.out, messages):
-                messages = messages.clone()
+            messages = None if whole is None else row_major(cut.pack(whole), call.out)
             way.scatterv(team, messages, landing, cut.counts, cut.displs, root)
             if landing is not part:
-                part.copy_(landing)
+                copyable(part).copy_(copyable(landing))
             return part
 
     def backward(grad: torch.Tensor) -> torch.Tensor | None:
@@ -172,5 +170,6 @@ def _local(x: Any, dim: int, counts: object, team: Team, out: object) -> Any:
         raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
     if part.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"split(): {LOST}")
-    out.detach().copy_(part)
+    source = copyable(part)
+    copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
     return out
