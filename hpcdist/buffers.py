@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from hpcdist import layout
 
 __all__ = [
     *("BARE", "DTYPES", "Blocks", "as_bytes", "bits", "blocks", "copyable", "of_bytes", "overlap", "plain"),
-    *("problem", "row_major"),
+    *("problem", "row_major", "written"),
 ]
+
+T = TypeVar("T")
 
 _KNOWN = (  # a dtype's number is its place: append, and never renumber
     *("float64", "float32", "float16", "bfloat16"),
@@ -91,6 +94,17 @@ def as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor: a view."""
     # Not view(-1): torch calls a tensor of at most one element contiguous whatever its strides, and keeps them.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def written(out: Any, result: T) -> T:
+    """`result`, once autograd knows that `out` has other values: a backward pass that needs the old ones then fails.
+
+    MPI and files write behind autograd's back. For an asynchronous call it is to be called when that begins, as
+    torch's in-place operations count in the order in which they are called.
+    """
+    if isinstance(out, Tensor):
+        torch.autograd.graph.increment_version(out)
+    return result
 
 
 def of_bytes(data: bytes | bytearray) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, world
-from hpcdist.buffers import copyable, overlap
+from hpcdist.buffers import copyable, overlap, written
 from hpcdist.call import LOST, Call
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.layout import Box, Layout
@@ -81,7 +81,8 @@ def redistribute(
         result = plan._run(team, call.x, call.out, x)
         return result if out is None else out
 
-    return handle.start(VERB, team_of(group, world.current()), step, async_op)
+    result = handle.start(VERB, team_of(group, world.current()), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def plan_redistribute(
@@ -162,7 +163,8 @@ class Plan:
             result = self._run(team, call.x, call.out, x)
             return result if out is None else out
 
-        return handle.start("plan", self._team, step, async_op)
+        result = handle.start("plan", self._team, step, async_op)
+        return result if out is None else written(out, result)
 
     def _unlike(self, call: Call) -> str | None:
         for name, tensor, shape in (("x", call.x, self._moves.source.shape), ("out", call.out, self.box.shape)):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, routes, structures, world
-from hpcdist.buffers import blocks, row_major
+from hpcdist.buffers import blocks, row_major, written
 from hpcdist.routes import Alltoall
 from hpcdist.team import Team, team_of
 
@@ -81,7 +81,8 @@ def concat(
         call = checks.structure_call("concat", x, dim, None, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("concat", team, call, allow_pickle)
 
-    return handle.start("concat", team_of(group, world.current()), step, async_op)
+    result = handle.start("concat", team_of(group, world.current()), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def _concat(

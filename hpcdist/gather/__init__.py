@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, routes, structures, world
-from hpcdist.buffers import blocks, row_major
+from hpcdist.buffers import blocks, row_major, written
 from hpcdist.team import Team, team_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def gather(
         call = checks.structure_call("gather", x, dim, root, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("gather", team, call, allow_pickle)
 
-    return handle.start("gather", team_of(group, world.current()), step, async_op)
+    result = handle.start("gather", team_of(group, world.current()), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def _gather(

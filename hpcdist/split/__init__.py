@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, routes, structures, world
-from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major
+from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major, written
 from hpcdist.call import LOST, Call
 from hpcdist.routes import CUDA
 from hpcdist.team import Team, team_of
@@ -82,7 +82,8 @@ def split(
             return _local(x, dim, counts, team, out)
         return _split(team, x, dim, root, counts, route, out, allow_pickle)
 
-    return handle.start("split", team_of(group, world.current()), step, async_op)
+    result = handle.start("split", team_of(group, world.current()), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def _split(
@@ -168,7 +169,7 @@ def _local(x: Any, dim: int, counts: object, team: Team, out: object) -> Any:
         return part
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
         raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
-    if part.requires_grad and torch.is_grad_enabled():
+    if (part.requires_grad or out.requires_grad) and torch.is_grad_enabled():
         raise ValueError(f"split(): {LOST}")
     source = copyable(part)
     copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
