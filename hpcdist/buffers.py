@@ -109,7 +109,11 @@ def written(out: Any, result: T) -> T:
 
 def of_bytes(data: bytes | bytearray) -> Tensor:
     """A flat uint8 tensor of these bytes: a copy."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:

@@ -208,9 +208,9 @@ def _lay_out_pt(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Raw:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):  # all but the data
-        torch.save(torch.empty(shape, dtype=dtype), path)
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), path)
     with FakeTensorMode():
-        offset = torch.load(path, weights_only=True).untyped_storage()._checkpoint_offset
+        offset = torch.load(path, weights_only=True, map_location="cpu").untyped_storage()._checkpoint_offset
     return Raw(str(path), offset or 0, shape, dtype)
 
 
@@ -218,7 +218,7 @@ def _lay_out_safetensors(path: Path, shape: tuple[int, ...], dtype: torch.dtype)
     from safetensors.torch import save
 
     # The library cannot write a header without the data: that of a small tensor, with the shape changed.
-    small = save({"data": torch.empty(1, dtype=dtype)})
+    small = save({"data": torch.empty(1, dtype=dtype, device="cpu")})
     entry = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])["data"]
     nbytes = Raw("", 0, shape, dtype).nbytes()
     header = json.dumps({"data": entry | {"shape": shape, "data_offsets": [0, nbytes]}}).encode()

@@ -203,7 +203,7 @@ def _by_mpi(team: Team, tree: Tree, contents: Contents, dest: int, tag: int, num
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents, number=number))
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
-    room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, pin_memory=longest > 0)
+    room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, pin_memory=longest > 0, device="cpu")
     # From here on nothing takes memory: who has got the header depends on what follows.
     requests = [team.mail.Isend([_memory(messages.first), MPI.BYTE], dest, tag)]
     for x in large:
@@ -266,7 +266,7 @@ def _receive(team: Team, source: int, tag: int, allow_pickle: bool) -> Steps[tup
 
     arrival = Arrival(team.mail, source, tag)
     yield arrival
-    message = torch.empty(arrival.nbytes, dtype=torch.uint8)
+    message = torch.empty(arrival.nbytes, dtype=torch.uint8, device="cpu")
     yield Requests([arrival.message.Irecv([_memory(message), MPI.BYTE])])
     giver, device = arrival.source, team.world.device
     header, packed = opened(message)
@@ -276,7 +276,7 @@ def _receive(team: Team, source: int, tag: int, allow_pickle: bool) -> Steps[tup
     with abort.Transfer("recv", team.size if header.large or packed is None else 1):
         bounded(sum(header.nbytes))
         if packed is None:
-            packed = torch.empty(header.packed, dtype=torch.uint8)
+            packed = torch.empty(header.packed, dtype=torch.uint8, device="cpu")
             yield from _from_mpi(team, giver, number, [(packed, False)])
         places = header.unpack(packed, device)
         places.update({i: header.room(i, device) for i in header.large})
@@ -297,7 +297,7 @@ def _from_mpi(team: Team, giver: int, number: int, large: list[tuple[Tensor, boo
     for x, from_gpu in large:
         for start, length in layout.pieces(x.numel(), CHUNK if from_gpu else PIECE):
             place = x[start : start + length]
-            room = torch.empty(length, dtype=torch.uint8, pin_memory=True) if x.is_cuda else place
+            room = torch.empty(length, dtype=torch.uint8, pin_memory=True, device="cpu") if x.is_cuda else place
             request = team.parcels.Irecv([_memory(room), MPI.BYTE], giver, number)
             if x.is_cuda:
                 yield Requests([request])
@@ -318,7 +318,7 @@ def _from_file(team: Team, giver: int, number: int, header: Header, places: dict
     starts = layout.displs([header.nbytes[i] for i in header.large])
     try:
         for start, i in zip(starts, header.large, strict=True):
-            host = places[i] if places[i].is_cpu else torch.empty(places[i].shape, dtype=places[i].dtype)
+            host = places[i] if places[i].is_cpu else torch.empty(places[i].shape, dtype=places[i].dtype, device="cpu")
             fetch(header.more["file"], [(start, as_bytes(host))])
             places[i] = host.to(places[i].device)
     except Exception as error:  # whatever it is: the sender waits for an answer

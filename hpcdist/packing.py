@@ -171,7 +171,7 @@ def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
             of_one = _fetched(of_one)
         sections.append(as_bytes(_flatten_dense_tensors(of_one)))  # type: ignore[no-untyped-call]
     rest = contents.packed - sum(map(len, sections))
-    return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8)])
+    return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8, device="cpu")])
 
 
 def _fetched(tensors: list[Tensor]) -> list[Tensor]:
@@ -194,7 +194,7 @@ class Messages:
         packed = pack(tensors, contents)
         inline = contents.packed <= INLINE
         start = _small_from(len(text))
-        self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8)
+        self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8, device="cpu")
         begin = len(text).to_bytes(8, "little") + text
         self.first[: len(begin)] = of_bytes(begin)
         if inline:

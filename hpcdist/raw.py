@@ -125,7 +125,7 @@ class Raw:
         for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
             held = part.meet(box)
             if held.size():
-                buffer = torch.empty(part.shape, dtype=self.dtype)
+                buffer = torch.empty(part.shape, dtype=self.dtype, device="cpu")
                 self._read_runs(fetch, part, buffer)
                 bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
 

@@ -61,7 +61,7 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
 def _all_texts(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
     """The headers of all ranks; their lengths are known."""
     starts = layout.displs(lengths)
-    texts = torch.empty(sum(lengths), dtype=torch.uint8)
+    texts = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
     routes.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)
     data = texts.numpy().tobytes()
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
@@ -153,7 +153,7 @@ def _bring_small(
     starts, way = layout.displs(counts), routes.load("mpi")
     packed = pack(tree.tensors, headers[team.rank])
     receives = root in (None, team.rank)
-    messages = torch.empty(sum(counts) if receives else 0, dtype=torch.uint8)
+    messages = torch.empty(sum(counts) if receives else 0, dtype=torch.uint8, device="cpu")
     if sum(counts) and root is None:
         way.allgatherv(team, packed, messages, counts, starts)
     elif sum(counts) and root is not None:
@@ -258,7 +258,7 @@ class _Schedule(NamedTuple):
 
 def _scattered(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
     """This rank's part of bytes that the root holds."""
-    mine = torch.empty(counts[team.rank], dtype=torch.uint8)
+    mine = torch.empty(counts[team.rank], dtype=torch.uint8, device="cpu")
     if sum(counts):
         routes.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
     return mine

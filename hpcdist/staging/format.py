@@ -57,7 +57,7 @@ def digest() -> Any:
 def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """How a dtype is stored: as numpy's own, or as raw bits."""
     if dtype in NUMPY:
-        return torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return np.dtype(_RAW_BITS[dtype.itemsize])
 
 

@@ -97,7 +97,7 @@ class ReadFile:
             except checks.WrongError as error:
                 raise ValueError(str(error)) from error
         if out is None:
-            target = torch.empty(box.shape, dtype=stored.dtype, device=device)
+            target = torch.empty(box.shape, dtype=stored.dtype, device="cpu" if device is None else device)
         elif out.dtype != stored.dtype or tuple(out.shape) != box.shape:
             raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}, expected {stored.dtype} of {box.shape}")
         else:
