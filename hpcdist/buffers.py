@@ -8,24 +8,39 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpcdist import layout
 
-__all__ = ["DTYPES", "Blocks", "as_bytes", "blocks", "of_bytes", "overlap", "plain", "problem"]
+__all__ = [
+    *("BARE", "DTYPES", "Blocks", "as_bytes", "bits", "blocks", "copyable", "of_bytes", "overlap", "plain"),
+    *("problem", "row_major", "written"),
+]
 
-_NAMES = (
+T = TypeVar("T")
+
+_KNOWN = (  # a dtype's number is its place: append, and never renumber
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
     *("complex128", "complex64", "complex32"),
 )
+_BARE = (  # behind those, as above
+    *("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
+    *("uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),
+    "bcomplex32",
+)
 DTYPES: dict[torch.dtype, int] = {
-    getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
+    getattr(torch, name): code for code, name in enumerate(_KNOWN + _BARE) if hasattr(torch, name)
 }
 """Every dtype that travels (those of whole bytes, without quantisation parameters), and its number in a header."""
+BARE = frozenset(getattr(torch, name) for name in _BARE if hasattr(torch, name))
+"""Those of them that torch, on some device, does not even copy."""
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def problem(x: Tensor) -> str | None:
@@ -54,15 +69,51 @@ def plain(x: Tensor) -> Tensor:
     return x.resolve_neg() if x.is_neg() else x
 
 
+def bits(x: Tensor) -> Tensor:
+    """The same memory as a dtype that every operation knows: a view."""
+    return x.view(_INTS[x.itemsize])
+
+
+def copyable(x: Tensor) -> Tensor:
+    """The same memory as a dtype that can be copied: `x` itself, but for the dtypes in BARE."""
+    return bits(x) if x.dtype in BARE else x
+
+
+def row_major(x: Tensor, apart: Tensor | None = None) -> Tensor:
+    """`x`, as a dtype that can be copied, in row-major memory that can be sent while `apart` is written.
+
+    `x` itself where it is like that, else a copy.
+    """
+    if x.is_contiguous() and (apart is None or not overlap(x, apart)):
+        return x
+    # Not clone() alone: it keeps the order of the strides, and what is sent is the memory as it is.
+    return copyable(x).clone(memory_format=torch.contiguous_format)
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor: a view."""
     # Not view(-1): torch calls a tensor of at most one element contiguous whatever its strides, and keeps them.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
+def written(out: Any, result: T) -> T:
+    """`result`, once autograd knows that `out` has other values: a backward pass that needs the old ones then fails.
+
+    MPI and files write behind autograd's back. For an asynchronous call it is to be called when that begins, as
+    torch's in-place operations count in the order in which they are called.
+    """
+    if isinstance(out, Tensor):
+        torch.autograd.graph.increment_version(out)
+    return result
+
+
 def of_bytes(data: bytes | bytearray) -> Tensor:
     """A flat uint8 tensor of these bytes: a copy."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
@@ -128,7 +179,7 @@ class Blocks:
     def pack(self, whole: Tensor) -> Tensor:
         """All messages, in order: a view of `whole` where it lies in memory like that, else one copy."""
         if self.joined:
-            return whole.contiguous()
+            return row_major(whole)
         messages = torch.empty(self.nbytes(), dtype=torch.uint8, device=whole.device)
         for block, part in self._pairs(messages, whole):
             block.copy_(part)
@@ -152,7 +203,7 @@ class Blocks:
         pairs = []
         for rank, extent in enumerate(self.extents):
             if self.counts[rank]:
-                part = whole.narrow(self.dim, self._offsets[rank], extent)
-                block = messages.narrow(0, self.displs[rank], self.counts[rank]).view(self.dtype).view(part.shape)
+                part = copyable(whole.narrow(self.dim, self._offsets[rank], extent))
+                block = messages.narrow(0, self.displs[rank], self.counts[rank]).view(part.dtype).view(part.shape)
                 pairs.append((block, part))
         return pairs

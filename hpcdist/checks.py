@@ -234,6 +234,8 @@ def _writable(out: Tensor) -> Tensor:
     """`out` as it is written: the memory itself, without gradient history."""
     if out.is_conj() or out.is_neg():
         raise WrongError("out is a lazily conjugated or negated view; pass the tensor itself")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise WrongError("out requires a gradient, which could not flow: pass out.detach(), or use torch.no_grad()")
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise WrongError("out was made in torch.inference_mode() and can be written only there")
     if not out.is_contiguous() and any(

@@ -78,7 +78,7 @@ def describe(spec: str) -> Source:
 def load(spec: str) -> Tensor:
     """Read an array as a CPU tensor, of native byte order. Raises as :func:`describe` does."""
     with opened(spec) as array:
-        x = torch.empty(array.shape, dtype=array.dtype)
+        x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
         array.read(layout.whole(array.shape), x, _WINDOW)
         return x
 

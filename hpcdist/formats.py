@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.buffers import DTYPES
+from hpcdist.buffers import BARE, DTYPES
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
 from hpcdist.raw import Raw, bits, read_at
@@ -29,7 +30,8 @@ from hpcdist.staging.format import NUMPY, stored_dtype
 
 __all__ = ["FORMATS", "Opened", "of_raw"]
 
-_SAFETENSORS = set(DTYPES) - {torch.complex128, torch.complex32}
+_SAFETENSORS = set(DTYPES) - {torch.complex128, torch.complex32, *BARE}
+_PT = {d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d))}  # torch.load has no others
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,9 @@ def _lay_out_pt(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Raw:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):  # all but the data
-        torch.save(torch.empty(shape, dtype=dtype), path)
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), path)
     with FakeTensorMode():
-        offset = torch.load(path, weights_only=True).untyped_storage()._checkpoint_offset
+        offset = torch.load(path, weights_only=True, map_location="cpu").untyped_storage()._checkpoint_offset
     return Raw(str(path), offset or 0, shape, dtype)
 
 
@@ -216,7 +218,7 @@ def _lay_out_safetensors(path: Path, shape: tuple[int, ...], dtype: torch.dtype)
     from safetensors.torch import save
 
     # The library cannot write a header without the data: that of a small tensor, with the shape changed.
-    small = save({"data": torch.empty(1, dtype=dtype)})
+    small = save({"data": torch.empty(1, dtype=dtype, device="cpu")})
     entry = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])["data"]
     nbytes = Raw("", 0, shape, dtype).nbytes()
     header = json.dumps({"data": entry | {"shape": shape, "data_offsets": [0, nbytes]}}).encode()
@@ -230,7 +232,7 @@ def _lay_out_safetensors(path: Path, shape: tuple[int, ...], dtype: torch.dtype)
 FORMATS = {
     ".npy": Format(_read_npy, NUMPY, _lay_out_npy),
     ".npz": Format(_read_npz, set(), None),
-    ".pt": Format(_read_pt, set(DTYPES), _lay_out_pt),
+    ".pt": Format(_read_pt, _PT, _lay_out_pt),
     ".safetensors": Format(_read_safetensors, _SAFETENSORS, _lay_out_safetensors),
     ".h5": Format(_read_h5, set(DTYPES), None),  # written by hpcdist.staging
 }

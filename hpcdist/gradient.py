@@ -41,7 +41,7 @@ def carried(
     if not needed:
         return forward()
     front = team.front  # a backward pass runs in its own time, where nothing else is sent behind its back
-    anchor = x if x is not None and x.requires_grad else torch.empty(0, requires_grad=True)
+    anchor = x if x is not None and x.requires_grad else torch.empty(0, requires_grad=True, device="cpu")
     # Which of the team's results it is: ranks that go back through different ones are told so.
     which = f"number {skip(team)}" + (" of those in the background" if team is not front else "")
 

@@ -76,7 +76,7 @@ class Inputs:
         with self.opened(source) as array:
             if array.shape != source.shape:
                 raise InputError(f"{source.spec}: has changed while it was read")
-            x = torch.empty(array.shape, dtype=array.dtype)
+            x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
             array.read(layout.whole(array.shape), x, _WINDOW)
         return x if x.dim() else x.view(1)
 
@@ -90,7 +90,7 @@ class Inputs:
             return parts[0]
         shape = list(self.shape)
         shape[self.dim] = 0
-        return torch.cat([torch.empty(shape, dtype=self.dtype), *parts], self.dim)
+        return torch.cat([torch.empty(shape, dtype=self.dtype, device="cpu"), *parts], self.dim)
 
     def verify(self, held: Sequence[Tensor], world: World) -> tuple[bool, str | None]:
         """Whether the tensors that are held have the bits of all inputs, read here, on one process.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from hpcdist.buffers import DTYPES, as_bytes, of_bytes
+from hpcdist.buffers import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 from hpcdist.errors import HpcdistError
 
 __all__ = ["MOST", "SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "opened", "pack"]
@@ -86,8 +86,11 @@ class Contents:
             itemsize = dtype.itemsize
             sizes = [self.nbytes[i] // itemsize for i in numbers]
             end = start + sum(sizes) * itemsize
+            section = copyable(packed[start:end].view(dtype))
             # It returns the parts, whatever torch's annotation says.
-            parts: Any = torch.split_with_sizes_copy(packed[start:end].view(dtype), sizes)  # type: ignore[func-returns-value]
+            parts: Any = torch.split_with_sizes_copy(section, sizes)  # type: ignore[func-returns-value]
+            if section.dtype != dtype:
+                parts = [part.view(dtype) for part in parts]
             for i, part in zip(numbers, parts, strict=True):
                 _, cuda, shape = self.metas[i]
                 x = part if len(shape) == 1 else part.view(shape)
@@ -162,13 +165,13 @@ def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[
 def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
     """The small tensors, as bytes behind each other in host memory."""
     sections = []
-    for _, numbers in contents.sections:
-        of_one = [tensors[i] for i in numbers]
+    for dtype, numbers in contents.sections:
+        of_one = [bits(tensors[i]) if dtype in BARE else tensors[i] for i in numbers]
         if any(x.is_cuda for x in of_one):
             of_one = _fetched(of_one)
         sections.append(as_bytes(_flatten_dense_tensors(of_one)))  # type: ignore[no-untyped-call]
     rest = contents.packed - sum(map(len, sections))
-    return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8)])
+    return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8, device="cpu")])
 
 
 def _fetched(tensors: list[Tensor]) -> list[Tensor]:
@@ -191,7 +194,7 @@ class Messages:
         packed = pack(tensors, contents)
         inline = contents.packed <= INLINE
         start = _small_from(len(text))
-        self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8)
+        self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8, device="cpu")
         begin = len(text).to_bytes(8, "little") + text
         self.first[: len(begin)] = of_bytes(begin)
         if inline:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.buffers import copyable
 from hpcdist.layout import Box
 from hpcdist.routes import Alltoall, Message, Route
 from hpcdist.team import Team
@@ -153,6 +154,7 @@ class Transfer:
     def run(self, team: Team, way: Route, x: Tensor, y: Tensor) -> None:
         """Fill `y`, this rank's new part, from `x`, the part that it has; any strides. Collective."""
         views: Any = way
+        x, y = copyable(x), copyable(y)
         if self.facts.views and self.facts.longest:
             if self.facts.single and self.facts.total <= AT_ONCE:
                 self._at_once(team, views, x, y)

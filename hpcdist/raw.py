@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.buffers import as_bytes
+from hpcdist.buffers import as_bytes, bits
 from hpcdist.layout import Box
 
 __all__ = ["BLOCK", "SHORT", "Digest", "Fetch", "Raw", "bits", "memory", "read_at", "start_writeback", "write_at"]
@@ -26,18 +26,11 @@ Fetch = Callable[[int, memoryview], None]
 BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is hashed and copied without going to memory twice
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
 
-_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
 
 class Digest(Protocol):
     """What takes a checksum: one of hashlib's or xxhash's objects."""
 
     def update(self, data: memoryview, /) -> object: ...
-
-
-def bits(x: Tensor) -> Tensor:
-    """The same memory as a dtype that every operation knows: a view."""
-    return x.view(_INTS[x.itemsize])
 
 
 def memory(x: Tensor) -> memoryview:
@@ -132,7 +125,7 @@ class Raw:
         for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
             held = part.meet(box)
             if held.size():
-                buffer = torch.empty(part.shape, dtype=self.dtype)
+                buffer = torch.empty(part.shape, dtype=self.dtype, device="cpu")
                 self._read_runs(fetch, part, buffer)
                 bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
 

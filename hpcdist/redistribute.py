@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, memory, routes, world
-from hpcdist.buffers import overlap
+from hpcdist.buffers import copyable, overlap, written
 from hpcdist.call import LOST, Call
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.layout import Box, Layout
@@ -81,7 +81,8 @@ def redistribute(
         result = plan._run(team, call.x, call.out, x, plan._grad)
         return result if out is None else out
 
-    return handle.start(VERB, team_of(group, world.current()), step, async_op)
+    result = handle.start(VERB, team_of(group, world.current()), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def plan_redistribute(
@@ -173,7 +174,8 @@ class Plan:
             result = self._run(team, call.x, call.out, x, needed)
             return result if out is None else out
 
-        return handle.start("plan", self._team, step, async_op)
+        result = handle.start("plan", self._team, step, async_op)
+        return result if out is None else written(out, result)
 
     def _unlike(self, call: Call) -> str | None:
         for name, tensor, shape in (("x", call.x, self._moves.source.shape), ("out", call.out, self.box.shape)):
@@ -195,7 +197,8 @@ class Plan:
             with abort.Transfer(VERB, team.size):
                 make = lambda: torch.empty(self.box.shape, dtype=own.dtype, device=own.device)  # noqa: E731
                 y = memory.allocate(VERB, team, self._sizes, make if out is None else lambda: out)
-                self._moves.run(team, self._way, own.clone() if out is not None and overlap(out, own) else own, y)
+                x_apart = copyable(own).clone() if out is not None and overlap(out, own) else own
+                self._moves.run(team, self._way, x_apart, y)
                 return y
 
         return gradient.carried(

@@ -135,7 +135,7 @@ class _Buffer:
     """The memory of one piece, used again for the next."""
 
     def __init__(self, pieces: Sequence[Box], dtype: torch.dtype) -> None:
-        self._memory = torch.empty(max((p.size() for p in pieces), default=0), dtype=dtype)
+        self._memory = torch.empty(max((p.size() for p in pieces), default=0), dtype=dtype, device="cpu")
 
     def of(self, box: Box) -> Tensor:
         return self._memory[: box.size()].view(box.shape)
@@ -189,7 +189,7 @@ class _Arrived:
     def __init__(self, pieces: Sequence[Box], dtype: torch.dtype, size: int) -> None:
         self._dtype = dtype
         largest = max((box.size() for box in pieces), default=0)
-        self._memory = torch.empty(min(size, len(pieces)) * largest, dtype=dtype)
+        self._memory = torch.empty(min(size, len(pieces)) * largest, dtype=dtype, device="cpu")
 
     def memory(self, boxes: Sequence[Box]) -> Tensor:
         """The bytes of these pieces."""
@@ -237,7 +237,10 @@ def verify(read: Read, specs: Sequence[tuple[str, Box]], dtype: torch.dtype, win
         with files.opened(spec) as array:
             right = right and array.shape == whole.shape and array.dtype == dtype
             for box in layout.boxes(layout.whole(whole.shape), max(1, window // 4 // dtype.itemsize)) if right else ():
-                got, expected = torch.empty(box.shape, dtype=dtype), torch.empty(box.shape, dtype=dtype)
+                got, expected = (
+                    torch.empty(box.shape, dtype=dtype, device="cpu"),
+                    torch.empty(box.shape, dtype=dtype, device="cpu"),
+                )
                 array.read(box, got, window // 4)
                 read(box.moved(whole.offset), expected)
                 right = right and equal(got, expected)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import abort, agree, layout, memory, routes
-from hpcdist.buffers import as_bytes, of_bytes
+from hpcdist.buffers import as_bytes, copyable, of_bytes, row_major
 from hpcdist.call import Call, others, show_shape
 from hpcdist.errors import RankError
 from hpcdist.merging import merge, same
@@ -63,7 +63,7 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
 def _all_texts(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
     """The headers of all ranks; their lengths are known."""
     starts = layout.displs(lengths)
-    texts = torch.empty(sum(lengths), dtype=torch.uint8)
+    texts = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
     routes.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)
     data = texts.numpy().tobytes()
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
@@ -136,7 +136,7 @@ class _Joins:
             for rank, number in enumerate(numbers):
                 part, arrived = self._part(numbers, rank, torch.device("cpu")), places[rank][number]
                 if not self.headers[rank].is_large(number) or not part.is_contiguous():
-                    part.copy_(arrived.view(part.shape))
+                    copyable(part).copy_(copyable(arrived.view(part.shape)))
 
     def result(self, numbers: list[int]) -> Tensor:
         return self._wholes[tuple(numbers)]
@@ -155,7 +155,7 @@ def _bring_small(
     starts, way = layout.displs(counts), routes.load("mpi")
     packed = pack(tree.tensors, headers[team.rank])
     receives = root in (None, team.rank)
-    messages = torch.empty(sum(counts) if receives else 0, dtype=torch.uint8)
+    messages = torch.empty(sum(counts) if receives else 0, dtype=torch.uint8, device="cpu")
     if sum(counts) and root is None:
         way.allgatherv(team, packed, messages, counts, starts)
     elif sum(counts) and root is not None:
@@ -182,10 +182,10 @@ def _bring_large(
         sends, recvs = [], []
         for rank, number in now:
             if rank == team.rank:
-                x = tree.tensors[number].contiguous()
+                x = row_major(tree.tensors[number])
                 sends = [(dest, as_bytes(x)) for dest in _from(team.rank, receivers) if dest != rank]
                 if team.rank in receivers:
-                    places[rank][number].copy_(x.view(places[rank][number].shape))
+                    copyable(places[rank][number]).copy_(copyable(x).view(places[rank][number].shape))
             elif team.rank in receivers:
                 recvs.append((rank, as_bytes(places[rank][number])))
         way.exchange(team, sends, recvs, max(headers[rank].nbytes[number] for rank, number in now))
@@ -260,7 +260,7 @@ class _Schedule(NamedTuple):
 
 def _scattered(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
     """This rank's part of bytes that the root holds."""
-    mine = torch.empty(counts[team.rank], dtype=torch.uint8)
+    mine = torch.empty(counts[team.rank], dtype=torch.uint8, device="cpu")
     if sum(counts):
         routes.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
     return mine
@@ -280,8 +280,8 @@ def _turn(
     for dest, (tree, of_dest) in enumerate(zip(call.trees, contents, strict=True)):
         for number in of_dest.large_of(on_gpu)[turn : turn + 1]:
             if dest == rank:
-                places[number].copy_(tree.tensors[number])
+                copyable(places[number]).copy_(copyable(tree.tensors[number]))
             else:
-                sends.append((dest, as_bytes(tree.tensors[number].contiguous())))
+                sends.append((dest, as_bytes(row_major(tree.tensors[number]))))
     mine = header.large_of(on_gpu)[turn : turn + 1] if rank != call.root else []
     return sends, [(call.root, as_bytes(places[number])) for number in mine]

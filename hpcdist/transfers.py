@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import abort, layout
-from hpcdist.buffers import as_bytes
+from hpcdist.buffers import as_bytes, row_major
 from hpcdist.errors import FileError, HpcdistError, reason
 from hpcdist.groups import Group
 from hpcdist.matching import Envelope, bytes_of, sealed
@@ -55,7 +55,7 @@ class Outgoing(NamedTuple):
 def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     """The header with the small tensors, and each large one behind it."""
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
-    large = [*messages.rest, *(as_bytes(tree.tensors[i].contiguous()) for i in contents.large)]
+    large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
     room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, device="cpu", pin_memory=longest > 0)
     # From here on nothing takes memory: who has got the header depends on what follows.
@@ -74,7 +74,7 @@ def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     """The header with the small tensors; the large ones are in a file by then, which goes when they have been read."""
     world, sizes = outgoing.world, [contents.nbytes[i] for i in contents.large]
     with _staged(world, sum(sizes)) as stage:
-        large = [as_bytes(tree.tensors[i].cpu().contiguous()) for i in contents.large]
+        large = [as_bytes(row_major(tree.tensors[i].cpu())) for i in contents.large]
         stage.write(list(zip(layout.displs(sizes), large, strict=True)))
         header = encode(tree.spec, contents, file=stage.ticket(world.one_system))
         messages = Messages(tree.tensors, contents, header)

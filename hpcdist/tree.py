@@ -134,7 +134,7 @@ def _key(key: Any) -> Any:
         spec = _flatten(key, tensors, False, 0)
     except _RefusedError:
         spec = None
-        tensors = [torch.empty(0)]
+        tensors = [torch.empty(0, device="cpu")]
     if tensors:
         raise _RefusedError(f"has the key {key!r:.40}; expected strings, numbers, None, or tuples of these")
     return spec

@@ -11,9 +11,20 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hpcdist.buffers import DTYPES
+from hpcdist.buffers import BARE, DTYPES, copyable
 
-__all__ = ["DTYPES", "EXTENTS", "STRIDES", "extents_of", "part", "same_bits", "starts", "strides_for", "whole_of"]
+__all__ = [
+    "DTYPES",
+    "EXTENTS",
+    "STRIDES",
+    "copy_of",
+    "extents_of",
+    "part",
+    "same_bits",
+    "starts",
+    "strides_for",
+    "whole_of",
+]
 
 _BYTES_AS_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15  # multiplication by an odd number is a bijection of the integers modulo a power of 2
@@ -37,6 +48,16 @@ def whole_of(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> Tenso
     return values.view(shape)
 
 
+def copy_of(x: Tensor) -> Tensor:
+    """As clone(), for every dtype."""
+    return _as_bits(Tensor.clone)(x)
+
+
+def _as_bits(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The step, done on the bits of a dtype that torch cannot copy."""
+    return lambda x: step(copyable(x)).view(x.dtype) if x.dtype in BARE else step(x)
+
+
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Whether dtype, shape and every bit are the same: NaNs and negative zeros too."""
     if x.dtype != y.dtype or x.shape != y.shape:
@@ -45,7 +66,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _bits(x: Tensor) -> Tensor:
-    copy = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    copy = copyable(x.detach().resolve_conj().resolve_neg()).clone(memory_format=torch.contiguous_format)
     return copy.view(-1).view(torch.uint8)  # of a copy: a contiguous tensor of one element may have any stride
 
 
@@ -111,10 +132,10 @@ def _negated(x: Tensor) -> Tensor:
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": Tensor.clone,
-    "transposed": _transposed,
-    "stepped": _stepped,
-    "offset": _offset,
+    "contiguous": copy_of,
+    "transposed": _as_bits(_transposed),
+    "stepped": _as_bits(_stepped),
+    "offset": _as_bits(_offset),
     "expanded": _expanded,
     "conjugated": _conjugated,
     "negated": _negated,

@@ -22,6 +22,7 @@ from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, Hypoth
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist.buffers import BARE
 
 __all__ = [
     *("BACKEND", "Afresh"),
@@ -381,7 +382,7 @@ class Outer:
 NUMPY = tuple(
     dtype
     for dtype in DTYPES
-    if dtype not in (torch.bfloat16, torch.complex32) and not str(dtype).startswith("torch.float8")
+    if dtype not in (torch.bfloat16, torch.complex32, *BARE) and not str(dtype).startswith("torch.float8")
 )
 
 

@@ -184,6 +184,22 @@ def test_only_commands_print() -> None:
     assert {name for name in printers if not name.endswith("__main__")} <= {"abort", "command", "examples"}
 
 
+_FACTORIES = {"arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "randn", "tensor", "zeros"}
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    """Else it is wherever the user's torch.set_default_device says. The examples are users."""
+    found = [
+        f"{_name(path)} line {node.lineno}: {ast.unparse(node)}"
+        for path in FILES
+        if _name(path) != "examples"
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FACTORIES
+        if ast.unparse(node.func.value) == "torch" and "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not found, found
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: _name(path) or "hpcdist")
 def test_lengths(path: Path) -> None:
     lines = path.read_text().count("\n")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpcdist import files, outputs
-from hpcdist.buffers import DTYPES, as_bytes
+from hpcdist.buffers import BARE, DTYPES, as_bytes
 from hpcdist.errors import InputError, RankError
 from hpcdist.team import Team
 
@@ -32,8 +32,9 @@ def save(x: torch.Tensor, path: str) -> None:
 
 SUFFIXES = (".npy", ".pt", ".safetensors", ".h5")
 REFUSED = {
-    ".npy": {d for d in DTYPES if d in (torch.bfloat16, torch.complex32) or "float8" in str(d)},
-    ".safetensors": {torch.complex128, torch.complex32},
+    ".npy": {d for d in DTYPES if d in (torch.bfloat16, torch.complex32, *BARE) or "float8" in str(d)},
+    ".pt": {d for d in BARE if "int" in str(d)},
+    ".safetensors": {torch.complex128, torch.complex32, *BARE},
 }
 
 

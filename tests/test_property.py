@@ -25,7 +25,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from cases import STRIDES, part, same_bits, whole_of
+from cases import STRIDES, copy_of, part, same_bits, whole_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from strategies import (
@@ -46,7 +46,8 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import abort, agree, checks, p2p, packing, plan
+from hpcdist import abort, agree, checks, packing, plan, transfers
+from hpcdist.buffers import copyable, row_major
 from hpcdist.routes import c10d, mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
@@ -95,7 +96,7 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 LIMITS = [
     *((packing, "SMALL", 128), (packing, "INLINE", 16), (plan, "AT_ONCE", 48), (mpi, "LIMIT", 48), (mpi, "DIRECT", 48)),
-    *((p2p, "PIECE", 96), (plan, "PIECE", 96), (mpi, "PIECE", 96), (c10d, "PIECE", 96)),
+    *((transfers, "PIECE", 96), (plan, "PIECE", 96), (mpi, "PIECE", 96), (c10d, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
 
@@ -253,7 +254,7 @@ def _parts(value: Any) -> list[Any] | None:
 def _arrived(value: Any) -> Any:
     """What a structure is when it has travelled."""
     if isinstance(value, Tensor):
-        return value.resolve_conj().resolve_neg().contiguous()
+        return row_major(value.resolve_conj().resolve_neg()).view(value.dtype)
     if isinstance(value, np.ndarray):
         return value.astype(value.dtype.newbyteorder("="))
     if isinstance(value, bytearray):
@@ -283,7 +284,7 @@ class _Out:
                 return "the result is not contiguous, or not memory of its own"
         else:
             base, view = memory(*self.arguments)
-            view.copy_(expected)
+            copyable(view).copy_(copyable(expected))
             if result is not self.view or not same_bits(self.base, base):
                 shown = f"{_shown(self.base)}, expected {_shown(base)}"
                 return f"the result is not out, or memory around it was written: {shown}"
@@ -302,7 +303,7 @@ def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
     for shard in rows_:
         index = [slice(None)] * len(shape)
         index[dim] = slice(start, start + shard.shape[dim])
-        whole[tuple(index)] = shard
+        copyable(whole)[tuple(index)] = copyable(shard)
         start += shard.shape[dim]
     return whole
 
@@ -314,7 +315,7 @@ def _transfer(world: hd.World, case: Transfer) -> str | None:
     whole = whole_of(case.shape or (size,), case.dtype)
     shards = [part(whole, case.dim, case.extents, r) if case.shape else whole[r] for r in range(size)]
     shards = [STRIDES[name](shard) for name, shard in zip(case.strides, shards, strict=True)]
-    x, before, expected = shards[rank], shards[rank].clone(), _joined(shards, case.dim)
+    x, before, expected = shards[rank], copy_of(shards[rank]), _joined(shards, case.dim)
     receives = case.verb == "concat" or rank == case.root
     out = _Out(expected.shape, case.dtype, case.outs[rank] if receives else None)
     options = {"out": out.view, "route": case.route, "async_op": case.async_op}
@@ -332,7 +333,7 @@ def _transfer(world: hd.World, case: Transfer) -> str | None:
 def _split(world: hd.World, case: Transfer) -> str | None:
     rank, root = world.rank, case.root
     whole = STRIDES[case.strides[root or 0]](whole_of(case.shape, case.dtype))
-    before = whole.clone()
+    before = copy_of(whole)
     out = _Out(part(whole, case.dim, case.extents, rank).shape, case.dtype, case.outs[rank])
     counts = case.counts if root in (None, rank) or case.told else None
     result = _waited(
@@ -400,13 +401,14 @@ def _rounds(
         rank = hd.current().rank
         whole, view = _whole(case, turn), case.views[(rank + turn) % len(case.views)]
         x = whole[source] if view == "view" else STRIDES[view](whole[source])
-        expected = whole[dest].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        part_ = whole[dest].resolve_conj().resolve_neg()
+        expected = copyable(part_).clone(memory_format=torch.contiguous_format).view(part_.dtype)
         yield x, expected, _Out(expected.shape, case.dtype, case.outs[(rank + turn) % len(case.outs)])
         turn += 1
 
 
 def _unchanged(x: Tensor, case: Redistribution, turn: int, source: tuple[slice, ...]) -> str | None:
-    return None if same_bits(x, _whole(case, turn)[source].clone()) else "x has changed"
+    return None if same_bits(x, copy_of(_whole(case, turn)[source])) else "x has changed"
 
 
 def _refused(step: Callable[[], object], text: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, STRIDES, extents_of, same_bits, strides_for, whole_of
+from cases import DTYPES, STRIDES, copy_of, extents_of, same_bits, strides_for, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
@@ -65,8 +65,8 @@ def test_any_layout_to_any_layout(world: hd.World, route: str) -> None:
             if turn % (1 if size < 4 and route == "mpi" else 3):
                 continue
             whole = whole_of(shape, dtypes[(turn + number) % len(dtypes)], salt=turn)
-            x = _part(whole, layouts[src], world.rank, size).clone()
-            before = x.clone()
+            x = copy_of(_part(whole, layouts[src], world.rank, size))
+            before = copy_of(x)
             got = hd.redistribute(x, layouts[src], layouts[dst], route=route)
             findings.same(got, _part(whole, layouts[dst], world.rank, size), f"{shape} {src} to {dst}")
             findings.check(isinstance(got, Tensor) and got.is_contiguous(), "not contiguous")

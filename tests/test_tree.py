@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, STRIDES, same_bits, strides_for, whole_of
+from cases import DTYPES, STRIDES, copy_of, same_bits, strides_for, whole_of
 from torch import Tensor
 
 from hpcdist import packing, tree
+from hpcdist.buffers import copyable
 from hpcdist.errors import HpcdistError
 from hpcdist.packing import Contents, Header
 
@@ -76,7 +77,9 @@ def _round_trip(value: Any, allow_pickle: bool = False) -> Any:
     packed = packing.pack(parts.tensors, contents)
     assert packed.numel() == header.packed
     places = header.unpack(packed, torch.device("cpu"))
-    places.update({i: header.room(i, torch.device("cpu")).copy_(parts.tensors[i]) for i in header.large})
+    for i in header.large:
+        places[i] = header.room(i, torch.device("cpu"))
+        copyable(places[i]).copy_(copyable(parts.tensors[i]))
     assert sorted(places) == list(range(len(parts.tensors)))
     return tree.rebuild(header.spec, lambda kind, i: tree.finished(kind, places[i], allow_pickle))
 
@@ -156,7 +159,7 @@ def test_tensors_of_every_kind() -> None:
             found.append(whole_of(shape, dtype, salt=turn))
         found.extend(STRIDES[name](whole_of((3, 4), dtype)) for name in strides_for(dtype))
         found.append(whole_of((packing.SMALL // dtype.itemsize + turn,), dtype))
-    before = [x.clone() for x in found]
+    before = [copy_of(x) for x in found]
     got = _round_trip(found)
     assert len(got) == len(found)
     for x, was, y in zip(found, before, got, strict=True):

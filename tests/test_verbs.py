@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, strides_for, whole_of
+from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits, strides_for, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
 from hpcdist import layout
+from hpcdist.buffers import BARE
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
@@ -47,7 +48,7 @@ class Battery:
     def run(self, whole: Tensor, dim: int, extents: tuple[int, ...], root: int) -> None:
         """`whole` may have any strides: the shards are views of it."""
         self.context = f"{whole.dtype} {tuple(whole.shape)} dim {dim} extents {extents} root {root} {self.options}"
-        before = whole.clone()
+        before = copy_of(whole)
         shard = part(whole, dim, extents, self.rank)
         self.receives(hd.gather(shard, dim, root, **self.options), before, self.rank == root, "gather")
         self.receives(hd.concat(shard, dim, **self.options), before, True, "concat")
@@ -281,14 +282,14 @@ def test_out_on_some_ranks_only(world: hd.World, route: str) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("case", ["even", "ragged", "zero first", "all on one rank"])
 def test_x_is_the_part_of_out_where_it_belongs(world: hd.World, route: str, case: str) -> None:
-    """In place, as MPI_IN_PLACE would do it."""
+    """In place, as MPI_IN_PLACE would do it; whatever the order of out's strides."""
     findings = Findings(world.comm)
     extents = extents_of(case, world.world_size)
-    for shape, dim in _shapes(sum(extents)):
+    for (shape, dim), name in zip(_shapes(sum(extents)), itertools.cycle(("contiguous", "transposed", "stepped"))):
         whole = whole_of(shape, torch.float32)
         for root in range(world.world_size):
             for verb in ("concat", "gather"):
-                out = whole_of(shape, torch.float32, salt=5)
+                out = STRIDES[name](whole_of(shape, torch.float32, salt=5))
                 x = part(out, dim, extents, world.rank)
                 x.copy_(part(whole, dim, extents, world.rank))
                 if verb == "concat":
@@ -297,7 +298,7 @@ def test_x_is_the_part_of_out_where_it_belongs(world: hd.World, route: str, case
                     findings.same(hd.gather(x, dim, root, out=out, route=route), whole, f"gather {shape} dim {dim}")
                 else:
                     hd.gather(x, dim, root, route=route)
-            x = whole.clone() if world.rank == root else None
+            x = STRIDES[name](copy_of(whole)) if world.rank == root else None
             out = None if x is None else part(x, dim, extents, world.rank)
             mine = hd.split(x, dim, root, extents, out=out, route=route)
             findings.same(mine, part(whole, dim, extents, world.rank), f"split {shape} dim {dim}")
@@ -324,12 +325,24 @@ def test_x_is_another_part_of_out(world: hd.World, route: str, shared_through: s
         x.copy_(part(whole, 0, extents, world.rank))
         result = hd.gather(x, root=turn, out=out if world.rank == turn else None, route=route)
         findings.check(world.rank != turn or same_bits(result, whole), f"gather, shard at {elsewhere}")
-        x = whole.clone() if world.rank == turn else None
+        x = copy_of(whole) if world.rank == turn else None
         into = None if x is None else part(x, 0, extents, (turn + 1) % size)
         if into is not None and shared_through == "numpy":
             into = torch.from_numpy(into.numpy())
         mine = hd.split(x, root=turn, out=into, route=route)
         findings.same(mine, part(whole, 0, extents, world.rank), "split into another part of x")
+    findings.settle()
+
+
+def test_split_of_what_all_hold_into_another_part_of_it(world: hd.World) -> None:
+    """Written where it is still to be read; and in every order of strides."""
+    findings = Findings(world.comm)
+    for dtype in (torch.float32, torch.complex64, *BARE):
+        for name in ("contiguous", "transposed"):
+            x = STRIDES[name](whole_of((3 * world.world_size, 6), dtype))
+            expected = copy_of(x[3 * world.rank : 3 * world.rank + 3])
+            out = x[:-1][3 * world.rank + 1 if world.rank == 0 else 3 * world.rank - 1 :][:3]
+            findings.same(hd.split(x, root=None, out=out), expected, f"{dtype} {name}")
     findings.settle()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, memory, routes, structures, world
-from hpcdist.buffers import blocks, overlap
+from hpcdist.buffers import blocks, row_major, written
 from hpcdist.routes import Alltoall
 from hpcdist.team import Team, team_of
 
@@ -81,7 +81,8 @@ def concat(
         call = checks.structure_call("concat", x, dim, None, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("concat", team, call, allow_pickle)
 
-    return handle.start("concat", team_of(group, world.current()), step, async_op)
+    result = handle.start("concat", team_of(group, world.current()), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def _concat(
@@ -99,8 +100,7 @@ def _concat(
         with abort.Transfer("concat", team.size):
             sizes = [cut.nbytes()] * team.size
             whole, landing = memory.allocate("concat", team, sizes, lambda: cut.landing(call.out, shard.device))
-            mine = shard.clone() if call.out is not None and overlap(call.out, shard) else shard.contiguous()
-            way.allgatherv(team, mine, landing, cut.counts, cut.displs)
+            way.allgatherv(team, row_major(shard, call.out), landing, cut.counts, cut.displs)
             cut.unpack(landing, whole)
             return whole
 

@@ -154,7 +154,7 @@ def _try_file(line: Line, here: World) -> dict[str, Any]:
     line.stage("HDF5 file", "OMPI_MCA_io=romio321, or staging.save(writer='posix') without MPI-IO", together=True)
     name = agree.allgather(here.comm, f"{files.PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
-    shard = torch.arange(1000) + 1000 * here.rank
+    shard = torch.arange(1000, device="cpu") + 1000 * here.rank
     begin = time.perf_counter()
     try:
         staging.save(path, {"x": shard})

@@ -41,8 +41,8 @@ def _time(world: World, name: str) -> dict[str, Any]:
     absent = routes.load(name).missing(world.team)
     if absent:
         return {"absent": absent}
-    x = placed(world, torch.full((_NBYTES,), world.rank % 128, dtype=torch.uint8), name)
-    expected = torch.arange(world.world_size).remainder(128).repeat_interleave(_NBYTES)
+    x = placed(world, torch.full((_NBYTES,), world.rank % 128, dtype=torch.uint8, device="cpu"), name)
+    expected = torch.arange(world.world_size, device="cpu").remainder(128).repeat_interleave(_NBYTES)
     try:
         whole = concat(x, route=name)
         seconds = [timed(world, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUNDS)]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, memory, routes, structures, world
-from hpcdist.buffers import blocks, overlap
+from hpcdist.buffers import blocks, row_major, written
 from hpcdist.team import Team, team_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def gather(
         call = checks.structure_call("gather", x, dim, root, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("gather", team, call, allow_pickle)
 
-    return handle.start("gather", team_of(group, world.current()), step, async_op)
+    result = handle.start("gather", team_of(group, world.current()), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def _gather(
@@ -90,10 +91,9 @@ def _gather(
             take = (lambda: cut.landing(call.out, shard.device)) if team.rank == root else lambda: (shard, shard)
             whole, landing = memory.allocate("gather", team, sizes, take)
             if team.rank != root:
-                way.gatherv(team, shard.contiguous(), None, cut.counts, cut.displs, root)
+                way.gatherv(team, row_major(shard), None, cut.counts, cut.displs, root)
                 return shard.new_empty(0)
-            mine = shard.clone() if call.out is not None and overlap(call.out, shard) else shard.contiguous()
-            way.gatherv(team, mine, landing, cut.counts, cut.displs, root)
+            way.gatherv(team, row_major(shard, call.out), landing, cut.counts, cut.displs, root)
             cut.unpack(landing, whole)
             return whole
 

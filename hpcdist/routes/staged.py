@@ -112,7 +112,7 @@ class _Host:
     @classmethod
     def of(cls, blocks: Sequence[Tensor]) -> _Host:
         """Of messages that each have a memory of their own."""
-        host = cls(torch.empty(0), [])
+        host = cls(torch.empty(0, device="cpu"), [])
         host.parts = list(blocks)
         return host
 
@@ -125,7 +125,7 @@ class _Host:
         size = sum(self.lengths(start, step))
         if self.memory is None:  # the first round moves the most
             on_gpu = any(part.is_cuda for part in self.parts)
-            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu, device="cpu")
         return self.memory[:size]
 
     def load(self, start: int, step: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, memory, routes, structures, world
-from hpcdist.buffers import DTYPES, Blocks, blocks, overlap
+from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major, written
 from hpcdist.call import LOST, Call
 from hpcdist.groups import Group, group_of
 from hpcdist.routes import CUDA
@@ -85,7 +85,8 @@ def split(
     def step(team: Team) -> Any:
         return _split(team, x, dim, root, counts, route, out, allow_pickle)
 
-    return handle.start("split", team_of(group, here), step, async_op)
+    result = handle.start("split", team_of(group, here), step, async_op)
+    return result if out is None else written(out, result)
 
 
 def _split(
@@ -118,12 +119,10 @@ def _split(
             take = (lambda: cut.shard(team.rank, device)) if given is None else lambda: given
             part = memory.allocate("split", team, cut.counts, take)
             landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-            messages = None if whole is None else cut.pack(whole)
-            if messages is not None and call.out is not None and overlap(call.out, messages):
-                messages = messages.clone()
+            messages = None if whole is None else row_major(cut.pack(whole), call.out)
             way.scatterv(team, messages, landing, cut.counts, cut.displs, root)
             if landing is not part:
-                part.copy_(landing)
+                copyable(part).copy_(copyable(landing))
             return part
 
     def backward(grad: torch.Tensor) -> torch.Tensor | None:
@@ -176,7 +175,8 @@ def _local(x: Any, dim: int, counts: object, group: Group, out: object) -> Any:
         return part
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
         raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
-    if part.requires_grad and torch.is_grad_enabled():
+    if (part.requires_grad or out.requires_grad) and torch.is_grad_enabled():
         raise ValueError(f"split(): {LOST}")
-    out.detach().copy_(part)
+    source = copyable(part)
+    copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
     return out

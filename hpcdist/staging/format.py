@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist.buffers import DTYPES
+from hpcdist.buffers import BARE, DTYPES
 from hpcdist.errors import FileError
 from hpcdist.layout import Box
 
@@ -40,7 +40,7 @@ DTYPE_ATTRIBUTE = "torch_dtype"
 COMPLETE = b"\x01"
 VERSION = 1
 NUMPY = {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
-NUMPY -= {torch.complex32}
+NUMPY -= {torch.complex32, *BARE}
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
 ALIGNMENT = 2**20  # bytes: datasets of this size and more begin at a multiple of it, or of the file system's block
 
@@ -57,7 +57,7 @@ def digest() -> Any:
 def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """How a dtype is stored: as numpy's own, or as raw bits."""
     if dtype in NUMPY:
-        return torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return np.dtype(_RAW_BITS[dtype.itemsize])
 
 

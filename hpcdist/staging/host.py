@@ -30,9 +30,9 @@ class Scratch:
         """Contiguous memory; its contents are not defined."""
         nbytes = prod(shape) * dtype.itemsize
         if self._next == len(self._held):
-            self._held.append(torch.empty(0, dtype=torch.uint8))
+            self._held.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._held[self._next].numel() < nbytes:
-            self._held[self._next] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._held[self._next] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
         self._next += 1
         return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
 
@@ -108,7 +108,7 @@ class _Pinned:
         self._dtype = x.dtype
         self._parts = parts
         size = max((part.size() for part in parts), default=0)
-        self._memory = torch.empty((min(2, len(parts)), size), dtype=x.dtype, pin_memory=True)
+        self._memory = torch.empty((min(2, len(parts)), size), dtype=x.dtype, pin_memory=True, device="cpu")
 
     def part(self, i: int) -> Tensor:
         """The buffer of part i, in its shape."""

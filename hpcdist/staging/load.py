@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import abort, agree, checks, layout, world
+from hpcdist.buffers import written
 from hpcdist.call import Call
 from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
@@ -125,6 +126,7 @@ def load(
             mine = {key: (wants[key][team.rank], stored.dtype) for key, stored in contents.datasets.items()}
             step = lambda: results.update({key: _memory(out, *what, target) for key, what in mine.items()})  # noqa: E731
             agree.on_all(team.comm, VERB, step)
+            written(out, None)
             for key, stored in contents.datasets.items():
                 reader = Reader(place, fd, stored, window, verify, progress)
                 _read(team, reader, wants[key], results[key].view(wants[key][team.rank].shape), readers, problems)

@@ -139,7 +139,7 @@ class Reader:
         """Read a piece and compare its checksum; a FileError if it is damaged."""
         where, box = self.stored.raw, self.stored.boxes[row]
         if where is None:
-            buffer = torch.empty(box.shape, dtype=self.stored.dtype)
+            buffer = torch.empty(box.shape, dtype=self.stored.dtype, device="cpu")
             read_box(self.path, self.stored.name, box, buffer, self.window)
             digest = format.digest()
             digest.update(memory(buffer))

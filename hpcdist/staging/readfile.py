@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import checks
+from hpcdist.buffers import written
 from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.staging import format
@@ -96,11 +97,11 @@ class ReadFile:
             except checks.WrongError as error:
                 raise ValueError(str(error)) from error
         if out is None:
-            target = torch.empty(box.shape, dtype=stored.dtype, device=device)
+            target = torch.empty(box.shape, dtype=stored.dtype, device="cpu" if device is None else device)
         elif out.dtype != stored.dtype or tuple(out.shape) != box.shape:
             raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}, expected {stored.dtype} of {box.shape}")
         else:
-            target = out.detach()
+            target = written(out, out.detach())
         try:
             Reader(self._contents.path, self._fd, stored, self._window, verify).read(box, target)
         except OSError as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import abort, agree, checks, layout
-from hpcdist.buffers import DTYPES
+from hpcdist.buffers import DTYPES, row_major
 from hpcdist.call import Call
 from hpcdist.errors import FileError, RankError
 from hpcdist.layout import Box
@@ -97,7 +97,7 @@ class WriteFile:
         inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise ValueError(f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
-        self._raw(i).write(self._fd, box, checks.tensor(x, 0, "x")[0].cpu().contiguous())
+        self._raw(i).write(self._fd, box, row_major(checks.tensor(x, 0, "x")[0].cpu()))
         _add(self._runs[i], box, dataset.shape)
 
     def _raw(self, i: int) -> Raw:
