@@ -24,6 +24,7 @@ from hpcdist.buffers import DTYPES
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
 from hpcdist.raw import Raw, bits, read_at
+from hpcdist.regular import open_regular
 from hpcdist.staging.contents import describe, read_box
 from hpcdist.staging.format import NUMPY, stored_dtype
 
@@ -77,7 +78,7 @@ def _pick(path: str, name: str | None, names: Sequence[str]) -> str:
 @contextmanager
 def of_raw(where: Raw) -> Iterator[Opened]:
     """An array that lies in a file as plain bytes."""
-    fd = os.open(where.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(where.path)
     try:
         yield Opened(where.shape, where.dtype, partial(where.read, partial(read_at, fd)))
     finally:

@@ -18,6 +18,7 @@ from hpcdist.buffers import DTYPES
 from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
+from hpcdist.regular import check_regular
 from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, stored_dtype
 
 __all__ = ["Contents", "Stored", "describe", "read_box"]
@@ -92,11 +93,7 @@ def describe(path: str, incomplete: bool = False, name: str | None = None) -> Co
     """
     import h5py
 
-    if not os.path.exists(path):
-        raise FileError(f"{path}: no such file")
-    if os.path.isdir(path):
-        raise FileError(f"{path}: is a folder")
-    before = os.stat(path)
+    before = check_regular(path)
     try:
         # A file that is being written is locked by its writer, which may well want to know what it holds.
         with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:

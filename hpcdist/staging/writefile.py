@@ -74,7 +74,7 @@ class WriteFile:
                 raise
 
     def _open(self) -> None:
-        self._fd = os.open(self._saving.layout.path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(self._saving.layout.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, name: str, x: Tensor, offset: Sequence[int]) -> None:
         """Write a box of a tensor. On this rank alone; boxes must not overlap, on this rank or between ranks.
