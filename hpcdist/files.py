@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.arrays import Opened
 from hpcdist.commit import check_target
 from hpcdist.errors import FileError, InputError, reason
-from hpcdist.formats import FORMATS, Opened, of_raw
+from hpcdist.formats import FORMATS, of_raw
 from hpcdist.raw import Raw
 from hpcdist.regular import check_regular
 

@@ -61,7 +61,9 @@ FLOORS = (
     ("staging.piecewise",),
     ("staging",),
     ("",),  # the package itself: the public names
-    ("formats", "patterns", "command"),
+    ("arrays", "patterns", "command"),
+    ("checkpoints",),
+    ("formats",),
     ("files", "outputs"),
     ("inputs",),
     ("gather.compare", "streaming", "doctor", "doctor.findings"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist import agree, checks, layout
 from hpcdist.buffers import DTYPES
 from hpcdist.call import Call
-from hpcdist.errors import FileError, RankError
+from hpcdist.errors import FileError, RankError, listed
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.staging.format import Dataset
@@ -90,7 +90,7 @@ class WriteFile:
         if self._fd < 0:
             raise ValueError("the file is closed")
         if name not in self._index:
-            raise FileError(f"{self._saving.layout.path}: has no tensor {name!r}; it has: {', '.join(self._index)}")
+            raise FileError(f"{self._saving.layout.path}: has no tensor {name!r}; it has: {listed(self._index)}")
         i = self._index[name]
         dataset = self._saving.datasets[i]
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))
