@@ -2,6 +2,9 @@
 
 Whatever dies at whatever moment, the name holds the old file or the complete new one. What a killed job leaves is
 ``.NAME.part``: the next one that writes NAME takes it over, and no pattern of a shell or of glob matches it.
+
+The new file is another inode. It gets from the one that it replaces: mode, owner, group, POSIX ACL and user attributes,
+as far as the system permits. Other hard links to the old file keep the old contents.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.errors import FileError, reason
+from hpcdist.regular import kind
 
 __all__ = ["Commit", "check_folder", "check_target", "lock", "private_folder", "sweep", "sync"]
 
 _GRACE = 60  # seconds for which a file without a lock may still be on the way to one
+_KEPT = ("user.", "system.posix_acl_access")  # extended attributes that the file which replaces another one gets
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 
@@ -28,11 +33,26 @@ def check_target(target: Path, nbytes: int) -> None:
     """Find before anything is written what would keep a file of `nbytes` from being written at `target`.
 
     Raises:
-        FileError: no such folder, a folder in its place, not writable, or no space.
+        FileError: no such folder, no regular file in its place, not writable, or no space.
     """
-    if target.is_dir():
-        raise FileError(f"{target}: is a folder")
-    check_folder(target.parent, nbytes, str(target))
+    try:
+        old = _old(target)
+    except OSError as error:
+        raise FileError(f"{target}: cannot be written: {reason(error)}") from error
+    what = None if old is None else kind(old.st_mode)
+    if what is not None:
+        raise FileError(f"{target}: is a {what}" + ("" if what == "folder" else ": only a regular file is replaced"))
+    check_folder(Path(os.path.realpath(target)).parent, nbytes, str(target))
+    if old is not None and not os.access(target, os.W_OK):
+        raise FileError(f"{target}: is there already, and read-only")
+
+
+def _old(target: Path) -> os.stat_result | None:
+    """The file that a new one would replace, at the end of all symbolic links."""
+    try:
+        return os.stat(target)
+    except FileNotFoundError:
+        return None
 
 
 def check_folder(folder: Path, nbytes: int, target: str) -> None:
@@ -115,16 +135,15 @@ class Commit:
     def __init__(self, path: str | Path, keep: bool = False) -> None:
         self.target = Path(os.path.realpath(path))
         self.part = self.target.with_name(f".{self.target.name}.part")
-        self._lock = self._locked(path)
-        self.resumed = keep and os.fstat(self._lock).st_size > 0
-        if not self.resumed:
-            os.ftruncate(self._lock, 0)
+        check_target(Path(path), 0)
+        self._old = _old(self.target)
+        self._lock, self.resumed = self._locked(path, keep)
 
-    def _locked(self, path: str | Path) -> int:
-        """An open, locked file that has the part's name."""
+    def _locked(self, path: str | Path, keep: bool) -> tuple[int, bool]:
+        """An open, locked file that has the part's name, and whether it is one that was left, and is wanted."""
         while True:
             try:
-                fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fd, new = self._opened(path)
             except OSError as error:
                 raise FileError(f"{path}: cannot be written: {reason(error)}") from error
             if not lock(fd):
@@ -132,11 +151,36 @@ class Commit:
                 raise FileError(f"{path}: another process is writing it (it holds {self.part})")
             # Between open and lock the one who had it may have finished: then this is the target, not the part.
             if self.part.exists() and os.path.samestat(os.fstat(fd), self.part.stat()):
-                return fd
+                resumed = not new and keep and os.fstat(fd).st_size > 0
+                if new or resumed:
+                    return fd, resumed
+                self.part.unlink()  # what is made anew has the mode that a new file has
             os.close(fd)
+
+    def _opened(self, path: str | Path) -> tuple[int, bool]:
+        """The part, and whether it is new; a FileError, and nothing is touched, if hpcdist cannot have left it."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        mode = 0o666 if self._old is None else 0o600  # until it is complete, nobody reads more than of the old file
+        with suppress(FileExistsError):
+            return os.open(self.part, flags | os.O_CREAT | os.O_EXCL, mode), True
+        try:
+            found = os.lstat(self.part)
+        except FileNotFoundError:  # its writer has finished meanwhile
+            return self._opened(path)
+        what = kind(found.st_mode)
+        if what is not None:
+            raise FileError(f"{path}: cannot be written: {self.part} is a {what}, and not hpcdist's: remove it")
+        if found.st_uid != os.geteuid() or found.st_nlink > 1:
+            whose = f"belongs to user {found.st_uid}" if found.st_nlink == 1 else "has other names, too (hard links)"
+            raise FileError(f"{path}: cannot be written: {self.part} {whose}: remove it")
+        return os.open(self.part, flags), False
 
     def finish(self) -> None:
         """Put the complete file in place. The caller has brought what other processes wrote to the disk."""
+        check_target(self.target, 0)
+        self._old = _old(self.target) or self._old
+        if self._old is not None:
+            _look_like(self._lock, self._old, self.target)
         os.fsync(self._lock)
         os.replace(self.part, self.target)
         self._unlock()  # at once: HDF5 does not read a file that is locked
@@ -153,3 +197,25 @@ class Commit:
     def _unlock(self) -> None:
         os.close(self._lock)
         self._lock = -1
+
+
+def _look_like(fd: int, old: os.stat_result, path: Path) -> None:
+    """Give an open file what the one that it replaces has: mode, owner and group, ACL and attributes."""
+    mine, mode, kept = os.fstat(fd), stat.S_IMODE(old.st_mode) & ~(stat.S_ISUID | stat.S_ISGID), list(_KEPT)
+    if (mine.st_uid, mine.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.fchown(fd, old.st_uid, old.st_gid)
+        except OSError:  # another user's file: the group at least; another group may do no more than everybody
+            try:
+                os.fchown(fd, -1, old.st_gid)
+            except OSError:
+                mode &= ~0o070 | (mode & 0o007) << 3
+                kept = kept[:1]
+    os.fchmod(fd, mode)
+    with suppress(OSError):  # gone by now, or a file system without attributes
+        names = [name for name in os.listxattr(path) if name.startswith(tuple(kept))]
+        for name in os.listxattr(fd):
+            if name.startswith(_KEPT) and name not in names:
+                os.removexattr(fd, name)  # such as an ACL that the folder gives to new files
+        for name in names:
+            os.setxattr(fd, name, os.getxattr(path, name))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-__all__ = ["FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError", "reason"]
+__all__ = ["FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError", "listed", "reason"]
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
+_NAMES_SHOWN = 6
 
 
 def reason(error: BaseException) -> str:
@@ -20,6 +21,18 @@ def reason(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     lines = text.strip().splitlines() or [""]
     return lines[0] or type(error).__name__
+
+
+def listed(names: Iterable[object]) -> str:
+    """The first of some names for a message; "nothing" if there are none.
+
+    Example::
+
+        >>> listed("abcdefgh")
+        'a, b, c, d, e, f, ...'
+    """
+    shown = [str(name) for name, _ in zip(names, range(_NAMES_SHOWN + 1), strict=False)]
+    return ", ".join([*shown[:_NAMES_SHOWN], *["..."] * (len(shown) > _NAMES_SHOWN)]) or "nothing"
 
 
 class HpcdistError(RuntimeError):

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.arrays import Opened
 from hpcdist.commit import check_target
 from hpcdist.errors import FileError, InputError, reason
-from hpcdist.formats import FORMATS, Opened, of_raw
+from hpcdist.formats import FORMATS, of_raw
 from hpcdist.raw import Raw
+from hpcdist.regular import check_regular
 
 __all__ = ["OUTPUTS", "Source", "check_output", "describe", "expand", "load", "opened", "opened_bytes", "path_of"]
 
@@ -91,8 +93,7 @@ def opened(spec: str) -> Iterator[Opened]:
     if kind is None:
         raise InputError(f"{path}: unknown suffix {Path(path).suffix!r}; expected one of {', '.join(FORMATS)}")
     try:
-        if not os.path.exists(path):
-            raise InputError(f"{path}: no such file")
+        check_regular(path)
         with kind.opened(path, name) as array:
             yield array
     except InputError:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,33 +19,20 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from hpcdist import checkpoints
+from hpcdist.arrays import Opened, pick
 from hpcdist.buffers import BARE, DTYPES
 from hpcdist.errors import InputError
-from hpcdist.layout import Box
-from hpcdist.raw import Raw, bits, read_at
+from hpcdist.raw import Raw, read_at, read_from
+from hpcdist.regular import open_regular
 from hpcdist.staging.contents import describe, read_box
 from hpcdist.staging.format import NUMPY, stored_dtype
 
-__all__ = ["FORMATS", "Opened", "of_raw"]
+__all__ = ["FORMATS", "of_raw"]
 
 _SAFETENSORS = set(DTYPES) - {torch.complex128, torch.complex32, *BARE}
 _PT = {d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d))}  # torch.load has no others
-
-
-@dataclass(frozen=True)
-class Opened:
-    """An array in an open file.
-
-    Attributes:
-        shape, dtype: of the array.
-        read: fills a CPU tensor with a box of it, in host memory of at most so many bytes: read(box, out, window).
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[Box, Tensor, int], None]
 
 
 @dataclass(frozen=True)
@@ -60,28 +47,12 @@ class Format:
     lay_out: Callable[[Path, tuple[int, ...], torch.dtype], Raw] | None
 
 
-def _shown(names: Sequence[str]) -> str:
-    """The first of some names."""
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-
-
-def _pick(path: str, name: str | None, names: Sequence[str]) -> str:
-    """The array that is meant: the one that is named, or the only one."""
-    if name is not None:
-        if name not in names:
-            raise InputError(f"{path}: holds no array {name!r}; it has: {_shown(names)}")
-        return name
-    if len(names) != 1:
-        raise InputError(f"{path}: holds {len(names)} arrays; name one as {path}:NAME; it has: {_shown(names)}")
-    return names[0]
-
-
 @contextmanager
-def of_raw(where: Raw) -> Iterator[Opened]:
+def of_raw(where: Raw, name: str = "") -> Iterator[Opened]:
     """An array that lies in a file as plain bytes."""
-    fd = os.open(where.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(where.path)
     try:
-        yield Opened(where.shape, where.dtype, partial(where.read, partial(read_at, fd)))
+        yield Opened(name, where.shape, where.dtype, partial(where.read, partial(read_at, fd)))
     finally:
         os.close(fd)
 
@@ -91,6 +62,8 @@ def _npy_header(path: str, file: IO[bytes]) -> Raw:
     magic = np.lib.format.read_magic(file)
     header = np.lib.format.read_array_header_1_0 if magic == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = header(file)
+    if any(not 0 <= extent < 2**63 for extent in shape):
+        raise InputError(f"{path}: cannot be read: shape {shape}")
     if dtype.hasobject:
         raise InputError(f"{path}: cannot be read: it holds Python objects")
     try:
@@ -114,52 +87,19 @@ def _read_npy(path: str, name: str | None) -> Iterator[Opened]:
 @contextmanager
 def _read_npz(path: str, name: str | None) -> Iterator[Opened]:
     with zipfile.ZipFile(path) as archive:
-        members = [n.removesuffix(".npy") for n in archive.namelist()]
-        with archive.open(_pick(path, name, members) + ".npy") as file:
+        members = [n.removesuffix(".npy") for n in dict.fromkeys(archive.namelist()) if n.endswith(".npy")]
+        key = pick(path, name, members)
+        with archive.open(f"{key}.npy") as file:
             where = _npy_header(path, file)
-            yield Opened(where.shape, where.dtype, partial(where.read, partial(_from_stream, file)))
-
-
-def _from_stream(file: IO[bytes], offset: int, into: memoryview) -> None:
-    """Fill memory from a file that may have to be decompressed up to there."""
-    file.seek(offset)
-    done = 0
-    while done < len(into):
-        got = file.readinto(into[done : done + 2**20])  # type: ignore[attr-defined]
-        if not got:
-            raise EOFError("it ends in the middle of its data")
-        done += got
+            if where.offset + where.nbytes() > archive.getinfo(f"{key}.npy").file_size:
+                raise InputError(f"{path}: cannot be read: {key} ends in the middle of its data")
+            yield Opened(key, where.shape, where.dtype, partial(where.read, partial(read_from, file)))
 
 
 @contextmanager
 def _read_pt(path: str, name: str | None) -> Iterator[Opened]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with open(path, "rb") as file:
-        zipped = file.read(2) == b"PK"  # torch's older format can only be read whole
-    with FakeTensorMode():
-        described = _tensor_of(path, name, torch.load(path, weights_only=True, map_location="cpu")) if zipped else None
-    offset = None if described is None else getattr(described.untyped_storage(), "_checkpoint_offset", None)
-    if described is not None and offset is not None and described.is_contiguous():
-        start = offset + described.storage_offset() * described.itemsize
-        with of_raw(Raw(path, start, tuple(described.shape), described.dtype)) as opened:
-            yield opened
-        return
-    x = _tensor_of(path, name, torch.load(path, weights_only=True, map_location="cpu", mmap=zipped))
-
-    def read(box: Box, out: Tensor, window: int) -> None:
-        bits(out).copy_(bits(x[box.slices()]))
-
-    yield Opened(tuple(x.shape), x.dtype, read)
-
-
-def _tensor_of(path: str, name: str | None, held: Any) -> Tensor:
-    if isinstance(held, Tensor) and name is None:
-        return held.detach()
-    if not isinstance(held, dict):
-        raise InputError(f"{path}: holds {type(held).__name__}, expected a tensor" + (" dict" if name else ""))
-    tensors = {str(key): value for key, value in held.items() if isinstance(value, Tensor)}
-    return tensors[_pick(path, name, list(tensors))].detach()
+    with checkpoints.opened(path, name) as opened:
+        yield opened
 
 
 @contextmanager
@@ -167,12 +107,12 @@ def _read_safetensors(path: str, name: str | None) -> Iterator[Opened]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:  # checks the whole header
-        key = _pick(path, name, sorted(file.keys()))
+        key = pick(path, name, sorted(file.keys()))
         part = file.get_slice(key)
         shape = tuple(part.get_shape())
         dtype = (part[:0] if shape else file.get_tensor(key)).dtype  # as torch's; the format has names of its own
     start, header = _safetensors_header(path)
-    with of_raw(Raw(path, start + header[key]["data_offsets"][0], shape, dtype)) as opened:
+    with of_raw(Raw(path, start + header[key]["data_offsets"][0], shape, dtype), key) as opened:
         yield opened
 
 
@@ -187,12 +127,12 @@ def _safetensors_header(path: str) -> tuple[int, dict[str, Any]]:
 def _read_h5(path: str, name: str | None) -> Iterator[Opened]:
     key = name and name.strip("/")
     datasets = describe(path, name=key).datasets
-    stored = datasets[_pick(path, key, list(datasets))]
+    stored = datasets[pick(path, key, list(datasets))]
     if stored.raw is not None:
-        with of_raw(stored.raw) as opened:
+        with of_raw(stored.raw, stored.name) as opened:
             yield opened
     else:
-        yield Opened(stored.shape, stored.dtype, partial(read_box, path, stored.name))
+        yield Opened(stored.name, stored.shape, stored.dtype, partial(read_box, path, stored.name))
 
 
 def _lay_out_npy(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Raw:

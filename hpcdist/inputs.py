@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from hpcdist import agree, files, layout
+from hpcdist.arrays import Opened
 from hpcdist.buffers import as_bytes
 from hpcdist.command import progress
 from hpcdist.errors import InputError
 from hpcdist.files import Source
-from hpcdist.formats import Opened
 from hpcdist.world import World
 
 __all__ = ["Inputs", "equal", "find", "sha256"]

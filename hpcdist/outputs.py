@@ -182,7 +182,7 @@ class _Flat:
 
 def _open(where: Raw) -> int:
     try:
-        return os.open(where.path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(where.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise FileError(f"{where.path}: not seen by this rank: the folder is not shared by all nodes") from error
 

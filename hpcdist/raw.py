@@ -7,10 +7,10 @@ for stays within the caller's window. A checksum is taken block by block, while 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import IO, Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +19,17 @@ from hpcdist import layout
 from hpcdist.buffers import as_bytes, bits
 from hpcdist.layout import Box
 
-__all__ = ["BLOCK", "SHORT", "Digest", "Fetch", "Raw", "bits", "memory", "read_at", "start_writeback", "write_at"]
+__all__ = [
+    *("BLOCK", "SHORT", "Digest", "Fetch", "Raw"),
+    *("memory", "read_at", "read_from", "read_strided", "start_writeback", "write_at"),
+]
 
 Fetch = Callable[[int, memoryview], None]
 
 BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is hashed and copied without going to memory twice
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
+
+_SPARSE = 8  # so many times what is asked for is read in one go
 
 
 class Digest(Protocol):
@@ -52,6 +57,21 @@ def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None
             raise EOFError(f"the file ends at byte {offset + done}, in the middle of the data")
         if digest is not None:
             digest.update(block[:got])
+        done += got
+
+
+def read_from(file: IO[bytes], offset: int, into: memoryview) -> None:
+    """Fill `into` from a file that may have to be decompressed up to there.
+
+    Raises:
+        OSError: the file cannot be read; EOFError: it ends before.
+    """
+    file.seek(offset)
+    done = 0
+    while done < len(into):
+        got = file.readinto(into[done : done + 2**20])  # type: ignore[attr-defined]
+        if not got:
+            raise EOFError("it ends in the middle of its data")
         done += got
 
 
@@ -159,3 +179,28 @@ class Raw:
         size = length * self.dtype.itemsize
         for i, start in enumerate(starts if box.size() else ()):
             write_at(fd, self.offset + start * self.dtype.itemsize, source[i * size : (i + 1) * size])
+
+
+def read_strided(where: Raw, strides: Sequence[int], fetch: Fetch, box: Box, out: Tensor, window: int) -> None:
+    """Read a box of an array whose elements are not in order: of dim d, `strides[d]` elements from one to the next.
+
+    In host memory of at most `window` bytes; what lies between the elements is read, too, where it is little.
+    """
+    first = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
+    reach = [(n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)]
+    span, size = 1 + sum(reach), where.dtype.itemsize
+    if box.size() == 0:
+        return
+    if span == 1 or (span * size <= window and (span * size <= SHORT or span <= _SPARSE * box.size())):
+        buffer = torch.empty(span, dtype=where.dtype, device="cpu")
+        run = Raw(where.path, where.offset + first * size, (span,), where.dtype, where.swapped)
+        run.read(fetch, layout.whole((span,)), buffer, window)
+        bits(out).copy_(bits(buffer).as_strided(box.shape, strides))
+        return
+    dim = reach.index(max(reach))
+    half = box.shape[dim] // 2
+    for start, extent in ((0, half), (half, box.shape[dim] - half)):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim], shape[dim] = offset[dim] + start, extent
+        part = out.narrow(dim, start, extent)
+        read_strided(where, strides, fetch, Box(tuple(offset), tuple(shape)), part, window)

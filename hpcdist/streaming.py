@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from hpcdist import agree, files, gather, layout, outputs
+from hpcdist.arrays import Opened
 from hpcdist.buffers import as_bytes
 from hpcdist.command import Meter
 from hpcdist.errors import InputError, reason
 from hpcdist.files import Source
-from hpcdist.formats import Opened
 from hpcdist.groups import Group
 from hpcdist.inputs import Inputs, equal
 from hpcdist.layout import Box

@@ -23,7 +23,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 # Each floor uses those below it, and nothing above. A module that is new has to be given its place here.
 FLOORS = (
     ("errors",),
-    ("layout.rules", "jobscript.parts"),
+    ("layout.rules", "jobscript.parts", "regular"),
     ("layout.box", "jobscript"),
     ("layout.layouts", "layout.overlaps"),
     ("abort", "commit", "groups", "layout", "launcher", "plain", "watch", "watch.record"),
@@ -61,7 +61,9 @@ FLOORS = (
     ("staging.piecewise",),
     ("staging",),
     ("",),  # the package itself: the public names
-    ("formats", "patterns", "command"),
+    ("arrays", "patterns", "command"),
+    ("checkpoints",),
+    ("formats",),
     ("files", "outputs"),
     ("inputs",),
     ("gather.compare", "streaming", "doctor", "doctor.findings"),

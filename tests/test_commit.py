@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,116 @@ def test_the_order_of_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("rename"), replace(a, b)))
     Commit(tmp_path / "x").finish()
     assert steps == [".x.part", "rename", tmp_path.name]
+
+
+@pytest.mark.parametrize("kind", ["device", "FIFO", "socket"])
+def test_only_a_regular_file_is_replaced(kind: str, tmp_path: Path) -> None:
+    """By any path to it: a symbolic link to /dev/full would put a file in the place of the device."""
+    there = tmp_path / "there"
+    if kind == "device":
+        if os.geteuid() == 0:  # one of its own: what this test finds must not cost the machine its /dev/full
+            os.mknod(tmp_path / "own", stat.S_IFCHR | 0o666, os.makedev(1, 7))
+        there.symlink_to(tmp_path / "own" if os.geteuid() == 0 else "/dev/full")
+    elif kind == "FIFO":
+        os.mkfifo(there)
+    else:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(there))
+    (tmp_path / "x").symlink_to("there")
+    before = os.stat(tmp_path / "x")
+    for path in (there, tmp_path / "x"):
+        with pytest.raises(FileError, match=f"is a {kind}: only a regular file is replaced"):
+            Commit(path)
+    assert os.path.samestat(before, os.stat(tmp_path / "x"))
+    assert sorted(set(os.listdir(tmp_path)) - {"own"}) == ["there", "x"]
+
+
+def test_what_appears_in_the_meantime_is_not_replaced_either(tmp_path: Path) -> None:
+    one = Commit(tmp_path / "x")
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises(FileError, match="is a FIFO"):
+        one.finish()
+    one.discard()
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("plant", ["symlink", "hard link", "FIFO", "folder", "another user's"])
+def test_a_part_that_somebody_has_planted_is_left_alone(
+    plant: str, keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "precious").write_text("precious")
+    part = tmp_path / ".x.part"
+    if plant == "symlink":
+        part.symlink_to("precious")
+    elif plant == "hard link":
+        part.hardlink_to(tmp_path / "precious")
+    elif plant == "FIFO":
+        os.mkfifo(part)
+    elif plant == "folder":
+        part.mkdir()
+    else:
+        part.write_text("theirs")
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(FileError, match=r"x: cannot be written: .*\.x\.part (is a|has other|belongs to).*: remove it"):
+        Commit(tmp_path / "x", keep)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert plant != "another user's" or part.read_text() == "theirs"
+    assert sorted(os.listdir(tmp_path)) == [".x.part", "precious"]
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_new_file_has_the_mode_of_the_old_one(tmp_path: Path) -> None:
+    """And while it is written, nobody reads more of it than of the old one."""
+    target, link = tmp_path / "x", tmp_path / "link"
+    link.symlink_to("x")
+    old = os.umask(0o027)
+    try:
+        for path in (link, target):
+            for bits in (None, 0o600, 0o664, 0o640):
+                if bits is None:
+                    target.unlink(missing_ok=True)
+                else:
+                    target.chmod(bits)
+                (tmp_path / ".x.part").write_text("left by a job that was killed")
+                (tmp_path / ".x.part").chmod(0o666)
+                one = Commit(path)
+                assert mode(one.part) == (0o640 if bits is None else 0o600)
+                one.finish()
+                assert mode(target) == (0o640 if bits is None else bits)
+    finally:
+        os.umask(old)
+
+
+def test_the_new_file_has_owner_group_and_attributes_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "x"
+    target.write_text("old")
+    target.chmod(0o664)
+    os.setxattr(target, "user.note", b"kept")
+    if os.geteuid() == 0:
+        os.chown(target, 1234, 5678)
+    Commit(target).finish()
+    found = target.stat()
+    assert os.geteuid() or (found.st_uid, found.st_gid) == (1234, 5678)
+    assert (mode(target), os.getxattr(target, "user.note"), target.read_text()) == (0o664, b"kept", "")
+
+    def refuse(*args: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if os.geteuid() == 0:  # as for a user who may not give files away: another group may do no more than everybody
+        monkeypatch.setattr(os, "fchown", refuse)
+        Commit(target).finish()
+        assert (mode(target), target.stat().st_gid) == (0o644, os.getegid())
+
+
+def test_a_read_only_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_text("old")
+    monkeypatch.setattr(os, "access", lambda path, how: how != os.W_OK)  # root may write anything
+    with pytest.raises(FileError, match="x: is there already, and read-only"):
+        Commit(tmp_path / "x")
+    assert os.listdir(tmp_path) == ["x"]

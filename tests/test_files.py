@@ -128,6 +128,8 @@ def damaged(folder: Path) -> dict[str, str]:
         (folder / f"junk{suffix}").write_bytes(b"this is none of these formats")
         (folder / f"empty{suffix}").touch()
         (folder / f"folder{suffix}").mkdir()
+        os.mkfifo(folder / f"fifo{suffix}")  # nobody writes to it: whoever opens it waits
+        (folder / f"device{suffix}").symlink_to("/dev/zero")
     np.save(folder / "cut.npy", np.arange(1000))
     os.truncate(folder / "cut.npy", 600)
     np.save(folder / "objects.npy", np.array([{}]), allow_pickle=True)
@@ -139,8 +141,11 @@ def damaged(folder: Path) -> dict[str, str]:
         file.create_group("g")
         file["null"] = h5py.Empty("f4")
     others = [suffix for suffix in SUFFIXES if suffix != ".h5"]
-    wrong = {f"{kind}{suffix}": "cannot be read" for kind in ("junk", "empty", "folder") for suffix in others}
-    wrong |= {"junk.h5": "not an HDF5 file", "empty.h5": "not an HDF5 file", "folder.h5": "is a folder"}
+    wrong = {f"{kind}{suffix}": "cannot be read" for kind in ("junk", "empty") for suffix in others}
+    wrong |= {"junk.h5": "not an HDF5 file", "empty.h5": "not an HDF5 file"}
+    for suffix in (".npy", ".npz", ".pt", ".safetensors", ".h5"):
+        wrong |= {f"folder{suffix}": "is a folder", f"fifo{suffix}": "is a FIFO, expected a regular file"}
+        wrong |= {f"device{suffix}": "is a device, expected a regular file"}
     return wrong | {
         "missing.npy": "no such file",
         "cut.npy": "cannot be read",

@@ -46,7 +46,8 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import abort, agree, checks, packing, plan, transfers
+from hpcdist import abort, agree, checks, packing, plan
+from hpcdist import transfers as sending
 from hpcdist.buffers import copyable, row_major
 from hpcdist.routes import c10d, mpi
 
@@ -96,7 +97,7 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 LIMITS = [
     *((packing, "SMALL", 128), (packing, "INLINE", 16), (plan, "AT_ONCE", 48), (mpi, "LIMIT", 48), (mpi, "DIRECT", 48)),
-    *((transfers, "PIECE", 96), (plan, "PIECE", 96), (mpi, "PIECE", 96), (c10d, "PIECE", 96)),
+    *((sending, "PIECE", 96), (plan, "PIECE", 96), (mpi, "PIECE", 96), (c10d, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist import layout, raw
-from hpcdist.buffers import DTYPES
+from hpcdist import layout
+from hpcdist.buffers import DTYPES, bits
 from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
+from hpcdist.regular import check_regular
 from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, stored_dtype
 
 __all__ = ["Contents", "Stored", "describe", "read_box"]
@@ -92,11 +93,7 @@ def describe(path: str, incomplete: bool = False, name: str | None = None) -> Co
     """
     import h5py
 
-    if not os.path.exists(path):
-        raise FileError(f"{path}: no such file")
-    if os.path.isdir(path):
-        raise FileError(f"{path}: is a folder")
-    before = os.stat(path)
+    before = check_regular(path)
     try:
         # A file that is being written is locked by its writer, which may well want to know what it holds.
         with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:
@@ -214,7 +211,5 @@ def read_box(path: str, name: str, box: Box, out: torch.Tensor, window: int) -> 
         dataset = file[name]
         for part in layout.boxes(box, max(1, window // (2 * out.dtype.itemsize))):  # HDF5 has a copy of its own
             array = np.asarray(dataset[part.slices()]).astype(stored, copy=False)
-            part_of_out = raw.bits(out)[part.slices(box.offset)]
-            part_of_out.copy_(
-                raw.bits(torch.from_numpy(np.ascontiguousarray(array)).view(out.dtype)).view_as(part_of_out)
-            )
+            part_of_out = bits(out)[part.slices(box.offset)]
+            part_of_out.copy_(bits(torch.from_numpy(np.ascontiguousarray(array)).view(out.dtype)).view_as(part_of_out))

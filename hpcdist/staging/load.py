@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, layout, world
 from hpcdist.buffers import written
 from hpcdist.call import Call
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, listed, reason
 from hpcdist.layout import Box
 from hpcdist.raw import SHORT
 from hpcdist.staging.contents import Contents, Stored, describe
@@ -182,9 +182,7 @@ def _describe(path: str, name: str | None) -> Contents:
         return contents
     chosen = {key: s for key, s in contents.datasets.items() if key == name or key.startswith(f"{name}/")}
     if not chosen:
-        names = list(contents.datasets)
-        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        raise FileError(f"{path}: holds no tensor {name!r}; it has: {shown or 'none'}")
+        raise FileError(f"{path}: holds no tensor {name!r}; it has: {listed(contents.datasets)}")
     return replace(contents, datasets=chosen)
 
 
@@ -230,7 +228,7 @@ def _want(stored: Stored, ask: _Ask, rank: int, size: int) -> Box:
 def _unfit(contents: Contents, out: tuple[torch.dtype, tuple[int, ...]], boxes: Mapping[str, Box]) -> str | None:
     """Why `out` cannot take what this rank gets."""
     if len(boxes) != 1:
-        return f"out is given, but {len(boxes)} tensors are meant: {', '.join(list(boxes)[:6])}"
+        return f"out is given for one tensor, but {len(boxes)} are meant: {listed(boxes)}"
     ((key, box),) = boxes.items()
     dtype, shape = out
     stored = contents.datasets[key]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hpcdist.checks import WrongError
+from hpcdist.errors import listed
 from hpcdist.staging.format import DTYPE_ATTRIBUTE, GROUP
 
 __all__ = ["SINGLE", "check_attrs", "flatten", "nest"]
@@ -63,6 +64,6 @@ def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
     """A WrongError for attributes of tensors that there are not, or that are ours."""
     for name, values in (attrs or {}).items():
         if name and name not in given:
-            raise WrongError(f"attrs has {name!r}, which is none of the tensors: {', '.join(list(given)[:6])}")
+            raise WrongError(f"attrs has {name!r}, which is none of the tensors: {listed(given)}")
         if DTYPE_ATTRIBUTE in values:
             raise WrongError(f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")

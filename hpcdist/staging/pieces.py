@@ -10,9 +10,8 @@ from math import prod
 from torch import Tensor
 
 from hpcdist import abort, layout
-from hpcdist.buffers import as_bytes
+from hpcdist.buffers import as_bytes, bits
 from hpcdist.layout import Box
-from hpcdist.raw import bits
 from hpcdist.staging.host import Scratch
 from hpcdist.team import Team
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout, raw
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError
 from hpcdist.layout import Box
 from hpcdist.raw import memory
+from hpcdist.regular import open_regular
 from hpcdist.staging import format
 from hpcdist.staging.contents import Stored, read_box
 from hpcdist.staging.host import incoming
@@ -168,11 +169,8 @@ class Reader:
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A file descriptor for reading; a FileError if there is no such file, or it may not be read."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+    """A file descriptor for reading; a FileError if there is no such regular file, or it may not be read."""
+    fd = open_regular(path)
     try:
         yield fd
     finally:

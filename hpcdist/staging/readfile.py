@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist import checks
 from hpcdist.buffers import written
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, listed, reason
 from hpcdist.layout import Box
 from hpcdist.staging import format
 from hpcdist.staging.contents import Contents, Stored, describe
@@ -127,7 +127,7 @@ class ReadFile:
             raise ValueError("the file is closed")
         stored = self._contents.datasets.get(name.strip("/"))
         if stored is None:
-            raise FileError(f"{self._contents.path}: holds no tensor {name!r}; it has: {', '.join(self.names[:6])}")
+            raise FileError(f"{self._contents.path}: holds no tensor {name!r}; it has: {listed(self.names)}")
         return stored
 
 

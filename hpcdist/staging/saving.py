@@ -230,7 +230,7 @@ class Saving:
 
     def _complete(self) -> None:
         assert self._commit is not None
-        fd = os.open(self.layout.path, os.O_WRONLY)
+        fd = os.open(self.layout.path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             os.pwrite(fd, format.COMPLETE, self.layout.state)
         finally:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, layout
 from hpcdist.buffers import DTYPES, row_major
 from hpcdist.call import Call
-from hpcdist.errors import FileError, RankError
+from hpcdist.errors import FileError, RankError, listed
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.staging.format import Dataset
@@ -74,7 +74,7 @@ class WriteFile:
                 raise
 
     def _open(self) -> None:
-        self._fd = os.open(self._saving.layout.path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(self._saving.layout.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, name: str, x: Tensor, offset: Sequence[int]) -> None:
         """Write a box of a tensor. On this rank alone; boxes must not overlap, on this rank or between ranks.
@@ -90,7 +90,7 @@ class WriteFile:
         if self._fd < 0:
             raise ValueError("the file is closed")
         if name not in self._index:
-            raise FileError(f"{self._saving.layout.path}: has no tensor {name!r}; it has: {', '.join(self._index)}")
+            raise FileError(f"{self._saving.layout.path}: has no tensor {name!r}; it has: {listed(self._index)}")
         i = self._index[name]
         dataset = self._saving.datasets[i]
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))

@@ -110,7 +110,7 @@ class _Posix:
             None if at is None else Raw(place.path, at, d.shape, d.dtype)
             for d, at in zip(datasets, place.data, strict=True)
         ]
-        self._fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
         where = self._raws[i]

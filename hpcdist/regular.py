@@ -1,0 +1,76 @@
+"""Regular files only: a FIFO waits for its other end for ever, a device is no place for an array."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from hpcdist.errors import FileError, reason
+
+__all__ = ["check_regular", "kind", "open_regular", "shown"]
+
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFLNK: "symbolic link",
+}
+
+
+def kind(mode: int) -> str | None:
+    """What a file is that is not regular, in one or two words; None of a regular file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "special file")
+
+
+def check_regular(path: str) -> os.stat_result:
+    """The status of a regular file, at the end of all symbolic links; it is not opened.
+
+    Raises:
+        FileError: no such file, or something that is not a regular file.
+    """
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileError(f"{path}: no such file") from None
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+    _require(path, found.st_mode)
+    return found
+
+
+def open_regular(path: str) -> int:
+    """A file descriptor for reading a regular file.
+
+    Raises:
+        FileError: no such file, not a regular file, or it may not be read.
+    """
+    check_regular(path)  # before it is opened, which waits if it is a FIFO
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+    try:
+        _require(path, os.fstat(fd).st_mode)  # it may have been replaced meanwhile
+    except FileError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require(path: str, mode: int) -> None:
+    what = kind(mode)
+    if what is not None:
+        raise FileError(f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
+
+
+def shown(text: str) -> str:
+    r"""Text in which a file may be named, in one line that every terminal can print.
+
+    Example::
+
+        >>> shown("a\nb\udcff.npy")
+        'a\\nb\\udcff.npy'
+    """
+    return "".join(c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in text)
