@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from array import array
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -74,11 +75,17 @@ class Team:
         self._begun += 1
         return self._begun
 
-    def torch_group(self, backend: str) -> dist.ProcessGroup:
-        """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used."""
+    def torch_group(self, backend: str, join: Callable[[dist.ProcessGroup], object] | None = None) -> dist.ProcessGroup:
+        """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used.
+
+        Args:
+            join: the first operation of the group, where that must be one of all its ranks.
+        """
         group = self._groups.get(backend)
         if group is None or not is_alive(group):  # the user may have ended torch.distributed, and started it again
             group = self._groups[backend] = self._make_torch_group(backend)
+            if join is not None:
+                join(group)
         return group
 
     def _make_torch_group(self, backend: str) -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,11 +24,15 @@ PIECE = 2**30  # bytes a message at most
 class _C10d(Exchange):
     backend: str
 
+    def group(self, team: Team) -> dist.ProcessGroup:
+        """The torch group of a team. Collective over it when first used."""
+        return team.torch_group(self.backend)
+
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # Both backends keep the order of messages between two ranks, so that pieces need no tags of their own.
         if team.size == 1:
             return
-        group, peers = team.torch_group(self.backend), team.peers  # collective: for ranks without messages, too
+        group, peers = self.group(team), team.peers  # collective: for ranks without messages, too
         if not sends and not recvs:
             return
         ops = [
@@ -53,6 +58,12 @@ class _Gloo(_C10d):
 class _Nccl(_C10d):
     backend = "nccl"
 
+    def group(self, team: Team) -> dist.ProcessGroup:
+        # torch: "if batch_isend_irecv is the first collective call in the group, all its ranks must take part", and a
+        # rank without messages takes none.
+        device = team.world.device
+        return team.torch_group(self.backend, lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group))
+
     def missing(self, team: Team) -> str | None:
         if team.world.own_gpus and dist.is_initialized():
             return None
@@ -64,7 +75,7 @@ class _Nccl(_C10d):
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         """Equal messages: one NCCL all-gather. Else torch turns the list into one group of broadcasts, each straight
         into its place (ProcessGroupNCCL::allgather), which NCCL 2.29.2 and later fuse into one kernel."""
-        group = team.torch_group(self.backend)
+        group = self.group(team)
         send, recv = as_bytes(send), as_bytes(recv)
         blocks = [recv.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
         order = sorted(range(team.size), key=team.peers.__getitem__)  # torch sorts the ranks of a group

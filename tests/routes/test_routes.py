@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import EXTENTS, extents_of, starts, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from nccl_rules import STAND_IN, Rules
 from torch import Tensor
 
 import hpcdist as hd
@@ -29,7 +30,17 @@ ROUTES: dict[str, routes.Route] = {
     "staged mpi": staged.Staged(mpi.MPI_ROUTE),
     "staged gloo": staged.Staged(c10d.GLOO),
     "hdf5": hdf5.HDF5_ROUTE,
+    "the rules of nccl": STAND_IN,
 }
+
+
+@pytest.fixture(autouse=True)
+def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in for NCCL asserts its rules; its groups are made anew for each test, to see their first use."""
+    monkeypatch.setattr(c10d, "dist", Rules())
+    yield
+    for team in hd.current().teams:
+        STAND_IN.forget(team)
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "in pieces"])
