@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import agree
+from hpcdist import agree, eager
 from hpcdist.call import Call
 from hpcdist.errors import HpcdistError
 from hpcdist.gradient import Deferred
@@ -122,6 +122,7 @@ class Background:
         what = record.where(verb)
         future: futures.Future[T] = futures.Future()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        recorded = eager.recorded()
         device = self.team.world.device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -132,6 +133,7 @@ class Background:
                     record.InCall(verb, self.team, text=what),
                     torch.inference_mode(modes[1]),
                     torch.set_grad_enabled(modes[0]),
+                    eager.as_called(recorded),
                 ):
                     result = step(self.team) if ready is None else self._on_gpu(step, device, ready)
             except BaseException as error:  # wait() raises it

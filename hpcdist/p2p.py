@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpcdist import abort, layout, world
 from hpcdist.buffers import as_bytes, row_major
+from hpcdist.eager import recorded
 from hpcdist.errors import FileError, HpcdistError, reason
 from hpcdist.handle import Handle
 from hpcdist.packing import Contents, Header, Messages, bounded, encode, opened
@@ -149,6 +150,7 @@ def _sending(x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: 
     """Check what is to be sent, and the steps of sending it."""
     from hpcdist.post import post_of
 
+    _runs()
     team = team_of(group, world.current())
     _check("dest", dest, team.size)
     _check_tag(team, tag)
@@ -169,6 +171,7 @@ def _receiving(
 
     from hpcdist.post import post_of
 
+    _runs()
     team = team_of(group, world.current())
     if source is not None:
         _check("source", source, team.size)
@@ -176,6 +179,11 @@ def _receiving(
         _check_tag(team, tag)
     from_, with_ = MPI.ANY_SOURCE if source is None else source, MPI.ANY_TAG if tag is None else tag
     return team, post_of(team), _receive(team, from_, with_, allow_pickle)
+
+
+def _runs() -> None:
+    if (untraceable := recorded()) is not None:
+        raise HpcdistError(untraceable)
 
 
 def _check(name: str, rank: int, size: int) -> None:
