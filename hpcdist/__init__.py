@@ -3,7 +3,7 @@
 Importing this package starts no MPI and reads no environment; :func:`init` does.
 """
 
-from hpcdist import layout, staging
+from hpcdist import eager, layout, staging
 from hpcdist.concat import concat
 from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
 from hpcdist.gather import gather
@@ -48,3 +48,6 @@ __all__ = [
     "staging",
 ]
 __version__ = "0.1.0"
+
+eager.not_compiled([balance, concat, current, finalize, gather, init, irecv, isend, local, plan_redistribute, recv])
+eager.not_compiled([redistribute, send, split, Handle, Plan, World, *(vars(staging)[name] for name in staging.__all__)])

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hpcdist import layout
 
 __all__ = [
     *("BARE", "DTYPES", "Blocks", "as_bytes", "bits", "blocks", "copyable", "of_bytes", "overlap", "plain"),
-    *("problem", "row_major", "written"),
+    *("problem", "row_major", "summed_in", "written"),
 ]
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 def problem(x: Tensor) -> str | None:
     """Why this tensor cannot travel, to follow its name; None if it can."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        return "has a forward-mode tangent, which would be lost (torch.autograd.forward_ad.unpack_dual takes it off)"
     usual = x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
     if usual and (x.data_ptr() or not x.numel()):
         return None
@@ -77,6 +80,13 @@ def bits(x: Tensor) -> Tensor:
 def copyable(x: Tensor) -> Tensor:
     """The same memory as a dtype that can be copied: `x` itself, but for the dtypes in BARE."""
     return bits(x) if x.dtype in BARE else x
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of this one are added up: torch cannot add those of the narrowest."""
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return torch.float32
+    return torch.complex64 if dtype == torch.complex32 else dtype
 
 
 def row_major(x: Tensor, apart: Tensor | None = None) -> Tensor:

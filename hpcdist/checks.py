@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpcdist import buffers, layout
 from hpcdist.call import FOLLOWS, FOLLOWS_CPU, LOST, Call, others, show_shape
+from hpcdist.eager import recorded
 from hpcdist.errors import HpcdistError
 from hpcdist.merging import cut
 from hpcdist.packing import Contents, bounded, encode
@@ -22,6 +23,7 @@ __all__ = [
     "WrongError",
     "layout_call",
     "problem_of",
+    "runs",
     "shard_call",
     "split_call",
     "structure_call",
@@ -33,6 +35,13 @@ class WrongError(Exception):
     """An argument is wrong; the text becomes the call's problem."""
 
 
+def runs() -> None:
+    """A WrongError where a call would be recorded and not run."""
+    reason = recorded()
+    if reason is not None:
+        raise WrongError(reason)
+
+
 def problem_of(error: Exception) -> str:
     """What is wrong, as the other ranks are told it."""
     return str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
@@ -42,6 +51,7 @@ def shard_call(verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, ran
     """The call of a verb to which every rank brings a shard: gather, and concat, which has no root."""
     call = Call(verb)
     try:
+        runs()
         call.options = (("x", "a tensor"),)
         call.x, call.dim = tensor(x, dim, "x")
         call.said_dim = call.dim
@@ -65,6 +75,7 @@ def structure_call(
     """The call of gather or concat with a structure; its header takes the place of the extent."""
     call = Call(verb, kind=CUDA if has_cuda else CPU)
     try:
+        runs()
         call.options = (("x", "a structure"), ("allow_pickle", bool(allow_pickle)))
         call.dim = call.said_dim = _int(dim, "dim")
         if verb != "concat":
@@ -112,6 +123,7 @@ def split_call(
     """The call of split: the root brings the whole tensor, the others nothing, or memory for their part."""
     call = Call("split", kind=FOLLOWS if has_cuda else FOLLOWS_CPU)
     try:
+        runs()
         call.root = _root(root, size)
         call.route = _route(route)
         call.counts = _counts(counts)
@@ -153,6 +165,7 @@ def layout_call(verb: str, x: Any, src: Any, dst: Any, route: Any, out: Any) -> 
     known."""
     call = Call(verb)
     try:
+        runs()
         for name, value in (("src", src), ("dst", dst)):
             if not isinstance(value, (layout.Split, layout.Block, layout.Replicate, layout.Boxes)):
                 raise WrongError(f"{name} must be a layout (Split, Block, Replicate, Boxes), got {_show(value)}")
@@ -184,6 +197,8 @@ def wants_grad(x: Tensor, out: Any) -> bool:
         return False
     if out is not None:
         raise WrongError(LOST)
+    if x.dtype in buffers.BARE:
+        raise WrongError(f"x requires a gradient, and torch adds up none of dtype {x.dtype}: use torch.no_grad()")
     return True
 
 

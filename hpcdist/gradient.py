@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.autograd.function import once_differentiable
 
-from hpcdist import abort, agree
+from hpcdist import abort, agree, eager
 from hpcdist.call import Call
 
 if TYPE_CHECKING:
@@ -45,10 +46,12 @@ def carried(
     # Which of the team's results it is: ranks that go back through different ones are told so.
     which = f"number {skip(team)}" + (" of those in the background" if team is not front else "")
 
-    def back(grad: Tensor) -> Tensor | None:
+    def back(grad: Tensor, at_once: int = 1) -> Tensor | None:
+        if _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad):
+            return _one_by_one(grad, back)
         what = f"the backward pass of {verb}"
         with record.InCall(what, front), abort.InStep(what, front.size):
-            agree.exchange(front, Call(what, options=(("the result", which),)))
+            agree.exchange(front, Call(what, options=(("the result", which), ("gradients at once", at_once))))
             with abort.Transfer(verb, front.size):
                 found = backward(grad.resolve_conj().resolve_neg().contiguous())
         return found.view(anchor.shape) if anchor is x and found is not None else None
@@ -64,6 +67,23 @@ def skip(team: Team) -> int:
     number: int = team.memo.get("results", 0) + 1
     team.memo["results"] = number
     return number
+
+
+def _one_by_one(grads: Tensor, back: Callable[[Tensor, int], Tensor | None]) -> Tensor | None:
+    """The gradients of a batch, which torch passes back at once: torch.vmap, and grad(..., is_grads_batched=True).
+
+    The latter has batches of an older kind.
+    """
+    add: Callable[[Tensor, int, int], Tensor]
+    if _functorch.is_batchedtensor(grads):
+        level, add = _functorch.maybe_get_level(grads), _functorch._add_batch_dim
+        each = _functorch.get_unwrapped(grads).unbind(_functorch.maybe_get_bdim(grads))
+    else:
+        level, add = torch._C._vmapmode_increment_nesting() - 1, torch._add_batch_dim
+        torch._C._vmapmode_decrement_nesting()
+        each = torch._remove_batch_dim(grads, level, 0, 0).unbind()
+    found = [gradient for grad in each if (gradient := back(grad, len(each))) is not None]
+    return add(torch.stack(found), 0, level) if found else None
 
 
 class Deferred:
@@ -86,13 +106,17 @@ def _attach(anchor: Tensor, forward: Callable[[], Tensor], back: Callable[[Tenso
     return result
 
 
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    return ctx.back(grad), None, None
+
+
+eager.not_compiled([_backward])  # torch calls it also within a compiled function that calls backward()
+
+
 class _Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, forward: Callable[[], Tensor], back: Callable[[Tensor], Any]) -> Tensor:
         ctx.back = back
         return forward()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        return ctx.back(grad), None, None
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]

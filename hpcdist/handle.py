@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import abort
+from hpcdist import abort, eager
 from hpcdist.agree import LEAVE, leave
 from hpcdist.errors import HpcdistError
 from hpcdist.gradient import Deferred
@@ -171,12 +171,13 @@ class Background:
         self._thread.start()
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, verb: str, step: Callable[[Team], T], recorded: bool = True) -> Handle[T]:
-        """Run a step after those submitted before; as a call that has a deadline, if it is `recorded`."""
+    def submit(self, verb: str, step: Callable[[Team], T], watched: bool = True) -> Handle[T]:
+        """Run a step after those submitted before; as a call that has a deadline, if it is `watched`."""
         what = record.where(verb)
         before = self.team.front.calls[False]
         future: futures.Future[T] = futures.Future()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        recorded = eager.recorded()
         device = self.team.world.device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -185,9 +186,10 @@ class Background:
             try:
                 # torch's modes in this order
                 with (
-                    record.InCall(verb, self.team, text=what) if recorded else nullcontext(),
+                    record.InCall(verb, self.team, text=what) if watched else nullcontext(),
                     torch.inference_mode(modes[1]),
                     torch.set_grad_enabled(modes[0]),
+                    eager.as_called(recorded),
                 ):
                     result = step(self.team) if ready is None else self._on_gpu(step, device, ready)
             except BaseException as error:  # wait() raises it
@@ -261,4 +263,4 @@ def background(team: Team) -> Background:
 
 def leaving(world: World) -> list[Handle[None]]:
     """Leave the backgrounds of all teams, after what is under way there; who waits for that has a deadline."""
-    return [background(team).submit(LEAVE, leave, recorded=False) for team in world.teams if "background" in team.memo]
+    return [background(team).submit(LEAVE, leave, watched=False) for team in world.teams if "background" in team.memo]

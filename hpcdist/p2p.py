@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import world
+from hpcdist.eager import recorded
+from hpcdist.errors import HpcdistError
 from hpcdist.groups import group_of
 from hpcdist.handle import Handle
 from hpcdist.packing import Contents
@@ -147,6 +149,7 @@ def _sending(
     """Check what is to be sent, and the steps of sending it."""
     from hpcdist.transfers import Outgoing, by_file, by_mpi
 
+    _runs()
     here = world.current()
     of, engine = group_of(group, here), here.engine
     _check("dest", dest, of.size)
@@ -168,6 +171,7 @@ def _receiving(
     from hpcdist.post import Arrival
     from hpcdist.transfers import receive
 
+    _runs()
     here = world.current()
     of, engine = group_of(group, here), here.engine
     if source is not None:
@@ -177,6 +181,11 @@ def _receiving(
     from_ = None if source is None else of.peers[source]
     arrival = Arrival(engine.unexpected, of, from_, tag)
     return engine, here, record.ANYBODY if from_ is None else from_, receive(here, of, arrival, allow_pickle)
+
+
+def _runs() -> None:
+    if (untraceable := recorded()) is not None:
+        raise HpcdistError(untraceable)
 
 
 def _check(name: str, rank: int, size: int) -> None:

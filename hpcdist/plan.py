@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.buffers import copyable
+from hpcdist.buffers import copyable, summed_in
 from hpcdist.layout import Box
 from hpcdist.routes import Alltoall, Message, Route
 from hpcdist.team import Team
@@ -112,7 +112,7 @@ class Side:
     def add(self, messages: Tensor, x: Tensor) -> None:
         """Add to `x`, where several messages may have a part for one place."""
         for part, box in self._pairs(messages):
-            x[box.slices()].add_(part)
+            x[box.slices()].add_(part.to(x.dtype))
 
     def _pairs(self, messages: Tensor) -> list[tuple[Tensor, Box]]:
         """(the part of the packed messages, the box of the tensor that it is)."""
@@ -187,14 +187,14 @@ class Transfer:
 
         What several ranks have received of one element is added up.
         """
-        x = grad.new_zeros(self.source.shape)
+        x = grad.new_zeros(self.source.shape, dtype=summed_in(grad.dtype))
         for box, into in zip(self.source.own, self.dest.own, strict=True):
-            x[box.slices()].add_(grad[into.slices()])
+            x[box.slices()].add_(grad[into.slices()].to(x.dtype))
         if self.facts.longest:
-            messages = torch.empty(self.source.nbytes // x.itemsize, dtype=x.dtype, device=x.device)
+            messages = torch.empty(self.source.nbytes // grad.itemsize, dtype=grad.dtype, device=x.device)
             self._send(team, way, self.dest, grad, self.source, messages, x)
             self.source.add(messages, x)
-        return x
+        return x.to(grad.dtype)
 
     def _send(self, team: Team, way: Route, source: Side, x: Tensor, dest: Side, into: Tensor, y: Tensor) -> None:
         out = source.room(x)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, gradient, handle, layout, memory, routes, world
 from hpcdist.buffers import copyable, overlap, written
 from hpcdist.call import LOST, Call
+from hpcdist.eager import recorded
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.layout import Box, Layout
 from hpcdist.plan import Facts, Side, Transfer, Views
@@ -161,6 +162,8 @@ class Plan:
 
         if self._team.freed:
             raise HpcdistError("the world of this plan has ended, or its group was freed: make a new plan")
+        if (reason := recorded()) is not None:
+            raise HpcdistError(f"a plan of redistribute(): {reason}")
 
         def step(team: Team) -> Any:
             with abort.Transfer(VERB, team.size):

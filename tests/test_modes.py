@@ -6,12 +6,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 from collective import Findings
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import hpcdist as hd
 from hpcdist import files
@@ -167,4 +172,226 @@ def test_staging_and_commands_do_not_depend_on_the_default_device(world: hd.Worl
             status = gather_command.main(world, gather_command.parser().parse_args(told))
             findings.check(status in (0, None), f"{suffix}: status {status}")
             findings.same(files.load(str(folder / f"y{suffix}")), whole, suffix)
+    findings.settle()
+
+
+# --- tracers and transforms, which see the operations of torch alone -------------------------------------------------
+
+
+def _within(x: Tensor) -> dict[str, Callable[[Callable[[Tensor], Any]], Any]]:
+    """What records, or transforms, a function of `x` instead of running it."""
+
+    def fake(f: Callable[[Tensor], Any]) -> Any:
+        with FakeTensorMode():
+            return f(x)
+
+    return {
+        "make_fx": lambda f: make_fx(lambda x: f(x))(x),
+        "make_fx, symbolic": lambda f: make_fx(lambda x: f(x), tracing_mode="symbolic")(x),
+        "make_fx, before dispatch": lambda f: make_fx(lambda x: f(x), pre_dispatch=True)(x),
+        "torch.fx": lambda f: torch.fx.symbolic_trace(lambda x: f(x)),
+        "jit": lambda f: torch.jit.trace(lambda x: f(x), x),
+        "export": lambda f: torch.export.export(_Module(f), (x,), strict=False),
+        "fake": fake,
+        "functionalize": lambda f: torch.func.functionalize(f)(x),
+        "vmap": lambda f: torch.vmap(f)(x),
+        "grad": lambda f: torch.func.grad(lambda x: f(x).sum())(x),
+        "jvp": lambda f: torch.func.jvp(f, (x,), (x,)),
+    }
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, f: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(x)
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_traced_is_refused_on_all_ranks(world: hd.World, folder: Path) -> None:
+    """Else the graph would return memory that nobody has written, or the values of the first run for ever."""
+    findings, rank, size = Findings(world.comm), world.rank, world.world_size
+    x, path = torch.ones(4, 2), folder / "x.h5"
+    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    hd.staging.save(path, x)
+    refused: dict[str, tuple[type[Exception], Callable[[Tensor], Any]]] = {
+        "concat": (hd.RankError, hd.concat),
+        "in the background": (hd.RankError, lambda x: hd.concat(x, async_op=True).wait(60)),
+        "a structure": (hd.RankError, lambda x: hd.gather({"x": x}, allow_pickle=True)),
+        "no tensor in it": (hd.RankError, lambda x: hd.concat({"x": 1})),
+        "split": (hd.RankError, lambda x: hd.split(x if rank == 0 else None)),
+        "split of what all hold": (ValueError, lambda x: hd.split(x, root=None)),
+        "redistribute": (hd.RankError, lambda x: hd.redistribute(x, hd.Split(0), hd.Split(1))),
+        "plan": (hd.HpcdistError, plan),
+        "isend": (hd.HpcdistError, lambda x: hd.isend(x, (rank + 1) % size)),
+        "recv": (hd.HpcdistError, lambda x: hd.recv((rank + 1) % size)),
+        "save": (hd.RankError, lambda x: hd.staging.save(folder / "y.h5", x)),
+        "load": (hd.RankError, lambda x: hd.staging.load(path)),
+        "open": (ValueError, lambda x: hd.staging.open(path).read("data")),
+    }
+    for mode, within in _within(x).items():
+        for name, (kind, call) in refused.items():
+            if mode not in ("make_fx", "vmap") and name not in ("concat", "recv"):
+                continue
+            try:
+                got = within(call)
+                findings.check(False, f"{mode}, {name}: {got}")
+            except kind as error:
+                findings.check("cannot be traced or transformed: call it outside of" in str(error), f"{name}: {error}")
+            except Exception as error:
+                findings.check(False, f"{mode}, {name}: {type(error)} {error}")
+    traced = _within(x)["make_fx"] if rank == size - 1 else lambda f: f(x)
+    try:
+        traced(hd.concat)
+        findings.check(False, "traced on one rank")
+    except hd.RankError as error:
+        findings.check(list(error.problems) == [size - 1], f"on one rank: {error}")
+    with FlopCounterMode(display=False):  # which looks on while things happen
+        findings.same(hd.concat(x), torch.ones(4 * size, 2), "a mode that lets things happen")
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_a_tangent_of_forward_mode_is_refused(world: hd.World) -> None:
+    """It would be lost. Where there is none, the mode does not matter."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        for value in (dual, {"x": [dual]}):
+            with pytest.raises(hd.RankError, match=r"has a forward-mode tangent, which would be lost"):
+                hd.concat(value)
+        with pytest.raises(TypeError, match=r"x\['x'\] has a forward-mode tangent, which would be lost"):
+            hd.isend({"x": dual}, 0)
+        assert hd.concat(torch.ones(2)).numel() == 2 * world.world_size
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("route", ["mpi", "gloo"])
+def test_a_batch_of_gradients(world: hd.World, route: str) -> None:
+    """jacobian(vectorize=True), grad(is_grads_batched=True) and torch.vmap of grad: as one gradient after the other."""
+    findings, x = Findings(world.comm), torch.arange(6.0).view(3, 2) + world.rank
+    verbs = {
+        "concat": lambda x: hd.concat(2 * x, 1, route=route) ** 2,
+        "redistribute": lambda x: hd.redistribute(2 * x, hd.Split(0), hd.Replicate(), route=route) ** 2,
+        "in the background": lambda x: hd.concat(2 * x, route=route, async_op=True).wait(60) ** 2,
+    }
+    for name, verb in verbs.items():
+        both = [torch.autograd.functional.jacobian(verb, x, vectorize=vectorize) for vectorize in (False, True)]
+        findings.same(both[1], both[0], name)
+    leaf = x.clone().requires_grad_()
+    whole = hd.concat(2 * leaf, route=route)
+    rows = torch.eye(whole.numel()).view(-1, *whole.shape)
+    expected = torch.stack([torch.autograd.grad(whole, leaf, row, retain_graph=True)[0] for row in rows])
+    each = torch.vmap(lambda row: torch.autograd.grad(whole, leaf, row, retain_graph=True)[0])
+    findings.same(each(rows), expected, "torch.vmap")
+    if world.rank == 0:
+        rows = rows[:1]
+    if world.world_size > 1:
+        try:
+            torch.autograd.grad(whole, leaf, rows, is_grads_batched=True, retain_graph=True)
+            findings.check(False, "batches of different lengths")
+        except hd.RankError as error:
+            findings.check("gradients at once is 1" in str(error), error)
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_a_gradient_of_a_gradient_is_an_error(world: hd.World) -> None:
+    x = torch.ones(2, requires_grad=True)
+    (gradient,) = torch.autograd.grad((hd.concat(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+    assert hd.concat(torch.ones(1)).numel() == world.world_size
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex32], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_gradients_of_dtypes_that_torch_cannot_add(world: hd.World, dtype: torch.dtype) -> None:
+    findings, wide = Findings(world.comm), torch.complex64 if dtype.is_complex else torch.float32
+    for verb in (hd.concat, lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate())):
+        x = torch.ones(3).to(dtype).requires_grad_()
+        torch.view_as_real(verb(x).to(torch.complex64)).sum().backward()
+        expected = torch.full((3,), world.world_size).to(wide)
+        findings.same(x.grad.to(wide).real, expected.real, f"{x.grad}")
+    findings.settle()
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def test_no_public_function_is_compiled() -> None:
+    public = [getattr(hd, name) for name in hd.__all__] + [getattr(hd.staging, name) for name in hd.staging.__all__]
+    functions = [item for item in public if isinstance(item, FunctionType)]
+    functions += [hd.Plan.__call__, hd.Handle.wait, hd.Handle.done, hd.World.finalize, hd.World.__exit__]
+    functions += [hd.staging.ReadFile.read, hd.staging.WriteFile.write]
+    assert len(functions) > 20
+    assert [f.__qualname__ for f in functions if not getattr(f, "_torchdynamo_disable", False)] == []
+
+
+@pytest.mark.mpi
+@pytest.mark.once
+@pytest.mark.filterwarnings("ignore")
+def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
+    """Each call breaks the graph, and runs as it is: nothing of hpcdist is compiled."""
+    from torch._dynamo.exc import Unsupported  # which takes seconds
+
+    findings, rank, size = Findings(world.comm), world.rank, world.world_size
+    after, before, path = (rank + 1) % size, (rank - 1) % size, folder / "x.h5"
+    x = torch.arange(3.0) + 3 * rank
+    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    out = torch.empty(3 * size)
+
+    def through_a_file(x: Tensor) -> Tensor:
+        hd.staging.save(path, x)
+        with hd.staging.open(path) as file:
+            return file.read("data") + 0 * hd.staging.load(path).sum()
+
+    def passed_on(x: Tensor) -> Tensor:
+        handle = hd.isend({"x": x}, after)
+        got = hd.recv(before)["x"]
+        handle.wait(60)
+        sent, coming = hd.isend(got, before), hd.irecv(after)
+        sent.wait(60)
+        return coming.wait(60)
+
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(module.graph)
+        return module.forward
+
+    whole = torch.arange(3.0 * size)
+    calls: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+        "concat": (hd.concat, whole),
+        "out": (lambda x: hd.concat(x, out=out), whole),
+        "in the background": (lambda x: hd.concat(x, async_op=True).wait(60), whole),
+        "a structure": (lambda x: hd.concat({"x": x, "n": 1})["x"], whole),
+        "gather, split": (lambda x: hd.split(hd.gather(x)), x),
+        "redistribute": (lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate()), whole),
+        "plan": (plan, whole),
+        "local": (lambda x: hd.local(hd.concat(x), hd.Split(0)), x),
+        "split of what all hold": (lambda x: hd.split(hd.concat(x), root=None), x),
+        "send, recv": (passed_on, x),
+        "staging": (through_a_file, whole),
+        "init": (lambda x: x + 0 * hd.init().rank + 0 * hd.current().world_size, x),
+    }
+    for name, (call, expected) in calls.items():
+        compiled = torch.compile(lambda x, call=call: call(x * 2) + 1, backend=backend)
+        for turn in range(2):
+            findings.same(compiled(x + turn), 2 * (expected + turn) + 1, f"{name}, turn {turn}")
+    leaf = x.clone().requires_grad_()
+    torch.compile(lambda x: (hd.concat(x * 2) ** 2).sum().backward(), backend=backend)(leaf)  # backward, too
+    findings.same(leaf.grad, 8 * size * x, "a gradient")
+    own = [node.stack_trace for graph in graphs for node in graph.nodes if "/hpcdist/" in (node.stack_trace or "")]
+    findings.check(graphs and not own, f"compiled: {own}")
+    try:
+        torch.compile(lambda x: hd.concat(x * 2) + 1, backend="eager", fullgraph=True)(x)
+        findings.check(False, "a full graph")
+    except Unsupported as error:
+        findings.check("hpcdist moves data between processes" in str(error), error)
+    findings.same(hd.concat(x), whole, "after all that")
     findings.settle()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, memory, routes, structures, world
-from hpcdist.buffers import blocks, row_major, written
+from hpcdist.buffers import blocks, row_major, summed_in, written
 from hpcdist.routes import Alltoall
 from hpcdist.team import Team, team_of
 
@@ -118,7 +118,7 @@ def _concat(
             max(cut.nbytes(), longest * size),
         )
         way.alltoallv(team.front, cut.pack(grad), parts, what)
-        return parts.sum(0)
+        return parts.to(summed_in(parts.dtype)).sum(0).to(parts.dtype)
 
     result = gradient.carried("concat", team, agreed.grad, x, forward, backward)
     return result if out is None else out

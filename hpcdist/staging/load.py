@@ -110,6 +110,7 @@ def load(
     call = Call(VERB)
     ask = _Ask()
     try:
+        checks.runs()
         ask = _ask(path, name, dim, counts, box, out, window, readers, verify, team.size)
         target = torch.device("cpu" if device is None else device)
     except Exception as error:  # the other ranks are to hear of it

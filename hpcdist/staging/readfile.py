@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpcdist import checks
 from hpcdist.buffers import written
+from hpcdist.eager import recorded
 from hpcdist.errors import FileError, listed, reason
 from hpcdist.layout import Box
 from hpcdist.staging import format
@@ -85,6 +86,8 @@ class ReadFile:
             FileError: no such tensor, damaged, or it cannot be read.
             ValueError: a box that is not in the tensor, or does not fit `out`.
         """
+        if (untraceable := recorded()) is not None:
+            raise ValueError(f"read(): {untraceable}")
         stored = self._stored(name)
         start = tuple(index(o) for o in offset) if offset is not None else (0,) * len(stored.shape)
         inside(Box(start, (0,) * len(start)), stored.shape)

@@ -107,6 +107,7 @@ def save(
     ask = _Ask({}, {})
     options = Options()
     try:
+        checks.runs()
         given = flatten(tensors)
         dims = _dims(dim, given)
         for name, x in given.items():
