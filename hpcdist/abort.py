@@ -276,8 +276,7 @@ class InStep:
 
 def fail(error: BaseException, what: str) -> NoReturn:
     """End the job for an error on this rank alone, after which it cannot go on together with the others."""
-    traceback.print_exception(error)
-    say(f"hpcdist: {what}, and the job ends")
+    say("".join(traceback.format_exception(error)) + f"hpcdist: {what}, and the job ends")
     try:
         if _explain is not None:
             _explain()

@@ -83,7 +83,10 @@ def _shard_mistakes(verb: str) -> list[Mistake]:
         ),
         "for MKL-DNN": (lambda w: torch.eye(2).to_mkldnn(), "x must be a dense tensor, got layout torch._mkldnn"),
         "nested": (lambda w: torch.nested.nested_tensor([torch.zeros(2)]), "x must be a dense tensor"),
-        "packed": (lambda w: torch.empty(2, dtype=torch.uint4), "x has dtype torch.uint4, which cannot be sent"),
+        "quantized": (
+            lambda w: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
+            r"x must be a dense tensor, got layout torch.strided \(quantized\)",
+        ),
         "nowhere": (lambda w: torch.empty(2, device="meta"), "x is on device meta; expected cpu or cuda"),
     }
     mistakes = [Mistake(f"x is {name}", verb, lambda w, v=v: {"x": v(w)}, told) for name, (v, told) in x.items()]

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from hpcdist.watch import record
 from hpcdist.watch.record import ANYBODY, NOBODY, Board, Entry, InCall, start
 from hpcdist.watch.table import WAITS, Report, Thread, chain, gets_on, missing, of_json, table, verdict
 from hpcdist.watch.wire import KEY, Wire
@@ -167,3 +168,12 @@ def test_over_udp() -> None:
     finally:
         one.close()
         two.close()
+
+
+def test_what_is_kept_for_each_place_is_bounded() -> None:
+    """A program may make its code as it runs."""
+    for turn in range(record._MOST_PLACES + 100):
+        text = eval(compile("where('concat')", f"made-{turn}.py", "eval"), {"where": record.where})
+        assert text.decode() == f"concat() at made-{turn}.py:1"
+    assert len(record._texts) <= record._MOST_PLACES
+    assert len(record._inside) <= record._MOST_PLACES
