@@ -41,6 +41,8 @@ DTYPES: dict[torch.dtype, int] = {
 """Every dtype that travels (those of whole bytes, without quantisation parameters), and its number in a header."""
 BARE = frozenset(getattr(torch, name) for name in _BARE if hasattr(torch, name))
 """Those of them that torch, on some device, does not even copy."""
+_KINDS = (Tensor, torch.nn.Parameter)  # other classes have a state, or a meaning, beside their memory
+_NAMED = hasattr(Tensor, "has_names")  # until torch 2.12
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -48,6 +50,11 @@ def problem(x: Tensor) -> str | None:
     """Why this tensor cannot travel, to follow its name; None if it can."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
         return "has a forward-mode tangent, which would be lost (torch.autograd.forward_ad.unpack_dual takes it off)"
+    if type(x) not in _KINDS:
+        name = f"{type(x).__module__}.{type(x).__qualname__}"
+        return f"is a {name}, of which only memory would arrive: pass its tensors (of a DTensor, x.to_local())"
+    if _NAMED and x.has_names():  # type: ignore[attr-defined]
+        return "has named dims, whose names would be lost: pass x.rename(None)"
     usual = x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
     if usual and (x.data_ptr() or not x.numel()):
         return None
@@ -59,7 +66,7 @@ def problem(x: Tensor) -> str | None:
     if not (x.is_cuda or x.is_cpu):
         return f"is on device {x.device}; expected cpu or cuda"
     if x.numel() and not x.data_ptr():
-        return f"is a {type(x).__name__} without memory of its own (of a DTensor, pass x.to_local())"
+        return "has no memory of its own"
     return None
 
 

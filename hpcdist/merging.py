@@ -14,6 +14,13 @@ from hpcdist.tree import TENSORS, Tree, dataclass_of, mapped, named_tuple_of, re
 
 __all__ = ["cut", "merge", "same"]
 
+# A named tuple whose fields depend on each other.
+_PACKED = "torch.nn.utils.rnn:PackedSequence"
+_WHOLE = (
+    "is a PackedSequence, which is not joined or cut field by field: pass the list of its sequences "
+    "(torch.nn.utils.rnn.unpack_sequence), or a list of PackedSequences, each of which stays as it is"
+)
+
 _NAMES = {
     "x": "a tensor",
     "n": "a numpy array",
@@ -65,6 +72,8 @@ def merge(
     if kind in ("d", "o"):
         return _merge_dicts(verb, specs, inner, path)
     same(verb, path, "is of class", [spec[1] for spec in specs])
+    if specs[0][1] == _PACKED:
+        raise RankError(verb, dict.fromkeys(range(len(specs)), f"{path} {_WHOLE}"))
     if kind == "N":
         same(verb, path, "has", [f"{len(spec) - 2} fields" for spec in specs])
         parts = [inner([spec[2 + i] for spec in specs], f"[{i}]") for i in range(len(specs[0]) - 2)]
@@ -141,6 +150,8 @@ class _Cutter:
             return self._take(kind, x.narrow(self.dim, *self._share(x.shape[self.dim], path)))
         if kind == "s":
             return self._all(spec)
+        if kind == "N" and spec[1] == _PACKED:
+            raise ValueError(f"{path} {_WHOLE}")
         if kind == "l":
             start, length = self._share(len(spec) - 1, path)
             return ["l", *map(self._all, spec[1 + start : 1 + start + length])]

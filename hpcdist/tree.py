@@ -19,6 +19,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ __all__ = [
 MAX_DEPTH = 100  # levels: what is deeper contains itself, or is no data
 _JSON_INT = 2**63
 TENSORS = ("x", "n", "g", "b", "p")
+_ARRAYS = (np.ndarray, np.memmap)  # other classes mean more than their elements: a mask, another way to multiply
 
 
 class Tree(NamedTuple):
@@ -87,8 +89,12 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
         return ["z", value.real, value.imag]
     if kind in (bytes, bytearray):
         return _tensor("b", buffers.of_bytes(value), tensors)
-    if isinstance(value, (np.ndarray, np.generic)) and kind is not np.ma.MaskedArray:
-        return _tensor("n" if isinstance(value, np.ndarray) else "g", _of_numpy(value), tensors)
+    if kind in _ARRAYS or (isinstance(value, np.generic) and kind.__module__ == "numpy"):
+        try:
+            return _tensor("n" if kind in _ARRAYS else "g", _of_numpy(value), tensors)
+        except _RefusedError:
+            if not allow_pickle:
+                raise
     parts = _parts(value, kind)
     if parts is not None:
         head, names, inner = parts
@@ -120,12 +126,21 @@ def _parts(value: Any, kind: type) -> tuple[list[str], list[str] | None, Iterabl
     if kind is dict or kind is OrderedDict:
         return ["d" if kind is dict else "o"], [f"[{key!r:.40}]" for key in value], value.values()
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        _nothing_beside(value, kind, ())
         return ["N", _class_name(kind)], [f".{name}" for name in kind._fields], value
     plain = "__new__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}
     if dataclasses.is_dataclass(value) and plain and not isinstance(value, torch.nn.Module):
         names = [field.name for field in dataclasses.fields(value)]
+        _nothing_beside(value, kind, names)
         return ["D", _class_name(kind)], [f".{name}" for name in names], [getattr(value, name) for name in names]
     return None
+
+
+def _nothing_beside(value: Any, kind: type, fields: Sequence[str]) -> None:
+    """Refuse what has attributes besides its fields: they would be lost. (Those that can be computed again may be.)"""
+    for name in getattr(value, "__dict__", ()):
+        if name not in fields and not isinstance(getattr(kind, name, None), cached_property):
+            raise _RefusedError(f"has the attribute {name!r}, which is none of its fields and would be lost")
 
 
 def _key(key: Any) -> Any:
@@ -147,7 +162,8 @@ def _tensor(kind: str, x: Tensor, tensors: list[Tensor]) -> list[Any]:
 
 def _of_numpy(value: np.ndarray[Any, Any] | np.generic) -> Tensor:
     array = np.asarray(value)
-    cannot_be_shared = not array.flags.writeable or min(array.strides, default=0) < 0
+    stepped = any(stride < 0 or stride % array.itemsize for stride in array.strides if array.itemsize)
+    cannot_be_shared = not array.flags.writeable or not array.flags.aligned or stepped
     array = array.astype(array.dtype.newbyteorder("="), copy=cannot_be_shared)
     try:
         return torch.from_numpy(array)

@@ -147,7 +147,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 def strides_for(dtype: torch.dtype) -> Iterator[str]:
     """The names in STRIDES that this dtype can have."""
     for name in STRIDES:
-        if name == "conjugated" and not dtype.is_complex:
+        if name == "conjugated" and (not dtype.is_complex or dtype in BARE):
             continue
         if name.startswith("negated") and dtype not in (torch.float32, torch.float64):
             continue

@@ -315,7 +315,7 @@ def test_gradients_of_dtypes_that_torch_cannot_add(world: hd.World, dtype: torch
     for verb in (hd.concat, lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate())):
         x = torch.ones(3).to(dtype).requires_grad_()
         torch.view_as_real(verb(x).to(torch.complex64)).sum().backward()
-        expected = torch.full((3,), world.world_size).to(wide)
+        expected = torch.full((3,), float(world.world_size)).to(dtype).to(wide)
         findings.same(x.grad.to(wide).real, expected.real, f"{x.grad}")
     findings.settle()
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
 from launch import mpirun
+
+from hpcdist.buffers import DTYPES
+from hpcdist.formats import FORMATS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -27,8 +31,27 @@ def test_the_programs_length() -> None:
     assert len([line for line in program[1].splitlines() if line.strip()]) <= 12
 
 
+def test_the_table_of_dtypes_says_what_the_code_does() -> None:
+    """Each dtype once, whether this torch has it or not; and what each file format can hold."""
+    rows = re.findall(r"^\| (`[a-z]+\d.*?) \| (yes|no) \| (yes|no) \| (yes|no) \| (yes|no) \|$", README, re.MULTILINE)
+    told = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert sum(len(re.findall(r"`\w+`", row[0])) for row in rows) == len(told), "a dtype is named twice"
+    every = {
+        str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    }
+    assert set(every) <= set(told)
+    assert set(told) - set(every) <= {"bcomplex32"}, "which came with torch 2.15"
+    for name, dtype in every.items():
+        holders = [DTYPES.keys(), *(FORMATS[suffix].dtypes for suffix in (".npy", ".pt", ".safetensors"))]
+        assert told[name] == tuple("yes" if dtype in holder else "no" for holder in holders), name
+    assert FORMATS[".h5"].dtypes == set(DTYPES)
+
+
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert links
     for link in links:
+        if link.startswith("#"):
+            assert re.search(rf"^#+ {link[1:]}$", README, re.MULTILINE | re.IGNORECASE), link
+            continue
         assert (Path(__file__).parent.parent / link).exists(), link

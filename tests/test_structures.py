@@ -138,6 +138,48 @@ def test_split_where_every_rank_has_the_whole(world: hd.World) -> None:
     findings.settle()
 
 
+def test_packed_sequences(world: hd.World) -> None:
+    """Joined or cut field by field they would be garbage; sent, and in lists, they stay as they are."""
+    rank, size = world.rank, world.world_size
+    packed = torch.nn.utils.rnn.pack_sequence([torch.full((n,), float(rank)) for n in (3, 2)])
+    for step in (
+        lambda: hd.concat({"p": packed}),
+        lambda: hd.gather(packed),
+        lambda: hd.split((1, packed) if rank == 0 else None),
+    ):
+        error = raises_on_all_ranks(world.comm, hd.RankError, step)
+        assert "is a PackedSequence, which is not joined or cut field by field" in str(error)
+    with pytest.raises(ValueError, match="is a PackedSequence"):
+        hd.split(packed, root=None)
+    findings = Findings(world.comm)
+    handle = hd.isend(packed, (rank + 1) % size)
+    got = [hd.recv((rank - 1) % size), *hd.concat([packed]), *hd.split([packed] * size if rank == 0 else None)]
+    handle.wait(60)
+    for one, source in zip(got, [(rank - 1) % size, *range(size), 0], strict=True):
+        padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(one, batch_first=True)
+        expected = torch.full((2, 3), float(source))
+        expected[1, 2] = 0
+        findings.same(padded, expected, source)
+        findings.check(lengths.tolist() == [3, 2], lengths)
+    findings.settle()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_would_lose_more_than_it_keeps(world: hd.World) -> None:
+    """A mask, a class: refused on all ranks, though one alone has it; and the job goes on."""
+    last = world.world_size - 1
+    for value in (
+        {"x": np.ma.masked_array([1, 2], [True, False])},
+        [torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))],
+        torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+    ):
+        error = raises_on_all_ranks(
+            world.comm, hd.RankError, lambda value=value: hd.concat(value if world.rank == last else [1])
+        )
+        assert list(error.problems) == [last] and "mask" in str(error).lower(), error
+        assert hd.concat([1]) == [1] * world.world_size
+
+
 def test_more_than_a_host_can_have(world: hd.World) -> None:
     """A tensor that is larger than its memory: the same error everywhere, and the job goes on."""
     huge = torch.ones(1).expand(2**46)

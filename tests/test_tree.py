@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from cases import DTYPES, STRIDES, copy_of, same_bits, strides_for, whole_of
 from torch import Tensor
 
-from hpcdist import packing, tree
+from hpcdist import buffers, packing, tree
 from hpcdist.buffers import copyable
 from hpcdist.errors import HpcdistError
 from hpcdist.packing import Contents, Header
@@ -66,6 +67,31 @@ class Layer(torch.nn.Module):
 
 class Colour(IntEnum):
     RED = 1
+
+
+class _Masked(np.ma.MaskedArray):
+    pass
+
+
+class _Metres(np.float64):
+    pass
+
+
+class _Subclass(Tensor):
+    pass
+
+
+@dataclass
+class Circle:
+    radius: float
+
+    @cached_property
+    def area(self) -> float:
+        return 3 * self.radius**2
+
+
+class Named(Point):
+    """A named tuple with room for more."""
 
 
 def _round_trip(value: Any, allow_pickle: bool = False) -> Any:
@@ -188,6 +214,17 @@ def test_arrays_of_every_kind() -> None:
     assert _round_trip(base.astype(">i4")).tolist() == base.tolist()
 
 
+def test_arrays_that_torch_cannot_take_as_they_lie() -> None:
+    """A field of a structured array, one that is not aligned, mapped memory, one without strides."""
+    rows = np.zeros(3, [("a", "i4"), ("b", "f8")])
+    rows["b"] = [1, 2, 3]
+    odd = np.frombuffer(b"\0" + np.arange(3.0).tobytes(), np.float64, offset=1)
+    for array in (rows["b"], odd, np.broadcast_to(np.array(7), (2, 3)), np.array(5), np.zeros((0, 3))):
+        got = _round_trip({"x": array})["x"]
+        assert _same(np.array(array, order="C"), got)
+        assert got.flags.writeable
+
+
 def test_parameters_and_graphs_stay_here() -> None:
     leaf = torch.ones(2, requires_grad=True)
     got = _round_trip({"p": torch.nn.Parameter(leaf * 2), "y": leaf * 3})
@@ -206,6 +243,14 @@ def test_parameters_and_graphs_stay_here() -> None:
         (np.array(["a"]), "x is a numpy array of dtype <U1, which no tensor can hold"),
         (np.array([object()]), "x is a numpy array of dtype object"),
         (np.ma.masked_array([1], [True]), "x is a numpy.ma"),
+        ([np.ma.masked], r"x\[0\] is a numpy.ma"),
+        (_Masked([1], [True]), "x is a .*_Masked, which is not sent"),
+        (np.rec.array([1, 2]), "x is a numpy.*recarray"),
+        (np.float64.__new__(_Metres, 3), "x is a .*_Metres, which is not sent"),
+        (np.zeros(2, [("a", "i4"), ("b", "f8")]), "x is a numpy array of dtype .*, which no tensor can hold"),
+        ({"t": np.array(["2020-01-01"], "M8[D]")}, r"x\['t'\] is a numpy array of dtype datetime64"),
+        (torch.ones(2).as_subclass(_Subclass), "x is a .*_Subclass, of which only memory would arrive"),
+        (torch._efficientzerotensor((3,)), "x has no memory of its own"),
         ([torch.zeros(2).to_sparse()], r"x\[0\] must be a dense tensor"),
         (Point(torch.zeros(2, device="meta")), r"x.x is on device meta"),
         ({b"a": 1}, "x has the key b'a'; expected strings"),
@@ -217,6 +262,40 @@ def test_parameters_and_graphs_stay_here() -> None:
 def test_what_is_refused(value: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
         tree.flatten(value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_more_than_its_memory() -> None:
+    """Of which torch and numpy warn when it is made."""
+    refused = {
+        "MaskedTensor, of which only memory would": torch.masked.masked_tensor(
+            torch.ones(2), torch.tensor([True, False])
+        ),
+        "NestedTensor, of which only": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
+        r"a dense tensor, got .*\(nested\)": torch.nested.nested_tensor([torch.ones(1)]),
+        "numpy.*matrix, which is not sent": np.matrix([[1]]),
+    }
+    for told, value in refused.items():
+        with pytest.raises(TypeError, match=r"x\['m'\] .*" + told):
+            tree.flatten({"m": value})
+
+
+def test_named_dims_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a torch that has them, before 2.13."""
+    monkeypatch.setattr(buffers, "_NAMED", True)
+    monkeypatch.setattr(Tensor, "has_names", lambda x: True, raising=False)
+    with pytest.raises(TypeError, match="x has named dims, whose names would be lost"):
+        tree.flatten(torch.ones(2))
+
+
+def test_a_packed_sequence_is_sent_as_it_is() -> None:
+    for ordered in (True, False):
+        sequences = [torch.arange(n) for n in ((4, 2, 1) if ordered else (1, 4, 2))]
+        packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=ordered)
+        got = _round_trip([packed])[0]
+        assert type(got) is type(packed)
+        assert all(map(torch.equal, torch.nn.utils.rnn.unpack_sequence(got), sequences))
+        assert all(_same(x, y) for x, y in zip(got, packed, strict=True))
 
 
 def test_classes_that_others_cannot_find() -> None:
@@ -236,8 +315,10 @@ def test_what_contains_itself() -> None:
 
 
 def test_pickle_only_if_both_sides_ask() -> None:
-    value = {"s": {1, 2}, "c": Colour.RED}
+    value = {"s": {1, 2}, "c": Colour.RED, "day": np.datetime64("2020-01-01"), "d": defaultdict(list, a=[1])}
     assert _round_trip(value, allow_pickle=True) == value
+    masked = _round_trip(np.ma.masked_array([1, 2], [True, False]), allow_pickle=True)
+    assert masked.mask.tolist() == [True, False]
     parts = tree.flatten({1, 2}, allow_pickle=True)
     with pytest.raises(TypeError, match=r"a pickle has come, which is not read unless allow_pickle=True"):
         tree.rebuild(parts.spec, lambda kind, i: tree.finished(kind, parts.tensors[i], False))
@@ -276,6 +357,15 @@ def test_what_is_more_than_its_fields() -> None:
     for value in (Output({"logits": 1}), Layer()):
         with pytest.raises(TypeError, match="is not sent"):
             tree.flatten(value)
+    circle = Circle(1.0)
+    assert circle.area == 3
+    assert _round_trip(circle) == circle, "what can be computed again may stay behind"
+    named = Named(1)
+    assert _round_trip(named) == named
+    for value in (circle, named):
+        value.colour = "red"  # type: ignore[union-attr]
+        with pytest.raises(TypeError, match=r"x\[0\] has the attribute 'colour', which is none of its fields"):
+            tree.flatten([value])
     with pytest.raises(TypeError, match="has 2 fields here, and 1 elsewhere"):
         tree.rebuild(["N", f"{Point.__module__}:Point", 1], lambda kind, i: None)
 

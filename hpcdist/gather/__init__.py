@@ -42,6 +42,7 @@ def gather(
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: on the root, memory for the result, of its shape, dtype and device; not where a gradient is needed.
+            Autograd counts it as written in place.
         allow_pickle: whether other objects in a structure may travel as pickles. Must agree.
         async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
 

@@ -54,7 +54,7 @@ def split(
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for this rank's part, of its shape and dtype; each rank is free to give it. Not for structures,
-            and not where a gradient is needed.
+            and not where a gradient is needed. Autograd counts it as written in place.
         allow_pickle: whether other objects in a structure may travel as pickles. Must agree.
         async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
 

@@ -42,7 +42,7 @@ class Scratch:
             return x
         block = self.take(x.shape, x.dtype)
         if x.is_cuda:
-            block.copy_(x.contiguous())
+            bits(block).copy_(bits(x).contiguous())
         else:
             bits(block).copy_(bits(x))
         return block
@@ -65,7 +65,7 @@ def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
     ready: list[torch.cuda.Event] = []
     for i in range(len(parts) + 1):
         if i < len(parts):
-            buffers.part(i).copy_(x[parts[i].slices()].contiguous(), non_blocking=True)
+            bits(buffers.part(i)).copy_(bits(x[parts[i].slices()]).contiguous(), non_blocking=True)
             ready.append(stream.record_event())
         if i > 0:
             ready[i - 1].synchronize()
@@ -96,7 +96,7 @@ def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
         if i > 1:
             free[i - 2].synchronize()
         yield buffers.part(i)
-        out[part.slices()].copy_(buffers.part(i), non_blocking=True)
+        bits(out[part.slices()]).copy_(bits(buffers.part(i)), non_blocking=True)
         free.append(stream.record_event())
     stream.synchronize()
 
