@@ -5,27 +5,30 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, libraries
 from hpcdist.arrays import Opened
+from hpcdist.buffers import DTYPES
 from hpcdist.commit import check_target
 from hpcdist.errors import FileError, InputError, reason
 from hpcdist.formats import FORMATS, of_raw
 from hpcdist.raw import Raw
 from hpcdist.regular import check_regular
 
-__all__ = ["OUTPUTS", "Source", "check_output", "describe", "expand", "load", "opened", "opened_bytes", "path_of"]
+__all__ = [
+    *("OUTPUTS", "Source", "check_once", "check_output", "describe"),
+    *("expand", "load", "opened", "opened_bytes", "opened_by_library", "path_of"),
+]
 
 OUTPUTS = (".npy", ".pt", ".safetensors", ".h5")
-_NAMED = re.compile(r"(?P<path>.*\.(?:npz|pt|safetensors|h5)):(?P<name>.+)", re.DOTALL)
+_NAMED = re.compile(r"\.(?:npz|pt|safetensors|h5)(?P<colon>:)(?=.)", re.DOTALL)
 _WINDOW = 2**26  # bytes
 
 
@@ -36,11 +39,13 @@ class Source:
     Attributes:
         spec: what the user calls it: the path, and behind a colon the array's name where the file may hold several.
         shape, dtype: of the array.
+        name: of the array in the file, given or not.
     """
 
     spec: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    name: str = field(default="", compare=False)
 
     def extent(self, dim: int) -> int:
         """Its length along `dim`; a 0-d array counts as one row."""
@@ -51,7 +56,7 @@ def expand(inputs: Sequence[str]) -> list[str]:
     """The files that the given names and patterns stand for, sorted; a name behind a colon goes with each file.
 
     Raises:
-        InputError: a pattern that matches nothing, or a file that is named twice.
+        InputError: a pattern that matches nothing.
     """
     specs: list[str] = []
     for given in inputs:
@@ -60,11 +65,25 @@ def expand(inputs: Sequence[str]) -> list[str]:
         if not paths:
             raise InputError(f"{path}: no such file" + (", and no file matches" if glob.has_magic(path) else ""))
         specs += [p if name is None else f"{p}:{name}" for p in paths]
-    specs.sort()
-    for one, other in pairwise(specs):
-        if one == other:
-            raise InputError(f"{one}: named twice")
-    return specs
+    return sorted(specs)
+
+
+def check_once(sources: Sequence[Source]) -> None:
+    """Find an array that is named twice, by whatever paths: of one file, which may have several names.
+
+    Raises:
+        InputError: there is one, or a file is gone.
+    """
+    seen: dict[tuple[int, int, str], str] = {}
+    for source in sources:
+        path = path_of(source.spec)
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {reason(error)}") from error
+        other = seen.setdefault((found.st_dev, found.st_ino, source.name), source.spec)
+        if other is not source.spec:
+            raise InputError(f"{source.spec}: named twice" + (f", also as {other}" if other != source.spec else ""))
 
 
 def describe(spec: str) -> Source:
@@ -74,12 +93,12 @@ def describe(spec: str) -> Source:
         InputError: no such file or array, not readable, not of its format, or of a dtype torch does not have.
     """
     with opened(spec) as array:
-        return Source(spec, array.shape, array.dtype)
+        return Source(spec, array.shape, array.dtype, array.name)
 
 
-def load(spec: str) -> Tensor:
+def load(spec: str, by_library: bool = False) -> Tensor:
     """Read an array as a CPU tensor, of native byte order. Raises as :func:`describe` does."""
-    with opened(spec) as array:
+    with opened_by_library(spec) if by_library else opened(spec) as array:
         x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
         array.read(layout.whole(array.shape), x, _WINDOW)
         return x
@@ -88,13 +107,25 @@ def load(spec: str) -> Tensor:
 @contextmanager
 def opened(spec: str) -> Iterator[Opened]:
     """An array in an open file; every failure, also to read a part of it, is an InputError."""
+    with _opened(spec, lambda path, name: FORMATS[Path(path).suffix].opened(path, name)) as array:
+        if array.dtype not in DTYPES:
+            raise InputError(f"{spec}: holds {array.dtype}, which cannot be moved")
+        yield array
+
+
+def opened_by_library(spec: str) -> AbstractContextManager[Opened]:
+    """An array in an open file, read by its format's own library: to compare with what :func:`opened` reads."""
+    return _opened(spec, libraries.opened)
+
+
+@contextmanager
+def _opened(spec: str, how: Callable[[str, str | None], AbstractContextManager[Opened]]) -> Iterator[Opened]:
     path, name = _split(spec)
-    kind = FORMATS.get(Path(path).suffix)
-    if kind is None:
+    if Path(path).suffix not in FORMATS:
         raise InputError(f"{path}: unknown suffix {Path(path).suffix!r}; expected one of {', '.join(FORMATS)}")
     try:
         check_regular(path)
-        with kind.opened(path, name) as array:
+        with how(path, name) as array:
             yield array
     except InputError:
         raise
@@ -138,5 +169,9 @@ def path_of(spec: str) -> str:
 
 
 def _split(spec: str) -> tuple[str, str | None]:
-    match = _NAMED.fullmatch(spec)
-    return (spec, None) if match is None or os.path.exists(spec) else (match["path"], match["name"])
+    """The path and the name: a file of the whole text comes first, then the longest path that there is."""
+    colons = [match.start("colon") for match in _NAMED.finditer(spec)][::-1]
+    if not colons or os.path.lexists(spec):
+        return spec, None
+    at = next((i for i in colons if os.path.lexists(spec[:i])), colons[0])
+    return spec[:at], spec[at + 1 :]

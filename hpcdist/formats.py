@@ -25,11 +25,11 @@ from hpcdist.arrays import Opened, pick
 from hpcdist.buffers import BARE, DTYPES
 from hpcdist.errors import InputError
 from hpcdist.raw import Raw, read_at, read_from
-from hpcdist.regular import open_regular
-from hpcdist.staging.contents import describe, read_box
+from hpcdist.regular import open_regular, utf8_path
+from hpcdist.staging.contents import Stored, describe, read_box
 from hpcdist.staging.format import NUMPY, stored_dtype
 
-__all__ = ["FORMATS", "of_raw"]
+__all__ = ["FORMATS", "of_raw", "stored_in"]
 
 _SAFETENSORS = set(DTYPES) - {torch.complex128, torch.complex32, *BARE}
 _PT = {d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d))}  # torch.load has no others
@@ -106,7 +106,7 @@ def _read_pt(path: str, name: str | None) -> Iterator[Opened]:
 def _read_safetensors(path: str, name: str | None) -> Iterator[Opened]:
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as file:  # checks the whole header
+    with utf8_path(path) as known, safe_open(known, framework="pt") as file:  # checks the whole header
         key = pick(path, name, sorted(file.keys()))
         part = file.get_slice(key)
         shape = tuple(part.get_shape())
@@ -125,14 +125,26 @@ def _safetensors_header(path: str) -> tuple[int, dict[str, Any]]:
 
 @contextmanager
 def _read_h5(path: str, name: str | None) -> Iterator[Opened]:
-    key = name and name.strip("/")
-    datasets = describe(path, name=key).datasets
-    stored = datasets[pick(path, key, list(datasets))]
+    stored = stored_in(path, name)
     if stored.raw is not None:
-        with of_raw(stored.raw, stored.name) as opened:
+        with of_raw(stored.raw, stored.place) as opened:
             yield opened
     else:
-        yield Opened(stored.name, stored.shape, stored.dtype, partial(read_box, path, stored.name))
+        yield Opened(stored.place, stored.shape, stored.dtype, partial(read_box, path, stored.place))
+
+
+def stored_in(path: str, name: str | None) -> Stored:
+    """The dataset of an .h5 file that is meant.
+
+    Raises:
+        InputError, FileError: there is none, it is not the only one, or its data are in other files.
+    """
+    key = name and name.strip("/")
+    contents = describe(path, name=key)
+    found = pick(path, key, [*contents.datasets, *contents.elsewhere])
+    if found in contents.elsewhere:
+        contents.require(found)
+    return contents.datasets[found]
 
 
 def _lay_out_npy(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Raw:

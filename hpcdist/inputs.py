@@ -21,6 +21,8 @@ from hpcdist.buffers import as_bytes
 from hpcdist.command import progress
 from hpcdist.errors import InputError
 from hpcdist.files import Source
+from hpcdist.layout import Box
+from hpcdist.staging.pieces import shard_boxes
 from hpcdist.world import World
 
 __all__ = ["Inputs", "equal", "find", "sha256"]
@@ -67,14 +69,22 @@ class Inputs:
         """One array, for reading boxes of it."""
         return files.opened_bytes(source.spec) if self.of_stdlib else files.opened(source.spec)
 
-    def read(self, source: Source) -> Tensor:
-        """One array, with at least one dim.
+    def opened_by_library(self, source: Source) -> AbstractContextManager[Opened]:
+        """The same, by its format's own library."""
+        return files.opened_bytes(source.spec) if self.of_stdlib else files.opened_by_library(source.spec)
+
+    def boxes(self) -> list[Box]:
+        """Where each of the arrays lies in the whole."""
+        return shard_boxes(self.shape, self.dim, [source.extent(self.dim) for source in self.sources])
+
+    def read(self, source: Source, opened: AbstractContextManager[Opened]) -> Tensor:
+        """One array that is opened here, with at least one dim.
 
         Raises:
             InputError: it cannot be read, or is not what its header said before.
         """
-        with self.opened(source) as array:
-            if array.shape != source.shape:
+        with opened as array:
+            if array.shape != source.shape or array.dtype != source.dtype:
                 raise InputError(f"{source.spec}: has changed while it was read")
             x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
             array.read(layout.whole(array.shape), x, _WINDOW)
@@ -84,7 +94,7 @@ class Inputs:
         """This rank's arrays, joined; no rows if it has none. Collective: an error on one rank is one on all."""
         mine = self.sources[self.bounds[world.rank] : self.bounds[world.rank + 1]]
         parts: list[Tensor] = []
-        step = lambda: parts.extend(self.read(source) for source in progress(mine, world, "read"))  # noqa: E731
+        step = lambda: parts.extend(self.read(source, self.opened(source)) for source in progress(mine, world, "read"))  # noqa: E731
         agree.on_all(world.team.comm, "read", step)
         if len(parts) == 1:
             return parts[0]
@@ -93,7 +103,8 @@ class Inputs:
         return torch.cat([torch.empty(shape, dtype=self.dtype, device="cpu"), *parts], self.dim)
 
     def verify(self, held: Sequence[Tensor], world: World) -> tuple[bool, str | None]:
-        """Whether the tensors that are held have the bits of all inputs, read here, on one process.
+        """Whether the tensors that are held have the bits of all inputs, read here, on one process, by the formats' own
+        libraries.
 
         Returns:
             The verdict, and for dim 0 the SHA-256 of the inputs in their order.
@@ -101,7 +112,7 @@ class Inputs:
         digest = hashlib.sha256()
         start, right = 0, all(tuple(whole.shape) == self.shape for whole in held)
         for source in progress(self.sources, world, "verify"):
-            x = self.read(source)
+            x = self.read(source, self.opened_by_library(source))
             rows = x.shape[self.dim]
             right = right and all(equal(whole.narrow(self.dim, start, rows), x) for whole in held)
             digest.update(as_bytes(x.contiguous()).numpy().data)
@@ -122,6 +133,8 @@ def find(world: World, given: Sequence[str], dim: int) -> Inputs:
     describe = files.describe if given else _describe_text
     described = agree.on_all(comm, "inputs", lambda: [describe(spec) for spec in progress(mine, world, "look")])
     sources = [source for part in described for source in part]
+    if given:
+        agree.on_root(comm, "inputs", lambda: files.check_once(sources))  # one rank's numbers of files and devices
     dim = _check(sources, dim)
     total = sum(source.extent(dim) for source in sources)
     shape = sources[0].shape

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hpcdist.errors import FileError, reason
 
-__all__ = ["check_regular", "kind", "open_regular", "shown"]
+__all__ = ["check_regular", "kind", "open_regular", "shown", "utf8_path"]
 
 _KINDS = {
     stat.S_IFDIR: "folder",
@@ -57,6 +59,19 @@ def open_regular(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def utf8_path(path: str) -> Iterator[str]:
+    """A path of a regular file for libraries that know only names in UTF-8, as Linux need not be."""
+    if path.encode(errors="replace") == os.fsencode(path):
+        yield path
+        return
+    fd = open_regular(path)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def _require(path: str, mode: int) -> None:

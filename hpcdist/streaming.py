@@ -227,22 +227,45 @@ def each_alone(world: World, verb: str, steps: Sequence[Callable[[Team], None]])
     agree.on_all(world.team.comm, verb, run)
 
 
-def verify(read: Read, specs: Sequence[tuple[str, Box]], dtype: torch.dtype, window: int) -> tuple[bool, str]:
-    """Whether files hold the boxes of an array, bit by bit, and the SHA-256 of what they hold. On this rank alone.
+def verify(data: Inputs, parts: Sequence[tuple[str, Box]], window: int) -> tuple[bool, str]:
+    """Whether files hold these boxes of the inputs' array, bit by bit, and the SHA-256 of what they hold.
 
-    The boxes are of the array that `read` reads; the hash is of their bytes, one after the other.
+    The hash is of their bytes, one after the other. On this rank alone, with host memory of a window; both sides are
+    read by their formats' own libraries, and not as the commands read.
     """
     right, digest = True, hashlib.sha256()
-    for spec, whole in specs:
-        with files.opened(spec) as array:
-            right = right and array.shape == whole.shape and array.dtype == dtype
-            for box in layout.boxes(layout.whole(whole.shape), max(1, window // 4 // dtype.itemsize)) if right else ():
-                got, expected = (
-                    torch.empty(box.shape, dtype=dtype, device="cpu"),
-                    torch.empty(box.shape, dtype=dtype, device="cpu"),
-                )
-                array.read(box, got, window // 4)
-                read(box.moved(whole.offset), expected)
-                right = right and equal(got, expected)
+    for spec, whole in parts:
+        with files.opened_by_library(spec) as held:
+            right = right and held.shape == whole.shape and held.dtype == data.dtype
+            for source, box in zip(data.sources, data.boxes(), strict=True) if right else ():
+                right = right and _same(data, source, box, held, whole, window // 4)
+            for box in _blocks(layout.whole(held.shape), held.dtype, window // 4):
+                got = torch.empty(box.shape, dtype=held.dtype, device="cpu")
+                held.read(box, got, window // 4)
                 digest.update(memory(got))
     return right, digest.hexdigest()
+
+
+def _same(data: Inputs, source: Source, box: Box, held: Opened, whole: Box, window: int) -> bool:
+    """Whether a file, which is `whole` of the array, holds what an input does, which is `box` of it."""
+    common = box.meet(whole)
+    if common.size() == 0:
+        return True
+    with data.opened_by_library(source) as array:
+        if array.shape != source.shape or array.dtype != source.dtype:
+            return False
+        for part in _blocks(common, data.dtype, window):
+            got = torch.empty(part.shape, dtype=data.dtype, device="cpu")
+            expected = torch.empty_like(got)
+            held.read(part.seen_from(whole.offset), got, window)
+            if source.shape:
+                array.read(part.seen_from(box.offset), expected, window)
+            else:  # one row of the whole
+                array.read(Box((), ()), expected.view(()), window)
+            if not equal(got, expected):
+                return False
+    return True
+
+
+def _blocks(box: Box, dtype: torch.dtype, nbytes: int) -> Iterator[Box]:
+    return layout.boxes(box, max(1, nbytes // dtype.itemsize))

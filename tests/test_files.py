@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from hpcdist import files, outputs
 from hpcdist.buffers import BARE, DTYPES, as_bytes
 from hpcdist.errors import InputError, RankError
+from hpcdist.layout import Box
 from hpcdist.team import Team
 
 
@@ -114,12 +115,81 @@ def test_names_and_patterns(tmp_path: Path) -> None:
     assert files.expand([f"{here}b.npy", f"{here}a*.npy"]) == [f"{here}a.npy", f"{here}b.npy"]
     assert files.expand([f"{here}*.h5:/x/y"]) == [f"{here}c.h5:/x/y"]
     assert files.expand([f"{here}d[1].npy"]) == [f"{here}d[1].npy"]
-    with pytest.raises(InputError, match="named twice"):
-        files.expand([f"{here}a.npy", f"{here}*.npy"])
     with pytest.raises(InputError, match="no such file, and no file matches"):
         files.expand([f"{here}x*.npy"])
     with pytest.raises(InputError, match=r"no such file$"):
         files.expand([f"{here}x.npy"])
+
+
+def test_an_array_is_not_taken_twice_by_whatever_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file itself counts, and the array's name; two arrays of one file are two."""
+    monkeypatch.chdir(tmp_path)
+    np.save("a.npy", [1, 2])
+    np.save("b.npy", [1, 2])
+    os.link("a.npy", "hard.npy")
+    (tmp_path / "soft.npy").symlink_to("a.npy")
+    (tmp_path / "sub").symlink_to(".")
+    np.savez("one.npz", x=[1])
+    np.savez("two.npz", x=[1], y=[2])
+    with h5py.File("one.h5", "w") as file:
+        file["x"] = [1]
+        file["soft"] = h5py.SoftLink("/x")
+    torch.save({"a": {"x": torch.ones(1)}}, "one.pt")
+
+    def taken(*given: str) -> list[str]:
+        sources = [files.describe(spec) for spec in files.expand(given)]
+        files.check_once(sources)
+        return [source.spec for source in sources]
+
+    for given in (
+        *(["a.npy", "*.npy"], ["a.npy", "./a.npy"], ["a.npy", f"{tmp_path}/a.npy"], ["a.npy", "sub/a.npy"]),
+        *(["a.npy", "soft.npy"], ["a.npy", "hard.npy"], ["one.npz", "one.npz:x"], ["one.pt", "./one.pt:a/x"]),
+        *(["one.h5:x", "one.h5:/x"], ["one.h5", "./one.h5:soft"]),
+    ):
+        with pytest.raises(InputError, match="named twice"):
+            taken(*given)
+    with pytest.raises(InputError, match=r"soft\.npy: named twice, also as a\.npy"):
+        taken("a.npy", "soft.npy")
+    assert taken("a.npy", "b.npy") == ["a.npy", "b.npy"]
+    assert taken("two.npz:x", "two.npz:y") == ["two.npz:x", "two.npz:y"]
+
+
+def test_names_with_anything_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are no UTF-8, colons, newlines, brackets, and as long as a name can be; in every format."""
+    monkeypatch.chdir(tmp_path)
+    for name in (os.fsdecode(b"a\xff"), "b:c", "d.h5:e", "f\ng", "h[1]*?", "i" * 230, " ", "-j", "é"):
+        for suffix in (".npy", ".npz", ".pt", ".safetensors", ".h5"):
+            path = f"{name}{suffix}"
+            np.savez(path, x=np.arange(3)) if suffix == ".npz" else save(torch.arange(3), path)
+            ((spec),) = files.expand([path])
+            for by_library in (False, True):
+                assert files.load(spec, by_library).tolist() == [0, 1, 2], spec
+                if suffix != ".npy":
+                    key = "x" if suffix == ".npz" else "data"
+                    if suffix != ".pt":
+                        assert files.load(f"{spec}:{key}", by_library).tolist() == [0, 1, 2], spec
+    with pytest.raises(InputError, match=r"cannot be read: File name too long"):
+        files.load(f"{'x' * 300}.npy")
+
+
+def test_what_a_library_reads_is_what_we_read(tmp_path: Path) -> None:
+    """Each format, dtype and shape, whole and in part; the library's reading shares nothing with ours."""
+    for dtype in DTYPES:
+        for suffix in SUFFIXES:
+            if dtype in REFUSED.get(suffix, set()):
+                continue
+            for shape in [(3, 4), (0, 2), ()]:
+                path = str(tmp_path / f"x{suffix}")
+                x = bits(shape, dtype)
+                save(x, path)
+                y = files.load(path, by_library=True)
+                assert (y.shape, y.dtype) == (x.shape, x.dtype)
+                assert torch.equal(as_bytes(y), as_bytes(x)), (dtype, suffix)
+    np.save(tmp_path / "f.npy", np.asfortranarray(np.arange(24, dtype=">f8").reshape(4, 6)))
+    with files.opened_by_library(f"{tmp_path}/f.npy") as array:
+        out = torch.empty(2, 3, dtype=torch.float64)
+        array.read(Box((1, 2), (2, 3)), out, 100)
+    assert out.tolist() == [[8, 9, 10], [14, 15, 16]]
 
 
 def damaged(folder: Path) -> dict[str, str]:

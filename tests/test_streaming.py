@@ -258,6 +258,44 @@ def test_a_damaged_file_is_found_and_its_piece_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
+def test_verify_reads_in_another_way(tmp_path: Path) -> None:
+    """What our own reading gets wrong is found, though it is wrong in the same way a second time: of every format,
+    streamed and in memory, by all three commands."""
+    for suffix in (".npy", ".npz", ".pt", ".safetensors"):
+        write(tmp_path / f"x{suffix}", WHOLE)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = WHOLE
+    code = """
+        import json, hpcdist as hd
+        from importlib import import_module
+        from hpcdist import raw
+        read_runs = raw.Raw._read_runs
+        def misread(self, fetch, box, out):
+            read_runs(self, fetch, box, out)
+            raw.memory(out)[:1] = b"?"
+        with hd.init(device="cpu") as world:
+            for read in (read_runs, misread):
+                raw.Raw._read_runs = read
+                for suffix in (".npy", ".npz", ".pt", ".safetensors", ".h5"):
+                    for what, args in (
+                        ("gather", ["-o", "y.npy"]), ("gather", ["-o", "y.h5", "--route", "mpi"]), ("gather", []),
+                        ("concat", ["-o", "y{rank}.h5"]), ("split", ["-o", "y{rank}.safetensors"]),
+                    ):
+                        module = import_module(f"hpcdist.{what}.__main__")
+                        asked = module.parser().parse_args([f"x{suffix}", "--verify", "--json", *args])
+                        status = module.main(world, asked)
+                        if world.rank == 0:
+                            print(f"<{suffix} {what} {' '.join(args)}: {status}>")
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status == 0, job.err
+    said = re.findall(r"<(.*): (\d)>", job.out)
+    assert len(said) == 2 * 5 * 5
+    assert [what for what, status in said[:25] if status != "0"] == []
+    assert [what for what, status in said[25:] if status != "1"] == []
+
+
+@pytest.mark.once
 def test_memory_stays_within_the_window(tmp_path: Path) -> None:
     """600 MB gathered with a window of 16 MiB: the resident memory does not grow with the data."""
     small, big = _peak(tmp_path, 2_000_000), _peak(tmp_path, 75_000_000)

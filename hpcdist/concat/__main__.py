@@ -59,7 +59,7 @@ def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) 
         }
         if args.verify:
             parts = [(path, layout.whole(data.shape))]
-            step = lambda: streaming.verify(joined.read, parts, data.dtype, args.window)  # noqa: E731
+            step = lambda: streaming.verify(data, parts, args.window)  # noqa: E731
             found = agree.on_all(world.team.comm, "verify", step)
             report |= {"verified": all(right for right, _ in found), "sha256": found[0][1]}
     return report

@@ -90,7 +90,7 @@ def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[s
         if not args.verify:
             return {}
         parts = [(args.output, layout.whole(shape))]
-        step = lambda: streaming.verify(joined.read, parts, dtype, window)  # noqa: E731
+        step = lambda: streaming.verify(data, parts, window)  # noqa: E731
         right, digest = agree.on_root(world.team.comm, "verify", step, args.root)
         return {"sha256": digest, "verified": right}
 
@@ -138,7 +138,7 @@ def _verify(world: World, data: Inputs, result: Tensor | None, args: argparse.Na
 
     def check() -> tuple[bool, str | None]:
         assert result is not None
-        held = [result.cpu()] + ([files.load(args.output)] if args.output else [])
+        held = [result.cpu()] + ([files.load(args.output, by_library=True)] if args.output else [])
         return data.verify(held, world)
 
     right, serial = agree.on_root(world.team.comm, "verify", check, args.root)

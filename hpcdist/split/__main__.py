@@ -82,7 +82,7 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
         }
         if args.verify:
             parts = [(names[i], boxes[i]) for i in range(len(names))]
-            step = lambda: streaming.verify(joined.read, parts, data.dtype, args.window)  # noqa: E731
+            step = lambda: streaming.verify(data, parts, args.window)  # noqa: E731
             report["verified"], report["sha256"] = agree.on_root(world.team.comm, "verify", step)
     return report
 

@@ -11,6 +11,7 @@ import numpy as np
 from hpcdist import agree, layout
 from hpcdist.command import Meter, Parser, run, show_bytes, table
 from hpcdist.errors import FileError, InputError
+from hpcdist.regular import shown
 from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
@@ -33,7 +34,7 @@ def main(world: World, args: argparse.Namespace) -> int:
 def _listing(contents: Contents) -> str:
     rows = [
         [
-            stored.name,
+            shown(stored.name),
             str(stored.shape),
             str(stored.dtype).removeprefix("torch."),
             show_bytes(stored.nbytes()),
@@ -43,6 +44,7 @@ def _listing(contents: Contents) -> str:
         ]
         for stored in contents.datasets.values()
     ]
+    rows += [[shown(name), "-", "-", "-", "-", "-", why] for name, why in contents.elsewhere.items()]
     head = ["name", "shape", "dtype", "size", "pieces", "writers", "storage"]
     return "\n".join([table(head, rows), "", f"state: {_state(contents)}"])
 
@@ -87,6 +89,7 @@ def _as_json(contents: Contents) -> dict[str, Any]:
             }
             for stored in contents.datasets.values()
         ],
+        "elsewhere": contents.elsewhere,
     }
 
 

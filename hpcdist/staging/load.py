@@ -179,6 +179,7 @@ def _dim(dim: Any) -> int | None:
 def _describe(path: str, name: str | None) -> Contents:
     """The tensors of a file that are meant."""
     contents = describe(path, name=name)
+    contents.require(name or "")
     if name is None:
         return contents
     chosen = {key: s for key, s in contents.datasets.items() if key == name or key.startswith(f"{name}/")}

@@ -141,7 +141,7 @@ class Reader:
         where, box = self.stored.raw, self.stored.boxes[row]
         if where is None:
             buffer = torch.empty(box.shape, dtype=self.stored.dtype, device="cpu")
-            read_box(self.path, self.stored.name, box, buffer, self.window)
+            read_box(self.path, self.stored.place, box, buffer, self.window)
             digest = format.digest()
             digest.update(memory(buffer))
             self._compare(row, digest.intdigest())
@@ -163,7 +163,7 @@ class Reader:
         parts = list(layout.boxes(want, limit))
         local = [part.seen_from(want.offset) for part in parts]
         for part, target in zip(parts, incoming(out, local), strict=True):
-            read_box(self.path, self.stored.name, part, target, self.window)
+            read_box(self.path, self.stored.place, part, target, self.window)
             self._report(target.nbytes)
 
 

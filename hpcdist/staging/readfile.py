@@ -17,6 +17,7 @@ from hpcdist.errors import FileError, listed, reason
 from hpcdist.layout import Box
 from hpcdist.staging import format
 from hpcdist.staging.contents import Contents, Stored, describe
+from hpcdist.staging.links import hard_path
 from hpcdist.staging.reader import Reader, opened
 
 __all__ = ["ReadFile", "inside"]
@@ -55,9 +56,10 @@ class ReadFile:
         import h5py
 
         with h5py.File(self._contents.path, "r", locking="best-effort") as file:
-            if name and name not in file:
+            place = hard_path(self._contents.path, file, name)
+            if place is None:
                 raise FileError(f"{self._contents.path}: holds no {name!r}")
-            found = dict(file[name or "/"].attrs)
+            found = dict(file[place or "/"].attrs)
         return {key: value for key, value in found.items() if key != format.DTYPE_ATTRIBUTE}
 
     def read(
@@ -128,6 +130,8 @@ class ReadFile:
     def _stored(self, name: str) -> Stored:
         if self._fd < 0:
             raise ValueError("the file is closed")
+        if name.strip("/") in self._contents.elsewhere:
+            self._contents.require(name.strip("/"))
         stored = self._contents.datasets.get(name.strip("/"))
         if stored is None:
             raise FileError(f"{self._contents.path}: holds no tensor {name!r}; it has: {listed(self.names)}")

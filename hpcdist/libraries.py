@@ -1,0 +1,106 @@
+"""Arrays as each format's own library reads them: what --verify compares with.
+
+Nothing here is shared with what the commands read by, but for the choice of the array and, of .h5, what is refused.
+Files that a library maps are opened for each part anew: what has been read is not held in memory.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist import checkpoints, layout
+from hpcdist.arrays import Opened, pick
+from hpcdist.buffers import bits
+from hpcdist.formats import stored_in
+from hpcdist.layout import Box
+from hpcdist.regular import utf8_path
+from hpcdist.staging.contents import read_box
+
+__all__ = ["opened"]
+
+Part = Callable[[Box], Tensor]  # the values of a box
+
+
+@contextmanager
+def opened(path: str, name: str | None) -> Iterator[Opened]:
+    """An array in a file."""
+    if Path(path).suffix == ".h5":
+        stored = stored_in(path, name)
+        yield Opened(stored.place, stored.shape, stored.dtype, partial(read_box, path, stored.place))
+        return
+    key, shape, dtype, part = _LIBRARIES[Path(path).suffix](path, name)
+
+    def read(box: Box, out: Tensor, window: int) -> None:
+        bits(out).copy_(bits(part(box)))
+
+    yield Opened(key, shape, dtype, read)
+
+
+def _numpy(key: str, held: Callable[[], Any]) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+    def part(box: Box) -> Tensor:
+        some = held()[box.slices()]
+        return torch.from_numpy(np.array(some, some.dtype.newbyteorder("="), order="C"))
+
+    array = held()
+    return key, tuple(array.shape), part(layout.whole((0,) * array.ndim)).dtype, part
+
+
+def _npy(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+    return _numpy("", lambda: np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _npz(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+    with np.load(path, allow_pickle=False) as held:
+        key = pick(path, name, held.files)
+        array = held[key]
+    return _numpy(key, lambda: array)
+
+
+def _pt(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+    if not _as_in_memory(path):  # torch would map what it has to change
+        key, x = checkpoints.load(path, name)
+        return key, tuple(x.shape), x.dtype, lambda box: x[box.slices()]
+
+    def part(box: Box) -> Tensor:
+        with utf8_path(path) as known:
+            return checkpoints.load(known, name, mmap=True)[1][box.slices()].clone()
+
+    with utf8_path(path) as known:
+        key, x = checkpoints.load(known, name, mmap=True)
+
+    return key, tuple(x.shape), x.dtype, part
+
+
+def _as_in_memory(path: str) -> bool:
+    """Whether a file of torch.save holds its data as they are in memory."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        orders = [archive.read(info) for info in archive.infolist() if info.filename.endswith("/byteorder")]
+        return orders in ([], [b"little"]) and not any(info.compress_type for info in archive.infolist())
+
+
+def _safetensors(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+    from safetensors import safe_open
+
+    def part(box: Box) -> Tensor:
+        with utf8_path(path) as known, safe_open(known, framework="pt") as file:
+            x: Tensor = file.get_slice(key)[box.slices()]
+            return x
+
+    with utf8_path(path) as known, safe_open(known, framework="pt") as file:
+        key = pick(path, name, sorted(file.keys()))
+        shape = tuple(file.get_slice(key).get_shape())
+    return key, shape, part(layout.whole((0,) * len(shape))).dtype, part
+
+
+_LIBRARIES = {".npy": _npy, ".npz": _npz, ".pt": _pt, ".safetensors": _safetensors}
