@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 from hpcdist import files, outputs
 from hpcdist.buffers import BARE, DTYPES, as_bytes
 from hpcdist.errors import InputError, RankError
+from hpcdist.groups import Group
 from hpcdist.layout import Box
 from hpcdist.team import Team
 
@@ -23,7 +26,8 @@ def save(x: torch.Tensor, path: str) -> None:
     """Write a tensor as the commands do, on one rank."""
     from mpi4py import MPI
 
-    team = Team(MPI.COMM_SELF.Dup(), None)  # type: ignore[arg-type]
+    nobody: Any = SimpleNamespace(provisional={})  # a world without other ranks
+    team = Team(MPI.COMM_SELF.Dup(), Group(nobody, 0, [0], MPI.COMM_SELF))
     out = outputs.create(team, "test", path, tuple(x.shape), x.dtype, 64)
     for row in out.mine():
         out.put(row, x[out.pieces[row].slices()].contiguous())
