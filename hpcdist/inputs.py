@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcdist import agree, files, layout
 from hpcdist.arrays import Opened
-from hpcdist.buffers import as_bytes
+from hpcdist.buffers import as_bytes, copyable, row_major
 from hpcdist.command import progress
 from hpcdist.errors import InputError
 from hpcdist.files import Source
@@ -100,7 +100,8 @@ class Inputs:
             return parts[0]
         shape = list(self.shape)
         shape[self.dim] = 0
-        return torch.cat([torch.empty(shape, dtype=self.dtype, device="cpu"), *parts], self.dim)
+        parts.append(torch.empty(shape, dtype=self.dtype, device="cpu"))
+        return torch.cat(list(map(copyable, parts)), self.dim).view(self.dtype)
 
     def verify(self, held: Sequence[Tensor], world: World) -> tuple[bool, str | None]:
         """Whether the tensors that are held have the bits of all inputs, read here, on one process, by the formats' own
@@ -115,7 +116,7 @@ class Inputs:
             x = self.read(source, self.opened_by_library(source))
             rows = x.shape[self.dim]
             right = right and all(equal(whole.narrow(self.dim, start, rows), x) for whole in held)
-            digest.update(as_bytes(x.contiguous()).numpy().data)
+            digest.update(as_bytes(row_major(x)).numpy().data)
             start += rows
         return right, digest.hexdigest() if self.dim == 0 else None
 
@@ -175,9 +176,9 @@ def _describe_text(path: str) -> Source:
 def equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits."""
     same = x.shape == y.shape and x.dtype == y.dtype
-    return same and torch.equal(as_bytes(x.contiguous()), as_bytes(y.contiguous()))
+    return same and torch.equal(as_bytes(row_major(x)), as_bytes(row_major(y)))
 
 
 def sha256(x: Tensor) -> str:
     """Of the tensor's bytes, in order."""
-    return hashlib.sha256(as_bytes(x.contiguous().cpu()).numpy().data).hexdigest()
+    return hashlib.sha256(as_bytes(row_major(x.cpu())).numpy().data).hexdigest()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import whole_of
 from collective import Findings
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hpcdist as hd
 from hpcdist import files
+from hpcdist.buffers import BARE, copyable
+from hpcdist.concat import __main__ as concat_command
 from hpcdist.gather import __main__ as gather_command
 
 
@@ -394,4 +397,23 @@ def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
     except Unsupported as error:
         findings.check("hpcdist moves data between processes" in str(error), error)
     findings.same(hd.concat(x), whole, "after all that")
+    findings.settle()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", sorted(BARE, key=str)[::6], ids=str)
+def test_commands_on_dtypes_that_torch_cannot_copy(world: hd.World, folder: Path, dtype: torch.dtype) -> None:
+    """Which only HDF5 files hold, as raw bits: streamed, and by way of a rank, along both dims."""
+    findings, x = Findings(world.comm), whole_of((6, 5), dtype)
+    hd.staging.save(folder / "a.h5", x, dim=None)
+    hd.staging.save(folder / "b.h5", x, dim=None)
+    for dim in ("0", "1"):
+        for more in ([], ["--route", "gloo"], ["--route", "mpi", "--all"]):
+            out = folder / ("y-{rank}.h5" if "--all" in more else "y.h5")
+            told = ["--verify", "--dim", dim, *more, "-o", str(out), str(folder / "[ab].h5")]
+            command = concat_command if "--all" in more else gather_command
+            asked = command.parser().parse_args([word for word in told if word != "--all"])
+            findings.check(command.main(world, asked) in (0, None), f"{dim} {more}")
+            got = files.load(str(out).format(rank=world.rank))
+            findings.same(got, torch.cat([copyable(x)] * 2, int(dim)).view(dtype), f"{dim} {more}")
     findings.settle()

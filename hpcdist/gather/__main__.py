@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hpcdist import agree, concat, files, gather, inputs, layout, outputs, streaming
+from hpcdist.buffers import row_major
 from hpcdist.command import Parser, nbytes, run, show_bytes
 from hpcdist.errors import InputError
 from hpcdist.gather.compare import ROUNDS, compare, placed, route_table, timed
@@ -128,7 +129,7 @@ def _save(team: Team, result: Tensor | None, args: argparse.Namespace) -> None:
     whole = result.cpu()
     out = outputs.create(team, "gather", args.output, tuple(whole.shape), whole.dtype, args.window)
     for row in out.mine():
-        out.put(row, whole[out.pieces[row].slices()].contiguous())
+        out.put(row, row_major(whole[out.pieces[row].slices()]))
     out.finish()
 
 
