@@ -284,7 +284,12 @@ def _make(
 
 def staging_folder(nodes: int) -> str:
     """Where route hdf5 stages what it moves, if the caller does not say."""
-    return os.environ.get("HPCDIST_STAGING") or (private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd())
+    try:
+        return os.environ.get("HPCDIST_STAGING") or (
+            private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd()
+        )
+    except FileNotFoundError:  # there is none, which is for the route to complain about if it is used
+        return "/tmp"
 
 
 def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | None) -> timedelta:

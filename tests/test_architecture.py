@@ -23,7 +23,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 # Each floor uses those below it, and nothing above. A module that is new has to be given its place here.
 FLOORS = (
     ("errors",),
-    ("layout.rules", "jobscript.parts", "regular"),
+    ("layout.rules", "jobscript.parts", "memory", "regular"),
     ("layout.box", "jobscript"),
     ("layout.layouts", "layout.overlaps"),
     ("abort", "commit", "layout", "launcher", "plain", "watch", "watch.record"),
