@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 from hpcdist import abort, world
 from hpcdist.errors import HpcdistError, RankError
+from hpcdist.regular import shown
 from hpcdist.world import World
 
-__all__ = ["Meter", "Parser", "nbytes", "progress", "run", "show_bytes", "table"]
+__all__ = ["Meter", "Parser", "nbytes", "path", "progress", "run", "show_bytes", "table"]
 
 T = TypeVar("T")
 
@@ -20,15 +22,37 @@ _LEAST = 1024  # bytes of a window: each piece has a checksum, which is not to b
 BAD_INPUT = 2  # the exit status that argparse has, too
 
 
+class _Once(argparse.Action):
+    """A value that is given twice is a mistake: the first one would be forgotten."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        assert isinstance(parser, Parser)
+        if self.dest in parser.given and option is not None:
+            raise argparse.ArgumentError(self, "given twice")
+        parser.given.add(self.dest)
+        setattr(namespace, self.dest, value)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints its help and its errors once, on rank 0 of the job."""
+    """An argument parser that prints its help and its errors once, on rank 0 of the job.
+
+    Attributes:
+        given: the arguments that have got a value.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given: set[str] = set()
+        self.register("action", None, _Once)
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if _rank() == 0:
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (--help tells more)\n")
+        self.exit(BAD_INPUT, f"{self.prog}: error: {shown(message)} (--help tells more)\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if message:
@@ -43,6 +67,8 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
     rank 0 prints in one line. Any other exception on any rank ends the job with its traceback.
     """
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may be of any language, or of none
     try:
         here = world.init(staging=getattr(args, "staging", None))
         status = main(here, args)
@@ -60,8 +86,8 @@ def _line(error: HpcdistError) -> str:
     """An error in one line: of a RankError, what is wrong on the lowest rank at fault."""
     if isinstance(error, RankError):
         rank, problem = next(iter(error.problems.items()))
-        return problem if len(set(error.problems.values())) == 1 else f"rank {rank}: {problem}"
-    return str(error)
+        return shown(problem if len(set(error.problems.values())) == 1 else f"rank {rank}: {problem}")
+    return shown(str(error))
 
 
 def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:
@@ -102,10 +128,21 @@ def nbytes(text: str) -> int:
         argparse.ArgumentTypeError: it is none.
     """
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    count = 0 if match is None else int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
-    if count < _LEAST:
+    count = 0 if match is None or len(text) > 20 else int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
+    if not _LEAST <= count < 2**63:
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, {_LEAST} at least, got {text!r}")
     return count
+
+
+def path(text: str) -> str:
+    """The name of a file or folder on the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty, as "$OUT" is where nobody has set it.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, got an empty one")
+    return text
 
 
 def show_bytes(count: float) -> str:

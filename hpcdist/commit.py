@@ -42,7 +42,8 @@ def check_target(target: Path, nbytes: int) -> None:
     what = None if old is None else kind(old.st_mode)
     if what is not None:
         raise FileError(f"{target}: is a {what}" + ("" if what == "folder" else ": only a regular file is replaced"))
-    check_folder(Path(os.path.realpath(target)).parent, nbytes, str(target))
+    for folder in {target.parent, Path(os.path.realpath(target)).parent}:  # what is no folder has no ".." either
+        check_folder(folder, nbytes, str(target))
     if old is not None and not os.access(target, os.W_OK):
         raise FileError(f"{target}: is there already, and read-only")
 

@@ -155,7 +155,7 @@ def check_output(path: str, dtype: torch.dtype, nbytes: int, inputs: Sequence[st
         others = [suffix for suffix in OUTPUTS if dtype in FORMATS[suffix].dtypes]
         raise InputError(f"{path}: a {target.suffix} file cannot hold {dtype}; use one of {', '.join(others)}")
     for spec in inputs:
-        if target.exists() and os.path.samefile(target, path_of(spec)):
+        if os.path.exists(path) and os.path.samefile(path, path_of(spec)):
             raise InputError(f"{path}: is also an input, which it would replace")
     try:
         check_target(target, nbytes)

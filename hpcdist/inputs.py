@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist import agree, files, layout
+from hpcdist import agree, files, layout, memory
 from hpcdist.arrays import Opened
 from hpcdist.buffers import as_bytes, copyable, row_major
 from hpcdist.command import progress
@@ -25,7 +25,7 @@ from hpcdist.layout import Box
 from hpcdist.staging.pieces import shard_boxes
 from hpcdist.world import World
 
-__all__ = ["Inputs", "equal", "find", "sha256"]
+__all__ = ["Inputs", "check_memory", "equal", "find", "sha256"]
 
 _WINDOW = 2**26  # bytes
 
@@ -140,6 +140,26 @@ def find(world: World, given: Sequence[str], dim: int) -> Inputs:
     total = sum(source.extent(dim) for source in sources)
     shape = sources[0].shape
     return Inputs(sources, bounds, (*shape[:dim], total, *shape[dim + 1 :]), sources[0].dtype, dim, of_stdlib=not given)
+
+
+def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> None:
+    """Find before anything is read that a node has no memory for its ranks' inputs and results. Collective.
+
+    Raises:
+        InputError: on all ranks.
+    """
+    own = data.nbytes_by_rank()[world.rank]
+    need = own + (data.nbytes() if everywhere or world.rank == root else 0)
+    told = agree.allgather(world.team.comm, (world.node, need, memory.available()))
+    for node in range(world.nodes):
+        total = sum(bytes_ for where, bytes_, _ in told if where == node)
+        free = min(free for where, _, free in told if where == node)
+        if total > free:
+            where = f"node {node}" if world.nodes > 1 else "this host"
+            raise InputError(
+                f"the inputs and the result need {total:,} bytes of memory on {where}, and {free:,} are available: "
+                "with -o FILE, and without --all and --compare, they are streamed through a window of it"
+            )
 
 
 def _check(sources: Sequence[Source], dim: int) -> int:

@@ -1,61 +1,59 @@
-"""Is there memory for a result? Found before data move: the same error on all ranks, and the job goes on."""
+"""How much memory this host, or this job's part of it, has, and how much of it is left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from hpcdist import agree
+__all__ = ["available", "capacity"]
 
-if TYPE_CHECKING:
-    from hpcdist.team import Team
-
-__all__ = ["allocate", "host_memory"]
-
-T = TypeVar("T")
-
-LARGE = 2**28  # bytes of a result from which the ranks agree that all of them have the memory
-_CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUPS = Path("/sys/fs/cgroup")
+_USAGE, _USAGE_1 = ("memory.current", "file"), ("memory.usage_in_bytes", "total_cache")  # version 2, and version 1
+_TOTALS = ("MemTotal:", "SwapTotal:")
 
 
-def host_memory() -> int:
-    """Bytes of memory that the processes of this host may use together: RAM and swap, or the limit of the cgroup."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total = sum(1024 * int(fields[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
-    for path in _CGROUP:
-        with suppress(OSError, ValueError):  # not there, or "max"
-            total = min(total, int(Path(path).read_text()))
-    return total
+def capacity() -> tuple[int, int]:
+    """The bytes that this process may have at most, and those that all processes of this host may have together.
 
-
-def allocate(verb: str, team: Team, nbytes: Sequence[int], make: Callable[[], T]) -> T:
-    """Call `make`, which takes memory for this rank's result. Collective if a result is large.
-
-    Args:
-        nbytes: of the result of each rank of the team; the same on all ranks.
-
-    Raises:
-        RankError: on every rank, if the results on some node have more bytes than it has memory, or if `make` fails on
-            some rank.
+    The latter is RAM and swap, the former the least limit of a control group that the process is in.
     """
-    if max(nbytes) < LARGE:
-        return make()
-    world = team.world
-    needed: dict[int, int] = {}
-    for peer, size in zip(team.peers, nbytes, strict=True):
-        node = world.node_of[peer]
-        needed[node] = needed.get(node, 0) + size
-    problems = {}
-    for rank, (peer, size) in enumerate(zip(team.peers, nbytes, strict=True)):
-        on_node, memory = needed[world.node_of[peer]], world.memory[peer]
-        if size and on_node > memory:
-            more = "" if on_node == size else f", and those of all ranks on its node {on_node:,} bytes"
-            problems[rank] = f"its result has {size:,} bytes{more}: more than the {memory:,} bytes of memory there"
-    agree.require(verb, problems)
-    if team.size == 1:
-        return make()
-    made: list[T] = []
-    agree.on_all(team.comm, verb, lambda: made.append(make()))
-    return made[0]
+    total = sum(int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith(_TOTALS))
+    host = total or 2**63
+    return min([host, *(most for _, most in _limits())]), host
+
+
+def available() -> int:
+    """The bytes that can be taken without swapping: of the host, and of every control group that this process is in.
+
+    What a group holds of files is counted as free: it is given back when memory is short.
+    """
+    found = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
+    for folder, most in _limits():
+        usage, cache = _USAGE if (folder / _USAGE[0]).exists() else _USAGE_1
+        with suppress(OSError, ValueError, IndexError):  # not of ours to see
+            held = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache]
+            found.append(most - int((folder / usage).read_text()) + sum(held))
+    return max(0, min(found, default=2**63))
+
+
+def _limits() -> list[tuple[Path, int]]:
+    """The control groups that this process is in, and those above them, with the limit of each that has one."""
+    found = []
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, kinds, name = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root, limit = (_CGROUPS / "memory", "memory.limit_in_bytes") if kinds else (_CGROUPS, "memory.max")
+        group = root / name.strip().lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # without a limit: "max"
+                found.append((folder, int((folder / limit).read_text())))
+            if folder == root:
+                break
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    with suppress(OSError):
+        return path.read_text().splitlines()
+    return []

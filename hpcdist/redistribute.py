@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, gradient, handle, layout, memory, routes, world
+from hpcdist import abort, agree, checks, gradient, handle, layout, results, routes, world
 from hpcdist.buffers import copyable, overlap, written
 from hpcdist.call import LOST, Call
 from hpcdist.eager import recorded
@@ -199,7 +199,7 @@ class Plan:
         def forward() -> Tensor:
             with abort.Transfer(VERB, team.size):
                 make = lambda: torch.empty(self.box.shape, dtype=own.dtype, device=own.device)  # noqa: E731
-                y = memory.allocate(VERB, team, self._sizes, make if out is None else lambda: out)
+                y = results.allocate(VERB, team, self._sizes, make if out is None else lambda: out)
                 x_apart = copyable(own).clone() if out is not None and overlap(out, own) else own
                 self._moves.run(team, self._way, x_apart, y)
                 return y

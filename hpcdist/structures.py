@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import abort, agree, layout, memory, routes
+from hpcdist import abort, agree, layout, results, routes
 from hpcdist.buffers import as_bytes, copyable, of_bytes, row_major
 from hpcdist.call import Call, others, show_shape
 from hpcdist.errors import RankError
@@ -43,7 +43,7 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
         receives, device = root is None or team.rank == root, team.world.device
         nbytes = sum(sum(header.nbytes) for header in headers)
         sizes = [nbytes if root in (None, rank) else 0 for rank in range(team.size)]
-        places = memory.allocate(
+        places = results.allocate(
             verb, team, sizes, lambda: [joins.places(rank, device) if receives else {} for rank in range(team.size)]
         )
         _bring_small(team, call.tree, headers, root, places, device)

@@ -19,7 +19,7 @@ from hpcdist.call import Call
 from hpcdist.commit import private_folder
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.groups import Group, forget
-from hpcdist.memory import host_memory
+from hpcdist.memory import capacity
 from hpcdist.team import Team
 from hpcdist.watch import record
 from hpcdist.watch.watcher import FirstMeeting, Watch, deadline
@@ -43,7 +43,7 @@ class World:
         device: where this rank's tensors belong: one GPU a rank, or the CPU.
         comm: the communicator that init() was given, or COMM_WORLD.
         group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
-        node_of, memory: of each rank, the index of its node and the bytes of memory there; not for user code.
+        node_of, memory: of each rank, the index of its node, and its memory.capacity(); not for user code.
         own_gpus: every rank has a GPU to itself, and NCCL can be used.
         timeout: the deadline of every call.
         staging: the folder through which route "hdf5" moves data; rank 0's is used.
@@ -63,7 +63,7 @@ class World:
     group: dist.ProcessGroup = field(repr=False)
     own_gpus: bool
     node_of: list[int] = field(repr=False)
-    memory: list[int] = field(repr=False)
+    memory: list[tuple[int, int]] = field(repr=False)
     timeout: timedelta
     staging: str
     team: Team = field(init=False, repr=False)
@@ -290,7 +290,7 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local.rank, device, backend, shared)
             group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
-            places = agree.allgather(private, (nodes.mine, host_memory()))
+            places = agree.allgather(private, (nodes.mine, capacity()))
     except BaseException:
         watch.stop()
         raise
@@ -322,7 +322,12 @@ def _make(
 
 def staging_folder(nodes: int) -> str:
     """Where route hdf5 stages what it moves, if the caller does not say."""
-    return os.environ.get("HPCDIST_STAGING") or (private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd())
+    try:
+        return os.environ.get("HPCDIST_STAGING") or (
+            private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd()
+        )
+    except FileNotFoundError:  # there is none, which is for the route to complain about if it is used
+        return "/tmp"
 
 
 def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | None) -> timedelta:

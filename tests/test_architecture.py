@@ -23,7 +23,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 # Each floor uses those below it, and nothing above. A module that is new has to be given its place here.
 FLOORS = (
     ("errors",),
-    ("layout.rules", "jobscript.parts", "regular"),
+    ("layout.rules", "jobscript.parts", "memory", "regular"),
     ("layout.box", "jobscript"),
     ("layout.layouts", "layout.overlaps"),
     ("abort", "commit", "eager", "groups", "layout", "launcher", "plain", "watch", "watch.record"),
@@ -42,7 +42,7 @@ FLOORS = (
     ),
     ("call",),
     ("checks", "agree"),
-    ("memory", "staging.format"),
+    ("results", "staging.format"),
     ("routes.hdf5",),
     ("team", "rendezvous", "devices", "watch.survey"),
     ("process_group", "watch.watcher"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from pathlib import Path
 
@@ -119,6 +120,33 @@ def test_scalars_are_stacked_and_nothing_at_all_is_gathered(tmp_path: Path) -> N
     assert np.load(tmp_path / "s.npy").tolist() == [0, 1, 2]
     assert gather(2, f"{tmp_path}/e*.npy", "-o", tmp_path / "e.npy", "--verify").status == 0
     assert np.load(tmp_path / "e.npy").shape == (0, 3)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("env", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"])
+def test_names_that_no_terminal_can_print(env: dict[str, str], tmp_path: Path) -> None:
+    """Bytes that are no UTF-8, letters that ASCII lacks, a newline: read, written and printed, in one line each."""
+    np.save(tmp_path / os.fsdecode(b"a\xff.npy"), np.arange(4))
+    np.save(tmp_path / "b\né.npy", np.arange(4, 6))
+    for n, out in enumerate((b"out\xff\n\xc3\xa9.h5", b"out\xff\n\xc3\xa9.npy")):
+        args = ["-m", "hpcdist.gather", "[ab]*.npy", "-o", os.fsdecode(out), "--verify", *["--json"] * n]
+        job = mpirun(2, *args, cwd=tmp_path, env=env)
+        assert job.status == 0, job.err
+        if n:
+            assert os.fsencode(json.loads(job.out)["output"]) == out
+        else:
+            assert r"written: out\udcff\n" in job.out
+            assert "equal to the inputs" in job.out.splitlines()[-1]
+    for what in ("ls", "verify"):
+        job = mpirun(0, "-m", "hpcdist.staging", what, os.fsdecode(b"out\xff\n\xc3\xa9.h5"), cwd=tmp_path, env=env)
+        assert job.status == 0, job.err
+    assert r"out\udcff\n" in job.out
+    assert job.out.count("\n") == 1
+    assert np.load(tmp_path / os.fsdecode(out)).tolist() == [0, 1, 2, 3, 4, 5]
+    job = mpirun(2, "-m", "hpcdist.gather", os.fsdecode(b"no\xff\n\xc3\xa9.npy"), cwd=tmp_path, env=env)
+    ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
+    assert job.status == 2
+    assert len(ours) == 1 and r"no\udcff\n" in ours[0] and "no such file" in ours[0], job.err
 
 
 GOOD = ["0.npy", "1.npy", "2.npy"]

@@ -9,7 +9,7 @@ import torch
 from collective import Findings, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import buffers, memory
+from hpcdist import buffers, memory, results
 
 pytestmark = pytest.mark.mpi
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 @pytest.fixture(autouse=True)
 def low(monkeypatch: pytest.MonkeyPatch) -> None:
     """All results are large."""
-    monkeypatch.setattr(memory, "LARGE", 0)
+    monkeypatch.setattr(results, "LARGE", 0)
 
 
 CALLS: dict[str, Any] = {
@@ -31,15 +31,18 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("limits", [(999, 10**9), (10**9, 999)], ids=["its own", "its node's"])
 @pytest.mark.parametrize("verb", CALLS)
-def test_more_than_the_host_has(world: hd.World, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_there_is(
+    world: hd.World, verb: str, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = Findings(world.comm)
-    x = torch.full((100, 10), world.rank, dtype=torch.uint8)
+    x = torch.full((100 * world.world_size, 10), world.rank, dtype=torch.uint8)
     plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
     with monkeypatch.context() as patch:
-        patch.setattr(world, "memory", [999] * world.world_size)
+        patch.setattr(world, "memory", [limits] * world.world_size)
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda: CALLS[verb](x, world.rank, plan))
-        together = "" if world.world_size == 1 or verb == "gather" else ", and those of all ranks on its node"
+        together = "" if limits[0] == 999 else ", and those of all ranks on its node"
         findings.check("more than the 999 bytes of memory there" in str(error), error)
         findings.check(together in str(error) and "its result has" in str(error), error)
     findings.check(CALLS[verb](x, world.rank, plan) is not None or world.rank, "the next call")
@@ -65,7 +68,8 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
 
 def test_what_a_host_has(world: hd.World) -> None:
     findings = Findings(world.comm)
-    findings.check(world.memory == [memory.host_memory()] * world.world_size, world.memory)
-    findings.check(world.memory[0] >= torch.empty(1).nbytes, world.memory)
+    findings.check(world.memory == [memory.capacity()] * world.world_size, world.memory)
+    own, host = memory.capacity()
+    findings.check(2**28 < memory.available() <= own <= host, (memory.available(), own, host))
     findings.check(world.node_of == [0] * world.world_size, world.node_of)
     findings.settle()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from importlib import import_module
 from pathlib import Path
 
 import h5py
@@ -168,10 +170,42 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.h5"]
 
 
+COMMANDS = ("gather", "concat", "split")
 MISTAKES: dict[str, tuple[str, list[object], str]] = {
     "no pattern": ("split", ["x.npy", "-o", "part.npy"], "part.npy: gives parts the same name; write {rank}"),
     "bad pattern": ("split", ["x.npy", "-o", "{part}.npy"], "{part}.npy: cannot be a pattern"),
-    "parts": ("split", ["x.npy", "-o", "{rank}.npy", "--parts", 0], "--parts 0: expected at least 1"),
+    "parts": ("split", ["x.npy", "-o", "{rank}.npy", "--parts", 0], "--parts 0: expected 1 to 1000000"),
+    "too many parts": ("split", ["x.npy", "-o", "{rank}.npy", "--parts", 10**12], "--parts 1000000000000: expected 1"),
+    "another field": ("split", ["x.npy", "-o", "{rank.numerator}.npy"], "cannot be a pattern (of another kind)"),
+    "a width without end": (
+        "split",
+        ["x.npy", "-o", "{rank:09999999999d}.npy"],
+        "cannot be a pattern (of another kind)",
+    ),
+    "one file for two parts": (
+        "split",
+        ["x.npy", "-o", "d{rank}/part.npy"],
+        "d1/part.npy: is the same file as d0/part",
+    ),
+    "one file for two copies": ("concat", ["x.npy", "-o", "d{rank}/c.npy"], "d1/c.npy: is the same file as d0/c.npy"),
+    "a copy over an input": ("concat", ["s1.npy", "-o", "s{rank}.npy"], "s1.npy: is also an input"),
+    "a part over an input": ("split", ["s1.npy", "-o", "s{rank}.npy"], "s1.npy: is also an input"),
+    "an input by another path": ("gather", ["x.npy", "-o", "d0/../x.npy"], "x.npy: is also an input"),
+    "an input by a link": ("gather", ["x.npy", "-o", "link.npy"], "link.npy: is also an input"),
+    "an input by another name": ("gather", ["x.npy", "-o", "hard.npy"], "hard.npy: is also an input"),
+    "twice": ("gather", ["x.npy", "link.npy"], "x.npy: named twice, also as link.npy"),
+    "a FIFO": ("gather", ["fifo.npy"], "fifo.npy: is a FIFO, expected a regular file"),
+    "over a FIFO": ("gather", ["x.npy", "-o", "fifo.npy"], "fifo.npy: is a FIFO: only a regular file is replaced"),
+    "a part over a FIFO": ("split", ["x.npy", "-o", "fifo{rank}.npy"], "fifo1.npy: is a FIFO: only a regular"),
+    "a newline": ("gather", ["no\nfile.npy"], "no\\nfile.npy: no such file"),
+    "no UTF-8": ("gather", [os.fsdecode(b"no\xff.npy")], "no\\udcff.npy: no such file"),
+    "a name without end": ("gather", ["x" * 300 + ".npy"], "no such file"),
+    "an output without end": ("gather", ["x.npy", "-o", "x" * 300 + ".npy"], "cannot be written: File name too long"),
+    "nothing in it": ("gather", ["none.h5"], "none.h5: holds no array"),
+    "more than memory": ("concat", ["large.npy"], "are available: with -o FILE, and without --all and --compare, they"),
+    "more than memory on the root": ("gather", ["large.npy"], "memory on this host, and"),
+    "more than memory to compare": ("gather", ["large.npy", "--compare"], "memory on this host, and"),
+    "a large array cut": ("gather", ["cut.npy"], "cut.npy: cannot be read: it ends in the middle of its data"),
     "two inputs": ("split", ["[xz].npy", "-o", "{rank}.npy"], "[xz].npy: matches 2 files, expected one"),
     "dim": ("split", ["x.npy", "-o", "{rank}.npy", "--dim", 2], "--dim 2: x.npy has 2 dims"),
     "0-d": ("split", ["s.npy", "-o", "{rank}.npy"], "s.npy: is 0-d"),
@@ -192,6 +226,18 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     np.save(tmp_path / "z.npy", WHOLE[:6])
     np.save(tmp_path / "s.npy", np.float32(1))
     np.savez(tmp_path / "0.npz", WHOLE[:6])
+    np.save(tmp_path / "s1.npy", WHOLE[:6])
+    (tmp_path / "d0").mkdir()
+    (tmp_path / "d1").symlink_to("d0")
+    (tmp_path / "link.npy").symlink_to("x.npy")
+    (tmp_path / "hard.npy").hardlink_to(tmp_path / "x.npy")
+    for name in ("fifo.npy", "fifo1.npy"):
+        os.mkfifo(tmp_path / name)
+    h5py.File(tmp_path / "none.h5", "w").close()
+    for name, size in {"large.npy": 2**42, "cut.npy": 2**20}.items():  # a file with a hole takes no space
+        with (tmp_path / name).open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (2**42,)})
+            file.truncate(file.tell() + size)
     np.savez_compressed(tmp_path / "bad.npz", WHOLE)
     damaged = bytearray((tmp_path / "bad.npz").read_bytes())
     damaged[len(damaged) // 2] ^= 0xFF
@@ -229,6 +275,40 @@ def test_a_wrong_option_is_one_line_and_status_2(tmp_path: Path) -> None:
     ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
     assert (job.status, len(ours)) == (2, 1), job.err
     assert "expected a number of bytes such as 64M" in ours[0]
+
+
+@pytest.mark.once
+def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every command: names that are empty, what is given twice, sizes that there are not."""
+    wrong: list[tuple[str, list[str], str]] = [
+        *((what, ["x.npy", "-o", ""], "-o/--output: expected a name, got an empty one") for what in COMMANDS),
+        *((what, ["x.npy", "-o", "a.npy", "-o", "b.npy"], "-o/--output: given twice") for what in COMMANDS),
+        *((what, ["x.npy", "-o", "{rank}.npy", "--staging", ""], "--staging: expected a name") for what in COMMANDS),
+        *(
+            (what, ["x.npy", "-o", "{rank}.npy", "--window", "9" * 99], "a number of bytes such as")
+            for what in COMMANDS
+        ),
+        *((what, ["x.npy", "-o", "{rank}.npy", "--window", "-1"], "a number of bytes such as") for what in COMMANDS),
+        *((what, ["x.npy", "-o", "{rank}.npy", "--dim", "x\ny"], "invalid int value: 'x\\ny'") for what in COMMANDS),
+        ("gather", ["--root", "0", "--root", "1"], "--root: given twice"),
+        ("split", ["x.npy"], "the following arguments are required: -o/--output"),
+        ("staging", [], "the following arguments are required: ls|verify"),
+        ("staging", ["ls"], "the following arguments are required: FILE"),
+        ("staging", ["list", "x.h5"], "invalid choice: 'list'"),
+        ("jobscript", ["-o", ""], "-o/--output: expected a name, got an empty one"),
+        ("jobscript", ["--nodes", "x"], "invalid int value: 'x'"),
+        ("doctor", ["--limit", "x"], "invalid float value: 'x'"),
+        ("doctor", ["--limit", "-1"], "--limit: expected seconds > 0, got '-1'"),
+        ("doctor", ["--limit", "nan"], "--limit: expected seconds > 0, got 'nan'"),
+        ("doctor", ["--staging", ""], "--staging: expected a name, got an empty one"),
+    ]
+    for what, args, text in wrong:
+        module = import_module(f"hpcdist.{what}.__main__")
+        with pytest.raises(SystemExit) as ended:
+            module.main(args) if what == "jobscript" else module.parser().parse_args(args)
+        err = capsys.readouterr().err
+        assert (ended.value.code, err.count("\n")) == (2, 1), f"{what} {args}: {err}"
+        assert err.startswith(f"hpcdist.{what}") and text in err, f"{what} {args}: {err}"
 
 
 @pytest.mark.once

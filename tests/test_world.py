@@ -319,3 +319,29 @@ def test_the_staging_folder_by_argument_environment_and_default(tmp_path: Path) 
     ):
         job = run([sys.executable, "-c", textwrap.dedent(code), *args], env=environ)
         assert job.out.strip() == str(expected), job.err
+
+
+@pytest.mark.once
+def test_no_folder_for_temporary_files() -> None:
+    """init() needs none; only the route does, and says what to do about it."""
+    lines = job(
+        2,
+        """
+    import tempfile
+    def none():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp', '/usr/tmp', '/']")
+    tempfile.gettempdir = none
+    access = os.access
+    os.access = lambda path, *how: str(path) != "/tmp" and access(path, *how)
+    with hd.init() as world:
+        x = torch.ones(2)
+        try:
+            hd.concat(x, route="hdf5")
+        except hd.RankError as error:
+            say(str(error).splitlines()[1].strip())
+        say(str(hd.concat(x).numel()))
+        """,
+        env={"HPCDIST_STAGING": ""},
+    )
+    said = "the staging folder: the folder is not writable (/tmp; HPCDIST_STAGING, or init(staging=...), names another)"
+    assert lines == ["4", "4", f"rank 0: {said}", f"rank 0: {said}"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, memory, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, results, routes, structures, world
 from hpcdist.buffers import blocks, row_major, summed_in, written
 from hpcdist.routes import Alltoall
 from hpcdist.team import Team, team_of
@@ -99,7 +99,7 @@ def _concat(
     def forward() -> torch.Tensor:
         with abort.Transfer("concat", team.size):
             sizes = [cut.nbytes()] * team.size
-            whole, landing = memory.allocate("concat", team, sizes, lambda: cut.landing(call.out, shard.device))
+            whole, landing = results.allocate("concat", team, sizes, lambda: cut.landing(call.out, shard.device))
             way.allgatherv(team, row_major(shard, call.out), landing, cut.counts, cut.displs)
             cut.unpack(landing, whole)
             return whole

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from hpcdist import agree, inputs, layout, streaming
-from hpcdist.command import Parser, run
+from hpcdist import agree, files, inputs, layout, streaming
+from hpcdist.command import Parser, path, run
 from hpcdist.gather import __main__ as gather
 from hpcdist.inputs import Inputs
 from hpcdist.patterns import Names
@@ -28,6 +28,10 @@ def main(world: World, args: argparse.Namespace) -> int:
     names = Names(args.output, world.world_size)
     data = inputs.find(world, args.input, args.dim)
     gather.check_output(world, data, names[0], args)
+    specs, size = [source.spec for source in data.sources], 0 if args.resume else data.nbytes()
+    check = lambda: files.check_output(names[world.rank], data.dtype, size, specs)  # noqa: E731
+    agree.on_all(world.team.comm, "output", check)  # each in a folder of its own, perhaps
+    agree.on_root(world.team.comm, "output", names.check)
     report = _copies(world, data, names, args)
     if world.rank == 0:
         print(json.dumps(report) if args.json else _text(report), flush=True)
@@ -36,13 +40,13 @@ def main(world: World, args: argparse.Namespace) -> int:
 
 def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) -> dict[str, Any]:
     """Every rank writes a copy of its own. Collective."""
-    path, seconds = names[world.rank], []
+    target, seconds = names[world.rank], []
     resume = data.fingerprint() if args.resume else None
     with streaming.Joined(data, args.window // 2) as joined:
 
         def write(team: Team) -> None:
             written = streaming.to_file(
-                world, team, "concat", joined.read, path, data.shape, data.dtype, args.window, resume
+                world, team, "concat", joined.read, target, data.shape, data.dtype, args.window, resume
             )
             seconds.append(written.seconds)
 
@@ -58,7 +62,7 @@ def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) 
             "output": args.output,
         }
         if args.verify:
-            parts = [(path, layout.whole(data.shape))]
+            parts = [(target, layout.whole(data.shape))]
             step = lambda: streaming.verify(data, parts, args.window)  # noqa: E731
             found = agree.on_all(world.team.comm, "verify", step)
             report |= {"verified": all(right for right, _ in found), "sha256": found[0][1]}
@@ -85,7 +89,7 @@ def parser() -> Parser:
         epilog="example: mpirun -n 2 python -m hpcdist.concat 'shards/*.npy' -o '/local/whole-{rank}.npy'",
     )
     gather.add_inputs(p)
-    p.add_argument("-o", "--output", metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
+    p.add_argument("-o", "--output", type=path, metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
     p.add_argument("--route", choices=NAMES, default="auto", help="how the data travel (default auto)")
     p.add_argument("--compare", action="store_true", help="time every route that can run here, in one table")
     gather.add_common(p)

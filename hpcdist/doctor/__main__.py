@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import IO
+from typing import IO, NoReturn
 
 from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
@@ -24,7 +24,10 @@ broken (something fails or hangs), the latter two with a fix. The exit status is
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints on one rank, without asking MPI, which may be what is broken."""
+    """Prints on one rank, without asking MPI, which may be what is broken; bad input in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if launch.is_first(environ()):
@@ -33,13 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main() -> int:
     """Examine this rank, and print on rank 0, or what has ended the examination of another; returns the exit status."""
-    parser = _Parser("hpcdist.doctor", description=_ABOUT)
-    parser.add_argument("--json", action="store_true", help="the findings as JSON, with the facts of every rank")
-    parser.add_argument("--staging", metavar="FOLDER", help="the staging folder to try, instead of the usual one")
-    parser.add_argument(
-        "--limit", type=float, default=_LIMIT, help="seconds after which a step of the examination hangs (%(default)g)"
-    )
-    args = parser.parse_args()
+    args = parser().parse_args()
     facts = launch.gather(environ())
     first = launch.is_first(environ())
     outcome = watch(lambda line: examine(line, facts, args.staging, first, args.limit), facts, args.limit)
@@ -54,6 +51,34 @@ def main() -> int:
     print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False), file=sys.stderr, flush=True)
     time.sleep(_FORWARD_SECONDS)
     return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m hpcdist.doctor."""
+    p = _Parser("hpcdist.doctor", description=_ABOUT)
+    p.add_argument("--json", action="store_true", help="the findings as JSON, with the facts of every rank")
+    p.add_argument("--staging", type=_name, metavar="FOLDER", help="the staging folder to try, not the usual one")
+    p.add_argument(
+        "--limit", type=_seconds, default=_LIMIT, metavar="SECONDS",
+        help="after which a step of the examination hangs (%(default)g)",
+    )  # fmt: skip
+    return p
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, got an empty one")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        limit = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}") from None
+    if not 0 < limit < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds > 0, got {text!r}")
+    return limit
 
 
 if __name__ == "__main__":

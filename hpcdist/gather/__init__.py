@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, memory, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, results, routes, structures, world
 from hpcdist.buffers import blocks, row_major, written
 from hpcdist.team import Team, team_of
 
@@ -90,7 +90,7 @@ def _gather(
         with abort.Transfer("gather", team.size):
             sizes = [cut.nbytes() if rank == root else 0 for rank in range(team.size)]
             take = (lambda: cut.landing(call.out, shard.device)) if team.rank == root else lambda: (shard, shard)
-            whole, landing = memory.allocate("gather", team, sizes, take)
+            whole, landing = results.allocate("gather", team, sizes, take)
             if team.rank != root:
                 way.gatherv(team, row_major(shard), None, cut.counts, cut.displs, root)
                 return shard.new_empty(0)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from hpcdist import agree, concat, files, gather, inputs, layout, outputs, streaming
 from hpcdist.buffers import row_major
-from hpcdist.command import Parser, nbytes, run, show_bytes
+from hpcdist.command import Parser, nbytes, path, run, show_bytes
 from hpcdist.errors import InputError
 from hpcdist.gather.compare import ROUNDS, compare, placed, route_table, timed
 from hpcdist.inputs import Inputs, sha256
+from hpcdist.regular import shown
 from hpcdist.routes import NAMES, best
 from hpcdist.staging.saving import WINDOW
 from hpcdist.team import Team
@@ -35,6 +36,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     report = _describe(world, data, args)
     if args.output and not (args.all or args.compare):
         return _finish(world, data, args, report, _stream(world, data, args, report))
+    inputs.check_memory(world, data, args.all, args.root)
     shard = data.shard(world)
 
     def move(x: Tensor, route: str, out: Tensor | None) -> Tensor | None:
@@ -58,17 +60,17 @@ def main(world: World, args: argparse.Namespace) -> int:
     return _finish(world, data, args, report, verdict)
 
 
-def check_output(world: World, data: Inputs, path: str | None, args: argparse.Namespace) -> None:
+def check_output(world: World, data: Inputs, output: str | None, args: argparse.Namespace) -> None:
     """Find on the root what would keep the output from being written. Collective."""
-    if args.resume and not (path and path.endswith(".h5")):
+    if args.resume and not (output and output.endswith(".h5")):
         raise InputError("--resume: needs -o with an .h5 file, which keeps a checksum of each piece")
     if args.resume and (getattr(args, "all", False) or args.compare or args.route not in ("auto", "hdf5")):
         raise InputError("--resume: only where every rank writes: without --all, --compare and --route")
-    if path:
+    if output:
         specs = [source.spec for source in data.sources]
         root = args.root
         size = 0 if args.resume else data.nbytes()  # some of it may be there already
-        agree.on_root(world.team.comm, "output", lambda: files.check_output(path, data.dtype, size, specs), root)
+        agree.on_root(world.team.comm, "output", lambda: files.check_output(output, data.dtype, size, specs), root)
 
 
 def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def _text(report: dict[str, Any], data: Inputs, args: argparse.Namespace) -> str
 
 def outcome(report: dict[str, Any], verdict: str) -> list[str]:
     """The last lines of a report: what was written, and what --verify has found, in the place of {} in `verdict`."""
-    lines = [f"written: {report['output']}"] if "output" in report else []
+    lines = [f"written: {shown(report['output'])}"] if "output" in report else []
     if "verified" in report:
         found = "equal to" if report["verified"] else "NOT EQUAL to"
         lines.append(f"sha256 {report['sha256']}{verdict.format(found)}")
@@ -197,7 +199,7 @@ def parser() -> Parser:
         epilog="example: mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
     )
     add_inputs(p)
-    p.add_argument("-o", "--output", metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
+    p.add_argument("-o", "--output", type=path, metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
     where = p.add_mutually_exclusive_group()
     where.add_argument("--root", type=int, help="the rank that receives the result (default 0)")
     where.add_argument("--all", action="store_true", help="every rank receives the result; rank 0 writes it")
@@ -227,7 +229,7 @@ def add_common(p: Parser) -> None:
         help="host memory for the data that a rank may use, such as 64M (default 256M); with -o",
     )  # fmt: skip
     p.add_argument("--resume", action="store_true", help="go on where a job that died has stopped; .h5 only")
-    p.add_argument("--staging", metavar="DIR", help="the folder of route hdf5, shared by all nodes")
+    p.add_argument("--staging", type=path, metavar="DIR", help="the folder of route hdf5, shared by all nodes")
     p.add_argument("--verify", action="store_true", help="compare the result with the inputs read on one process")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

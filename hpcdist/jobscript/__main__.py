@@ -25,6 +25,8 @@ def main(words: list[str]) -> None:
     p = parser()
     given = {name: value for name, value in vars(p.parse_args(words)).items() if value is not None}
     output = given.pop("output", None)
+    if output == "":
+        p.error("argument -o/--output: expected a name, got an empty one")
     given.setdefault("kind", "gpu" if given.get("gpus_per_node") else "cpu")
     given["modules"] = tuple(given["modules"])
     given["command"] = tuple(given["command"]) or None

@@ -170,7 +170,10 @@ class Stage:
     """
 
     def __init__(self, folder: str, nbytes: int) -> None:
-        check_folder(Path(folder), nbytes, "the staging folder")
+        try:
+            check_folder(Path(folder), nbytes, "the staging folder")
+        except FileError as error:
+            raise FileError(f"{error} ({folder}; HPCDIST_STAGING, or init(staging=...), names another)") from error
         sweep(Path(folder), PREFIX)
         self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
         abort.LITTER.add(self.path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, layout, memory, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, layout, results, routes, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major, written
 from hpcdist.call import LOST, Call
 from hpcdist.groups import Group, group_of
@@ -117,7 +117,7 @@ def _split(
         with abort.Transfer("split", team.size):
             given = call.out
             take = (lambda: cut.shard(team.rank, device)) if given is None else lambda: given
-            part = memory.allocate("split", team, cut.counts, take)
+            part = results.allocate("split", team, cut.counts, take)
             landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
             messages = None if whole is None else row_major(cut.pack(whole), call.out)
             way.scatterv(team, messages, landing, cut.counts, cut.displs, root)

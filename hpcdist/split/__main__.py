@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import agree, files, inputs, layout, streaming
-from hpcdist.command import Parser, run, show_bytes
+from hpcdist.command import Parser, path, run, show_bytes
 from hpcdist.errors import InputError
 from hpcdist.gather import __main__ as gather
 from hpcdist.inputs import Inputs
@@ -21,6 +21,8 @@ from hpcdist.streaming import Joined
 from hpcdist.team import Team
 from hpcdist.world import World
 
+_MOST = 10**6  # files
+
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Split the input on the ranks of the world; returns the exit status. Collective."""
@@ -30,8 +32,8 @@ def main(world: World, args: argparse.Namespace) -> int:
     if not data.sources[0].shape:
         raise InputError(f"{args.input}: is 0-d: it has no dimension to split along")
     parts = world.world_size if args.parts is None else args.parts
-    if parts < 1:
-        raise InputError(f"--parts {parts}: expected at least 1")
+    if not 1 <= parts <= _MOST:
+        raise InputError(f"--parts {parts}: expected 1 to {_MOST}")
     names = Names(args.output, parts)
     if args.resume and not args.output.endswith(".h5"):
         raise InputError("--resume: needs -o with .h5 files, which keep a checksum of each piece")
@@ -47,6 +49,7 @@ def _check(world: World, data: Inputs, names: Names) -> None:
 
     def check() -> None:
         specs = [data.sources[0].spec]
+        names.check()
         for folder in sorted({str(Path(names[i]).parent) for i in range(len(names))}):
             first = next(names[i] for i in range(len(names)) if str(Path(names[i]).parent) == folder)
             files.check_output(first, data.dtype, data.nbytes(), specs)
@@ -88,7 +91,7 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
 
 
 def _write(
-    world: World, joined: Joined, path: str, part: Box, data: Inputs, window: int, resume: str | None,
+    world: World, joined: Joined, target: str, part: Box, data: Inputs, window: int, resume: str | None,
     seconds: list[float], team: Team,
 ) -> None:  # fmt: skip
     """Write one part, a box of the array, on this rank alone."""
@@ -96,7 +99,7 @@ def _write(
     def read(box: Box, out: Any) -> None:
         joined.read(box.moved(part.offset), out)
 
-    written = streaming.to_file(world, team, "split", read, path, part.shape, data.dtype, window, resume)
+    written = streaming.to_file(world, team, "split", read, target, part.shape, data.dtype, window, resume)
     seconds.append(written.seconds)
 
 
@@ -124,7 +127,7 @@ def parser() -> Parser:
         "input", metavar="INPUT", help=".npy, .npz, .pt, .safetensors or .h5; FILE:NAME for one array of several"
     )
     p.add_argument(
-        "-o", "--output", metavar="PATTERN", required=True,
+        "-o", "--output", type=path, metavar="PATTERN", required=True,
         help="the names of the parts, with {rank} or {rank:04d} for their number: .npy, .pt, .safetensors or .h5",
     )  # fmt: skip
     p.add_argument("--parts", type=int, help="how many parts (default: one a rank)")

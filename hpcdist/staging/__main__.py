@@ -121,6 +121,7 @@ def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
 
 
 def _verdict(path: str, pieces: int, nbytes: int, damaged: list[str]) -> str:
+    path, damaged = shown(path), [shown(text) for text in damaged]
     if not damaged:
         return f"{path}: {pieces} pieces, {show_bytes(nbytes)}: all as they were written"
     more = [f"and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else []

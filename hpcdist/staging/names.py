@@ -65,5 +65,7 @@ def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
     for name, values in (attrs or {}).items():
         if name and name not in given:
             raise WrongError(f"attrs has {name!r}, which is none of the tensors: {listed(given)}")
+        if not isinstance(values, Mapping):
+            raise WrongError(f"attrs of {name!r} must be a dict, got {type(values).__name__}")
         if DTYPE_ATTRIBUTE in values:
             raise WrongError(f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")

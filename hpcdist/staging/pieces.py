@@ -11,14 +11,48 @@ from torch import Tensor
 
 from hpcdist import abort, layout
 from hpcdist.buffers import as_bytes, bits
+from hpcdist.checks import WrongError
 from hpcdist.layout import Box
 from hpcdist.staging.host import Scratch
 from hpcdist.team import Team
 
-__all__ = ["PIECE", "ROUND", "Plan", "collect", "deliver", "owners_of", "plan_save", "shard_boxes"]
+__all__ = [
+    "PIECE",
+    "ROUND",
+    "Plan",
+    "check_pieces",
+    "check_shape",
+    "collect",
+    "deliver",
+    "owners_of",
+    "plan_save",
+    "shard_boxes",
+]
 
 ROUND = 2**24  # bytes of a piece that ranks bring together: what they use for it is soon used again
 PIECE = 2**26  # bytes of a piece at most: what is written, checked, and written again after a crash, at a time
+
+
+_MOST_BYTES = 2**63 - 1  # of a file
+_MOST_DIMS = 32  # of HDF5
+_MOST_PIECES = 2**22  # of a tensor: each has a row in a table, and a Box on every rank
+
+
+def check_shape(shape: Sequence[int], itemsize: int) -> None:
+    """Find what keeps a tensor from being a dataset: a WrongError, to be put after its name."""
+    if len(shape) > _MOST_DIMS:
+        raise WrongError(f"has {len(shape)} dims, and HDF5 has {_MOST_DIMS} at most")
+    if max(prod(shape) * itemsize, *shape, 0) > _MOST_BYTES:
+        raise WrongError(f"has shape {tuple(shape)}: no file has more than {_MOST_BYTES} bytes")
+
+
+def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
+    """Find that there are too many pieces of `limit` elements, before they are listed: a WrongError, as above."""
+    if prod(shape) > limit * _MOST_PIECES:
+        size = prod(shape) * itemsize
+        raise WrongError(
+            f"has {size:,} bytes, in more than {_MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,12 +115,14 @@ def plan_save(
     limit = max(1, min(PIECE, window) // itemsize)
     filled = [rank for rank, box in enumerate(held) if box.size()]
     joined = dim is None or prod(shape[:dim]) == 1 or len(filled) < 2
-    if joined and dim is not None and chunks is None and writers == size:
+    own = joined and dim is not None and chunks is None and writers == size
+    straight = dim is None and chunks is None
+    if not (own or straight):
+        limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
+    check_pieces(shape, itemsize, limit)
+    if own:
         cut = [(piece, rank) for rank in filled for piece in layout.boxes(held[rank], limit)]
         return Plan([piece for piece, _ in cut], [rank for _, rank in cut], held, straight=True)
-    straight = dim is None and chunks is None
-    if not straight:
-        limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
     if chunks is None:
         pieces = list(layout.boxes(layout.whole(shape), limit))
     else:

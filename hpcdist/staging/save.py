@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +16,12 @@ from torch import Tensor
 
 from hpcdist import abort, agree, checks, layout, world
 from hpcdist.call import Call
+from hpcdist.commit import check_target
 from hpcdist.staging import writers as ways
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.host import Scratch, outgoing
 from hpcdist.staging.names import check_attrs, flatten
-from hpcdist.staging.pieces import Plan, collect, plan_save
+from hpcdist.staging.pieces import Plan, check_shape, collect, plan_save
 from hpcdist.staging.saving import WINDOW, Options, Saving
 from hpcdist.team import Team, team_of
 from hpcdist.watch import record
@@ -222,10 +225,17 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
     datasets: list[Dataset] = []
     plans: list[Plan] = []
     problems = []
+    wanted: dict[str, tuple[Any, ...]] = {}
+    size = 0  # bytes that are needed on the disk
     for name, (dtype, dim, shape) in asks[0].shards.items():
         extents = [0 if dim is None else other.shards[name][2][dim] for other in asks]
         if dim is not None:
             shape = (*shape[:dim], sum(extents), *shape[dim + 1 :])
+        try:
+            check_shape(shape, dtype.itemsize)
+        except checks.WrongError as error:
+            problems.append(f"{name!r} {error}")
+            continue
         chunks = None
         if same["compression"] and shape and 0 not in shape:
             chunks = same["chunks"] or _chunk_shape(shape, dtype.itemsize)
@@ -233,11 +243,19 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
                 problems.append(f"chunks is {chunks}, but {name!r} has {len(shape)} dims")
                 continue
             chunks = tuple(map(min, chunks, shape))
-        plan = plan_save(shape, dtype.itemsize, dim, extents, same["window"], same["writers"], chunks)
+        wanted[name] = (shape, dtype, dim, extents, chunks)
+        size += 0 if chunks or same["resume"] else prod(shape) * dtype.itemsize
+    agree.require(VERB, {0: problems[0]} if problems else {})
+    agree.on_root(team.comm, VERB, lambda: check_target(Path(same["path"]), size))  # before the pieces are listed
+    for name, (shape, dtype, dim, extents, chunks) in wanted.items():
+        try:
+            plan = plan_save(shape, dtype.itemsize, dim, extents, same["window"], same["writers"], chunks)
+        except checks.WrongError as error:
+            agree.require(VERB, {0: f"{name!r} {error}"})
+            raise
         filters = same["compression"] if chunks else {}
         datasets.append(Dataset(name, shape, dtype, plan.pieces, chunks, filters, attrs.get(name, {})))
         plans.append(plan)
-    agree.require(VERB, {0: problems[0]} if problems else {})
     return datasets, plans
 
 

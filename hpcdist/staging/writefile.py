@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from operator import index
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, layout
 from hpcdist.buffers import DTYPES, row_major
 from hpcdist.call import Call
+from hpcdist.commit import check_target
 from hpcdist.errors import FileError, RankError, listed
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.names import check_attrs, flatten
-from hpcdist.staging.pieces import PIECE
+from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
 from hpcdist.staging.reader import checksum_of
 from hpcdist.staging.readfile import inside
 from hpcdist.staging.saving import Options, Saving
@@ -43,10 +45,10 @@ class WriteFile:
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         given: dict[str, dict[str, Any]] = {}
         try:
-            specs = {name: _spec(name, spec) for name, spec in flatten(tensors or {}).items()}
             target, limit = os.fsdecode(path), index(window)
             if limit < 1:
                 raise checks.WrongError(f"window is {window}, expected a number of bytes >= 1")
+            specs = {name: _spec(name, spec, limit) for name, spec in flatten(tensors or {}).items()}
             check_attrs(attrs, specs)
             given = {name: dict(values) for name, values in (attrs or {}).items()}
         except Exception as error:  # the other ranks are to hear of it
@@ -56,6 +58,8 @@ class WriteFile:
             asks = agree.allgather(team.comm, (target, limit, specs))
             odd = {rank: f"path, window or tensors differ from those of rank 0: {ask}" for rank, ask in enumerate(asks)}
             agree.require(VERB, {rank: text for rank, text in odd.items() if asks[rank] != asks[0]})
+            nbytes = sum(layout.whole(shape).size() * dtype.itemsize for shape, dtype in asks[0][2].values())
+            agree.on_root(team.comm, VERB, lambda: check_target(Path(target), nbytes))  # before the pieces are listed
             datasets = []
             for name, (shape, dtype) in asks[0][2].items():  # in the order of rank 0, which lays out the file
                 pieces = list(layout.boxes(layout.whole(shape), max(1, min(PIECE, limit) // dtype.itemsize)))
@@ -159,11 +163,22 @@ class WriteFile:
                     self._saving.fail(error)
 
 
-def _spec(name: str, spec: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    shape, dtype = spec
+def _spec(name: str, spec: Any, window: int) -> tuple[tuple[int, ...], torch.dtype]:
+    try:
+        shape, dtype = spec
+        extents = tuple(index(n) for n in shape)
+    except (TypeError, ValueError):
+        raise checks.WrongError(f"{name!r} is {spec!r}, expected (shape, dtype)") from None
     if dtype not in DTYPES:
         raise checks.WrongError(f"{name!r} has dtype {dtype}, which cannot be stored")
-    return tuple(index(n) for n in shape), dtype
+    if min(extents, default=0) < 0 or any(isinstance(n, bool) for n in shape):
+        raise checks.WrongError(f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
+    try:
+        check_shape(extents, dtype.itemsize)
+        check_pieces(extents, dtype.itemsize, max(1, min(PIECE, window) // dtype.itemsize))
+    except checks.WrongError as error:
+        raise checks.WrongError(f"{name!r} {error}") from None
+    return extents, dtype
 
 
 def _add(known: list[tuple[int, int]], box: Box, shape: Sequence[int]) -> None:

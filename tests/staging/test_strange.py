@@ -106,9 +106,74 @@ def test_no_other_file_than_the_one_that_is_named_is_read(world: hd.World, folde
             assert text in str(refused.value)
     assert_on_all_ranks(world.comm, staging.load(folder / "own.h5", "y", dim=None).tolist() == [0, 1, 2, 3])
     for name in ("ours.h5", "plan.h5"):  # whose group of ours is somebody else's
-        assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / name, dim=None), X), name)
+        assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / name, "x", dim=None), X), name)
     for name, text in {"round": "holds no tensor 'round'; it has: nothing", "group/deep": "holds no tensor"}.items():
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda n=name: staging.load(folder / "link.h5", n))
         assert_on_all_ranks(world.comm, text in str(error), error)
     with staging.open(folder / "link.h5") as file, pytest.raises(FileError, match="is a link into another file"):
         file.attrs("link")
+
+
+SHAPES: dict[str, tuple[Any, str]] = {
+    "2^80 elements": ((2**80,), f"'x' has shape ({2**80},): no file has more than {2**63 - 1} bytes"),
+    "2^80 in two dims": ((2**40, 2**40), "no file has more than"),
+    "2^63 bytes": ((2**60,), "no file has more than"),
+    "nothing, but wide": ((0, 2**70), "no file has more than"),
+    "2^62 bytes": ((2**59,), "in more than 4,194,304 pieces of 67,108,864: window is too small"),
+    "more than the disk": ((2**44,), "no space for the output"),
+    "negative": ((3, -1), "'x' has shape (3, -1), expected extents >= 0"),
+    "float": ((3.0,), "'x' is ((3.0,), torch.int64), expected (shape, dtype)"),
+    "bool": ((True, 3), "'x' has shape (True, 3), expected extents >= 0"),
+    "text": ("12", "'x' is ('12', torch.int64), expected (shape, dtype)"),
+    "no shape": (None, "'x' is (None, torch.int64), expected (shape, dtype)"),
+    "33 dims": ((1,) * 33, "'x' has 33 dims, and HDF5 has 32 at most"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_open_looks_at_sizes(name: str, world: hd.World, folder: Path) -> None:
+    shape, text = SHAPES[name]
+    for wrong in {world.world_size - 1, None}:  # on one rank, on all
+        given = shape if wrong in (None, world.rank) else (4,)
+        call = lambda g=given: staging.open(folder / "x.h5", "w", {"x": (g, torch.int64)})  # noqa: E731
+        error = raises_on_all_ranks(world.comm, hd.RankError, call)
+        differ = "path, window or tensors differ" if wrong is not None and name == "more than the disk" else text
+        assert_on_all_ranks(world.comm, differ in str(error) or world.world_size == 1, error)
+    assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))
+    with staging.open(folder / "x.h5", "w", {"x": ((1,) * 32, torch.int64)}, window=2**80) as file:
+        if world.rank == 0:
+            file.write("x", torch.ones((1,) * 32, dtype=torch.int64), (0,) * 32)
+
+
+def test_save_and_load_look_at_sizes(world: hd.World, folder: Path) -> None:
+    one = torch.empty(1, dtype=torch.int8)
+    staging.save(folder / "old.h5", X)
+    calls: dict[str, tuple[Callable[[], Any], str]] = {
+        "a sum beyond int64": (lambda: staging.save(folder / "x.h5", one.expand(2**63 - 1)), "no file has more than"),
+        "more pieces than there can be": (
+            lambda: staging.save(folder / "x.h5", one.expand(2**25), window=1), "window is too small"
+        ),
+        "more than the disk": (lambda: staging.save(folder / "x.h5", one.expand(2**50)), "no space for the output"),
+        "33 dims": (lambda: staging.save(folder / "x.h5", one.view((1,) * 33)), "has 33 dims, and HDF5 has 32"),
+        "an attribute that is too long": (
+            lambda: staging.save(folder / "x.h5", X, attrs={"data": {"a": np.zeros(2**20)}}), "cannot be written"
+        ),
+        "an attribute of no kind": (
+            lambda: staging.save(folder / "x.h5", X, attrs={"data": {"a": object()}}), ""
+        ),
+        "attributes that are none": (lambda: staging.save(folder / "x.h5", X, attrs={"data": 3}), "must be a dict"),
+        "a box far out": (lambda: staging.load(folder / "old.h5", box=((2**70, 0), (1, 1))), "is not in shape"),
+        "a box too long": (lambda: staging.load(folder / "old.h5", box=((0, 0), (2**70, 1))), "is not in shape"),
+        "a negative box": (lambda: staging.load(folder / "old.h5", box=((-1, 0), (1, 1))), "is not in shape"),
+        "counts": (lambda: staging.load(folder / "old.h5", counts=[2**70] * world.world_size), "counts"),
+    }  # fmt: skip
+    if world.world_size == 1:
+        del calls["a sum beyond int64"]
+    for name, (call, text) in calls.items():
+        error = raises_on_all_ranks(world.comm, hd.RankError, call)
+        assert_on_all_ranks(world.comm, text in str(error), f"{name}: {error}")
+        assert_on_all_ranks(world.comm, len(str(error).splitlines()) <= 1 + world.world_size, f"{name}: {error}")
+    assert_on_all_ranks(world.comm, os.listdir(folder) == ["old.h5"], os.listdir(folder))
+    staging.load(folder / "old.h5", window=2**80)
+    with staging.open(folder / "old.h5") as file, pytest.raises(ValueError, match="is not in shape"):
+        file.read("data", (2**70, 0), (1, 1))
