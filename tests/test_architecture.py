@@ -26,9 +26,9 @@ FLOORS = (
     ("layout.rules", "jobscript.parts"),
     ("layout.box", "jobscript"),
     ("layout.layouts", "layout.overlaps"),
-    ("abort", "commit", "layout", "launcher", "plain", "watch", "watch.record"),
-    ("watch.look", "watch.wire", "watch.table"),
-    ("buffers",),
+    ("abort", "commit", "forks", "layout", "launcher", "output", "plain", "watch", "watch.record"),
+    ("exits", "watch.look", "watch.wire", "watch.table"),
+    ("buffers", "watch.limits"),
     ("raw", "tree"),
     ("merging", "packing"),
     (

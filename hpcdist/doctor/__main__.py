@@ -11,6 +11,8 @@ from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
 from hpcdist.doctor.findings import report, status
 from hpcdist.doctor.ward import watch
+from hpcdist.output import printing
+from hpcdist.watch.limits import deadline
 from hpcdist.world import environ
 
 _LIMIT = 60.0
@@ -31,13 +33,23 @@ class _Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
+def _seconds(text: str) -> float:
+    try:
+        return deadline(float(text), None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}") from None
+
+
 def main() -> int:
     """Examine this rank, and print on rank 0, or what has ended the examination of another; returns the exit status."""
     parser = _Parser("hpcdist.doctor", description=_ABOUT)
     parser.add_argument("--json", action="store_true", help="the findings as JSON, with the facts of every rank")
     parser.add_argument("--staging", metavar="FOLDER", help="the staging folder to try, instead of the usual one")
     parser.add_argument(
-        "--limit", type=float, default=_LIMIT, help="seconds after which a step of the examination hangs (%(default)g)"
+        "--limit",
+        type=_seconds,
+        default=_LIMIT,
+        help="seconds after which a step of the examination hangs (%(default)g)",
     )
     args = parser.parse_args()
     facts = launch.gather(environ())
@@ -57,4 +69,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with printing("hpcdist.doctor"):
+        sys.exit(main())
