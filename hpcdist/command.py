@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any, NoReturn, TypeVar
 
-from hpcdist import abort, world
+from hpcdist import exits, world
 from hpcdist.errors import HpcdistError, RankError
+from hpcdist.output import printing
 from hpcdist.regular import shown
 from hpcdist.world import World
 
@@ -66,20 +67,21 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
     `main` is collective; what it cannot use it reports as an InputError (or another HpcdistError) on every rank, which
     rank 0 prints in one line. Any other exception on any rank ends the job with its traceback.
     """
-    args = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may be of any language, or of none
-    try:
-        here = world.init(staging=getattr(args, "staging", None))
-        status = main(here, args)
-        here.finalize()
-    except HpcdistError as error:
-        if _rank() == 0:
-            print(f"{parser.prog}: error: {_line(error)}", file=sys.stderr, flush=True)
-        status = BAD_INPUT
-        world.finalize()
-    abort.disarm()  # all ranks have agreed on this status
-    sys.exit(status)
+    with printing(parser.prog):
+        args = parser.parse_args()
+        try:
+            here = world.init(staging=getattr(args, "staging", None))
+            status = main(here, args)
+            here.finalize()
+        except HpcdistError as error:
+            if _rank() == 0:
+                print(f"{parser.prog}: error: {_line(error)}", file=sys.stderr, flush=True)
+            status = BAD_INPUT
+            world.finalize()
+        exits.disarm()  # all ranks have agreed on this status
+        sys.exit(status)
 
 
 def _line(error: HpcdistError) -> str:

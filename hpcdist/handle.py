@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,6 +21,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.gradient import Deferred
 from hpcdist.team import Team
 from hpcdist.watch import record
+from hpcdist.watch.limits import patience
 
 if TYPE_CHECKING:
     from hpcdist.world import World
@@ -62,26 +64,28 @@ class Handle(Generic[T]):
         self._waited_for = threading.Event()
         future.add_done_callback(partial(_note_failure, what, self._waited_for))
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self, timeout: timedelta | float | None = None) -> T:
         """The result, as soon as it is there; what the call has raised, if it has.
 
         May be called again. On a GPU, what this thread does from now on finds the data in place.
 
         Args:
-            timeout: seconds; None for no limit.
+            timeout: a timedelta or seconds, infinity for no limit; None for the deadline of all calls.
 
         Raises:
             TimeoutError: it is not done by then. It goes on, and can be waited for again.
+            TypeError, ValueError: on this rank, for a timeout that is not a time, or negative.
         """
+        seconds = patience(timeout)
         team, peer = self._from
         try:
             own_end = timeout is not None or self._future.done()
             with record.InCall(self._what, None if own_end else team, record.NOBODY if own_end else peer):
-                result: Any = self._future.result(timeout)
+                result: Any = self._future.result(seconds)
         except futures.TimeoutError:
             if self._future.done():  # the call itself has raised it
                 raise
-            raise TimeoutError(f"not done after {timeout:g} s; it goes on, and can be waited for again") from None
+            raise TimeoutError(f"not done after {seconds:g} s; it goes on, and can be waited for again") from None
         finally:
             if self._future.done():
                 self._waited_for.set()

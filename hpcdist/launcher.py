@@ -1,35 +1,83 @@
-"""Who started this process: what mpirun and srun leave in its environment. Pure functions of an environment."""
+"""Who started this process: what mpirun, srun, torchrun leave in its environment. Pure functions of an environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["alone", "claims", "without_launcher"]
+__all__ = ["alone", "claims", "has_rank", "number", "without_launcher"]
 
-# What the launchers call the number of processes they started, the nearest launcher first.
-_SIZES = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
-    "PMI_SIZE": "mpirun of MPICH (or srun --mpi=pmi2)",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "SLURM_NTASKS": "Slurm",
-}
+# What the launchers call the number of processes they started, and the number of each, the nearest launcher first.
+_TORCHRUN = ("WORLD_SIZE", "RANK", "torchrun (or another one of torch's kind: accelerate, deepspeed, Ray)")
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpirun of MVAPICH2"),
+    ("MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK", "mpirun of MVAPICH"),
+    ("PMI_SIZE", "PMI_RANK", "mpirun of MPICH (or srun --mpi=pmi2)"),
+    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun"),
+    ("PALS_LOCAL_SIZE", "PALS_RANKID", "mpiexec of PALS, on this node,"),
+    ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun"),
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "Slurm"),
+    _TORCHRUN,  # or what somebody has exported for torch, out of the numbers above
+)
+_ELASTIC = "TORCHELASTIC_RUN_ID"  # it is torchrun itself, which a launcher of those above may have started
+_WITHOUT_MPI = ("WORLD_SIZE", "HOROVOD_SIZE")
+# Of MPI's own launchers: where one of these is 1, one process was meant, whatever a batch system says.
+_DIRECT = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "PMI_SIZE")
 
 # What a launcher leaves in the environment of its processes, and what makes a child of theirs join their job.
-_LAUNCHER = (
+_LEFT = (
     *("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_"),
-    *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL"),
+    *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "MVP_COMM_", "HOROVOD_", "JSM_", "PALS_"),
+    *("FLUX_", "TORCHELASTIC_"),
 )
+_LEFT_BY_TORCH = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() else None
 
 
 def claims(environ: Mapping[str, str]) -> dict[str, int]:
     """The numbers of processes that launchers say they started, the nearest launcher first.
+
+    WORLD_SIZE counts beside RANK and LOCAL_RANK: alone it may be something else, such as a number of pods.
 
     Example::
 
         >>> claims({"SLURM_NTASKS": "8", "PMI_SIZE": "4", "HOME": "/root"})
         {'PMI_SIZE': 4, 'SLURM_NTASKS': 8}
     """
-    return {name: int(environ[name]) for name in _SIZES if environ.get(name, "").isdigit()}
+    found = {size: _number(environ, size) for size, _, _ in _nearest_first(environ)}
+    if any(_number(environ, name) is None for name in ("RANK", "LOCAL_RANK")):
+        found["WORLD_SIZE"] = None
+    return {name: count for name, count in found.items() if count is not None}
+
+
+def number(environ: Mapping[str, str]) -> int:
+    """The number that the launcher has given this process; 0 where there is none."""
+    given = (_number(environ, rank) for _, rank, _ in (*_nearest_first(environ), ("", "PMIX_RANK", "prterun")))
+    return next((rank for rank in given if rank is not None), 0)
+
+
+def _nearest_first(environ: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return (_TORCHRUN, *_LAUNCHERS) if _ELASTIC in environ else _LAUNCHERS
+
+
+def has_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher of MPI's has a rank for this process."""
+    return any(_number(environ, rank) is not None for size, rank, _ in _LAUNCHERS if size not in _WITHOUT_MPI)
 
 
 def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
@@ -39,15 +87,22 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
         What is wrong and what to do, or None.
     """
     found = claims(environ)
-    direct = [found[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in found]
-    if size > 1 or 1 in direct or not found:
+    if size > 1 or (_ELASTIC not in environ and any(found.get(name) == 1 for name in _DIRECT)):
         return None
-    name, claim = next(iter(found.items()))
-    if claim <= 1:
+    name, claim = next(iter(found.items()), ("PMIX_RANK", _number(environ, "PMIX_RANK") or 0))
+    if claim <= (name != "PMIX_RANK"):
         return None
+    how = next((how for known, _, how in _LAUNCHERS if known == name), "prterun")
+    head = f"this process is alone in its MPI world, but {name}={claim}: {how} started "
+    head += f"{claim} processes" if name != "PMIX_RANK" else "others, too"
+    if name in _WITHOUT_MPI:
+        return (
+            f"{head}, and MPI knows nothing of them. hpcdist's ranks are MPI's: start the "
+            f"program with mpirun -n {claim} python ..., or with srun, in its place. For one process on purpose: "
+            f"hpcdist.init(MPI.COMM_SELF). If {name} is left from another launch: unset {name}."
+        )
     return (
-        f"this process is alone in its MPI world, but {name}={claim}: {_SIZES[name]} started {claim} processes, "
-        f"and the MPI library that mpi4py uses does not know of them. The library is {library}. "
+        f"{head}, and the MPI library that mpi4py uses does not know of them. The library is {library}. "
         "Use the launcher that belongs to it: the mpirun of the same installation "
         "(for the PyPI wheels, the one in the environment's bin folder), or under Slurm srun --mpi=pmix for "
         "Open MPI and srun --mpi=pmi2 for MPICH. For one process on purpose inside an allocation: srun -n 1, or "
@@ -57,4 +112,4 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a child process that is to run MPI on its own, outside the job."""
-    return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER)}
+    return {name: value for name, value in environ.items() if not name.startswith(_LEFT) and name not in _LEFT_BY_TORCH}

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hpcdist import rendezvous
+from hpcdist import agree, rendezvous
+from hpcdist.watch.limits import deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["start"]
+__all__ = ["agree_on", "start"]
 
 
 def start(
@@ -51,3 +52,21 @@ def start(
     group = dist.group.WORLD
     assert group is not None
     return group, started
+
+
+def agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | None) -> timedelta:
+    """Check what init() was given on all ranks; the timeout. Collective."""
+
+    def check() -> tuple[str | None, float]:
+        if backend is not None and not isinstance(backend, str):
+            raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+        if backend is not None:
+            dist.BackendConfig(dist.Backend(backend))
+        return backend, deadline(timeout, said)
+
+    given = agree.on_all(comm, "init", check)
+    names = [name for name, _ in given]
+    agree.require(
+        "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
+    )
+    return timedelta(seconds=given[0][1])

@@ -132,7 +132,14 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     all_ = agree.allgather(comm, mine)
     if all(entry is None for entry in all_):
         return comm.Dup()
-    ranks = sorted(entry[0] for entry in all_ if entry is not None and entry[1] == comm.size)
+    sizes = sorted({entry[1] for entry in all_ if entry is not None} - {comm.size})
+    if sizes:
+        raise LaunchError(
+            f"torch.distributed was started before hpcdist.init() with {sizes[0]} ranks, where MPI has {comm.size}. "
+            "hpcdist's ranks are MPI's. Start the program with mpirun or srun, and leave torch.distributed to "
+            "hpcdist.init(), or initialise it with the ranks of the communicator that hpcdist.init() is given"
+        )
+    ranks = sorted(entry[0] for entry in all_ if entry is not None)
     if ranks != list(range(comm.size)):
         raise LaunchError(
             "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, devices, handle, launcher, process_group, rendezvous
+from hpcdist import abort, agree, devices, exits, forks, handle, launcher, output, process_group, rendezvous
 from hpcdist.call import Call
 from hpcdist.commit import private_folder
 from hpcdist.errors import HpcdistError, LaunchError
@@ -22,7 +22,8 @@ from hpcdist.groups import Group, forget
 from hpcdist.memory import capacity
 from hpcdist.team import Team
 from hpcdist.watch import record
-from hpcdist.watch.watcher import FirstMeeting, Watch, deadline
+from hpcdist.watch.limits import FirstMeeting
+from hpcdist.watch.watcher import Watch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -149,7 +150,7 @@ class World:
         if error is None:
             self.finalize()
         else:
-            abort.note(error)  # the other ranks may wait for this one: nothing collective can be done here
+            exits.note(error)  # the other ranks may wait for this one: nothing collective can be done here
 
 
 _world: World | None = None
@@ -164,10 +165,11 @@ def current() -> World:
     """The world that init() made.
 
     Raises:
-        HpcdistError: init() has not been called.
+        HpcdistError: init() has not been called, or this is a child process.
     """
     if _world is None:
-        raise HpcdistError("hpcdist is not initialised: call hpcdist.init() first, on every rank")
+        why = forks.refusal()
+        raise HpcdistError(why or "hpcdist is not initialised: call hpcdist.init() first, on every rank")
     return _world
 
 
@@ -203,7 +205,8 @@ def init(
 
     Raises:
         LaunchError: on every rank that can know of it: the launcher does not belong to the MPI library, two ranks
-            share a GPU that NCCL is to use, nodes that cannot reach each other. The message says what to do.
+            share a GPU that NCCL is to use, nodes that cannot reach each other, a child process that was forked while
+            MPI ran. The message says what to do.
         RankError: on every rank, if an argument is wrong on one of them.
         TypeError: on this rank, for a `comm` that is none or does not hold it.
         ValueError: on this rank, if the world exists and the arguments differ from those it was made with.
@@ -237,14 +240,14 @@ def _forget() -> None:
     global _world
     _world = None
     atexit.unregister(_leave)
-    record.start(None)
+    record.refuse(forks.refusal())
 
 
 def _leave() -> None:
     """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
     from mpi4py import MPI
 
-    abort.check()  # handlers run last come first: abort's own would come too late
+    exits.check()  # handlers run last come first: abort's own would come too late
     if _world is None:
         return
     if MPI.Is_finalized():
@@ -265,10 +268,14 @@ def _make(
     timeout: timedelta | float | None,
     staging: str | None,
 ) -> World:
+    output.reserve()
+    forks.claim(os.environ, launcher.has_rank(os.environ))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI") from error
+    if MPI.Is_finalized():
+        raise LaunchError("MPI has ended in this process (MPI.Finalize), and cannot be started again")
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise TypeError(f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
     if comm is None:
@@ -277,12 +284,12 @@ def _make(
         if alone is not None:
             raise LaunchError(alone)
     if comm.size > 1:
-        abort.arm()
+        exits.arm()
     said = os.environ.get("HPCDIST_TIMEOUT")
     with FirstMeeting(timeout, said, comm.size):
         private = rendezvous.in_torch_order(comm)
         nodes = rendezvous.Nodes(private)
-        limit = _agree_on(private, backend, timeout, said)
+        limit = process_group.agree_on(private, backend, timeout, said)
         meeting = rendezvous.meet(private, nodes.count)
         watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
     try:
@@ -295,7 +302,7 @@ def _make(
         watch.stop()
         raise
     if comm.size > 1:
-        abort.arm()  # again: torch has set a hook of its own
+        exits.arm()  # again: torch has set a hook of its own
     world = World(
         rank=private.rank,
         world_size=private.size,
@@ -316,7 +323,7 @@ def _make(
     )
     nodes.local.Free()
     world._begin(private)
-    abort.at_fork(_forget)
+    exits.at_fork(_forget)
     return world
 
 
@@ -328,21 +335,3 @@ def staging_folder(nodes: int) -> str:
         )
     except FileNotFoundError:  # there is none, which is for the route to complain about if it is used
         return "/tmp"
-
-
-def _agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | None) -> timedelta:
-    """Check what init() was given on all ranks; the timeout. Collective."""
-
-    def check() -> tuple[str | None, float]:
-        if backend is not None and not isinstance(backend, str):
-            raise TypeError(f"backend must be a string, got {type(backend).__name__}")
-        if backend is not None:
-            dist.BackendConfig(dist.Backend(backend))
-        return backend, deadline(timeout, said)
-
-    given = agree.on_all(comm, "init", check)
-    names = [name for name, _ in given]
-    agree.require(
-        "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
-    )
-    return timedelta(seconds=given[0][1])

@@ -26,9 +26,9 @@ FLOORS = (
     ("layout.rules", "jobscript.parts", "memory", "regular"),
     ("layout.box", "jobscript"),
     ("layout.layouts", "layout.overlaps"),
-    ("abort", "commit", "eager", "groups", "layout", "launcher", "plain", "watch", "watch.record"),
-    ("watch.look", "watch.wire", "watch.table"),
-    ("buffers",),
+    ("abort", "commit", "eager", "forks", "groups", "layout", "launcher", "output", "plain", "watch", "watch.record"),
+    ("exits", "watch.look", "watch.wire", "watch.table"),
+    ("buffers", "watch.limits"),
     ("matching", "raw", "tree"),
     ("merging", "packing"),
     (

@@ -109,7 +109,7 @@ MADE_UP = {
         "broken: Open MPI v5.0.7, mpi4py 4.1.0 (ranks 0-1); MPICH 5.0.2, mpi4py 4.1.0 (ranks 2-3)",
         "same installation",
     ),
-    "timeout": (("environ.HPCDIST_TIMEOUT", "0"), "deadline", "broken: HPCDIST_TIMEOUT=0", "export HPCDIST_TIMEOUT"),
+    "timeout": (("environ.HPCDIST_TIMEOUT", "0"), "deadline", "broken: HPCDIST_TIMEOUT is 0", "export HPCDIST_TIMEOUT"),
     "timeouts": (("environ.HPCDIST_TIMEOUT", "9", 1), "deadline", "warning: HPCDIST_TIMEOUT is not the same", "-x"),
     "torchrun": (("environ.WORLD_SIZE", "8"), "environment", "warning: rank 0: WORLD_SIZE=8 where MPI has 4", "unset"),
     "too many threads": (
@@ -386,7 +386,7 @@ BROKEN: dict[str, tuple[int, dict[str, str], str, str, str]] = {
         0,
         {"HPCDIST_TIMEOUT": "soon"},
         "deadline",
-        "HPCDIST_TIMEOUT=soon: expected seconds",
+        "HPCDIST_TIMEOUT is 'soon', expected seconds",
         "export HPCDIST_TIMEOUT=1800",
     ),
     "no staging folder": (

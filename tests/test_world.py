@@ -223,7 +223,7 @@ WRONG = {
     "device='meta'": "device is meta, expected cpu or cuda",
     "device='cuda:99'": "device is cuda:99, but this process sees",
     "timeout='soon'": "timeout must be a timedelta or seconds, got str",
-    "timeout=-1": "timeout must be positive, got -1",
+    "timeout=-1": "timeout is -1, expected seconds",
     "backend=3": "backend must be a string, got int",
     "backend='gloo'": "rank 1: backend is",
 }

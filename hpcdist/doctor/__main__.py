@@ -11,6 +11,8 @@ from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
 from hpcdist.doctor.findings import report, status
 from hpcdist.doctor.ward import watch
+from hpcdist.output import printing
+from hpcdist.watch.limits import deadline
 from hpcdist.world import environ
 
 _LIMIT = 60.0
@@ -32,6 +34,13 @@ class _Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if launch.is_first(environ()):
             super()._print_message(message, file)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return deadline(float(text), None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}") from None
 
 
 def main() -> int:
@@ -71,15 +80,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _seconds(text: str) -> float:
-    try:
-        limit = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}") from None
-    if not 0 < limit < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds > 0, got {text!r}")
-    return limit
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    with printing("hpcdist.doctor"):
+        sys.exit(main())

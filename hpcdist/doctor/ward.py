@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -109,8 +108,7 @@ def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcom
         What it told. Always: a child that hangs is killed.
     """
     there, here = os.pipe()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or both processes print what is in their buffers
+    abort.flush()  # or both processes print what is in their buffers
     child = os.fork()
     if child == 0:
         os.close(there)
@@ -179,7 +177,5 @@ def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
     except BaseException:  # nothing of the program that was forked is to run here
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
+        abort.flush()
         leave(status)

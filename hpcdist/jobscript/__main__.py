@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from hpcdist.errors import InputError, reason
 from hpcdist.jobscript import KINDS, LAUNCHERS, MPIS, Shape, write
+from hpcdist.output import printing
 
 BAD_INPUT = 2
 
@@ -71,4 +72,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with printing("hpcdist.jobscript"):
+        main(sys.argv[1:])

@@ -12,9 +12,11 @@ from contextlib import suppress
 from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
 
+from hpcdist.errors import HpcdistError
+
 __all__ = [
     *("ANYBODY", "NOBODY", "AT_WORK", "ENDED", "ENDING", "Board", "Entry", "Lane", "Now", "Process"),
-    *("Counted", "InCall", "outside", "place", "start", "started", "status", "touch", "where"),
+    *("Counted", "InCall", "outside", "place", "refuse", "start", "started", "status", "touch", "where"),
 ]
 
 AT_WORK, ENDED, ENDING = 0, 1, 2  # what a process is at: not yet done; has finalized; ends the job on purpose
@@ -183,6 +185,7 @@ class Counted(Protocol):
 
 peers: dict[int, list[int]] = {}  # the world's ranks of each number that has been seen here
 lanes: list[Lane] = []  # of this process; empty where nothing is watched
+_refusal: str | None = None  # why this process cannot make a call
 _mine = threading.local()
 
 
@@ -191,6 +194,13 @@ def start(board: Board | None, local_rank: int = 0) -> None:
     global lanes, _mine
     lanes = [] if board is None else board.lanes(local_rank)
     _mine = threading.local()
+
+
+def refuse(why: str | None) -> None:
+    """From now on this process makes no calls; a call raises an HpcdistError that says why."""
+    global _refusal
+    start(None)
+    _refusal = why
 
 
 class _Own:
@@ -205,6 +215,8 @@ class _Own:
 
 def _own() -> _Own | None:
     """For this thread, which has none yet; the lane of a thread that has ended serves again."""
+    if _refusal is not None:
+        raise HpcdistError(_refusal)
     if not lanes:
         return None
     alive = {thread.native_id for thread in threading.enumerate()}

@@ -6,16 +6,15 @@ import faulthandler
 import os
 import select
 import signal
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from math import inf
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from hpcdist import abort
+from hpcdist import abort, exits
 from hpcdist.errors import HangError
 from hpcdist.watch import look, record
 from hpcdist.watch.record import ENDED, Entry, Lane
@@ -25,11 +24,9 @@ from hpcdist.watch.table import GONE, Report, chain, gets_on, table, verdict
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["DEFAULT", "SIGNAL", "FirstMeeting", "Watch", "deadline"]
+__all__ = ["SIGNAL", "Watch"]
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
-DEFAULT = 1800.0  # seconds, torch.distributed's own default
-_EVER = 100 * 365.25 * 86400  # seconds
 _TICK, _LEAST = 5.0, 0.01  # seconds between two looks at most, and at least
 _TURN = 0.02  # seconds that each rank leaves to the one before it, so that one asks for all
 _TURNS = 1.0  # seconds at most
@@ -88,7 +85,8 @@ class Watch:
         self._patience = limit  # of the call that is overdue, all of whose ranks have come and some get on
         self._neighbour = survey.neighbour()
         self._bereaved = self._signalled = self._stopping = False
-        self._inquiry: threading.Event | None = None
+        self._inquiries: SimpleQueue[threading.Event] = SimpleQueue()
+        self._lock = threading.RLock()  # between those who wake the thread and the one who closes what it is woken by
         self._wake, self._waker = _pipe()
         self._dump, self._dumper = _pipe()
         self._listens = signal.getsignal(SIGNAL) == signal.SIG_DFL
@@ -105,11 +103,12 @@ class Watch:
 
     def stop(self) -> None:
         """This process is done with the library: nobody waits for it, or wonders that it ends."""
-        if self._stopping:
-            return
-        self._survey.announce(ENDED)
-        self._stopping = True
-        os.write(self._waker, b"s")
+        with self._lock:
+            if self._stopping:
+                return
+            self._survey.announce(ENDED)
+            self._stopping = True
+            os.write(self._waker, b"s")
         self._thread.join()
         abort.at_end(None, None)
         if self._listens and signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the program has its own by now
@@ -122,10 +121,13 @@ class Watch:
 
     def explain(self) -> None:
         """Print which ranks are dead or stopped, if some are: a transfer has failed, perhaps for that."""
-        if threading.current_thread() is not self._thread:
-            self._inquiry = threading.Event()
+        answered = threading.Event()
+        with self._lock:
+            if self._stopping or threading.current_thread() is self._thread:
+                return
+            self._inquiries.put(answered)
             os.write(self._waker, b"i")
-            self._inquiry.wait(_PATIENCE)
+        answered.wait(_PATIENCE)
 
     def _work(self) -> None:
         while not self._stopping:
@@ -134,6 +136,7 @@ class Watch:
             except Exception:  # whatever it is: without this thread there would be no deadlines
                 abort.say(f"hpcdist: watching goes on after an error\n{traceback.format_exc()}")
                 time.sleep(1)
+        self._answered()
 
     def _look(self) -> None:
         last = time.monotonic()
@@ -146,16 +149,19 @@ class Watch:
             self._waits.add(step)
             overdue = self._waits.over(self._limit)
             late = overdue if overdue and self._waits.of(overdue[0]) >= self._patience else []
-            if self._inquiry is not None:
-                inquiry, self._inquiry = self._inquiry, None
-                self._tell_gone()
-                inquiry.set()
+            if not self._inquiries.empty():
+                try:
+                    self._tell_gone()
+                finally:
+                    self._answered()
             elif self._bereaved:
                 self._bereaved = False
                 self._mourn()
             elif self._signalled:
-                self._on_demand()
-                self._signalled = False
+                try:
+                    self._on_demand()
+                finally:
+                    self._signalled = False
             elif self._survey.raised_by is not None:
                 self._join_in(self._survey.raised_by)
             elif late:
@@ -246,7 +252,7 @@ class Watch:
 
     def _show(self, lane: Lane, text: str) -> None:
         frame = look.frames().get(lane.thread)
-        abort.show(HangError(text), frame and record.outside(frame))
+        exits.show(HangError(text), frame and record.outside(frame))
 
     def _mourn(self) -> None:
         """A neighbour has died: unless the whole job ends, tell of it, and end it."""
@@ -261,6 +267,11 @@ class Watch:
             abort.say(table(self._ask(ALARM, _HASTE).values(), time.time()))
         abort.job(1)
 
+    def _answered(self) -> None:
+        """Let the threads go on that have asked by now."""
+        while not self._inquiries.empty():
+            self._inquiries.get().set()
+
     def _tell_gone(self) -> None:
         """Print who is dead or stopped, if somebody is, and what the ranks are at. Of several ranks, one does."""
         if self._other(ALARM) is not None:
@@ -274,66 +285,6 @@ class Watch:
         """A signal asks for the table. If all ranks have got it, one prints."""
         if self._other(DEMAND, _TURNS) is None:
             _say(table(self._ask(DEMAND).values(), time.time()))
-
-
-def deadline(timeout: object, said: str | None) -> float:
-    """The deadline of calls in seconds: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default.
-    Infinity is a hundred years.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    if timeout is None and not said:
-        return DEFAULT
-    if timeout is None:
-        try:
-            timeout = float(said or "")
-        except ValueError:
-            raise ValueError(f"HPCDIST_TIMEOUT is {said!r}, expected seconds") from None
-    if not isinstance(timeout, (timedelta, int, float)):
-        raise TypeError(f"timeout must be a timedelta or seconds, got {type(timeout).__name__}")
-    if timeout == inf:
-        return _EVER
-    try:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (OverflowError, ValueError) as error:
-        raise ValueError(f"timeout is {timeout}: {error}") from None
-    if limit <= timedelta():
-        raise ValueError(f"timeout must be positive, got {timeout}")
-    return limit.total_seconds()
-
-
-class FirstMeeting:
-    """A context in which the ranks do not know each other yet: past the deadline, this one can only tell of itself.
-
-    Args:
-        timeout, said: the deadline as the user gave it, which nobody has looked at yet; see :func:`deadline`.
-        size: how many ranks are to meet.
-    """
-
-    def __init__(self, timeout: object, said: str | None, size: int) -> None:
-        try:
-            seconds = deadline(timeout, said)
-        except (TypeError, ValueError):  # which will be told when all are there
-            seconds = DEFAULT
-        waits = f"{record.where('init').decode()} has waited for {seconds:g} s"
-        self._text = f"{waits}: the {size} ranks have not met, some may not have called it"
-        self._frame = record.outside(sys._getframe())
-        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._late)
-        self._timer.daemon = True
-        self._alone = size == 1
-
-    def _late(self) -> None:
-        abort.show(HangError(self._text), self._frame)
-        abort.job(1)
-
-    def __enter__(self) -> None:
-        if not self._alone:
-            self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        del self._frame
 
 
 def _say(text: str) -> None:
