@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import p2p, packing
+from hpcdist import transfers, packing
 from hpcdist.routes import staged
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
@@ -62,10 +62,10 @@ def test_structures(gpu_world: hd.World, small: int, monkeypatch: pytest.MonkeyP
         assert _equal(part["x"], torch.arange(400 * size)[400 * rank : 400 * (rank + 1)]), route
 
 
-@pytest.mark.parametrize("chunk", [p2p.CHUNK, 1000])
+@pytest.mark.parametrize("chunk", [transfers.CHUNK, 1000])
 @pytest.mark.parametrize("route", ["mpi", "hdf5"])
 def test_send_and_recv(gpu_world: hd.World, route: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p, "CHUNK", chunk)
+    monkeypatch.setattr(transfers, "CHUNK", chunk)
     rank, size = gpu_world.rank, gpu_world.world_size
     x = [torch.arange(n, device=gpu_world.device) + rank for n in (0, 3, 10_000, 300_000)]
     handle = hd.isend({"x": x, "rank": rank}, (rank + 1) % size, route=route)
