@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import transfers, packing
+from hpcdist import packing, transfers
 from hpcdist.routes import staged
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
