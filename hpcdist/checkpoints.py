@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from hpcdist import memory
 from hpcdist.arrays import Opened, pick
 from hpcdist.buffers import bits
 from hpcdist.errors import InputError
@@ -51,6 +52,9 @@ def opened(path: str, name: str | None) -> Iterator[Opened]:
                 with described.fetched(key, x) as found:
                     yield found
                 return
+    nbytes, free = os.path.getsize(path), memory.available()
+    if nbytes > free:
+        raise InputError(f"{path}: can only be read whole: {nbytes:,} bytes of memory needed, {free:,} available")
     key, x = load(path, name)
 
     def read(box: Box, out: Tensor, window: int) -> None:

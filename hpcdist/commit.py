@@ -35,13 +35,7 @@ def check_target(target: Path, nbytes: int) -> None:
     Raises:
         FileError: no such folder, no regular file in its place, not writable, or no space.
     """
-    try:
-        old = _old(target)
-    except OSError as error:
-        raise FileError(f"{target}: cannot be written: {reason(error)}") from error
-    what = None if old is None else kind(old.st_mode)
-    if what is not None:
-        raise FileError(f"{target}: is a {what}" + ("" if what == "folder" else ": only a regular file is replaced"))
+    old = _old(target)
     for folder in {target.parent, Path(os.path.realpath(target)).parent}:  # what is no folder has no ".." either
         check_folder(folder, nbytes, str(target))
     if old is not None and not os.access(target, os.W_OK):
@@ -49,11 +43,17 @@ def check_target(target: Path, nbytes: int) -> None:
 
 
 def _old(target: Path) -> os.stat_result | None:
-    """The file that a new one would replace, at the end of all symbolic links."""
+    """The file that a new one would replace, at the end of all symbolic links; a FileError if it is not regular."""
     try:
-        return os.stat(target)
+        old = os.stat(target)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise FileError(f"{target}: cannot be written: {reason(error)}") from error
+    what = kind(old.st_mode)
+    if what is not None:
+        raise FileError(f"{target}: is a {what}" + ("" if what == "folder" else ": only a regular file is replaced"))
+    return old
 
 
 def check_folder(folder: Path, nbytes: int, target: str) -> None:
@@ -178,7 +178,6 @@ class Commit:
 
     def finish(self) -> None:
         """Put the complete file in place. The caller has brought what other processes wrote to the disk."""
-        check_target(self.target, 0)
         self._old = _old(self.target) or self._old
         if self._old is not None:
             _look_like(self._lock, self._old, self.target)

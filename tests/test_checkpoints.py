@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import same_bits
 
-from hpcdist import files
+from hpcdist import files, memory
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
 
@@ -129,6 +129,13 @@ def test_beside_what_cannot_be_described(tmp_path: Path) -> None:
     assert same_bits(files.load(f"{tmp_path}/x.pt:x"), C.conj().resolve_conj())
     with pytest.raises(InputError, match="holds a quantized tensor, expected a dense one"):
         files.load(f"{tmp_path}/x.pt:q")
+
+
+def test_the_older_format_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(X, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr(memory, "available", lambda: 100)
+    with pytest.raises(InputError, match=r"can only be read whole: [\d,]+ bytes of memory needed, 100 available"):
+        files.load(f"{tmp_path}/x.pt")
 
 
 def refused(folder: Path) -> dict[str, str]:

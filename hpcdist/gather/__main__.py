@@ -230,7 +230,11 @@ def add_common(p: Parser) -> None:
     )  # fmt: skip
     p.add_argument("--resume", action="store_true", help="go on where a job that died has stopped; .h5 only")
     p.add_argument("--staging", type=path, metavar="DIR", help="the folder of route hdf5, shared by all nodes")
-    p.add_argument("--verify", action="store_true", help="compare the result with the inputs read on one process")
+    p.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the result with the inputs, both read again on one process by the formats' own libraries",
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

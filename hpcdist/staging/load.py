@@ -96,8 +96,9 @@ def load(
         byte order; a nested dict of these if there are several, or `name` is a group.
 
     Raises:
-        RankError: on every rank: no such file, not HDF5, incomplete, truncated, damaged, no such tensor, an argument
-            that is wrong on one rank or does not agree. The job can go on.
+        RankError: on every rank: no such regular file, not HDF5, a tensor whose data are in another file, incomplete,
+            truncated, damaged, no such tensor, an argument that is wrong on one rank or does not agree. The job can go
+            on.
 
     Example, on 3 ranks::
 

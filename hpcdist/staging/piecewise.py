@@ -57,7 +57,7 @@ def open(
         A :class:`ReadFile` or a :class:`WriteFile`, for a ``with`` block.
 
     Raises:
-        FileError: of mode "r": no such file, not HDF5, incomplete, truncated.
+        FileError: of mode "r": no such regular file, not HDF5, incomplete, truncated.
         RankError: of mode "w", on every rank: arguments that are wrong or differ, a file that cannot be made.
 
     Example::

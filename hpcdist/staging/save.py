@@ -68,8 +68,9 @@ def save(
     """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
 
     Collective over `group`. The file appears under its name when it is complete and on the disk: whatever dies before,
-    the name holds what it held. Along dim 0 every rank writes its shard straight from its memory; along other dims the
-    ranks first bring the pieces of the file together, a window at a time.
+    the name holds what it held. A file that is replaced hands its mode, owner, group, ACL and user attributes on to the
+    new one, as far as the system permits. Along dim 0 every rank writes its shard straight from its memory; along other
+    dims the ranks first bring the pieces of the file together, a window at a time.
 
     Args:
         path: of the file, in a folder that all ranks see.
@@ -96,7 +97,8 @@ def save(
 
     Raises:
         RankError: on every rank, if an argument is wrong on one or they do not agree, if the folder is missing, not
-            writable, full or not shared, or a write fails. The old file is as it was, and the job can go on.
+            writable, full or not shared, if `path` is not a regular file, or read-only, or a write fails. The old file
+            is as it was, and the job can go on.
 
     Example, on 3 ranks::
 

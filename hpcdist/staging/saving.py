@@ -112,7 +112,7 @@ class Saving:
             return format.find_layout(commit.part), True
         except BaseException as error:
             self._give_up()
-            if isinstance(error, OSError):
+            if isinstance(error, Exception) and not isinstance(error, FileError):  # HDF5 has many ways to say so
                 raise FileError(f"{self._target}: cannot be written: {reason(error)}") from error
             raise
 
