@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -93,6 +95,26 @@ def test_an_error_comes_out_of_wait(world: hd.World) -> None:
     raises_on_all_ranks(world.comm, hd.RankError, wrong.wait)
     findings.check(good.wait(60).numel() == 2 * world.world_size, "before")
     findings.check(after.wait(60).numel() == 3 * world.world_size, "after")
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_a_wait_of_any_length(world: hd.World) -> None:
+    """Infinity is no limit, and so is what is longer than a thread can wait; a wrong one is this rank's own error."""
+    findings, x = Findings(world.comm), torch.arange(3)
+    peer = (world.rank + 1) % world.world_size
+    received = hd.irecv((world.rank - 1) % world.world_size)
+    for wrong in (-1, math.nan, -math.inf, "1", True, timedelta(seconds=-1), -(10**5000)):
+        with pytest.raises((ValueError, TypeError), match="timeout"):
+            received.wait(wrong)  # type: ignore[arg-type]
+    for short in (0, 0.001, timedelta(milliseconds=1)):
+        with pytest.raises(TimeoutError, match="not done after"):
+            received.wait(short)
+    world.comm.Barrier()
+    sent = hd.isend(x, peer)
+    for long in (math.inf, 1e300, timedelta.max, 10**5000):
+        findings.same(received.wait(long), x, f"{long:.3}" if isinstance(long, float) else "long")
+        sent.wait(long)
     findings.settle()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from launch import mpirun, run
 
+from hpcdist import launcher
 from hpcdist.devices import shared_gpu
 from hpcdist.launcher import alone, without_launcher
 
@@ -162,7 +163,10 @@ def test_two_jobs_at_the_same_moment_do_not_collide(tmp_path: Path) -> None:
             assert lines == ["[0, 1]", "[0, 1]"]
 
 
-@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize(
+    "variable",
+    ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "PALS_LOCAL_SIZE"],
+)
 def test_n_worlds_of_one_are_explained(variable: str) -> None:
     from mpi4py import MPI
 
@@ -179,10 +183,60 @@ def test_n_worlds_of_one_for_real() -> None:
     assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
 
 
+TORCH = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}
+ELASTIC = {**TORCH, "TORCHELASTIC_RUN_ID": "some"}
+
+
+@pytest.mark.parametrize("environ", [TORCH, ELASTIC, {**ELASTIC, "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}])
+def test_worlds_of_one_under_torchrun_are_explained(environ: dict[str, str]) -> None:
+    problem = alone(environ, 1, "some MPI") or ""
+    for part in ("WORLD_SIZE=4: torchrun", "mpirun -n 4 python", "hpcdist.init(MPI.COMM_SELF)"):
+        assert part in problem
+    assert launcher.number(environ) == 1
+
+
+def test_what_was_exported_for_torch_is_not_taken_for_the_launcher() -> None:
+    """RANK=$SLURM_PROCID and the like, as many job scripts have it."""
+    assert "SLURM_NTASKS=4: Slurm" in (alone({**TORCH, "SLURM_NTASKS": "4"}, 1, "some MPI") or "")
+    assert "PMIX_RANK=1: prterun started others" in (alone({"PMIX_RANK": "1"}, 1, "some MPI") or "")
+
+
+@pytest.mark.once
+def test_torchrun_for_real(tmp_path: Path) -> None:
+    """Both processes stop, also where they have started torch.distributed; one world each only on purpose."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(HEAD)
+        + textwrap.dedent("""
+        def refused(*comm):
+            try: hd.init(*comm)
+            except hd.LaunchError as error: say(str(error))
+        refused()
+        assert hd.init(MPI.COMM_SELF).world_size == 1
+        hd.finalize()
+        dist.init_process_group("gloo")
+        refused(MPI.COMM_SELF)
+        dist.destroy_process_group()
+        """)
+    )
+    done = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)])
+    assert done.status == 0, done.err
+    assert done.out.count("alone in its MPI world, but WORLD_SIZE=2: torchrun") == 2
+    assert done.out.count("torch.distributed was started before hpcdist.init() with 2 ranks, where MPI has 1.") == 2
+
+
 @pytest.mark.parametrize(
     ("environ", "size"),
     [
         ({}, 1),
+        (TORCH, 4),
+        (ELASTIC, 4),
+        ({**ELASTIC, "WORLD_SIZE": "1"}, 1),
+        ({**TORCH, "PMI_SIZE": "1"}, 1),
+        ({**TORCH, "SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, 1),
+        ({"WORLD_SIZE": "many", "RANK": "0", "LOCAL_RANK": "0"}, 1),
+        ({"PMIX_RANK": "0"}, 1),
         ({"SLURM_NTASKS": "4"}, 4),
         ({"SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
         ({"SLURM_NTASKS": "4", "PMI_SIZE": "1"}, 1),
@@ -223,7 +277,11 @@ WRONG = {
     "device='meta'": "device is meta, expected cpu or cuda",
     "device='cuda:99'": "device is cuda:99, but this process sees",
     "timeout='soon'": "timeout must be a timedelta or seconds, got str",
-    "timeout=-1": "timeout is -1, expected seconds",
+    "timeout=-1": "timeout is -1, expected seconds, 0.001 at least",
+    "timeout=float('nan')": "timeout is nan, expected seconds",
+    "timeout=1e-9": "timeout is 1e-09, expected seconds",
+    "timeout=-10**5000": "timeout is -inf, expected seconds",
+    "timeout=True": "timeout must be a timedelta or seconds, got bool",
     "backend=3": "backend must be a string, got int",
     "backend='gloo'": "rank 1: backend is",
 }
@@ -238,7 +296,7 @@ def test_a_wrong_argument_of_init_on_one_rank_is_refused_on_all(wrong: int) -> N
         f"""
     for number, arguments in enumerate([{calls}]):
         try: hd.init(**(arguments if MPI.COMM_WORLD.rank == {wrong} else {{}}))
-        except hd.RankError as error: say(f"{{number}} " + str(error).replace("\\n", " "))
+        except hd.RankError as error: say(f"{{number:02}} " + str(error).replace("\\n", " "))
     assert hd.concat(torch.tensor(hd.init().rank)).tolist() == [0, 1]
     """,
     )
@@ -246,6 +304,36 @@ def test_a_wrong_argument_of_init_on_one_rank_is_refused_on_all(wrong: int) -> N
     for number, message in enumerate(WRONG.values()):
         assert lines[2 * number] == lines[2 * number + 1]
         assert message in lines[2 * number]
+
+
+def test_a_deadline_of_any_length() -> None:
+    """What is longer than threads, poll and torch can count is as good as none; a wrong HPCDIST_TIMEOUT is told."""
+    lines = job(
+        2,
+        """
+    from datetime import timedelta
+    from fractions import Fraction
+    rank = MPI.COMM_WORLD.rank
+    for number, text in enumerate(("nan", "-1", "abc", "0", "1e-9", "-inf")):
+        for wrong in (0, 1):
+            if rank == wrong: os.environ["HPCDIST_TIMEOUT"] = text
+            try: hd.init()
+            except hd.RankError as error: say(f"{number} " + str(error).split("\\n")[1])
+            os.environ.pop("HPCDIST_TIMEOUT", None)
+    for said, given in (("1e300", None), ("inf", None), (None, timedelta.max), (None, 10**5000), (None, Fraction(90))):
+        if said: os.environ["HPCDIST_TIMEOUT"] = said
+        world = hd.init(timeout=given)
+        os.environ.pop("HPCDIST_TIMEOUT", None)
+        assert world.timeout.days == 36525 or world.timeout.seconds == 90, world.timeout
+        for route in ("mpi", "gloo"): assert hd.concat(torch.tensor(rank), route=route).tolist() == [0, 1]
+        dist.barrier()
+        world.finalize()
+    """,
+    )
+    expected = [(w, n, t) for n, t in enumerate(("nan", "-1", "'abc'", "0", "1e-09", "-inf")) for w in (0, 1)]
+    assert [line.split(", expected")[0] for line in lines] == sorted(
+        f"{n}   rank {w}: ValueError: HPCDIST_TIMEOUT is {t}" for w, n, t in expected * 2
+    )
 
 
 def test_a_communicator_without_this_rank_is_refused() -> None:

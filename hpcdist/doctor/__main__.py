@@ -17,6 +17,7 @@ from hpcdist.world import environ
 
 _LIMIT = 60.0
 _FIRST_SECONDS = 3  # for which a rank that fails leaves the word to rank 0, which may have failed alike
+_LAST_SECONDS = 1  # mpirun of MPICH ends the others with status 0 once one has ended: let that be rank 0
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before the end of a job
 _ABOUT = """
 Examine the job, or the process, that this command runs in: launcher, MPI, cores, GPUs, network, shared memory, HDF5,
@@ -55,6 +56,7 @@ def main() -> int:
         time.sleep(_FORWARD_SECONDS)
         return status(findings)
     if outcome.done or outcome.terminated:
+        time.sleep(_LAST_SECONDS)
         return int(outcome.terminated)
     time.sleep(min(_FIRST_SECONDS, args.limit / 2))  # before rank 0, which waits for this one, runs out of time
     print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False), file=sys.stderr, flush=True)

@@ -1,0 +1,178 @@
+"""What ends a process ends the job, with its status; threads, handlers, prompts and what is kept do not."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from launch import Job, launcher, mpirun, run
+
+HARMLESS = """
+    import _thread, asyncio, atexit, code, contextlib, os, signal, sys, threading, time, weakref
+    from concurrent.futures import ThreadPoolExecutor
+    import torch
+    import hpcdist as hd
+
+    world = hd.init()
+    kept = []
+    def leave(): sys.exit(3)
+    def keep():
+        try: leave()
+        except SystemExit as error: kept.append(error); raise
+    def fail(): raise ValueError("in a thread")
+    def swallow():
+        try: leave()
+        finally: return 1
+    def generator():
+        try: yield
+        finally: leave()
+    async def main(): leave()
+    class Leaves:
+        def __del__(self): leave()
+
+    if world.rank == 1:
+        for step in (leave, keep, fail, lambda: exit(3)):
+            thread = threading.Thread(target=step); thread.start(); thread.join()
+        _thread.start_new_thread(leave, ()); _thread.start_new_thread(fail, ()); time.sleep(0.3)
+        late = threading.Timer(0.1, leave); late.start()
+        with ThreadPoolExecutor(1) as pool:
+            assert isinstance(pool.submit(leave).exception(), SystemExit)
+        swallow()
+        with contextlib.suppress(SystemExit): leave()
+        with contextlib.suppress(SystemExit): asyncio.run(main())
+        begun = generator(); next(begun); del begun
+        Leaves()
+        some = type("Some", (), {})(); reference = weakref.ref(some, lambda _: leave()); del some
+        threading.excepthook = lambda args: sys.excepthook(*args[:3])
+        thread = threading.Thread(target=fail); thread.start(); thread.join()
+        sys.excepthook(ValueError, ValueError("shown"), None)
+        atexit.register(leave); atexit.register(fail)
+        late = threading.Timer(0.5, leave); late.start()
+    assert hd.concat(torch.tensor([world.rank])).tolist() == [0, 1]
+    os.write(1, b"survived\\n")
+"""
+
+
+def test_what_does_not_end_a_process_does_not_end_the_job() -> None:
+    job = mpirun(2, code=HARMLESS)
+    assert job.status == 0, job.err
+    assert job.out.count("survived") == 2
+    assert "ValueError: shown" in job.err
+    assert "Exception in thread" in job.err  # of those that fail, and of none that leaves
+    assert "_Exit" not in job.err  # what Python shows of an exit that it ignores is what it would show without us
+
+
+ENDS = {
+    "in-the-handling-of-another": "try: sys.exit(2)\n        except SystemExit: sys.exit(3)",
+    "in-a-cycle": "try: sys.exit(3)\n        except SystemExit as e: e.me = e; raise",
+    "after-one-of-a-thread": "t = threading.Thread(target=sys.exit, args=(5,)); t.start(); t.join(); sys.exit(3)",
+    "with-a-thread-at-work": "threading.Timer(0.5, sys.exit, (5,)).start(); sys.exit(3)",
+    "with-a-handler-that-exits": "atexit.register(sys.exit, 5); sys.exit(3)",
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("end", ENDS)
+def test_the_status_is_that_of_the_exit_that_ends_the_program(end: str) -> None:
+    code = f"""
+    import atexit, sys, threading, hpcdist as hd
+    world = hd.init()
+    def leave():
+        {ENDS[end]}
+    if world.rank == 1:
+        leave()
+    world.comm.Barrier()
+    """
+    assert mpirun(2, code=code).status == 3
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("way", ["runpy", "exec", "hook", "kept"])
+def test_a_program_that_another_one_runs(way: str, tmp_path: Path) -> None:
+    """As test runners and profilers do; and a runner that ends by raise SystemExit(0), with an exit kept that a test
+    has caught."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, hpcdist as hd\nworld = hd.init()\n"
+        "def f():\n    try: sys.exit(5)\n    except SystemExit as e: sys.kept = e\nf()\n"
+        f"if world.rank == 1 and {way != 'kept'}: raise ValueError('mine')\nworld.comm.Barrier()\n"
+    )
+    run_it = f"exec(compile(open({str(program)!r}).read(), 'program.py', 'exec'), {{'__name__': '__main__'}})"
+    if way == "runpy":
+        run_it = f"runpy.run_path({str(program)!r}, run_name='__main__')"
+    if way == "hook":  # as coverage does it
+        run_it = f"\n    try: {run_it}\n    except ValueError: sys.excepthook(*sys.exc_info()); sys.exit(4)"
+    job = mpirun(2, code=f"import runpy, sys\ndef main():\n    {run_it}\n    return 0\nraise SystemExit(main())")
+    assert job.status == {"hook": 4, "kept": 0}.get(way, 1), job.err
+    assert ("ValueError: mine" in job.err) == (way != "kept")
+
+
+def typed(tmp_path: Path, words: str, lines: str) -> Job:
+    """A job of two ranks, each with these lines for its standard input."""
+    said = tmp_path / "lines"
+    said.write_text(textwrap.dedent(lines))
+    return run([*launcher(2), "sh", "-c", f"{shlex.quote(sys.executable)} {words} < {shlex.quote(str(said))}"])
+
+
+PROGRAM = "import sys, torch, code, hpcdist as hd\nworld = hd.init()\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "program", "lines", "status"),
+    [
+        ("-i", "", "1/0\n)(\nprint('alive')\n", 0),
+        pytest.param(
+            "-i", "", "1/0\nprint('alive')\nif world.rank == 1: exit(3)\n\nhd.concat", 3, marks=pytest.mark.once
+        ),
+        pytest.param("-i", "raise ValueError", "print('alive')\n", 0, marks=pytest.mark.once),
+        pytest.param("-i", "sys.exit(3)", "print('alive')\n", 0, marks=pytest.mark.once),
+        pytest.param("", "code.interact(local=globals())", "1/0\nprint('alive')\n", 0, marks=pytest.mark.once),
+        pytest.param(
+            "",
+            "code.interact(local=globals())\nif world.rank == 1: raise ValueError\nhd.concat(torch.ones(1))",
+            "print('alive')\n",
+            1,
+            marks=pytest.mark.once,
+        ),
+    ],
+)
+def test_an_error_at_a_prompt_does_not_end_the_job(
+    words: str, program: str, lines: str, status: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM + program)
+    job = typed(tmp_path, f"{words} {shlex.quote(str(path))}", lines)
+    assert job.status == status, job.err
+    assert job.out.count("alive") == 2
+
+
+def test_a_program_on_standard_input_is_no_prompt(tmp_path: Path) -> None:
+    job = typed(tmp_path, "-", PROGRAM + "if world.rank == 1: 1/0\nhd.concat(torch.ones(1))\n")
+    assert job.status == 1
+    assert "ZeroDivisionError" in job.err
+    assert "reached the end of its program" not in job.err
+
+
+@pytest.mark.once
+def test_nothing_keeps_a_job_from_ending() -> None:
+    """Not the search for who is gone, nor what tells the others; nor a hook that fails."""
+    code = """
+    import sys, hpcdist as hd
+    from hpcdist import abort
+    world = hd.init()
+    def fail(*_): raise KeyError("on the way to the end")
+    if world.rank == 1:
+        abort.at_end(fail, fail)
+        abort.tidy = fail
+        hd.exits = sys.modules["hpcdist.exits"]
+        hd.exits._last_hook = fail
+        raise ValueError("connection reset")
+    world.comm.Barrier()
+    """
+    job = mpirun(2, code=code)
+    assert job.status == 1
+    assert "ValueError: connection reset" in job.err
+    assert "KeyError: 'on the way to the end'" in job.err

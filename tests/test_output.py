@@ -1,0 +1,106 @@
+"""Standard streams that nobody reads, or that are closed: nothing crashes or hangs, and no exit status is lost."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import mpirun, run
+from safetensors.torch import save_file
+
+import hpcdist
+
+PYTHON = shlex.quote(sys.executable)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("command", ["staging", "doctor", "gather", "jobscript"])
+def test_a_command_goes_on_when_nobody_reads_it(command: str, tmp_path: Path) -> None:
+    """A reader that has gone, closed streams: as if it were read. A full disk is told, and is a failure."""
+    save_file({f"x{i}": torch.ones(1) for i in range(9)}, tmp_path / "x.safetensors")
+    if command == "staging":
+        with hpcdist.init():
+            hpcdist.staging.save(tmp_path / "x.h5", {f"x{i}": torch.ones(1) for i in range(2000)})
+    words = {
+        "staging": f"ls {tmp_path / 'x.h5'}",
+        "gather": f"{tmp_path / 'x.safetensors'}:x1 -o {tmp_path / 'out.npy'}",
+        "jobscript": "--nodes 2 -- python x.py",
+    }.get(command, "")
+    start = f"{PYTHON} -m hpcdist.{command} {words}"
+    script = "".join(
+        f"{{ {start} {to}; echo $? >&3; }} {then}\n"
+        for to, then in (("", "| true"), ("2>&1", "| true"), (">&-", ""), ("2>&- >/dev/null", ""))
+    )
+    job = run(["bash", "-c", f"exec 3>&1\n{script}{start} >/dev/full; echo full $? >&3"])
+    assert job.out.splitlines() == ["0", "0", "0", "0", "full 1"], job.err
+    assert job.err == f"hpcdist.{command}: error: standard output: No space left on device\n"
+
+
+JOB = """
+    import os, sys
+    import torch
+    import hpcdist as hd
+
+    {early}
+    world = hd.init()
+    for fd in (0, 1, 2): os.fstat(fd)  # no file or socket of anybody's has such a number
+    {late}
+    x = torch.ones(2)
+    try: hd.concat(x if world.rank else torch.ones(2, 3))
+    except hd.RankError: pass
+    assert hd.concat(x).tolist() == [1] * 4
+    {end}
+    hd.concat(x)
+"""
+CLOSED = {
+    "none": ("", "sys.stdout = sys.stderr = None"),
+    "closed": ("", "sys.stdout.close(); sys.stderr.close()"),
+    "descriptors": ("[os.close(fd) for fd in (0, 1, 2)]", ""),
+    "a descriptor": ("", "os.close(2)"),
+    "odd": ("", "sys.stderr = type('Odd', (), {'write': lambda *_: 1 / 0})()"),
+}
+ENDS = {
+    "raise": "if world.rank: raise ValueError('mine')",
+    "exit": "if world.rank: sys.exit(3)",
+    "hang": "if world.rank: hd.recv(0)",
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_job_without_standard_streams_ends_with_its_status(closed: str, end: str) -> None:
+    early, late = CLOSED[closed]
+    job = mpirun(2, code=JOB.format(early=early, late=late, end=ENDS[end]), env={"HPCDIST_TIMEOUT": "4"})
+    assert job.status == (3 if end == "exit" else 1), job.err
+    if "descriptor" not in closed:  # there the reason still has a way out
+        assert {"raise": "ValueError: mine", "exit": "", "hang": "HangError: recv() at"}[end] in job.err
+
+
+@pytest.mark.once
+def test_many_threads_ask_who_is_gone_while_the_watch_ends() -> None:
+    """And after it has ended: none of them fails, or waits for an answer that does not come."""
+    code = """
+        import threading, time
+        import hpcdist as hd
+        failed = []
+        threading.excepthook = lambda args: failed.append(args.exc_value)
+        for _ in range(20):
+            world = hd.init()
+            watch = world._watch
+            watch._tell_gone = lambda: time.sleep(0.001)
+            def ask():
+                for _ in range(20): watch.explain()
+            threads = [threading.Thread(target=ask) for _ in range(8)]
+            for thread in threads: thread.start()
+            world.finalize()
+            for thread in threads: thread.join(4)
+            assert not any(thread.is_alive() for thread in threads)
+            watch.explain()
+        assert not failed, failed
+    """
+    job = mpirun(0, code=code)
+    assert job.status == 0, job.err
