@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, NoReturn, TypeVar
 
 from hpcdist import exits, world
 from hpcdist.errors import HpcdistError, RankError
@@ -23,30 +23,12 @@ _LEAST = 1024  # bytes of a window: each piece has a checksum, which is not to b
 BAD_INPUT = 2  # the exit status that argparse has, too
 
 
-class _Once(argparse.Action):
-    """A value that is given twice is a mistake: the first one would be forgotten."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
-    ) -> None:
-        assert isinstance(parser, Parser)
-        if self.dest in parser.given and option is not None:
-            raise argparse.ArgumentError(self, "given twice")
-        parser.given.add(self.dest)
-        setattr(namespace, self.dest, value)
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints its help and its errors once, on rank 0 of the job.
 
-    Attributes:
-        given: the arguments that have got a value.
+    Of an option that is given several times the last one counts: the job scripts put what they are given after their
+    own.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.given: set[str] = set()
-        self.register("action", None, _Once)
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if _rank() == 0:
