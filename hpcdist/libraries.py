@@ -93,7 +93,8 @@ def _safetensors(path: str, name: str | None) -> tuple[str, tuple[int, ...], tor
     from safetensors import safe_open
 
     def part(box: Box) -> Tensor:
-        with utf8_path(path) as known, safe_open(known, framework="pt") as file:
+        # The library takes memory on the default device, which is the user's.
+        with utf8_path(path) as known, torch.device("cpu"), safe_open(known, framework="pt") as file:
             x: Tensor = file.get_slice(key)[box.slices()]
             return x
 
