@@ -334,6 +334,7 @@ def test_x_is_another_part_of_out(world: hd.World, route: str, shared_through: s
     findings.settle()
 
 
+@pytest.mark.mpi(min_size=2)  # on one rank there is no other part
 def test_split_of_what_all_hold_into_another_part_of_it(world: hd.World) -> None:
     """Written where it is still to be read; and in every order of strides."""
     findings = Findings(world.comm)
