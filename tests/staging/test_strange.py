@@ -159,11 +159,7 @@ def test_save_and_load_look_at_sizes(world: hd.World, folder: Path) -> None:
             lambda: staging.save(folder / "x.h5", X, attrs={"data": {"a": np.zeros(2**20)}}), "cannot be written"
         ),
         "an attribute of no kind": (
-<<<<<<< HEAD
-            lambda: staging.save(folder / "x.h5", X, attrs={"data": {"a": object()}}), "x.h5: cannot be written: Object"
-=======
             lambda: staging.save(folder / "x.h5", X, attrs={"data": {"a": object()}}), "cannot be written: Object"
->>>>>>> fix-files
         ),
         "attributes that are none": (lambda: staging.save(folder / "x.h5", X, attrs={"data": 3}), "must be a dict"),
         "a box far out": (lambda: staging.load(folder / "old.h5", box=((2**70, 0), (1, 1))), "is not in shape"),
