@@ -134,11 +134,12 @@ class Plan:
         moves: Transfer,
         shape: Shape,
         boxes: Sequence[Box],
+        on_host: Sequence[bool],
         like: Tensor,
         grad: bool,
     ) -> None:
         self.shape, self.box = shape, boxes[team.rank]
-        self._sizes = [box.size() * like.itemsize for box in boxes]
+        self._sizes = [box.size() * like.itemsize * host for box, host in zip(boxes, on_host, strict=True)]
         self.sent, self.received = moves.source.nbytes, moves.dest.nbytes
         self._team, self._way, self._moves = team, way, moves
         self._dtype, self._device, self._grad = like.dtype, like.device, grad
@@ -274,7 +275,7 @@ def _make(team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Sha
         single=all(fact[2] for fact in known),
         views=isinstance(way, Views) and all(fact[3] for fact in known),
     )
-    return Plan(team, way, Transfer(*sides, facts), shape, dest, x, grad)
+    return Plan(team, way, Transfer(*sides, facts), shape, dest, [fact[3] for fact in known], x, grad)
 
 
 def _show(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:

@@ -98,7 +98,7 @@ def _concat(
 
     def forward() -> torch.Tensor:
         with abort.Transfer("concat", team.size):
-            sizes = [cut.nbytes()] * team.size
+            sizes = results.to_take(agreed, [cut.nbytes()] * team.size)
             whole, landing = results.allocate("concat", team, sizes, lambda: cut.landing(call.out, shard.device))
             way.allgatherv(team, row_major(shard, call.out), landing, cut.counts, cut.displs)
             cut.unpack(landing, whole)

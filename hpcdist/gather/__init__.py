@@ -88,7 +88,7 @@ def _gather(
 
     def forward() -> torch.Tensor:
         with abort.Transfer("gather", team.size):
-            sizes = [cut.nbytes() if rank == root else 0 for rank in range(team.size)]
+            sizes = results.to_take(agreed, [cut.nbytes() if rank == root else 0 for rank in range(team.size)])
             take = (lambda: cut.landing(call.out, shard.device)) if team.rank == root else lambda: (shard, shard)
             whole, landing = results.allocate("gather", team, sizes, take)
             if team.rank != root:
