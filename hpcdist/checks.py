@@ -253,11 +253,19 @@ def _writable(out: Tensor) -> Tensor:
         raise WrongError("out requires a gradient, which could not flow: pass out.detach(), or use torch.no_grad()")
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise WrongError("out was made in torch.inference_mode() and can be written only there")
-    if not out.is_contiguous() and any(
-        stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)
-    ):
-        raise WrongError("out is an expanded tensor: several of its elements share one place in memory")
+    if not out.is_contiguous() and _shares_places(out):
+        raise WrongError("out is an expanded tensor, or like one: several of its elements share one place in memory")
     return out.detach()
+
+
+def _shares_places(x: Tensor) -> bool:
+    """Whether the elements of a tensor may lie over each other: a stride does not pass what the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return x.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def _root(root: Any, size: int) -> int:

@@ -114,6 +114,8 @@ def test_a_lazy_out_is_refused_or_written_in_place(out: torch.Tensor) -> None:
         (torch.empty(5, 4), r"out has shape (5, 4), expected (*, 3)"),
         (torch.empty(5, 3, 1), r"out has shape (5, 3, 1), expected (*, 3)"),
         (torch.empty(3).expand(5, 3), "out is an expanded tensor"),
+        (torch.empty(20).as_strided((5, 3), (1, 1)), "several of its elements share one place"),
+        (torch.empty(20).as_strided((5, 3), (2, 1)), "several of its elements share one place"),
         (torch.empty(5, 3, device="meta"), "out is on device meta"),
         (torch.empty(5, 3).to_sparse(), "out must be a dense tensor, got layout torch.sparse_coo"),
     ],
