@@ -15,25 +15,29 @@ import hpcdist
 PYTHON = shlex.quote(sys.executable)
 
 
+LOST = {  # what a shell makes of standard output and error
+    "staging": ("2>&1 | true", "> /dev/full"),
+    "doctor": ("2>&1 | true", ">&-"),
+    "jobscript": ("| true", ">&-", "2>&- > /dev/null", "> /dev/full"),
+}
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("command", ["staging", "doctor", "jobscript"])
+@pytest.mark.parametrize("command", LOST)
 def test_a_command_goes_on_when_nobody_reads_it(command: str, tmp_path: Path) -> None:
     """A reader that has gone, closed streams: as if it were read. A full disk is told, and is a failure."""
+    words = {"jobscript": "--nodes 2 -- python x.py"}.get(command, "")
     if command == "staging":
+        words = f"ls {tmp_path / 'x.h5'}"
         with hpcdist.init():
             hpcdist.staging.save(tmp_path / "x.h5", {f"x{i}": torch.ones(1) for i in range(2000)})
-    words = {
-        "staging": f"ls {tmp_path / 'x.h5'}",
-        "jobscript": "--nodes 2 -- python x.py",
-    }.get(command, "")
     start = f"{PYTHON} -m hpcdist.{command} {words}"
-    script = "".join(
-        f"{{ {start} {to}; echo $? >&3; }} {then}\n"
-        for to, then in (("2>&1", "| true"), (">&-", ""), ("2>&- >/dev/null", ""))
-    )
-    job = run(["bash", "-c", f"exec 3>&1\n{script}{start} >/dev/full; echo full $? >&3"])
-    assert job.out.splitlines() == ["0", "0", "0", "full 1"], job.err
-    assert job.err == f"hpcdist.{command}: error: standard output: No space left on device\n"
+    pipes = [(to.partition("|")[0], "| true" if "|" in to else "") for to in LOST[command]]
+    script = [f"{{ {start} {to}; echo $? >&3; }} {then}" for to, then in pipes]
+    job = run(["bash", "-c", "\n".join(["exec 3>&1", *script])])
+    full = "> /dev/full" in LOST[command]
+    assert job.out.split() == ["0"] * (len(script) - full) + ["1"] * full, job.err
+    assert job.err == f"hpcdist.{command}: error: standard output: No space left on device\n" * full
 
 
 JOB = """
