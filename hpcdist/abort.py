@@ -128,13 +128,15 @@ def _shared_memory() -> set[str]:
         return set()
 
 
-class Transfer:
-    """A context in which ranks depend on each other: an exception there cannot be agreed on, and ends the job.
+class _Together:
+    """A context in which the ranks of a call depend on each other: an exception there ends the job.
 
-    Alone (`size` 1), the exception goes to the caller; so does a RankError, on which all ranks have agreed already.
+    Alone (`size` 1), the exception goes to the caller; so does one of the class `agreed`, which all ranks raise alike.
     """
 
     __slots__ = ("size", "verb")
+    agreed: type[BaseException]
+    what: str  # has happened to the call
 
     def __init__(self, verb: str, size: int) -> None:
         self.verb = verb
@@ -146,31 +148,25 @@ class Transfer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.size > 1 and not isinstance(error, RankError):
-            fail(error, f"{self.verb}() failed in the middle of a transfer")
+        if error is not None and self.size > 1 and not isinstance(error, self.agreed):
+            fail(error, f"{self.verb}() {self.what}")
 
 
-class InStep:
+class Transfer(_Together):
+    """A context in which data move: an exception there cannot be agreed on; only a RankError has been already."""
+
+    __slots__ = ()
+    agreed = RankError
+    what = "failed in the middle of a transfer"
+
+
+class InStep(_Together):
     """A context in which a rank agrees with others and moves data with them: what is raised there by anything but
-    that, such as a signal's handler, leaves this rank out of step with the others, and ends the job.
+    that, such as a signal's handler, leaves this rank out of step with the others."""
 
-    Alone (`size` 1), the exception goes to the caller; so does an error of the package, which all ranks raise alike.
-    """
-
-    __slots__ = ("size", "verb")
-
-    def __init__(self, verb: str, size: int) -> None:
-        self.verb = verb
-        self.size = size
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and self.size > 1 and not isinstance(error, HpcdistError):
-            fail(error, f"{self.verb}() was interrupted, which leaves this rank out of step with the others")
+    __slots__ = ()
+    agreed = HpcdistError
+    what = "was interrupted, which leaves this rank out of step with the others"
 
 
 def fail(error: BaseException, what: str) -> NoReturn:

@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from hpcdist import abort, agree, eager
 from hpcdist.call import Call
+from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
-from hpcdist.watch import record
 
 __all__ = ["Deferred", "carried", "skip"]
 

@@ -72,11 +72,11 @@ class Unexpected:
         """
         with self._lock:
             self._receive()
-            waiting = self._of_key.get(key, ())
+            waiting = self._of_key.get(key, [])
             for i, envelope in enumerate(waiting):
                 if source in (None, envelope.source) and tag in (None, envelope.tag):
-                    del self._of_key[key][i]
-                    if len(waiting) == 0:
+                    del waiting[i]
+                    if not waiting:
                         del self._of_key[key]
                     return envelope
         return None

@@ -18,7 +18,6 @@ from hpcdist.errors import HpcdistError
 from hpcdist.groups import Group
 from hpcdist.handle import Handle, check_threads
 from hpcdist.matching import Envelope, Unexpected, conflict
-from hpcdist.team import Team
 from hpcdist.watch import record
 
 if TYPE_CHECKING:
@@ -195,12 +194,14 @@ class Engine:
         for job in jobs:  # nobody is there any more to send or receive it
             job.future.set_exception(HpcdistError("the world has ended before this message was sent or received"))
 
-    def stop(self, team: Team) -> None:
-        """End the thread. What is under way then, if anything, is for nobody. Collective over `team`, all ranks."""
+    def stop(self) -> None:
+        """End the thread. What is under way then, if anything, is for nobody. Collective over the world."""
         if self._thread is not None:
             self._arriving.put(None)
             self._thread.join()
-        if not any(agree.allgather(team.comm, bool(_abandoned))):  # else a new one could meet what still comes
+        if not any(
+            agree.allgather(self._world.team.comm, bool(_abandoned))
+        ):  # else a new one could meet what still comes
             self.header_comm.Free()
             self.data_comm.Free()
 

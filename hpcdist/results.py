@@ -11,29 +11,29 @@ from hpcdist.routes import CUDA
 if TYPE_CHECKING:
     from hpcdist.team import Team
 
-__all__ = ["allocate", "to_take"]
+__all__ = ["allocate"]
 
 T = TypeVar("T")
 
 LARGE = 2**28  # bytes of a result from which the ranks agree that all of them have the memory
 
 
-def to_take(agreed: agree.Agreed, nbytes: Sequence[int]) -> list[int]:
-    """The bytes of host memory that each rank is to take for its result: none where it brings `out`, or on a GPU."""
-    given = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
-    return [0 if extent >= 0 or kind == CUDA else size for size, extent, kind in given]
-
-
-def allocate(verb: str, team: Team, nbytes: Sequence[int], make: Callable[[], T]) -> T:
+def allocate(
+    verb: str, team: Team, nbytes: Sequence[int], make: Callable[[], T], agreed: agree.Agreed | None = None
+) -> T:
     """Call `make`, which takes memory for this rank's result. Collective if a result is large.
 
     Args:
-        nbytes: of host memory for the result of each rank of the team; the same on all ranks.
+        nbytes: of the result of each rank of the team; the same on all ranks.
+        agreed: what the ranks have: one that brings `out`, or has its data on a GPU, takes no memory of its host.
 
     Raises:
         RankError: on every rank, if the results on some node have more bytes than it has memory, or if `make` fails on
             some rank.
     """
+    if max(nbytes) >= LARGE and agreed is not None:
+        given = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
+        nbytes = [0 if extent >= 0 or kind == CUDA else size for size, extent, kind in given]
     if max(nbytes) < LARGE:
         return make()
     world = team.world

@@ -131,7 +131,7 @@ class World:
         atexit.unregister(_leave)
         handle.report_failures()
         with record.InCall("finalize", self.team):
-            self.engine.stop(self.team)
+            self.engine.stop()
         for team in self.teams:
             team.free()
         self._watch.stop()

@@ -5,18 +5,23 @@ Every value encodes its index in the whole, so that no two places can be confuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from hpcdist import files
 from hpcdist.buffers import BARE, DTYPES, copyable
+from hpcdist.errors import InputError
 
 __all__ = [
     "DTYPES",
     "EXTENTS",
     "STRIDES",
+    "assert_refused",
     "copy_of",
     "extents_of",
     "part",
@@ -152,3 +157,14 @@ def strides_for(dtype: torch.dtype) -> Iterator[str]:
         if name.startswith("negated") and dtype not in (torch.float32, torch.float64):
             continue
         yield name
+
+
+def assert_refused(folder: Path, messages: Mapping[str, str]) -> None:
+    """Each of these arrays in files of a folder is refused in one line that names the file and has the text in it."""
+    for name, message in messages.items():
+        with pytest.raises(InputError) as caught:
+            files.load(str(folder / name))
+        text = str(caught.value)
+        assert text.startswith(str(folder / name).split(":")[0]), text
+        assert message in text
+        assert "\n" not in text

@@ -7,8 +7,11 @@ mpirun -n N python -m pytest --with-mpi -m mpi
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,3 +103,13 @@ def _together(item: pytest.Item) -> Generator[None, Any, Any]:
 def world() -> hpcdist.World:
     """The world of all ranks; it is left at the end of the program, as a user's is."""
     return hpcdist.init()
+
+
+@pytest.fixture
+def folder(world: hpcdist.World) -> Iterator[Path]:
+    """A new folder, the same for all ranks, that is gone afterwards."""
+    path = Path(world.comm.bcast(tempfile.mkdtemp(prefix="hpcdist-test-") if world.rank == 0 else None))
+    yield path
+    world.comm.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(path)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -24,17 +22,6 @@ from hpcdist import files
 from hpcdist.buffers import BARE, copyable
 from hpcdist.concat import __main__ as concat_command
 from hpcdist.gather import __main__ as gather_command
-
-
-@pytest.fixture
-def folder(world: hd.World) -> Iterator[Path]:
-    """A new folder, the same for all ranks, that is gone afterwards."""
-    path = Path(world.comm.bcast(tempfile.mkdtemp(prefix="hpcdist-test-") if world.rank == 0 else None))
-    yield path
-    world.comm.Barrier()
-    if world.rank == 0:
-        shutil.rmtree(path)
-
 
 # --- what is written into a caller's tensor --------------------------------------------------------------------------
 

@@ -98,8 +98,8 @@ def _concat(
 
     def forward() -> torch.Tensor:
         with abort.Transfer("concat", team.size):
-            sizes = results.to_take(agreed, [cut.nbytes()] * team.size)
-            whole, landing = results.allocate("concat", team, sizes, lambda: cut.landing(call.out, shard.device))
+            sizes, take = [cut.nbytes()] * team.size, lambda: cut.landing(call.out, shard.device)
+            whole, landing = results.allocate("concat", team, sizes, take, agreed)
             way.allgatherv(team, row_major(shard, call.out), landing, cut.counts, cut.displs)
             cut.unpack(landing, whole)
             return whole

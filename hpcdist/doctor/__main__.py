@@ -7,6 +7,7 @@ import sys
 import time
 from typing import IO, NoReturn
 
+from hpcdist.command import path
 from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
 from hpcdist.doctor.findings import report, status
@@ -68,18 +69,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line of python -m hpcdist.doctor."""
     p = _Parser("hpcdist.doctor", description=_ABOUT)
     p.add_argument("--json", action="store_true", help="the findings as JSON, with the facts of every rank")
-    p.add_argument("--staging", type=_name, metavar="FOLDER", help="the staging folder to try, not the usual one")
+    p.add_argument("--staging", type=path, metavar="FOLDER", help="the staging folder to try, not the usual one")
     p.add_argument(
         "--limit", type=_seconds, default=_LIMIT, metavar="SECONDS",
         help="after which a step of the examination hangs (%(default)g)",
     )  # fmt: skip
     return p
-
-
-def _name(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("expected a name, got an empty one")
-    return text
 
 
 if __name__ == "__main__":

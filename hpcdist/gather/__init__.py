@@ -88,9 +88,9 @@ def _gather(
 
     def forward() -> torch.Tensor:
         with abort.Transfer("gather", team.size):
-            sizes = results.to_take(agreed, [cut.nbytes() if rank == root else 0 for rank in range(team.size)])
+            sizes = [cut.nbytes() if rank == root else 0 for rank in range(team.size)]
             take = (lambda: cut.landing(call.out, shard.device)) if team.rank == root else lambda: (shard, shard)
-            whole, landing = results.allocate("gather", team, sizes, take)
+            whole, landing = results.allocate("gather", team, sizes, take, agreed)
             if team.rank != root:
                 way.gatherv(team, row_major(shard), None, cut.counts, cut.displs, root)
                 return shard.new_empty(0)

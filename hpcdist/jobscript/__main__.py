@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from hpcdist.command import path
 from hpcdist.errors import InputError, reason
 from hpcdist.jobscript import KINDS, LAUNCHERS, MPIS, Shape, write
 from hpcdist.output import printing
@@ -26,8 +27,6 @@ def main(words: list[str]) -> None:
     p = parser()
     given = {name: value for name, value in vars(p.parse_args(words)).items() if value is not None}
     output = given.pop("output", None)
-    if output == "":
-        p.error("argument -o/--output: expected a name, got an empty one")
     given.setdefault("kind", "gpu" if given.get("gpus_per_node") else "cpu")
     given["modules"] = tuple(given["modules"])
     given["command"] = tuple(given["command"]) or None
@@ -66,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mpi", choices=MPIS, help="what srun speaks to the ranks (default auto: found in the job)")
     p.add_argument("--module", dest="modules", action="append", default=[], help="to load; may be repeated")
     p.add_argument("--venv", metavar="DIR", help="the virtual environment to activate")
-    p.add_argument("-o", "--output", metavar="FILE", help="where to write it (default standard output)")
+    p.add_argument("-o", "--output", type=path, metavar="FILE", help="where to write it (default standard output)")
     p.add_argument("command", nargs="*", metavar="COMMAND", help="of each rank, after -- (default hpcdist.gather)")
     return p
 

@@ -117,7 +117,7 @@ def _split(
         with abort.Transfer("split", team.size):
             given = call.out
             take = (lambda: cut.shard(team.rank, device)) if given is None else lambda: given
-            part = results.allocate("split", team, results.to_take(agreed, cut.counts), take)
+            part = results.allocate("split", team, cut.counts, take, agreed)
             landing = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
             messages = None if whole is None else row_major(cut.pack(whole), call.out)
             way.scatterv(team, messages, landing, cut.counts, cut.displs, root)

@@ -150,7 +150,7 @@ def _has_come(report: Report, call: Entry) -> bool:
 def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -> str:
     """Who keeps a call waiting, and why."""
     lines = [f"{reports[rank].who} {_why(reports[rank])}" for rank in absent if rank in reports]
-    lines += [_odd_kind(reports[rank], call) for rank in absent if rank in reports and _odd_kind(reports[rank], call)]
+    lines += [odd for rank in absent if rank in reports and (odd := _odd_kind(reports[rank], call))]
     if not absent and call.number == -1 - ANYBODY:
         lines = ["no rank has sent what this call receives"]
     elif not absent:
