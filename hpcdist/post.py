@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Generator
@@ -83,7 +84,7 @@ class Arrival:
         for _ in range(_SPINS):
             if self.ready():
                 return
-            time.sleep(0)
+            os.sched_yield()  # time.sleep(0) may take 50 us
         begin = time.monotonic()
         while not self.ready():
             time.sleep(min(_LONGEST_NAP, (time.monotonic() - begin) / 10))
