@@ -69,7 +69,7 @@ if world.rank == 0:
 else:
     world.comm.Barrier()
     hd.send("a message", 0)
-print("next", hd.concat(x).tolist())
+os.write(1, f"next {hd.concat(x).tolist()}\\n".encode())  # at once: mpirun may put two lines into one
 """,
     )
     assert job.status == 0, job.err
