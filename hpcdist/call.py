@@ -12,10 +12,11 @@ from torch import Tensor
 from hpcdist.routes import CPU
 from hpcdist.tree import Tree
 
-__all__ = ["FOLLOWS", "FOLLOWS_CPU", "LOST", "Call", "others", "show_shape"]
+__all__ = ["FOLLOWS", "FOLLOWS_CPU", "LOST", "SHARED", "Call", "others", "show_shape"]
 
 # A receiver that brings no tensor has its part where the root has the whole, if it has a GPU itself.
 FOLLOWS, FOLLOWS_CPU = 3, 4
+SHARED = "out is an expanded tensor, or like one: several of its elements share one place in memory"
 LOST = "out is given, but a gradient is to flow, which would be lost: leave out, or use torch.no_grad()"
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import buffers, layout
-from hpcdist.call import FOLLOWS, FOLLOWS_CPU, LOST, Call, others, show_shape
+from hpcdist.call import FOLLOWS, FOLLOWS_CPU, LOST, SHARED, Call, others, show_shape
 from hpcdist.eager import recorded
 from hpcdist.errors import HpcdistError
 from hpcdist.merging import cut
@@ -25,6 +25,7 @@ __all__ = [
     "problem_of",
     "runs",
     "shard_call",
+    "shares_places",
     "split_call",
     "structure_call",
     "tensor",
@@ -253,13 +254,15 @@ def _writable(out: Tensor) -> Tensor:
         raise WrongError("out requires a gradient, which could not flow: pass out.detach(), or use torch.no_grad()")
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise WrongError("out was made in torch.inference_mode() and can be written only there")
-    if not out.is_contiguous() and _shares_places(out):
-        raise WrongError("out is an expanded tensor, or like one: several of its elements share one place in memory")
+    if shares_places(out):
+        raise WrongError(SHARED)
     return out.detach()
 
 
-def _shares_places(x: Tensor) -> bool:
+def shares_places(x: Tensor) -> bool:
     """Whether the elements of a tensor may lie over each other: a stride does not pass what the smaller ones reach."""
+    if x.is_contiguous():
+        return False
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:

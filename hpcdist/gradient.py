@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
-from torch.autograd.function import once_differentiable
 
 from hpcdist import abort, agree, eager
 from hpcdist.call import Call
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from hpcdist.team import Team
 
 __all__ = ["Deferred", "carried", "skip"]
+
+_Back = Callable[[Tensor, bool], Tensor | None]  # of a gradient, and whether it is to be differentiated too
+_AGAIN = "a gradient of a gradient (create_graph=True) goes through no transfer between ranks"
 
 
 def carried(
@@ -46,12 +48,13 @@ def carried(
     # Which of the team's results it is: ranks that go back through different ones are told so.
     which = f"number {skip(team)}" + (" of those in the background" if team is not front else "")
 
-    def back(grad: Tensor, at_once: int = 1) -> Tensor | None:
+    def back(grad: Tensor, again: bool, at_once: int = 1) -> Tensor | None:
         if _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad):
-            return _one_by_one(grad, back)
+            return _one_by_one(grad, again, back)
         what = f"the backward pass of {verb}"
+        options = (("the result", which), ("gradients at once", at_once))
         with record.InCall(what, front), abort.InStep(what, front.size):
-            agree.exchange(front, Call(what, options=(("the result", which), ("gradients at once", at_once))))
+            agree.exchange(front, Call(what, options=options, problem=_AGAIN if again else None))
             with abort.Transfer(verb, front.size):
                 found = backward(grad.resolve_conj().resolve_neg().contiguous())
         return found.view(anchor.shape) if anchor is x and found is not None else None
@@ -69,7 +72,7 @@ def skip(team: Team) -> int:
     return number
 
 
-def _one_by_one(grads: Tensor, back: Callable[[Tensor, int], Tensor | None]) -> Tensor | None:
+def _one_by_one(grads: Tensor, again: bool, back: Callable[[Tensor, bool, int], Tensor | None]) -> Tensor | None:
     """The gradients of a batch, which torch passes back at once: torch.vmap, and grad(..., is_grads_batched=True).
 
     The latter has batches of an older kind.
@@ -82,7 +85,7 @@ def _one_by_one(grads: Tensor, back: Callable[[Tensor, int], Tensor | None]) -> 
         level, add = torch._C._vmapmode_increment_nesting() - 1, torch._add_batch_dim
         torch._C._vmapmode_decrement_nesting()
         each = torch._remove_batch_dim(grads, level, 0, 0).unbind()
-    found = [gradient for grad in each if (gradient := back(grad, len(each))) is not None]
+    found = [gradient for grad in each if (gradient := back(grad, again, len(each))) is not None]
     return add(torch.stack(found), 0, level) if found else None
 
 
@@ -93,21 +96,24 @@ class Deferred:
     thread. Made by the thread that waits, they are in the same order on all ranks.
     """
 
-    def __init__(self, anchor: Tensor, result: Tensor, back: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, anchor: Tensor, result: Tensor, back: _Back) -> None:
         self._anchor, self._result, self._back = anchor, result, back
 
     def attach(self) -> Tensor:
         return _attach(self._anchor, lambda: self._result, self._back)
 
 
-def _attach(anchor: Tensor, forward: Callable[[], Tensor], back: Callable[[Tensor], Tensor | None]) -> Tensor:
+def _attach(anchor: Tensor, forward: Callable[[], Tensor], back: _Back) -> Tensor:
     with torch.enable_grad():
         result: Tensor = _Carried.apply(anchor, forward, back)  # type: ignore[no-untyped-call]
     return result
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-    return ctx.back(grad), None, None
+    # torch's once_differentiable would give zeros to autograd.grad(inputs=...): its error is not on the way to them.
+    again = torch.is_grad_enabled() and grad.requires_grad
+    with torch.no_grad():
+        return ctx.back(grad, again), None, None
 
 
 eager.not_compiled([_backward])  # torch calls it also within a compiled function that calls backward()
@@ -115,8 +121,8 @@ eager.not_compiled([_backward])  # torch calls it also within a compiled functio
 
 class _Carried(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, forward: Callable[[], Tensor], back: Callable[[Tensor], Any]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, forward: Callable[[], Tensor], back: _Back) -> Tensor:
         ctx.back = back
         return forward()
 
-    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
+    backward = staticmethod(_backward)  # type: ignore[assignment]

@@ -84,6 +84,8 @@ class Group:
     def release(self) -> None:
         """The communicator is being freed: its ranks may have another one."""
         self.freed = True
+        if self.key is not None:
+            self.world.engine.unexpected.drop(self.key)
         if self.world.provisional.get(self.provisional_key) is self:
             del self.world.provisional[self.provisional_key]
 

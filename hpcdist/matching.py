@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from bisect import insort
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from hpcdist.errors import HpcdistError
 __all__ = ["INLINE", "Envelope", "Unexpected", "bytes_of", "conflict", "sealed"]
 
 _HEAD = struct.Struct("<qqqq")  # the group's key, the tag, the message's number, the bytes of its content
+_NOT_YET = 0xFF  # each byte of a head that has not come: no number of bytes
 INLINE = 2**16  # bytes of content that travel with the envelope: what nobody has asked for yet takes memory
 
 
@@ -32,6 +34,7 @@ class Envelope(NamedTuple):
         number: by which the sender knows what follows.
         source: the world's rank of the sender.
         nbytes: length of the content.
+        serial: the how manyth it is of those that have come.
         content: the content itself; None if it follows by itself.
     """
 
@@ -40,6 +43,7 @@ class Envelope(NamedTuple):
     number: int
     source: int
     nbytes: int
+    serial: int
     content: Tensor | None
 
 
@@ -55,15 +59,20 @@ def sealed(key: int, tag: int, number: int, content: Tensor) -> list[Tensor]:
 
 
 class Unexpected:
-    """The messages that have come, and that no receive has taken yet; for any number of threads."""
+    """The messages that have come, and that no receive has taken yet; for any number of threads.
+
+    A signal's handler may raise anywhere here: nothing that has come is lost then, nor there twice.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._lock = threading.Lock()
         self._of_key: dict[int, list[Envelope]] = {}
+        self._coming: tuple[Tensor, int, int] | None = None  # a message, its source and number, until it is kept
+        self._count = 0
 
-    def take(self, key: int, source: int | None, tag: int | None) -> Envelope | None:
-        """The first message of a group from `source` with `tag`, None being any; None if there is none yet.
+    def take(self, key: int, source: int | None, tag: int | None, taken: list[Envelope]) -> bool:
+        """Put the first message of a group from `source` with `tag`, None being any, into `taken`, if one has come.
 
         What one rank has sent comes in its order.
 
@@ -75,30 +84,62 @@ class Unexpected:
             waiting = self._of_key.get(key, [])
             for i, envelope in enumerate(waiting):
                 if source in (None, envelope.source) and tag in (None, envelope.tag):
+                    taken.append(envelope)
                     del waiting[i]
-                    if not waiting:
-                        del self._of_key[key]
-                    return envelope
-        return None
+                    return True
+        return False
+
+    def give_back(self, envelope: Envelope) -> None:
+        """It was taken, and is to be received by another one."""
+        with self._lock:
+            waiting = self._of_key.setdefault(envelope.key, [])
+            if envelope.serial not in [other.serial for other in waiting]:
+                insort(waiting, envelope, key=lambda other: other.serial)
+
+    def drop(self, key: int) -> None:
+        """The group has ended: what has come for it is for nobody."""
+        with self._lock:
+            if self._comm != MPI.COMM_NULL:
+                self._receive()
+            self._of_key.pop(key, None)
 
     def _receive(self) -> None:
         """Take in all that has come."""
         status = MPI.Status()
-        while (message := self._comm.Improbe(MPI.ANY_SOURCE, 0, status)) is not None:
+        self._keep()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
             content = torch.empty(status.Get_elements(MPI.BYTE), dtype=torch.uint8, device="cpu")
-            message.Recv([bytes_of(content), MPI.BYTE])
-            envelope = _opened(content, status.Get_source())
-            self._of_key.setdefault(envelope.key, []).append(envelope)
+            content[: _HEAD.size] = _NOT_YET
+            self._count += 1
+            self._coming = content, status.Get_source(), self._count
+            self._comm.Recv([bytes_of(content), MPI.BYTE], status.Get_source(), 0)
+            self._keep()
+
+    def _keep(self) -> None:
+        """Keep the message that is coming in, if it has come."""
+        if self._coming is None:
+            return
+        content, source, serial = self._coming
+        if bool((content[: _HEAD.size] != _NOT_YET).any()):
+            try:
+                envelope = _opened(content, source, serial)
+            except HpcdistError:
+                self._coming = None
+                raise
+            waiting = self._of_key.setdefault(envelope.key, [])
+            if not waiting or waiting[-1].serial != serial:
+                waiting.append(envelope)
+        self._coming = None
 
 
-def _opened(message: Tensor, source: int) -> Envelope:
+def _opened(message: Tensor, source: int, serial: int) -> Envelope:
     if message.numel() < _HEAD.size:
         raise HpcdistError(f"a message of rank {source} is damaged: it has {message.numel()} bytes")
     key, tag, number, nbytes = _HEAD.unpack(message[: _HEAD.size].numpy().tobytes())
     content = message[_HEAD.size :]
     if nbytes < 0 or (nbytes <= INLINE and content.numel() != nbytes):
         raise HpcdistError(f"a message of rank {source} is damaged: {content.numel()} bytes, {nbytes} announced")
-    return Envelope(key, tag, number, source, nbytes, content if nbytes <= INLINE else None)
+    return Envelope(key, tag, number, source, nbytes, serial, content if nbytes <= INLINE else None)
 
 
 def bytes_of(x: Tensor) -> Any:

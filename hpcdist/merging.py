@@ -99,7 +99,7 @@ def _no_tensor(kind: str, number: int) -> Any:
 
 def _kind(spec: Any) -> str:
     kind = spec[0] if isinstance(spec, list) else "s"
-    return "s" if kind in ("g", "b", "p", "z", "i") else str(kind)
+    return "s" if kind in ("g", "b", "a", "p", "z", "i") else str(kind)
 
 
 def same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ What a header says is checked before memory is taken for it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from hpcdist import memory
 from hpcdist.buffers import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 from hpcdist.errors import HpcdistError
 
-__all__ = ["MOST", "SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "opened", "pack"]
+__all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "opened", "pack"]
 
 SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
-MOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes: more than this cannot arrive on this host
 _MAX_DIMS = 64  # torch's own limit
 _ALIGN = 16  # bytes: of the largest dtype
 INLINE = 2**24  # bytes of small tensors that travel with the header
@@ -140,8 +139,8 @@ def bounded(nbytes: int) -> None:
     Raises:
         HpcdistError: this host does not have so much.
     """
-    if nbytes > MOST:
-        raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than this host has memory ({MOST})")
+    if nbytes > INLINE and nbytes > (most := memory.capacity()[0]):
+        raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than there is memory here ({most})")
 
 
 def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[Meta]:

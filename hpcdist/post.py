@@ -24,7 +24,7 @@ from hpcdist.watch import record
 if TYPE_CHECKING:
     from hpcdist.world import World
 
-__all__ = ["Arrival", "Engine", "Requests", "Steps"]
+__all__ = ["BEGUN", "DONE", "Arrival", "Engine", "Requests", "Steps"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,22 @@ class Waiting(Protocol):
     def wait(self) -> None: ...
 
 
-Steps = Generator[Waiting, None, T]  # a transfer: it yields what it has to wait for, and returns its result
+Steps = Generator[Waiting, None, T]
+"""A transfer: it yields what it has to wait for, and returns its result. After the first, a message that comes or
+BEGUN, it can be called off for the last time; after DONE all has moved, and what is left concerns this rank alone."""
+
+
+class _Mark:
+    """A point in a transfer: there is nothing to wait for."""
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+BEGUN, DONE = _Mark(), _Mark()
 
 
 class Requests:
@@ -65,19 +80,23 @@ class Arrival:
         tag: None for any.
 
     Attributes:
-        envelope: of that message.
+        taken: its envelope, when it has come.
     """
 
     def __init__(self, unexpected: Unexpected, group: Group, source: int | None, tag: int | None) -> None:
         self._unexpected, self._group = unexpected, group
         self._wanted = group.message_key(), source, tag
-        self.envelope: Envelope | None = None
+        self.taken: list[Envelope] = []
 
     def ready(self) -> bool:
         if self._group.ended:
             raise HpcdistError("the group has ended before this message was received")
-        self.envelope = self._unexpected.take(*self._wanted)
-        return self.envelope is not None
+        return self._unexpected.take(*self._wanted, self.taken)
+
+    def give_back(self) -> None:
+        """Leave the message to another receive."""
+        for envelope in self.taken:
+            self._unexpected.give_back(envelope)
 
     def wait(self) -> None:
         """By looking again and again, and not inside MPI: there a handler of Python's, of Ctrl-C say, would not run."""
@@ -137,18 +156,19 @@ class Engine:
         """Do a transfer now."""
         if self._ahead[receives]:
             return self.submit("the transfer", steps, record.NOBODY, receives).wait()
+        first, begun = next(steps), False
         try:
-            while True:
-                waiting = next(steps)
-                if isinstance(waiting, Arrival):
-                    waiting.wait()  # nothing has come yet: an exception here costs nobody anything
-                else:
-                    with abort.InStep(verb, self._world.world_size):
-                        waiting.wait()
-                record.touch()
-        except StopIteration as done:
-            result: T = done.value
-            return result
+            first.wait()
+            with abort.InStep(verb, self._world.world_size):
+                begun = True
+                while (waiting := next(steps)) is not DONE:
+                    waiting.wait()
+                    record.touch()
+        except BaseException:
+            if not begun and isinstance(first, Arrival):
+                first.give_back()
+            raise
+        return _result(steps)
 
     def submit(self, verb: str, steps: Steps[T], peer: int, receives: bool) -> Handle[T]:
         """Do a transfer in the background; it depends on `peer`, a rank of the world."""
@@ -205,6 +225,16 @@ class Engine:
         ):  # else a new one could meet what still comes
             self.header_comm.Free()
             self.data_comm.Free()
+
+
+def _result(steps: Steps[T]) -> T:
+    """Of a transfer that has nothing to wait for any more."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as done:
+        result: T = done.value
+        return result
 
 
 def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:

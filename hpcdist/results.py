@@ -50,8 +50,6 @@ def allocate(
             together = f"its result has {size:,} bytes, and those of all ranks on its node {on_node:,} bytes"
             problems[rank] = f"{together}: more than the {host:,} bytes of memory there"
     agree.require(verb, problems)
-    if team.size == 1:
-        return make()
     made: list[T] = []
     agree.on_all(team.comm, verb, lambda: made.append(make()))
     return made[0]

@@ -1,21 +1,15 @@
-"""The ranks of one call: communicators of the library's own, and torch groups made when a route first needs one."""
+"""The ranks of one call: communicators of the library's own, and torch backends made when a route first needs one."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 from array import array
-from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from hpcdist import agree
 from hpcdist.errors import RankError
-from hpcdist.groups import Group, group_of, is_alive
+from hpcdist.groups import Group, group_of
 from hpcdist.watch import record
 
 if TYPE_CHECKING:
@@ -25,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Team", "team_of"]
 
-
-_LATER = timedelta(minutes=1)  # after our own deadline, which can say more, comes torch's
 _FREE, _OWN, _OTHERS = range(3)  # whose the provisional key of a communicator's ranks is
 
 
@@ -49,6 +41,7 @@ class Team:
         number: by which a record tells teams apart; the same on all ranks. That of a background team is one more.
         calls: the verbs begun so far, in the foreground and (True) with async_op; of a background team, those of the
             foreground before the one at hand.
+        torch_groups: the team's torch backends by name, see :mod:`hpcdist.routes.c10d`.
         back_comm: the communicator of the team that works in the background of this one; None if this is one.
     """
 
@@ -63,7 +56,7 @@ class Team:
         self.memo: dict[Any, Any] = {}  # what modules keep a team: header buffers, whether MPI takes GPU memory
         self.calls = {False: 0, True: 0}
         self._begun = 0
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self.torch_groups: dict[str, Any] = {}
         self.number: int = _agree_on_keys(comm, group) if front is None else front.number + 1
         self.back_comm = comm.Dup() if front is None else None
         record.peers[self.number] = self.peers
@@ -75,31 +68,6 @@ class Team:
         self._begun += 1
         return self._begun
 
-    def torch_group(self, backend: str, join: Callable[[dist.ProcessGroup], object] | None = None) -> dist.ProcessGroup:
-        """The team's own torch group with one backend, "gloo" or "nccl". Collective over the team when first used.
-
-        Args:
-            join: the first operation of the group, where that must be one of all its ranks.
-        """
-        group = self._groups.get(backend)
-        if group is None or not is_alive(group):  # the user may have ended torch.distributed, and started it again
-            group = self._groups[backend] = self._make_torch_group(backend)
-            if join is not None:
-                join(group)
-        return group
-
-    def _make_torch_group(self, backend: str) -> dist.ProcessGroup:
-        _choose_names()
-        # One rank chooses the name, see there.
-        _chosen.name = agree.from_root(self.comm, f"hpcdist-{uuid4().hex}".encode(), 0).decode()
-        limit = self.world.timeout + _LATER
-        try:
-            group = dist.new_group(sorted(self.peers), backend=backend, timeout=limit, use_local_synchronization=True)
-        finally:
-            _chosen.name = None
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-
     @property
     def freed(self) -> bool:
         from mpi4py import MPI
@@ -107,7 +75,7 @@ class Team:
         return bool(self.comm == MPI.COMM_NULL)
 
     def free(self) -> None:
-        """Free the communicators and the torch groups; once is enough.
+        """Free the communicators and the torch backends; once is enough.
 
         No rank waits for another one: programs end their groups in different orders on different ranks.
         """
@@ -115,10 +83,11 @@ class Team:
             return
         if "background" in self.memo:
             self.memo.pop("background").stop()
-        gloo = self._groups.pop("gloo", None)
-        if gloo is not None and is_alive(gloo):
-            dist.destroy_process_group(gloo)
-        self._groups.clear()  # those of NCCL, whose end may be collective, end with torch.distributed
+        gloo = self.torch_groups.pop("gloo", None)
+        if gloo is not None:
+            gloo.shutdown()
+        self.world.ended_groups.update({(self.number, name): group for name, group in self.torch_groups.items()})
+        self.torch_groups.clear()
         for number in (self.number, self.number + 1):
             record.peers.pop(number, None)
         if self.back_comm is not None:
@@ -164,26 +133,6 @@ class _Coming:
 
     def next_call(self) -> int:
         return 0
-
-
-_chosen = threading.local()  # the name of the group that this thread is making
-
-
-def _choose_names() -> None:
-    """Have torch take our names for our groups: from now on, and for groups that are not ours it chooses its own.
-
-    torch names a group by how many groups this process has made, which differs from rank to rank, and ranks that do
-    not find each other's name hang. (The background makes groups too, so that this cannot be put on and off.)
-    """
-    its_own = distributed_c10d._process_group_name
-    if getattr(its_own, "hpcdist", False):
-        return
-
-    def name(*args: Any, **kwargs: Any) -> str:
-        return getattr(_chosen, "name", None) or its_own(*args, **kwargs)
-
-    name.hpcdist = True  # type: ignore[attr-defined]
-    distributed_c10d._process_group_name = name  # type: ignore[assignment]
 
 
 def team_of(given: dist.ProcessGroup | MPI.Comm | None, world: World) -> Team:

@@ -17,7 +17,7 @@ from hpcdist.errors import FileError, HpcdistError, reason
 from hpcdist.groups import Group
 from hpcdist.matching import Envelope, bytes_of, sealed
 from hpcdist.packing import Contents, Header, Messages, bounded, encode, opened
-from hpcdist.post import Arrival, Requests, Steps
+from hpcdist.post import BEGUN, DONE, Arrival, Requests, Steps
 from hpcdist.routes.hdf5 import Stage, fetch
 from hpcdist.tree import Tree, finished, rebuild
 
@@ -58,6 +58,7 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
     room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, device="cpu", pin_memory=longest > 0)
+    yield BEGUN
     # From here on nothing takes memory: who has got the header depends on what follows.
     requests = outgoing.send_first(messages.first)
     for x in large:
@@ -68,6 +69,7 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
         else:
             requests += outgoing.send(x)
     yield Requests(requests)
+    yield DONE
 
 
 def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
@@ -79,11 +81,13 @@ def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
         header = encode(tree.spec, contents, file=stage.ticket(world.one_system))
         messages = Messages(tree.tensors, contents, header)
         answer = bytearray(_ANSWER)
+        yield BEGUN
         requests = outgoing.send_first(messages.first)
         for rest in messages.rest:
             requests += outgoing.send(rest)
         requests.append(world.engine.data_comm.Irecv([answer, MPI.BYTE], outgoing.dest, outgoing.number + 1))
         yield Requests(requests)
+    yield DONE
     problem = answer.rstrip(b"\0").decode(errors="replace")
     if problem:
         raise FileError(f"send(): rank {outgoing.dest}: {problem}")
@@ -101,8 +105,7 @@ def _staged(world: World, nbytes: int) -> Iterator[Stage]:
 def receive(world: World, group: Group, arrival: Arrival, allow_pickle: bool) -> Steps[tuple[Any, int]]:
     """Receive the message that `arrival` waits for; its structure, and the rank in `group` that sent it."""
     yield arrival
-    envelope = arrival.envelope
-    assert envelope is not None
+    (envelope,) = arrival.taken
     giver, device, comm = group.peers.index(envelope.source), world.device, world.engine.data_comm
     if not 0 <= envelope.number < world.engine.most_tag:
         raise HpcdistError(f"a message of rank {giver} is damaged: it has the number {envelope.number}")
@@ -125,6 +128,7 @@ def receive(world: World, group: Group, arrival: Arrival, allow_pickle: bool) ->
         yield from _from_file(comm, envelope, header, places)
     else:
         yield from incoming([(as_bytes(places[i]), header.metas[i].cuda) for i in header.large])
+    yield DONE
     return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle)), giver
 
 

@@ -3,8 +3,8 @@
 A description is what JSON has for None, booleans, numbers and strings; all else is a list that begins with a kind:
 
     ["x", i] a tensor          ["n", i] a numpy array      ["g", i] a numpy number
-    ["b", i] bytes             ["p", i] a pickle           ["z", re, im] a complex number
-    ["i", "-ff"] an integer of more than 64 bits
+    ["b", i] bytes             ["a", i] a bytearray        ["p", i] a pickle
+    ["z", re, im] a complex number                         ["i", "-ff"] an integer of more than 64 bits
     ["l", ...] a list          ["t", ...] a tuple          ["N", class, ...] a named tuple
     ["d", [key, value], ...] a dict                        ["o", [key, value], ...] an OrderedDict
     ["D", class, [name, value], ...] a dataclass
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import buffers
+from hpcdist.errors import HpcdistError, reason
 
 __all__ = [
     *("TENSORS", "Leaf", "Tree", "classes_in", "dataclass_of", "find_class", "finished", "flatten", "mapped"),
@@ -37,7 +38,7 @@ __all__ = [
 
 MAX_DEPTH = 100  # levels: what is deeper contains itself, or is no data
 _JSON_INT = 2**63
-TENSORS = ("x", "n", "g", "b", "p")
+TENSORS = ("x", "n", "g", "b", "a", "p")
 _ARRAYS = (np.ndarray, np.memmap)  # other classes mean more than their elements: a mask, another way to multiply
 
 
@@ -88,7 +89,7 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
     if kind is complex:
         return ["z", value.real, value.imag]
     if kind in (bytes, bytearray):
-        return _tensor("b", buffers.of_bytes(value), tensors)
+        return _tensor("b" if kind is bytes else "a", buffers.of_bytes(value), tensors)
     if kind in _ARRAYS or (isinstance(value, np.generic) and kind.__module__ == "numpy"):
         try:
             return _tensor("n" if kind in _ARRAYS else "g", _of_numpy(value), tensors)
@@ -272,7 +273,12 @@ def dataclass_of(name: str, fields: Sequence[tuple[str, Any]]) -> Any:
 
 
 def finished(kind: str, x: Tensor, allow_pickle: bool) -> Any:
-    """What a tensor that has arrived stands for."""
+    """What a tensor that has arrived stands for.
+
+    Raises:
+        TypeError: it is a pickle, and they are not allowed.
+        HpcdistError: it is one that cannot be read here.
+    """
     if kind == "x":
         return x
     array = x.numpy()
@@ -282,6 +288,11 @@ def finished(kind: str, x: Tensor, allow_pickle: bool) -> Any:
         return array[()]
     if kind == "b":
         return array.tobytes()
+    if kind == "a":
+        return bytearray(array)
     if not allow_pickle:
         raise TypeError("a pickle has come, which is not read unless allow_pickle=True is passed here too")
-    return pickle.loads(array.tobytes())
+    try:
+        return pickle.loads(array.tobytes())
+    except Exception as error:
+        raise HpcdistError(f"a pickle that has come cannot be read: {type(error).__name__}: {reason(error)}") from error

@@ -51,6 +51,7 @@ class World:
         team, teams: the library's own communicator of all ranks, and all that it has; not for user code.
         everyone: the group of all ranks; not for user code.
         provisional: who has the key that communicators of the same ranks share at first; not for user code.
+        ended_groups: torch backends of teams that are gone, which all ranks end together; not for user code.
         engine: what two ranks send each other; not for user code.
     """
 
@@ -71,6 +72,7 @@ class World:
     teams: list[Team] = field(default_factory=list, init=False, repr=False)
     everyone: Group = field(init=False, repr=False)
     provisional: dict[int, Group] = field(default_factory=dict, init=False, repr=False)
+    ended_groups: dict[tuple[int, str], Any] = field(default_factory=dict, init=False, repr=False)
     engine: Engine = field(init=False, repr=False)
     _watch: Watch = field(repr=False)
     _owns_group: bool = field(repr=False)
@@ -134,6 +136,9 @@ class World:
             self.engine.stop()
         for team in self.teams:
             team.free()
+        for _, group in sorted(self.ended_groups.items()):  # those of NCCL: the same order on all ranks
+            group.shutdown()
+        self.ended_groups.clear()
         self._watch.stop()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that lives on when Python ends aborts the process.

@@ -27,7 +27,7 @@ def save(x: torch.Tensor, path: str) -> None:
     """Write a tensor as the commands do, on one rank."""
     from mpi4py import MPI
 
-    nobody: Any = SimpleNamespace(provisional={})  # a world without other ranks
+    nobody: Any = SimpleNamespace(provisional={}, ended_groups={})  # a world without other ranks
     team = Team(MPI.COMM_SELF.Dup(), Group(nobody, 0, [0], MPI.COMM_SELF))
     out = outputs.create(team, "test", path, tuple(x.shape), x.dtype, 64)
     for row in out.mine():

@@ -237,16 +237,16 @@ def test_a_message_for_which_there_is_no_memory_ends_the_job() -> None:
         2,
         code=BEGIN
         + """
-from hpcdist import packing
-packing.MOST = 10**6
+from hpcdist import memory
+memory.capacity = lambda: (2 * 10**7, 2 * 10**7)
 if world.rank == 0:
-    hd.send(torch.zeros(10**6), 1)
+    hd.send(torch.zeros(10**7), 1)
 else:
     hd.recv(0)
 """,
     )
     assert job.status != 0
-    assert "more than this host has memory" in job.err and "recv() failed in the middle" in job.err
+    assert "more than there is memory here" in job.err and "recv() failed in the middle" in job.err
 
 
 @pytest.mark.once

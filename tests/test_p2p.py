@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import struct
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +21,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import matching, packing, transfers, tree
+from hpcdist import matching, packing, post, transfers, tree
 from hpcdist.errors import HpcdistError
+from hpcdist.post import Arrival
 from hpcdist.staging import format
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
@@ -254,6 +259,95 @@ def test_pickles_need_both_sides(world: hd.World) -> None:
         except TypeError as error:
             findings.check(not allowed and "allow_pickle=True is passed here too" in str(error), error)
         handle.wait(30)
+    findings.settle()
+
+
+class _Unreadable:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _refuse, ("not here",)
+
+
+def _refuse(why: str) -> None:
+    raise LookupError(why)
+
+
+def test_a_pickle_that_cannot_be_read(world: hd.World) -> None:
+    """An error where it is read; the job goes on."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    handle = hd.isend(_Unreadable(), after, allow_pickle=True)
+    for what in (
+        lambda: hd.recv(before, allow_pickle=True),
+        lambda: hd.concat([_Unreadable()], allow_pickle=True),
+        lambda: hd.split([_Unreadable()] * world.world_size if world.rank == 0 else None, allow_pickle=True),
+    ):
+        try:
+            findings.check(False, what())
+        except HpcdistError as error:
+            findings.check("cannot be read: LookupError: not here" in str(error), error)
+    handle.wait(30)
+    findings.check(hd.concat([1]) == [1] * world.world_size, "the next call")
+    findings.settle()
+
+
+def test_interrupted_before_each_line(world: hd.World) -> None:
+    """A handler that raises anywhere while a message is looked for costs nothing: the next receive gets it, once."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    interruptions = 0
+    for line in range(80):
+        handle = hd.isend(line, after, 3)
+        arrival = Arrival(world.engine.unexpected, world.everyone, before, 3)
+        world.comm.Barrier()
+        interruptions += _interrupted(arrival.wait, line)
+        arrival.give_back()
+        got = hd.recv(before, 3)
+        findings.check(got == line, f"line {line}: {got}")
+        handle.wait(30)
+    findings.check(interruptions > 25, f"{interruptions} lines")
+    world.comm.Barrier()
+    findings.check(world.engine.unexpected._of_key.get(0, []) == [], "a message came twice")
+    findings.settle()
+
+
+def _interrupted(step: Callable[[], object], after: int) -> bool:
+    """Whether an exception came before line `after` of those that `step` runs in the modules that receive."""
+    left, files = after, (matching.__file__, post.__file__)
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            left -= 1  # at the end of a with block Python runs no handler before the lock is released
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_a_freed_communicator_has_not_received(world: hd.World) -> None:
+    """It is for nobody: the next communicator of the same ranks does not get it."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    for turn in range(2):
+        comm = world.comm.Dup()
+        hd.isend(f"first of {turn}", after, group=comm).wait(30)
+        hd.isend(f"second of {turn}", after, group=comm).wait(30)
+        got = hd.recv(before, group=comm)
+        findings.check(got == f"first of {turn}", got)
+        world.comm.Barrier()  # the second one has been sent
+        comm.Free()
     findings.settle()
 
 

@@ -258,8 +258,6 @@ def _arrived(value: Any) -> Any:
         return row_major(value.resolve_conj().resolve_neg()).view(value.dtype)
     if isinstance(value, np.ndarray):
         return value.astype(value.dtype.newbyteorder("="))
-    if isinstance(value, bytearray):
-        return bytes(value)
     if isinstance(value, list):
         return list(map(_arrived, value))
     parts = _parts(value)

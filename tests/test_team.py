@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from cases import part, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
+from torch.distributed import distributed_c10d
 
 import hpcdist as hd
 from hpcdist.routes import mpi
@@ -239,6 +241,54 @@ def test_gloo_where_ranks_are_in_different_numbers_of_groups(world: hd.World) ->
         comm = world.comm.Split(0, -world.rank)
         result = hd.concat(torch.tensor([comm.rank]), group=comm, route="gloo")
         assert_on_all_ranks(world.comm, result.tolist() == list(range(comm.size)), result)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gloo_beside_groups_that_the_user_makes(world: hd.World) -> None:
+    """Two threads make groups at once, and wait for other ranks while they do."""
+    findings, size = Findings(world.comm), world.world_size
+    for turn in range(4):
+        comm = world.comm.Dup()
+        handle = hd.concat(torch.tensor([turn]), group=comm, route="gloo", async_op=True)
+        if world.rank == 0:
+            time.sleep(0.05)
+        group = dist.new_group(list(range(size)))
+        findings.same(handle.wait(20), torch.full((size,), turn), "concat")
+        dist.destroy_process_group(group)
+        comm.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gloo_first_used_by_threads_in_different_orders(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    groups = [dist.new_group(list(range(size))) for _ in range(4)]
+    results: dict[int, torch.Tensor] = {}
+
+    def use(number: int) -> None:
+        time.sleep(0.05 * (number if world.rank == 0 else 3 - number))
+        results[number] = hd.concat(torch.tensor([number]), group=groups[number], route="gloo")
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    findings.check(not any(thread.is_alive() for thread in threads), "a thread waits for ever")
+    for number in range(4):
+        findings.same(results[number], torch.full((size,), number), "concat")
+    findings.settle()
+
+
+def test_torch_does_not_know_of_our_groups(world: hd.World) -> None:
+    """It names the user's groups by how many it knows: ranks that know others do not find each other."""
+    findings, size = Findings(world.comm), world.world_size
+    before = dict(distributed_c10d._world.pg_names), distributed_c10d._world.group_count
+    part = world.comm.Split(world.rank == size - 1, world.rank)
+    got = hd.concat(torch.tensor([world.rank]), group=part, route="gloo")
+    findings.same(got, torch.tensor([size - 1] if world.rank == size - 1 else range(size - 1)), "concat")
+    findings.check((distributed_c10d._world.pg_names, distributed_c10d._world.group_count) == before, "its groups")
+    findings.settle()
 
 
 def _end(group: Any) -> None:

@@ -1,12 +1,20 @@
-"""A torch.distributed process group of the library's own: NCCL for GPU memory, gloo for host memory."""
+"""A torch.distributed backend of the library's own for each team: NCCL for GPU memory, gloo for host memory.
+
+They stand beside torch.distributed's own list of groups: a group in that list changes the names torch gives to the
+user's next ones, and ranks that do not find each other's name hang.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
 from hpcdist import layout
 from hpcdist.buffers import as_bytes
@@ -19,34 +27,54 @@ if TYPE_CHECKING:
 __all__ = ["GLOO", "NCCL", "PIECE"]
 
 PIECE = 2**30  # bytes a message at most
+_LATER = timedelta(minutes=1)  # after our own deadline, which can say more, comes torch's
 
 
 class _C10d(Exchange):
     backend: str
 
-    def group(self, team: Team) -> dist.ProcessGroup:
-        """The torch group of a team. Collective over it when first used."""
-        return team.torch_group(self.backend)
+    def group(self, team: Team) -> Any:
+        """The team's torch backend, whose ranks are the team's. Collective over the team when first used."""
+        group = team.torch_groups.get(self.backend)
+        if group is None:
+            # A connection of its own: one is locked while a group waits in it, also for other threads' groups.
+            store = distributed_c10d._get_default_store().clone()
+            store = dist.PrefixStore(f"hpcdist/{team.number}/{self.backend}", store)
+            group = self.make(store, team, team.world.timeout + _LATER)
+            group._set_sequence_number_for_group()
+            team.torch_groups[self.backend] = group
+        return group
+
+    @abstractmethod
+    def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
+        """The torch backend itself. Collective over the team."""
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # Both backends keep the order of messages between two ranks, so that pieces need no tags of their own.
         if team.size == 1:
             return
-        group, peers = self.group(team), team.peers  # collective: for ranks without messages, too
+        group = self.group(team)  # collective: for ranks without messages, too
         if not sends and not recvs:
             return
-        ops = [
-            dist.P2POp(op, block[start : start + length], peers[rank], group)
-            for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
+        if group.supports_coalescing:
+            group._start_coalescing()
+        works = [
+            start_message([block[start : start + length]], rank, 0)
+            for start_message, messages in ((group.recv, recvs), (group.send, sends))
             for rank, block in messages
             for start, length in layout.pieces(block.numel(), PIECE)
         ]
-        for work in dist.batch_isend_irecv(ops):
+        if group.supports_coalescing:
+            works = [group._end_coalescing()]
+        for work in works:
             work.wait()
 
 
 class _Gloo(_C10d):
     backend = "gloo"
+
+    def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, team.rank, team.size, timeout=timeout)
 
     def missing(self, team: Team) -> str | None:
         return None if dist.is_gloo_available() else "this torch was built without gloo; use route mpi"
@@ -58,11 +86,19 @@ class _Gloo(_C10d):
 class _Nccl(_C10d):
     backend = "nccl"
 
-    def group(self, team: Team) -> dist.ProcessGroup:
-        # torch: "if batch_isend_irecv is the first collective call in the group, all its ranks must take part", and a
-        # rank without messages takes none.
-        device = team.world.device
-        return team.torch_group(self.backend, lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group))
+    def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.global_ranks_in_group = team.peers
+        options.group_name = f"hpcdist/{team.number}"
+        group = dist.ProcessGroupNCCL(store, team.rank, team.size, options)
+        self.begin(group, team)
+        return group
+
+    def begin(self, group: Any, team: Team) -> None:
+        """The first operation of a group. torch: "if batch_isend_irecv is the first collective call in the group, all
+        its ranks must take part", and a rank without messages takes none."""
+        group.allreduce([torch.zeros(1, device=team.world.device)]).wait()
 
     def missing(self, team: Team) -> str | None:
         if team.world.own_gpus and dist.is_initialized():
@@ -77,12 +113,11 @@ class _Nccl(_C10d):
         into its place (ProcessGroupNCCL::allgather), which NCCL 2.29.2 and later fuse into one kernel."""
         group = self.group(team)
         send, recv = as_bytes(send), as_bytes(recv)
-        blocks = [recv.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
-        order = sorted(range(team.size), key=team.peers.__getitem__)  # torch sorts the ranks of a group
-        if len(set(counts)) == 1 and order == list(range(team.size)):
-            dist.all_gather_into_tensor(recv, send, group=group)
+        if len(set(counts)) == 1:
+            group._allgather_base(recv, send).wait()
         else:
-            dist.all_gather([blocks[rank] for rank in order], send, group=group)
+            blocks = [recv.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
+            group.allgather([blocks], [send]).wait()
 
 
 GLOO = _Gloo()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hpcdist import abort, agree, checks, gradient, handle, layout, results, routes, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major, written
-from hpcdist.call import LOST, Call
+from hpcdist.call import LOST, SHARED, Call
 from hpcdist.groups import Group, group_of
 from hpcdist.routes import CUDA
 from hpcdist.team import Team, team_of
@@ -177,6 +177,8 @@ def _local(x: Any, dim: int, counts: object, group: Group, out: object) -> Any:
         raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
     if (part.requires_grad or out.requires_grad) and torch.is_grad_enabled():
         raise ValueError(f"split(): {LOST}")
+    if checks.shares_places(out):
+        raise ValueError(f"split(): {SHARED}")
     source = copyable(part)
     copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
     return out

@@ -1,41 +1,112 @@
 """A stand-in for NCCL that runs on CPU tensors, over gloo, and refuses what NCCL would not bear.
 
 The rules are those of torch.distributed's documentation (batch_isend_irecv, all_gather) and of ProcessGroupNCCL: the
-first operation of a group is joined by all its ranks, memory is contiguous and on one device, and no rank sends to
-itself.
+first operation of a group is joined by all its ranks, memory is contiguous and on one device, messages between ranks
+are started within one group of calls, and no rank sends to itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from hpcdist.routes import c10d
 from hpcdist.team import Team
 
-__all__ = ["STAND_IN", "Rules"]
+__all__ = ["STAND_IN"]
+
+
+class _Rules:
+    """ProcessGroupNCCL as far as the routes use it, over a gloo group."""
+
+    supports_coalescing = True
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+        self._joined = False
+        self._started: list[Any] | None = None
+
+    def _check(self, *tensors: Tensor) -> None:
+        assert self._joined, "the first operation of a group must be joined by all its ranks"
+        assert all(x.is_contiguous() for x in tensors), "memory that is not contiguous"
+        assert len({x.device for x in tensors}) <= 1, "tensors on several devices"
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        self._joined = True
+        return self._gloo.allreduce(tensors)
+
+    def _start_coalescing(self) -> None:
+        assert self._started is None, "one group of calls within another"
+        self._started = []
+
+    def _end_coalescing(self) -> _All:
+        assert self._started, "an empty group of calls"
+        works, self._started = self._started, None
+        return _All(works)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        self._message(self._gloo.send, tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        self._message(self._gloo.recv, tensors, rank, tag)
+
+    def _message(self, start: Any, tensors: list[Tensor], rank: int, tag: int) -> None:
+        self._check(*tensors)
+        assert self._started is not None, "a message outside a group of calls"
+        assert rank != self._gloo.rank(), "a rank that sends to itself"
+        self._started.append(start(tensors, rank, tag))
+
+    def _allgather_base(self, recv: Tensor, send: Tensor) -> Any:
+        self._check(recv, send)
+        assert recv.numel() == send.numel() * self._gloo.size(), "sizes that differ"
+        return self._gloo.allgather([list(recv.view(self._gloo.size(), -1).unbind())], [send])
+
+    def allgather(self, recvs: list[list[Tensor]], sends: list[Tensor]) -> _All:
+        """Of any sizes, as ProcessGroupNCCL does it: one broadcast for each rank."""
+        (blocks,), (send,) = recvs, sends
+        self._check(*blocks, send)
+        blocks[self._gloo.rank()].copy_(send)
+        options = torch._C._distributed_c10d.BroadcastOptions()
+        works = []
+        for options.rootRank, block in enumerate(blocks):
+            if block.numel():
+                works.append(self._gloo.broadcast([block], options))
+        return _All(works)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+
+class _All:
+    """Several operations that are waited for as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class _StandIn(c10d._Nccl):
-    backend = "cpu:gloo"  # under which a team keeps a group beside that of route gloo
+    backend = "the rules of nccl"
+    made = 0  # groups: each has a name of its own in the store
 
-    def __init__(self) -> None:
-        self.groups: set[dist.ProcessGroup] = set()
-
-    def group(self, team: Team) -> dist.ProcessGroup:
-        group = super().group(team)
-        self.groups.add(group)
+    def make(self, store: Store, team: Team, timeout: timedelta) -> _Rules:
+        store = dist.PrefixStore(str(self.made), store)
+        self.made += 1
+        group = _Rules(dist.ProcessGroupGloo(store, team.rank, team.size, timeout=timeout))
+        self.begin(group, team)
         return group
 
     def forget(self, team: Team) -> None:
         """Make the group of a team anew when it is next used."""
-        group = team._groups.pop(self.backend, None)
-        if group is not None:
-            self.groups.discard(group)
-            dist.destroy_process_group(group)
+        team.torch_groups.pop(self.backend, None)
 
     def missing(self, team: Team) -> str | None:
         return None
@@ -45,43 +116,3 @@ class _StandIn(c10d._Nccl):
 
 
 STAND_IN = _StandIn()
-
-
-class Rules:
-    """Takes the place of torch.distributed in routes/c10d.py, and asserts the rules for each operation."""
-
-    def __init__(self) -> None:
-        self.joined: set[dist.ProcessGroup] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-    def _check(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-        if group not in STAND_IN.groups:
-            return
-        assert group in self.joined, "the first operation of a group must be joined by all its ranks"
-        assert all(x.is_contiguous() for x in tensors), "memory that is not contiguous"
-        assert len({x.device for x in tensors}) <= 1, "tensors on several devices"
-
-    def all_reduce(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        dist.all_reduce(x, group=group)
-        self.joined.add(group)
-
-    def batch_isend_irecv(self, ops: list[dist.P2POp]) -> list[dist.Work]:
-        assert ops, "an empty list of operations"
-        self._check(ops[0].group, [op.tensor for op in ops])
-        assert all(op.peer != dist.get_rank() for op in ops), "a rank that sends to itself"
-        return dist.batch_isend_irecv(ops)
-
-    def all_gather_into_tensor(self, recv: Tensor, send: Tensor, group: dist.ProcessGroup) -> None:
-        self._check(group, [recv, send])
-        assert recv.numel() == send.numel() * group.size(), "sizes that differ"
-        dist.all_gather(list(recv.view(group.size(), -1).unbind()), send, group=group)
-
-    def all_gather(self, recvs: list[Tensor], send: Tensor, group: dist.ProcessGroup) -> None:
-        """Of any sizes, as ProcessGroupNCCL does it: one broadcast for each rank."""
-        self._check(group, [*recvs, send])
-        recvs[group.rank()].copy_(send)
-        for rank, recv in enumerate(recvs):
-            if recv.numel():
-                dist.broadcast(recv, dist.get_global_rank(group, rank), group=group)
