@@ -53,7 +53,9 @@ class Source:
 
 
 def expand(inputs: Sequence[str]) -> list[str]:
-    """The files that the given names and patterns stand for, sorted; a name behind a colon goes with each file.
+    """The files that the given names and patterns stand for; a name behind a colon goes with each file.
+
+    In the order given; the files that a pattern matches in natural order, s2 before s10.
 
     Raises:
         InputError: a pattern that matches nothing.
@@ -61,11 +63,16 @@ def expand(inputs: Sequence[str]) -> list[str]:
     specs: list[str] = []
     for given in inputs:
         path, name = _split(given)
-        paths = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)
+        paths = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True), key=_natural)
         if not paths:
             raise InputError(f"{path}: no such file" + (", and no file matches" if glob.has_magic(path) else ""))
         specs += [p if name is None else f"{p}:{name}" for p in paths]
-    return sorted(specs)
+    return specs
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """A key that sorts the numbers within names as numbers."""
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split("([0-9]+)", path)]
 
 
 def check_once(sources: Sequence[Source]) -> None:

@@ -125,4 +125,4 @@ class _Carried(torch.autograd.Function):
         ctx.back = back
         return forward()
 
-    backward = staticmethod(_backward)  # type: ignore[assignment]
+    backward = staticmethod(_backward)

@@ -22,6 +22,7 @@ from hpcdist.command import progress
 from hpcdist.errors import InputError
 from hpcdist.files import Source
 from hpcdist.layout import Box
+from hpcdist.regular import shown
 from hpcdist.staging.pieces import shard_boxes
 from hpcdist.world import World
 
@@ -55,6 +56,10 @@ class Inputs:
         """What tells these inputs from others, and from themselves once they are changed."""
         stats = [(s.spec, os.stat(files.path_of(s.spec))) for s in self.sources]
         return repr((self.dim, [(spec, stat.st_size, stat.st_mtime_ns) for spec, stat in stats]))
+
+    def names(self) -> list[str]:
+        """What was taken, in the order in which it is joined; not the standard library's files."""
+        return [] if self.of_stdlib else [source.spec for source in self.sources]
 
     def nbytes_by_rank(self) -> list[int]:
         """The bytes of the arrays that each rank reads."""
@@ -121,12 +126,16 @@ class Inputs:
         return right, digest.hexdigest() if self.dim == 0 else None
 
 
-def find(world: World, given: Sequence[str], dim: int) -> Inputs:
-    """The inputs that `given` stands for; nothing given stands for Python's standard library. Collective.
+def find(world: World, given: Sequence[str], dim: int, output: str | None) -> Inputs:
+    """The inputs that `given` stands for, in that order; nothing given stands for Python's standard library.
+
+    Collective. With an `output` something must be given: a variable of a script that is empty must not fill a file.
 
     Raises:
         RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
     """
+    if output and not given:
+        raise InputError(f"{shown(output)}: no INPUT is given, and without one nothing is written")
     comm = world.team.comm
     specs = agree.on_root(comm, "inputs", (lambda: files.expand(given)) if given else _stdlib)
     bounds = [*layout.displs(layout.block(len(specs), world.world_size)), len(specs)]

@@ -79,6 +79,20 @@ def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, output: str, shards: 
 
 
 @pytest.mark.once
+def test_inputs_keep_their_order(tmp_path: Path) -> None:
+    """As given; those of a pattern as one counts, s2 before s10. The report says so."""
+    for i in range(12):
+        np.save(tmp_path / f"s{i}.npy", np.full(2, i))
+    job = gather(2, "s7.npy", "s1?.npy", "s[0-6].npy", "-o", "y.npy", "--json", "--verify", cwd=tmp_path)
+    order = [7, 10, 11, 0, 1, 2, 3, 4, 5, 6]
+    assert job.status == 0, job.err
+    assert json.loads(job.out)["inputs"] == [f"s{i}.npy" for i in order]
+    assert np.load(tmp_path / "y.npy").tolist() == [i for i in order for _ in range(2)]
+    job = gather(2, "s?.npy", "s1?.npy", cwd=tmp_path)
+    assert "order: s0.npy, s1.npy, s2.npy, s3.npy, ..., s11.npy" in job.out, job.err
+
+
+@pytest.mark.once
 def test_along_another_dim_on_all_ranks_over_every_route(tmp_path: Path) -> None:
     whole = torch.arange(60.0).view(3, 10, 2)
     for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
@@ -165,6 +179,7 @@ MISTAKES: dict[str, tuple[list[object], str]] = {  # the bad file is met by the 
     "folder": ([*GOOD, "-o", "none/out.npy"], "none/out.npy: no such folder"),
     "an input": ([*GOOD, "-o", "1.npy"], "1.npy: is also an input, which it would replace"),
     "option": ([*GOOD, "--nonsense"], "unrecognized arguments: --nonsense"),
+    "nothing to write": (["-o", "out.npy"], "out.npy: no INPUT is given, and without one nothing is written"),
     "twice": ([*GOOD, "0.npy"], "0.npy: named twice"),
 }
 
@@ -195,11 +210,12 @@ def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) 
 def test_a_route_that_cannot_run_here_is_refused(output: tuple[str, ...], tmp_path: Path) -> None:
     if torch.cuda.is_available():
         return
-    job = gather(2, "--route", "nccl", *output, cwd=tmp_path)
+    np.save(tmp_path / "x.npy", np.ones(3))
+    job = gather(2, "--route", "nccl", *output, "x.npy", cwd=tmp_path)
     assert job.status == 2, job.err
     ours = "hpcdist.gather: error: route nccl needs a GPU of its own for each rank and a torch with NCCL; use route"
     assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
 @pytest.mark.parametrize(("output", "route"), [("out.npy", "auto"), ("out.h5", "auto"), ("out.pt", "mpi")])

@@ -117,7 +117,11 @@ def test_names_and_patterns(tmp_path: Path) -> None:
     for name in ("b.npy", "a.npy", "c.h5", "d[1].npy"):
         (tmp_path / name).touch()
     here = f"{tmp_path}/"
-    assert files.expand([f"{here}b.npy", f"{here}a*.npy"]) == [f"{here}a.npy", f"{here}b.npy"]
+    assert files.expand([f"{here}b.npy", f"{here}a*.npy"]) == [f"{here}b.npy", f"{here}a.npy"]
+    for name in ("s10", "s2", "s1", "s02", "s2a", "s10-9", "s10-10", "s", "S3"):
+        (tmp_path / f"{name}.dat").touch()
+    natural = ["S3", "s1", "s02", "s2", "s2a", "s10-9", "s10-10", "s10", "s"]
+    assert files.expand([f"{here}*.dat"]) == [f"{here}{name}.dat" for name in natural]
     assert files.expand([f"{here}*.h5:/x/y"]) == [f"{here}c.h5:/x/y"]
     assert files.expand([f"{here}d[1].npy"]) == [f"{here}d[1].npy"]
     with pytest.raises(InputError, match="no such file, and no file matches"):

@@ -318,8 +318,9 @@ def _interrupted(step: Callable[[], object], after: int) -> bool:
         nonlocal left
         if frame.f_code.co_filename not in files:
             return None
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
-            left -= 1  # at the end of a with block Python runs no handler before the lock is released
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not line.startswith("with "):  # at its end no handler runs before the lock is released
+            left -= 1
             if left == -1:
                 raise KeyboardInterrupt
         return trace

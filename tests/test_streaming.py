@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[str, list[object], str]] = {
     "an input by another path": ("gather", ["x.npy", "-o", "d0/../x.npy"], "x.npy: is also an input"),
     "an input by a link": ("gather", ["x.npy", "-o", "link.npy"], "link.npy: is also an input"),
     "an input by another name": ("gather", ["x.npy", "-o", "hard.npy"], "hard.npy: is also an input"),
-    "twice": ("gather", ["x.npy", "link.npy"], "x.npy: named twice, also as link.npy"),
+    "twice": ("gather", ["x.npy", "link.npy"], "link.npy: named twice, also as x.npy"),
     "a FIFO": ("gather", ["fifo.npy"], "fifo.npy: is a FIFO, expected a regular file"),
     "over a FIFO": ("gather", ["x.npy", "-o", "fifo.npy"], "fifo.npy: is a FIFO: only a regular file is replaced"),
     "a part over a FIFO": ("split", ["x.npy", "-o", "fifo{rank}.npy"], "fifo1.npy: is a FIFO: only a regular"),

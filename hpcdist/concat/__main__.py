@@ -26,7 +26,7 @@ def main(world: World, args: argparse.Namespace) -> int:
         args.all = False  # one file, which all ranks write
         return gather.main(world, args)
     names = Names(args.output, world.world_size)
-    data = inputs.find(world, args.input, args.dim)
+    data = inputs.find(world, args.input, args.dim, args.output)
     gather.check_output(world, data, names[0], args)
     specs, size = [source.spec for source in data.sources], 0 if args.resume else data.nbytes()
     check = lambda: files.check_output(names[world.rank], data.dtype, size, specs)  # noqa: E731
@@ -55,6 +55,7 @@ def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) 
             "verb": "concat",
             "ranks": world.world_size,
             "files": len(data.sources),
+            "inputs": data.names(),
             "shape": list(data.shape),
             "dtype": str(data.dtype).removeprefix("torch."),
             "bytes": data.nbytes(),
@@ -73,6 +74,7 @@ def _text(report: dict[str, Any]) -> str:
     rate = report["ranks"] * report["bytes"] / max(report["seconds"], 1e-9) / 1e9
     lines = [
         f"concat: {report['files']} arrays, {report['bytes']:,} bytes of {report['dtype']}",
+        *gather.order(report),
         f"result: shape {tuple(report['shape'])} in {report['ranks']} files, one a rank",
         f"every rank writes: {report['seconds'] * 1e3:.2f} ms, {rate:.2f} GB/s",
     ]

@@ -21,6 +21,7 @@ from hpcdist.staging.saving import WINDOW
 from hpcdist.team import Team
 from hpcdist.world import World
 
+_NAMES = 4  # inputs that a report lists at the least
 MISMATCH = 1  # the exit status if the result is not what one process reads
 
 
@@ -31,7 +32,7 @@ def main(world: World, args: argparse.Namespace) -> int:
         raise InputError(f"--root {args.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks")
     if args.output and "{" in args.output:
         raise InputError(f"{args.output}: gather writes one file; a pattern is for hpcdist.concat and hpcdist.split")
-    data = inputs.find(world, args.input, args.dim)
+    data = inputs.find(world, args.input, args.dim, args.output)
     check_output(world, data, args.output, args)
     report = _describe(world, data, args)
     if args.output and not (args.all or args.compare):
@@ -118,6 +119,7 @@ def _describe(world: World, data: Inputs, args: argparse.Namespace) -> dict[str,
         "ranks": world.world_size,
         "nodes": world.nodes,
         "files": len(data.sources),
+        "inputs": data.names(),
         "dim": data.dim,
         "shape": list(data.shape),
         "dtype": str(data.dtype).removeprefix("torch."),
@@ -161,6 +163,7 @@ def _text(report: dict[str, Any], data: Inputs, args: argparse.Namespace) -> str
         f"ranks: {report['ranks']} on {report['nodes']} node{'s' * (report['nodes'] > 1)}; "
         f"arrays a rank: {', '.join(files_a_rank[:8])}{', ...' * (len(files_a_rank) > 8)}",
     ]
+    lines += order(report)
     if report.get("route") == "every rank writes":
         lines[1] = f"ranks: {report['ranks']}, each reads and writes its share, {show_bytes(args.window)} at a time"
         lines.append(f"result: shape {tuple(report['shape'])} in the file; nothing sent between ranks")
@@ -179,6 +182,14 @@ def _text(report: dict[str, Any], data: Inputs, args: argparse.Namespace) -> str
     return "\n".join([*lines, *outcome(report, ": {} the inputs read on one process")])
 
 
+def order(report: dict[str, Any]) -> list[str]:
+    """The line of a report that says in which order the inputs are joined."""
+    names = [shown(name) for name in report["inputs"]]
+    if len(names) > 2 * _NAMES:
+        names[_NAMES:-1] = ["..."]
+    return [f"order: {', '.join(names)}"] if names else []
+
+
 def outcome(report: dict[str, Any], verdict: str) -> list[str]:
     """The last lines of a report: what was written, and what --verify has found, in the place of {} in `verdict`."""
     lines = [f"written: {shown(report['output'])}"] if "output" in report else []
@@ -194,7 +205,7 @@ def parser() -> Parser:
         prog="hpcdist.gather",
         description="Join arrays from files along one dimension, over the ranks of an MPI job. With -o they are "
         "streamed: every rank reads and writes its share of the result, a window at a time, and nothing has to fit in "
-        "memory. Without, each rank reads its share of the files, in sorted order, and they are gathered in memory. "
+        "memory. Without, each rank reads its share of the files, in the order given, and they are gathered in memory. "
         "Without INPUT: the source files of Python's standard library.",
         epilog="example: mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from hpcdist import layout
@@ -38,8 +38,8 @@ class _C10d(Exchange):
         group = team.torch_groups.get(self.backend)
         if group is None:
             # A connection of its own: one is locked while a group waits in it, also for other threads' groups.
-            store = distributed_c10d._get_default_store().clone()
-            store = dist.PrefixStore(f"hpcdist/{team.number}/{self.backend}", store)
+            own: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store = PrefixStore(f"hpcdist/{team.number}/{self.backend}", own)
             group = self.make(store, team, team.world.timeout + _LATER)
             group._set_sequence_number_for_group()
             team.torch_groups[self.backend] = group
@@ -90,7 +90,7 @@ class _Nccl(_C10d):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.global_ranks_in_group = team.peers
-        options.group_name = f"hpcdist/{team.number}"
+        options.group_name = dist.GroupName(f"hpcdist/{team.number}")
         group = dist.ProcessGroupNCCL(store, team.rank, team.size, options)
         self.begin(group, team)
         return group

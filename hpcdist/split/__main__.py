@@ -26,7 +26,7 @@ _MOST = 10**6  # files
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Split the input on the ranks of the world; returns the exit status. Collective."""
-    data = inputs.find(world, [args.input], args.dim)
+    data = inputs.find(world, [args.input], args.dim, args.output)
     if len(data.sources) > 1:
         raise InputError(f"{args.input}: matches {len(data.sources)} files, expected one")
     if not data.sources[0].shape:

@@ -90,7 +90,8 @@ class Saving:
             raise
 
     def _open_writer(self) -> None:
-        name, _ = writers.active(self._options.writer)
+        name = writers.fit_for_path(self._options.writer, self.layout.path)
+        self._options = replace(self._options, writer=name)
         self._writers.append(writers.opened(name, self.team.comm, self.datasets, self.layout, self._options.hints))
 
     def _close_writer(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hpcdist import layout, plain, raw
+from hpcdist.errors import FileError
 from hpcdist.layout import Box
 from hpcdist.raw import Digest, Raw
 from hpcdist.staging.format import GROUP, Dataset, Layout, stored_dtype
@@ -20,10 +21,11 @@ from hpcdist.staging.format import GROUP, Dataset, Layout, stored_dtype
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Writer", "active", "fit_for", "missing", "opened"]
+__all__ = ["NAMES", "Writer", "active", "fit_for", "fit_for_path", "missing", "opened"]
 
 NAMES = ("auto", "mpio", "posix")
 _AHEAD = 2**23  # bytes that are written before the disk begins
+_LONGEST = 200  # bytes of a path that Open MPI's MPI-IO bears, with what it puts behind it
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
 
 
@@ -88,6 +90,24 @@ def fit_for(name: str, filters: Mapping[str, Any]) -> str:
         return name
     if name == "mpio":
         raise ValueError("writer mpio compresses with gzip only; use auto or posix for other filters")
+    return "posix"
+
+
+def fit_for_path(name: str, path: str) -> str:
+    """The active writer for a file, "posix" instead of what "auto" stands for if need be.
+
+    Open MPI up to 5.0.9 writes a path into 256 bytes, and the process aborts (its issue 13565).
+
+    Raises:
+        FileError: MPI-IO was asked for, and cannot open it.
+    """
+    from mpi4py import MPI
+
+    if active(name)[0] == "posix" or MPI.get_vendor()[0] != "Open MPI" or len(os.fsencode(path)) <= _LONGEST:
+        return active(name)[0]
+    if name == "mpio":
+        told = f"more than {_LONGEST} bytes, which Open MPI's MPI-IO does not bear: use writer auto or posix"
+        raise FileError(f"{path}: the path has {told}")
     return "posix"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -13,6 +14,7 @@ import torch
 from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, strides_for, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from conftest import WRITERS
+from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import layout, staging
@@ -330,6 +332,25 @@ def test_alignment_and_hints(writer: str, world: hd.World, folder: Path) -> None
         assert_on_all_ranks(world.comm, not large or at % (align or 2**20) == 0, f"{align}: at {at}")
         assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", "b"), x["b"]))
         world.comm.Barrier()
+
+
+@pytest.mark.parametrize("writer", ["auto", *WRITERS])
+def test_long_paths(writer: str, world: hd.World, folder: Path) -> None:
+    """Open MPI's MPI-IO would end the process: there a file with a longer path is written without it."""
+    for length in (50, 230):
+        deep = folder.joinpath(*["d" * 50] * (length // 50))
+        if world.rank == 0:
+            deep.mkdir(parents=True, exist_ok=True)
+        world.comm.Barrier()
+        path = deep / ("x" * (length % 50 + 20) + ".h5")
+        refused = writer == "mpio" and MPI.get_vendor()[0] == "Open MPI" and length == 230
+        if refused:
+            save = partial(staging.save, path, torch.ones(2), writer="mpio")
+            raises_on_all_ranks(world.comm, hd.RankError, save)
+        else:
+            staging.save(path, torch.ones(2), writer=writer)
+            right = torch.equal(staging.load(path, dim=None), torch.ones(2 * world.world_size))
+            assert_on_all_ranks(world.comm, right, f"{length}")
 
 
 def test_a_state_dict_of_many_small_tensors(world: hd.World, folder: Path) -> None:
