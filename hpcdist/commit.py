@@ -1,7 +1,9 @@
 """A file that appears under its name only when it is complete: written beside it, made durable, renamed.
 
-Whatever dies at whatever moment, the name holds the old file or the complete new one. What a killed job leaves is
-``.NAME.part``: the next one that writes NAME takes it over, and no pattern of a shell or of glob matches it.
+Whatever dies at whatever moment, the name holds the old file or the complete new one. Until then it is in
+``.NAME.TAG.part``, which no pattern of a shell or of glob matches: TAG is new for every try, so that no cache of names
+mixes two up, and says which process writes it. The next one that writes NAME removes what a dead one has left, or takes
+it over. Locks help to tell, where the file system has them; nothing depends on them.
 
 The new file is another inode. It gets from the one that it replaces: mode, owner, group, POSIX ACL and user attributes,
 as far as the system permits. Other hard links to the old file keep the old contents.
@@ -13,20 +15,30 @@ import errno
 import fcntl
 import glob
 import os
+import re
+import secrets
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 from hpcdist.errors import FileError, reason
 from hpcdist.regular import kind
 
-__all__ = ["Commit", "check_folder", "check_target", "lock", "private_folder", "sweep", "sync"]
+__all__ = ["Commit", "check_folder", "check_target", "lock", "patiently", "private_folder", "sweep", "sync"]
 
+T = TypeVar("T")
+
+PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be behind
+_NAP = 0.1  # seconds between two looks
 _GRACE = 60  # seconds for which a file without a lock may still be on the way to one
 _KEPT = ("user.", "system.posix_acl_access")  # extended attributes that the file which replaces another one gets
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
+_UNSYNCABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)  # of a folder
 
 
 def check_target(target: Path, nbytes: int) -> None:
@@ -36,8 +48,10 @@ def check_target(target: Path, nbytes: int) -> None:
         FileError: no such folder, no regular file in its place, not writable, or no space.
     """
     old = _old(target)
-    for folder in {target.parent, Path(os.path.realpath(target)).parent}:  # what is no folder has no ".." either
-        check_folder(folder, nbytes, str(target))
+    real = Path(os.path.realpath(target)).parent
+    if not target.parent.is_dir():  # what is no folder has no ".." either
+        raise FileError(f"{target}: no such folder: {target.parent}")
+    check_folder(real, nbytes, str(target))
     if old is not None and not os.access(target, os.W_OK):
         raise FileError(f"{target}: is there already, and read-only")
 
@@ -94,6 +108,14 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def patiently(look: Callable[[], T | None]) -> T | None:
+    """The first problem-free look, None, or what `look` still finds wrong when caches can no longer be behind."""
+    until = time.monotonic() + PATIENCE
+    while (problem := look()) is not None and time.monotonic() < until:
+        time.sleep(_NAP)
+    return problem
+
+
 def lock(fd: int) -> bool:
     """Take the lock on a file, for as long as it is open here; False if another process has it.
 
@@ -121,12 +143,16 @@ def sweep(folder: Path, prefix: str) -> None:
                 os.close(fd)
 
 
+_held: set[str] = set()  # the names of the parts that this process is writing
+
+
 class Commit:
     """The one writer of a target. In a job one rank has it, and the others write to `part`.
 
     Attributes:
         target: the name the file will have; of a symbolic link, what it points to.
         part: the name it has until then; it exists, and is empty unless `keep` found what another run left.
+        journal: the name of a file beside it in which the ranks may note what is complete; it goes with the part.
         resumed: there was something left.
 
     Raises:
@@ -135,46 +161,45 @@ class Commit:
 
     def __init__(self, path: str | Path, keep: bool = False) -> None:
         self.target = Path(os.path.realpath(path))
-        self.part = self.target.with_name(f".{self.target.name}.part")
         check_target(Path(path), 0)
         self._old = _old(self.target)
-        self._lock, self.resumed = self._locked(path, keep)
+        self.part = self.target.with_name(_part_name(self.target.name))
+        try:
+            self._lock, self.resumed = self._opened(path, keep)
+        except OSError as error:
+            raise FileError(f"{path}: cannot be written: {reason(error)}") from error
+        _held.add(self.part.name)
 
-    def _locked(self, path: str | Path, keep: bool) -> tuple[int, bool]:
-        """An open, locked file that has the part's name, and whether it is one that was left, and is wanted."""
-        while True:
+    @property
+    def journal(self) -> Path:
+        return self.part.with_suffix(".journal")
+
+    def _opened(self, path: str | Path, keep: bool) -> tuple[int, bool]:
+        """The part, open and locked, and whether it is one that was left, and is wanted."""
+        taken = -1
+        for left in _left(self.target):
             try:
-                fd, new = self._opened(path)
-            except OSError as error:
-                raise FileError(f"{path}: cannot be written: {reason(error)}") from error
+                fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:  # its writer has finished meanwhile
+                continue
             if not lock(fd):
                 os.close(fd)
-                raise FileError(f"{path}: another process is writing it (it holds {self.part})")
-            # Between open and lock the one who had it may have finished: then this is the target, not the part.
-            if self.part.exists() and os.path.samestat(os.fstat(fd), self.part.stat()):
-                resumed = not new and keep and os.fstat(fd).st_size > 0
-                if new or resumed:
-                    return fd, resumed
-                self.part.unlink()  # what is made anew has the mode that a new file has
-            os.close(fd)
-
-    def _opened(self, path: str | Path) -> tuple[int, bool]:
-        """The part, and whether it is new; a FileError, and nothing is touched, if hpcdist cannot have left it."""
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+                raise FileError(f"{path}: another process is writing it (it holds {left})")
+            if not _is_dead(left, fd):  # no locks, or on its way to one: whoever ends last has the name
+                os.close(fd)
+            elif keep and taken < 0 and os.fstat(fd).st_size > 0 and _renamed(left, self.part):
+                _renamed(left.with_suffix(".journal"), self.journal)
+                taken = fd
+            else:
+                os.close(fd)
+                left.with_suffix(".journal").unlink(missing_ok=True)
+                left.unlink(missing_ok=True)
+        if taken >= 0:
+            return taken, True
         mode = 0o666 if self._old is None else 0o600  # until it is complete, nobody reads more than of the old file
-        with suppress(FileExistsError):
-            return os.open(self.part, flags | os.O_CREAT | os.O_EXCL, mode), True
-        try:
-            found = os.lstat(self.part)
-        except FileNotFoundError:  # its writer has finished meanwhile
-            return self._opened(path)
-        what = kind(found.st_mode)
-        if what is not None:
-            raise FileError(f"{path}: cannot be written: {self.part} is a {what}, and not hpcdist's: remove it")
-        if found.st_uid != os.geteuid() or found.st_nlink > 1:
-            whose = f"belongs to user {found.st_uid}" if found.st_nlink == 1 else "has other names, too (hard links)"
-            raise FileError(f"{path}: cannot be written: {self.part} {whose}: remove it")
-        return os.open(self.part, flags), False
+        fd = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
+        lock(fd)
+        return fd, False
 
     def finish(self) -> None:
         """Put the complete file in place. The caller has brought what other processes wrote to the disk."""
@@ -182,21 +207,93 @@ class Commit:
         if self._old is not None:
             _look_like(self._lock, self._old, self.target)
         os.fsync(self._lock)
-        os.replace(self.part, self.target)
+        self.journal.unlink(missing_ok=True)
+        try:
+            os.replace(self.part, self.target)
+        except FileNotFoundError as error:
+            raise FileError(f"{self.target}: {self.part} is gone: another process has taken or removed it") from error
         self._unlock()  # at once: HDF5 does not read a file that is locked
-        sync(self.target.parent)
+        try:
+            sync(self.target.parent)
+        except OSError as error:  # the file has its name, and not every folder can be opened, or synced
+            if error.errno not in _UNSYNCABLE:
+                raise
 
     def discard(self, keep: bool = False) -> None:
         """Give up; what was written goes, or stays for another try. The target is as it was. After finish(), or a
         second time, it does nothing."""
         if self._lock >= 0:
             if not keep:
+                self.journal.unlink(missing_ok=True)
                 self.part.unlink(missing_ok=True)
             self._unlock()
 
     def _unlock(self) -> None:
+        _held.discard(self.part.name)
         os.close(self._lock)
         self._lock = -1
+
+
+def _part_name(name: str) -> str:
+    """``.NAME.TAG.part``, with TAG for the name, the system, this process, its start, and the try: 8 hex digits each.
+
+    Of a long name only the beginning is there: a file's name has 255 bytes at most.
+    """
+    pid = os.getpid()
+    tag = f"{_digest(name)}{_system()}{pid:08x}{_started(pid)}{secrets.token_hex(4)}"
+    return f"{_stem(name)}{tag}.part"
+
+
+def _stem(name: str) -> str:
+    return os.fsdecode(b"." + os.fsencode(name)[:200] + b".")
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(errors="surrogateescape"), digest_size=4).hexdigest()
+
+
+def _system() -> str:
+    """What tells the processes that this one sees from those of other hosts and containers."""
+    return _digest(Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"))
+
+
+def _started(pid: int) -> str:
+    """What tells a process from others that had or will have its number; zeros if there is none."""
+    try:
+        return _digest(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return "0" * 8
+
+
+def _left(target: Path) -> list[Path]:
+    """The parts of a target, newest first; only what hpcdist can have left of this user's."""
+    stem = _stem(target.name)
+    tag = re.compile(re.escape(f"{stem}{_digest(target.name)}") + r"[0-9a-f]{32}\.part")
+    found = []
+    for path in target.parent.glob(f"{glob.escape(stem)}*.part"):
+        with suppress(FileNotFoundError):  # its writer has finished meanwhile
+            stat_ = os.lstat(path)
+            regular = stat.S_ISREG(stat_.st_mode) and stat_.st_uid == os.geteuid() and stat_.st_nlink == 1
+            if tag.fullmatch(path.name) and regular:
+                found.append((stat_.st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _is_dead(part: Path, fd: int) -> bool:
+    """Whether nobody writes a part any more: its process is gone from this system, or elsewhere has let it rest."""
+    if not part.exists() or not os.path.samestat(os.fstat(fd), os.lstat(part)):
+        return False  # it has got its name, or another one has taken it
+    system, pid, started = part.stem[-32:-24], int(part.stem[-24:-16], 16), part.stem[-16:-8]
+    if system != _system():
+        return time.time() - os.fstat(fd).st_mtime > _GRACE
+    return part.name not in _held if pid == os.getpid() else started != _started(pid)
+
+
+def _renamed(old: Path, new: Path) -> bool:
+    with suppress(FileNotFoundError):  # another process was first
+        os.rename(old, new)
+        return True
+    return False
 
 
 def _look_like(fd: int, old: os.stat_result, path: Path) -> None:

@@ -8,14 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist import agree, layout, raw
-from hpcdist.commit import Commit, check_target, sync
+from hpcdist.commit import Commit, check_target, patiently, sync
 from hpcdist.errors import FileError, RankError, reason
 from hpcdist.formats import FORMATS
 from hpcdist.layout import Box
+from hpcdist.pages import Edges, Ints, Pages, page_size
 from hpcdist.raw import Raw
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.pieces import PIECE, owners_of
@@ -23,6 +25,8 @@ from hpcdist.staging.saving import Options, Saving
 from hpcdist.team import Team
 
 __all__ = ["Output", "create", "pieces_of"]
+
+_EDGES = 2**24  # bytes of edges of pieces that are kept in memory
 
 
 class Output(Protocol):
@@ -73,7 +77,9 @@ def create(
     pieces = pieces_of(shape, dtype, window)
     if Path(path).suffix == ".h5":
         options = Options(window=window, resume=resume, source=source, progress=progress)
-        return _Staged(Saving(team, verb, path, [Dataset("data", shape, dtype, pieces)], options))
+        owners = _owners(pieces, team.size)
+        dataset = Dataset("data", shape, dtype, pieces)
+        return _Staged(Saving(team, verb, path, [dataset], lambda i, elements: owners(elements), options))
     return _Flat(team, verb, path, shape, dtype, pieces, progress)
 
 
@@ -82,12 +88,12 @@ class _Staged:
         self._saving = saving
         self._team = saving.team
         self.pieces = saving.datasets[0].pieces
-        saving.prove([owners_of(len(self.pieces), self._team.size, self._team.size)])
-        self.kept = len(saving.done[0])
+        saving.prove([layout.share(len(self.pieces), self._team.size, self._team.rank)])
+        self.kept = len(saving.done)
 
     def mine(self) -> list[int]:
         mine = layout.share(len(self.pieces), self._team.size, self._team.rank)
-        return [row for row in mine if row not in self._saving.done[0]]
+        return [row for row in mine if (0, row) not in self._saving.done]
 
     def put(self, row: int, piece: Tensor) -> None:
         self._saving.put(0, row, piece)
@@ -119,7 +125,7 @@ class _Flat:
         self._progress = progress
         self._problem: str | None = None
         self._commit: Commit | None = None
-        self._raw = agree.on_root(team.comm, verb, lambda: self._lay_out(shape, dtype))
+        self._raw, page = agree.on_root(team.comm, verb, lambda: self._lay_out(shape, dtype))
         opened: list[int] = []
         try:
             agree.on_all(team.comm, verb, lambda: opened.append(_open(self._raw)))
@@ -127,8 +133,13 @@ class _Flat:
             self._give_up(opened)
             raise
         self._opened = opened
+        owners, size = _owners(pieces, team.size), dtype.itemsize
+        place = self._raw.offset, self._raw.nbytes()
+        self._pages = Pages(page, [place], lambda i, at: owners(at // size))
+        self._edges = Edges(Path(self._raw.path).parent, _EDGES)
 
-    def _lay_out(self, shape: tuple[int, ...], dtype: torch.dtype) -> Raw:
+    def _lay_out(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Raw, int]:
+        """On rank 0: the file with all but the data, and the bytes of its pages."""
         target = Path(self._path)
         lay_out = FORMATS[target.suffix].lay_out
         assert lay_out is not None
@@ -137,7 +148,9 @@ class _Flat:
         try:
             os.truncate(self._commit.part, Raw("", 0, shape, dtype).nbytes())  # a limit on file sizes shows itself
             os.truncate(self._commit.part, 0)
-            return lay_out(self._commit.part, shape, dtype)
+            where = lay_out(self._commit.part, shape, dtype)
+            sync(self._commit.part)  # before another rank opens it
+            return where, page_size(self._commit.part.parent)
         except BaseException as error:
             self._give_up([])
             if isinstance(error, (OSError, RuntimeError)):  # torch's own way to say it
@@ -150,14 +163,22 @@ class _Flat:
     def put(self, row: int, piece: Tensor) -> None:
         if self._problem is None:
             try:
-                raw.write_at(self._opened[0], self._raw.place(self.pieces[row]), raw.memory(piece))
+                at, write = self._raw.place(self.pieces[row]), partial(raw.write_at, self._opened[0])
+                self._pages.write(self._team.rank, at, raw.memory(piece), write, self._edges)
             except OSError as error:
-                self._problem = f"{self._path}: writing failed: {reason(error)}"
+                self._fail(error)
         if self._progress is not None:
             self._progress(piece.nbytes)
 
+    def _fail(self, error: Exception) -> None:
+        self._problem = self._problem or f"{self._path}: writing failed: {reason(error)}"
+
     def finish(self, problem: str | None = None) -> None:
-        comm, problem = self._team.comm, problem or self._problem
+        comm = self._team.comm
+        failed = self._edges.settle(self._team, partial(raw.write_at, self._opened[0]))
+        if failed is not None:
+            self._fail(failed)
+        problem = problem or self._problem
         try:
             agree.on_all(comm, self._verb, partial(_raise, problem))
             agree.on_all(comm, self._verb, lambda: sync(Path(self._raw.path)))
@@ -180,11 +201,20 @@ class _Flat:
             self._commit = None
 
 
+def _owners(pieces: list[Box], size: int) -> Callable[[Ints], Ints]:
+    """Which of `size` ranks write elements, counted in C order: each has its share of the pieces."""
+    firsts = np.array(layout.displs([piece.size() for piece in pieces]))
+    owners = np.array(owners_of(len(pieces), size, size))
+    return lambda elements: owners[np.searchsorted(firsts, elements, "right") - 1]
+
+
 def _open(where: Raw) -> int:
+    if patiently(lambda: None if os.path.exists(where.path) else False) is not None:
+        raise FileError(f"{where.path}: not seen by this rank: the folder is not shared by all nodes")
     try:
         return os.open(where.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise FileError(f"{where.path}: not seen by this rank: the folder is not shared by all nodes") from error
+        raise FileError(f"{where.path}: cannot be written by this rank: {reason(error)}") from error
 
 
 def _raise(problem: str | None) -> None:

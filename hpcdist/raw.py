@@ -21,7 +21,7 @@ from hpcdist.layout import Box
 
 __all__ = [
     *("BLOCK", "SHORT", "Digest", "Fetch", "Raw"),
-    *("memory", "read_at", "read_from", "read_strided", "start_writeback", "write_at"),
+    *("forget", "memory", "read_at", "read_from", "read_strided", "start_writeback", "write_at"),
 ]
 
 Fetch = Callable[[int, memoryview], None]
@@ -96,6 +96,11 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     It is what the advice does for dirty pages, which also stay in the cache (mm/fadvise.c); elsewhere it does nothing.
     """
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def forget(fd: int) -> None:
+    """Have the system drop what it holds of a file, so that it is read from where it is."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ mpirun -n N python -m pytest --with-mpi -m mpi
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -107,8 +108,9 @@ def world() -> hpcdist.World:
 
 @pytest.fixture
 def folder(world: hpcdist.World) -> Iterator[Path]:
-    """A new folder, the same for all ranks, that is gone afterwards."""
-    path = Path(world.comm.bcast(tempfile.mkdtemp(prefix="hpcdist-test-") if world.rank == 0 else None))
+    """A new folder, the same for all ranks, that is gone afterwards; where HPCDIST_TEST_FOLDER says, if it is set."""
+    base = os.environ.get("HPCDIST_TEST_FOLDER")
+    path = Path(world.comm.bcast(tempfile.mkdtemp(prefix="hpcdist-test-", dir=base) if world.rank == 0 else None))
     yield path
     world.comm.Barrier()
     if world.rank == 0:

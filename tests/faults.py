@@ -131,7 +131,7 @@ def left_behind(hosts: Hosts, pids: list[int], folder: Path) -> Iterator[str]:
     for _ in pids:
         yield "a process"
     for path in folder.iterdir():
-        if path.name not in ("saved.h5", ".saved.h5.part"):
+        if path.name != "saved.h5" and not (path.name.startswith(".saved.h5.") and path.suffix == ".part"):
             yield f"a file {path.name}"
     for name in hosts.names:
         found = hosts.run(name, ["find", *PLACES, "-not", "-type", "d"])

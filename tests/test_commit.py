@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,11 @@ def test_the_order_of_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("rename"), replace(a, b)))
     Commit(tmp_path / "x").finish()
-    assert steps == [".x.part", "rename", tmp_path.name]
+    assert [step if step in ("rename", tmp_path.name) else step[:3] for step in steps] == [
+        ".x.",
+        "rename",
+        tmp_path.name,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["device", "FIFO", "socket"])
@@ -144,12 +149,15 @@ def test_what_appears_in_the_meantime_is_not_replaced_either(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("plant", ["symlink", "hard link", "FIFO", "folder", "another user's"])
+@pytest.mark.parametrize("plant", ["symlink", "hard link", "FIFO", "folder", "another user's", "of another name"])
 def test_a_part_that_somebody_has_planted_is_left_alone(
     plant: str, keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither taken over nor removed; the part that is written has a name that nobody can guess."""
     (tmp_path / "precious").write_text("precious")
-    part = tmp_path / ".x.part"
+    one = Commit(tmp_path / "x")
+    part = tmp_path / (".x.some.part" if plant == "of another name" else one.part.name)
+    one.discard()
     if plant == "symlink":
         part.symlink_to("precious")
     elif plant == "hard link":
@@ -160,12 +168,71 @@ def test_a_part_that_somebody_has_planted_is_left_alone(
         part.mkdir()
     else:
         part.write_text("theirs")
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(FileError, match=r"x: cannot be written: .*\.x\.part (is a|has other|belongs to).*: remove it"):
-        Commit(tmp_path / "x", keep)
+        if plant == "another user's":
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    two = Commit(tmp_path / "x", keep)
+    assert not two.resumed
+    two.part.write_text("new")
+    two.finish()
     assert (tmp_path / "precious").read_text() == "precious"
-    assert plant != "another user's" or part.read_text() == "theirs"
-    assert sorted(os.listdir(tmp_path)) == [".x.part", "precious"]
+    assert "their" not in plant or part.read_text() == "theirs"
+    assert sorted(os.listdir(tmp_path)) == sorted([part.name, "precious", "x"])
+
+
+def test_two_writers_where_locks_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither takes the other's part for one that was left, with resume or without: the last one has the name."""
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)
+    for keep in (False, True):
+        one, two = Commit(tmp_path / "x", keep), Commit(tmp_path / "x", keep)
+        one.part.write_text("one")
+        two.part.write_text("two")
+        one.finish()
+        assert (tmp_path / "x").read_text() == "one"
+        two.finish()
+        assert (tmp_path / "x").read_text() == "two"
+        assert os.listdir(tmp_path) == ["x"]
+
+
+def test_whose_part_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a process that is gone is taken at once; one of another system when it has rested."""
+    for system, age, dead in (("here", 0, True), ("elsewhere", 0, False), ("elsewhere", 1000, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 2**22 + 1)  # more than there can be
+            patch.setattr(commit, "_started", lambda pid: "1" * 8)
+            if system == "elsewhere":
+                patch.setattr(commit, "_system", lambda: "0" * 8)
+            left = Commit(tmp_path / "x", keep=True)
+            left.part.write_text("half")
+            os.utime(left.part, (time.time() - age,) * 2)
+            left.discard(keep=True)
+        one = Commit(tmp_path / "x", keep=True)
+        assert one.resumed is dead, (system, age)
+        one.discard()
+        left.part.unlink(missing_ok=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_name_is_gone_before_the_end(tmp_path: Path) -> None:
+    """Somebody has removed the part: an error, and the old file stays."""
+    (tmp_path / "x").write_text("old")
+    one = Commit(tmp_path / "x")
+    one.part.unlink()
+    with pytest.raises(FileError, match="is gone: another process has taken or removed it"):
+        one.finish()
+    one.discard()
+    assert (tmp_path / "x").read_text() == "old"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES])
+def test_a_folder_that_cannot_be_synced(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(commit, "sync", refuse)
+    one = Commit(tmp_path / "x")
+    one.part.write_text("new")
+    one.finish()
+    assert (tmp_path / "x").read_text() == "new"
 
 
 def mode(path: Path) -> int:
@@ -184,8 +251,10 @@ def test_the_new_file_has_the_mode_of_the_old_one(tmp_path: Path) -> None:
                     target.unlink(missing_ok=True)
                 else:
                     target.chmod(bits)
-                (tmp_path / ".x.part").write_text("left by a job that was killed")
-                (tmp_path / ".x.part").chmod(0o666)
+                left = Commit(tmp_path / "x", keep=True)
+                left.part.write_text("left by a job that was killed")
+                left.part.chmod(0o666)
+                left.discard(keep=True)
                 one = Commit(path)
                 assert mode(one.part) == (0o640 if bits is None else 0o600)
                 one.finish()

@@ -3,7 +3,7 @@
 The layouts say where each rank's part of a tensor lies; the rest is what they, and the transfers, are worked out with.
 """
 
-from hpcdist.layout.box import Box, boxes, grid_boxes, runs, whole
+from hpcdist.layout.box import Box, boxes, grid_boxes, run_boxes, runs, whole
 from hpcdist.layout.layouts import Block, Boxes, Layout, Replicate, Split
 from hpcdist.layout.overlaps import Overlaps, overlaps
 from hpcdist.layout.rules import RULES, balance, block, chunk, counts_of, displs, pieces, share, shares
@@ -26,6 +26,7 @@ __all__ = [
     "grid_boxes",
     "overlaps",
     "pieces",
+    "run_boxes",
     "runs",
     "share",
     "shares",

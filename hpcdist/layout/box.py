@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hpcdist.layout.rules import pieces
 
-__all__ = ["Box", "boxes", "grid_boxes", "runs", "whole"]
+__all__ = ["Box", "boxes", "grid_boxes", "run_boxes", "runs", "whole"]
 
 
 class Box(NamedTuple):
@@ -143,6 +143,32 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, Iterator[int]]:
     lead = box.shape[:dim]
     starts = (first + sum(i * s for i, s in zip(at, strides, strict=False)) for at in _indices(lead))
     return prod(box.shape[dim:]), prod(lead), starts
+
+
+def run_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+    """The elements `start` to `end` of a tensor, counted in C order, as boxes in that order, each of them one run.
+
+    Example::
+
+        >>> [b.slices() for b in run_boxes((3, 4), 2, 9)]     # the end of a row, a row, the beginning of one
+        [(slice(0, 1), slice(2, 4)), (slice(1, 2), slice(0, 4)), (slice(2, 3), slice(0, 1))]
+    """
+    if len(shape) < 2:
+        if start < end:
+            yield Box((start,), (end - start,)) if shape else Box((), ())
+        return
+    row = prod(shape[1:])
+    while start < end:
+        at, column = divmod(start, row)
+        rows = 0 if column else (end - start) // row
+        if rows:
+            yield Box((at, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+            start += rows * row
+            continue
+        stop = min(end, (at + 1) * row)
+        for box in run_boxes(shape[1:], column, stop - at * row):
+            yield Box((at, *box.offset), (1, *box.shape))
+        start = stop
 
 
 def grid_boxes(shape: Sequence[int], cell: Sequence[int], limit: int) -> Iterator[Box]:

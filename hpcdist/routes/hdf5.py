@@ -21,6 +21,7 @@ from hpcdist import abort, agree, layout, raw
 from hpcdist.buffers import as_bytes
 from hpcdist.commit import check_folder, lock, sweep
 from hpcdist.errors import FileError, reason
+from hpcdist.pages import page_size
 from hpcdist.routes import Ints, Message
 from hpcdist.routes.exchange import Exchange
 from hpcdist.staging import format
@@ -43,19 +44,19 @@ class _Hdf5(Exchange):
         return not cuda
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        with _staged(team, displs[-1] + counts[-1]) as file:
-            file.write([(displs[team.rank], as_bytes(send))])
-            file.read([] if recv is None else [(0, as_bytes(recv)[: file.nbytes])])
+        with _staged(team, counts) as file:
+            file.write([(file.starts[team.rank], as_bytes(send))])
+            file.read([] if recv is None else _parts(file, as_bytes(recv), counts, displs))
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        with _staged(team, displs[-1] + counts[-1]) as file:
-            file.write([] if send is None else [(0, as_bytes(send)[: file.nbytes])])
-            file.read([(displs[team.rank], as_bytes(recv)[: counts[team.rank]])])
+        with _staged(team, counts) as file:
+            file.write([] if send is None else _parts(file, as_bytes(send), counts, displs))
+            file.read([(file.starts[team.rank], as_bytes(recv)[: counts[team.rank]])])
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        with _staged(team, displs[-1] + counts[-1]) as file:
-            file.write([(displs[team.rank], as_bytes(send))])
-            file.read([(0, as_bytes(recv)[: file.nbytes])])
+        with _staged(team, counts) as file:
+            file.write([(file.starts[team.rank], as_bytes(send))])
+            file.read(_parts(file, as_bytes(recv), counts, displs))
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # In the file: the messages of rank 0, one behind the other, those of rank 1, ...
@@ -63,33 +64,51 @@ class _Hdf5(Exchange):
             team.comm, [(dest, block.numel()) for dest, block in sends]
         )
         messages = [(source, dest, nbytes) for source, row in enumerate(table) for dest, nbytes in row]
-        starts = layout.displs([nbytes for _, _, nbytes in messages])
-        places = {(source, dest): start for (source, dest, _), start in zip(messages, starts, strict=True)}
         if messages:
-            with _staged(team, sum(nbytes for _, _, nbytes in messages)) as file:
+            with _staged(team, [nbytes for _, _, nbytes in messages]) as file:
+                places = {(source, dest): start for (source, dest, _), start in zip(messages, file.starts, strict=True)}
                 file.write([(places[team.rank, dest], block) for dest, block in sends])
                 file.read([(places[source, team.rank], block) for source, block in recvs])
+
+
+def _parts(file: _File, x: Tensor, counts: Ints, displs: Ints) -> list[tuple[int, Tensor]]:
+    """Each rank's part of `x`, and where it is in the file."""
+    return [(at, x[d : d + n]) for at, d, n in zip(file.starts, displs, counts, strict=True)]
 
 
 class _File:
     """The file of one call.
 
     Attributes:
-        fd: on one node, the file, which has no name any more: it goes with the last process that has it open. On
-            several it is opened by its name for each step, and closed, so that the other nodes see what was written.
+        starts: of each message: on a page of its own, since two ranks are not to write one.
+        fd: where all ranks have the file in one cache of one system, the file, which has no name any more: it goes with
+            the last process that has it open. Else it is opened by its name for each step, and what was written is
+            brought to the disk, so that the others see it.
     """
 
-    def __init__(self, team: Team, place: Layout, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, team: Team, place: Layout, starts: list[int]) -> None:
+        self.starts = starts
         self.fd: int | None = None
         self._team = team
         self._place = place
 
     def find(self) -> None:
-        """See on this rank that it is the file that was meant."""
+        """See on this rank that it is the file that was meant. Collective."""
+        seen = agree.on_all(self._team.comm, VERB, self._open)
+        if self._team.world.nodes > 1 or len(set(seen)) > 1:
+            self.close()
+
+    def _open(self) -> tuple[int, int]:
         format.look(self._place)
-        if self._team.world.nodes == 1:
-            self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
+        self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
+        found = os.fstat(self.fd)
+        return found.st_dev, found.st_ino
+
+    def close(self) -> None:
+        """Once more does nothing."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on every rank. Collective."""
@@ -111,6 +130,8 @@ def _each(
     try:
         for offset, message in messages:
             step(fd, (place.data[0] or 0) + offset, raw.memory(message))
+        if opened is None and flags == os.O_WRONLY:
+            os.fsync(fd)
     finally:
         if opened is None:
             os.close(fd)
@@ -125,14 +146,14 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
     path, token, token_at, start = ticket
     if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
         raise FileError(f"{path}: not a staging file")
-    place = Layout(path, bytes.fromhex(token), token_at, 0, [start], [])
+    place = Layout(path, bytes.fromhex(token), token_at, 0, [start], 0, 1)
     format.look(place)
     _each(place, messages, os.O_RDONLY, raw.read_at)
 
 
 @contextmanager
-def _staged(team: Team, nbytes: int) -> Iterator[_File]:
-    """A file for `nbytes` bytes of messages that every rank sees; it is gone afterwards. Collective.
+def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
+    """A file for messages of these lengths that every rank sees; it is gone afterwards. Collective.
 
     Raises:
         RankError: on every rank, if it cannot be made, or a rank does not see it. Nothing has been written.
@@ -140,16 +161,18 @@ def _staged(team: Team, nbytes: int) -> Iterator[_File]:
     held: list[Stage] = []
     file = None
 
-    def make() -> Layout:
-        held.append(Stage(team.world.staging, nbytes))
-        return held[0].place
+    def make() -> tuple[Layout, list[int]]:
+        page = page_size(Path(team.world.staging)) if os.path.isdir(team.world.staging) else 1
+        room = [-(-n // page) * page for n in lengths]
+        held.append(Stage(team.world.staging, sum(room)))
+        return held[0].place, layout.displs(room)
 
     try:
-        place = agree.on_root(team.comm, VERB, make)
+        place, starts = agree.on_root(team.comm, VERB, make)
         abort.LITTER.add(place.path)
-        file = _File(team, place, nbytes)
-        agree.on_all(team.comm, VERB, file.find)
-        if team.world.nodes == 1:
+        file = _File(team, place, starts)
+        file.find()
+        if file.fd is not None:
             for stage in held:
                 stage.unname()
         yield file
@@ -158,8 +181,7 @@ def _staged(team: Team, nbytes: int) -> Iterator[_File]:
             stage.remove()
         if file is not None:
             abort.LITTER.discard(place.path)
-            if file.fd is not None:
-                os.close(file.fd)
+            file.close()
 
 
 class Stage:
@@ -180,9 +202,8 @@ class Stage:
         try:
             lock(self._fd)  # for as long as it is held, nobody sweeps the file
             dataset = Dataset("messages", (nbytes,), torch.uint8, [])
-            self.place = format.create(
-                Path(self.path), [dataset], format.summary([dataset], {}, ""), {}, format.ALIGNMENT
-            )
+            plan, align = format.summary([dataset], {}, ""), page_size(Path(folder))
+            self.place = format.create(Path(self.path), [dataset], plan, {}, align)
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):
@@ -196,6 +217,8 @@ class Stage:
         if one_node:
             self.unname()
             path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        else:
+            os.fsync(self._fd)
         return [path, self.place.token.hex(), self.place.token_at, self.place.data[0] or 0]
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:

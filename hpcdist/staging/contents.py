@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.regular import check_regular
-from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, stored_dtype
+from hpcdist.staging import journal
+from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
 from hpcdist.staging.links import elsewhere, hard_path
 
 __all__ = ["Contents", "Stored", "describe", "read_box"]
@@ -162,22 +164,50 @@ def _contents(path: str, file: Any, wanted: str | None) -> Contents:
         raise FileError(f"{path}: written by a newer hpcdist (version {group.attrs['version']} of the format)")
     plan = json.loads(bytes(group["plan"][()]))
     tables = {
-        d["name"]: file[table]
-        for i, d in enumerate(plan["datasets"])
-        # else somebody has changed the file since
-        if d["name"] in places and tuple(d["shape"]) == file[d["name"]].shape and (table := _table_of(i)) in own
+        d["name"]: table
+        for d, table in _tables(group, plan, own)
+        if d["name"] in places
+        and tuple(d["shape"]) == file[d["name"]].shape  # else somebody has changed the file since
     }
     token = group["token"]
     complete = bytes(group["state"][()]) == COMPLETE
+    if not complete:
+        tables = _noted(path, plan, tables)
     stored = dict(_stored(path, file, places, tables))
     return Contents(path, stored, plan, complete, token=(token.id.get_offset(), bytes(token[()])), elsewhere=others)
 
 
-def _table_of(i: int) -> str:
-    return f"{GROUP}/pieces/{i}"
+def _tables(group: Any, plan: Mapping[str, Any], own: set[str]) -> Iterator[tuple[dict[str, Any], Table]]:
+    """Each tensor that was planned, with the table of its pieces."""
+    planned = plan["datasets"]
+    if group.attrs["version"] == 1:
+        for i, d in enumerate(planned):
+            if f"{GROUP}/pieces/{i}" in own:
+                yield d, group[f"pieces/{i}"][()]
+        return
+    content, at = group["pieces"][()].tobytes() if f"{GROUP}/pieces" in own else b"", 0
+    for d in planned:
+        row = record_dtype(len(d["shape"]))
+        table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
+        at += d["pieces"] * row.itemsize
+        if len(table) == d["pieces"]:
+            yield d, table
 
 
-def _stored(path: str, file: Any, places: Mapping[str, str], tables: Mapping[str, Any]) -> Iterator[tuple[str, Stored]]:
+def _noted(path: str, plan: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, Table]:
+    """The tables of a save that was not finished, with what its journal says."""
+    noted = {name: table.copy() for name, table in tables.items()}
+    names = [d["name"] for d in plan["datasets"]]
+    for (i, row), checksum in journal.read(Path(path).with_suffix(".journal")).items():
+        if i < len(names) and names[i] in noted and row < len(noted[names[i]]):
+            record = noted[names[i]][row]
+            record["xxh3_64"], record["written"] = checksum, 1
+    return noted
+
+
+def _stored(
+    path: str, file: Any, places: Mapping[str, str], tables: Mapping[str, Table]
+) -> Iterator[tuple[str, Stored]]:
     for name, place in places.items():
         dataset = file[place]
         dtype = _dtype_of(dataset)
@@ -191,7 +221,7 @@ def _stored(path: str, file: Any, places: Mapping[str, str], tables: Mapping[str
                 tuple(dataset.shape),
                 dtype,
                 _raw(path, dataset, dtype),
-                None if table is None else table[()],
+                table,
                 str(dataset.compression or ("chunked" if dataset.chunks else "")),
                 place,
             ),

@@ -2,14 +2,15 @@
 
     /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
       @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits
-    /_hpcdist          attribute version: 1
+    /_hpcdist          attribute version: 2
       state            uint8[1]: 1 once the file is complete
       token            uint8[16]: by which the ranks of one save know that they see the same file
       plan             uint8[n]: what was to be written, for a save that goes on with it
-      pieces/I         of the I-th tensor: each piece's offset, shape, checksum and rank, and whether it is written
+      pieces           uint8[n]: a table for each tensor, one behind the other, of its pieces: offset, shape, checksum,
+                       rank, and whether it is written (in version 1 a group with a dataset I for the I-th tensor)
 
 All of it is laid out before the first data are written, and from then on only the contents of datasets change: a job
-that dies leaves a file that HDF5 can still read.
+that dies leaves a file that HDF5 can still read. Ranks write data, and rank 0 the rest.
 """
 
 from __future__ import annotations
@@ -27,21 +28,35 @@ import numpy as np
 import torch
 
 from hpcdist.buffers import BARE, DTYPES
-from hpcdist.errors import FileError
+from hpcdist.commit import patiently
+from hpcdist.errors import FileError, reason
 from hpcdist.layout import Box
+from hpcdist.pages import Ints, page_size
 
 __all__ = [
     *("ALIGNMENT", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset", "Layout", "Table"),
-    *("alignment_of", "create", "digest", "find_layout", "look", "record_dtype", "records", "stored_dtype", "summary"),
+    *(
+        "alignment_of",
+        "create",
+        "digest",
+        "filled",
+        "find_layout",
+        "look",
+        "record_dtype",
+        "records",
+        "stored_dtype",
+        "summary",
+    ),
 ]
 
 GROUP = "_hpcdist"
 DTYPE_ATTRIBUTE = "torch_dtype"
 COMPLETE = b"\x01"
-VERSION = 1
+VERSION = 2
 NUMPY = {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
 NUMPY -= {torch.complex32, *BARE}
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
+_ELEMENT = 16  # bytes: of the largest dtype
 ALIGNMENT = 2**20  # bytes: datasets of this size and more begin at a multiple of it, or of the file system's block
 
 Table = np.ndarray[Any, np.dtype[np.void]]
@@ -79,6 +94,23 @@ def records(boxes: Sequence[Box], ndim: int) -> Table:
     return table
 
 
+def filled(datasets: Sequence[Dataset], written: Sequence[Ints]) -> bytes:
+    """The tables of pieces of a complete file, as they are stored.
+
+    Args:
+        written: for each rank the rows (dataset, piece, bits of the checksum) of what it has written.
+    """
+    tables = [records(d.pieces, len(d.shape)) for d in datasets]
+    for rank, rows in enumerate(written):
+        for i in np.unique(rows[:, 0]):
+            mine = rows[rows[:, 0] == i]
+            found = tables[i][mine[:, 1]]
+            found["xxh3_64"] = mine[:, 2].view(np.uint64)
+            found["rank"], found["written"] = rank, 1
+            tables[i][mine[:, 1]] = found
+    return b"".join(table.tobytes() for table in tables)
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A tensor that is to be written.
@@ -106,14 +138,19 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in a file that is being written: byte offsets; of a compressed tensor, None."""
+    """Where things lie in a file that is being written: byte offsets; of a compressed tensor, None.
+
+    Attributes:
+        page: the bytes of a page, of which each is written by one rank: see :mod:`hpcdist.pages`.
+    """
 
     path: str
     token: bytes
     token_at: int
     state: int
     data: list[int | None]
-    tables: list[int | None]
+    table: int
+    page: int
 
 
 def alignment_of(folder: Path, asked: int | None) -> int:
@@ -131,24 +168,26 @@ def create(
     # HDF5 does not survive a write that fails: let a limit on file sizes show before it is used.
     plain = [d.nbytes() for d in datasets if d.chunks is None]
     os.truncate(path, sum(nbytes + (align if nbytes >= align else 0) for nbytes in plain))
+    large = [d for d in datasets if d.chunks is None and d.nbytes() >= align]
     with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, locking=False) as file:
+        for dataset in large:
+            _create_dataset(file, dataset)
+    # All others begin where any dtype's elements may: a border between pages is then one between elements.
+    with h5py.File(path, "r+", alignment_threshold=1, alignment_interval=_ELEMENT, locking=False) as file:
         file.attrs.update(attrs)
         for dataset in datasets:
-            made = _create_dataset(file, dataset)
+            made = file[dataset.name] if dataset in large else _create_dataset(file, dataset)
             made.attrs.update(dataset.attrs)
             if dataset.dtype not in NUMPY:
                 made.attrs[DTYPE_ATTRIBUTE] = str(dataset.dtype).removeprefix("torch.")
         group = file.create_group(GROUP)
         group.attrs["version"] = VERSION
-        for name, content in (("state", b"\0"), ("token", os.urandom(16)), ("plan", json.dumps(plan).encode())):
-            _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1")).write_direct(
-                np.frombuffer(content, np.uint8)
-            )
-        for i, dataset in enumerate(datasets):
-            table = records(dataset.pieces, len(dataset.shape))
-            made = _create_plain(file, f"{GROUP}/pieces/{i}", table.shape, table.dtype)
-            if len(table):
-                made.write_direct(table)
+        tables = b"".join(records(d.pieces, len(d.shape)).tobytes() for d in datasets)
+        contents = {"state": b"\0", "token": os.urandom(16), "plan": json.dumps(plan).encode(), "pieces": tables}
+        for name, content in contents.items():
+            made = _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1"))
+            if content:
+                made.write_direct(np.frombuffer(content, np.uint8))
         return _layout(path, file, [d.name for d in datasets])
 
 
@@ -193,41 +232,53 @@ def _layout(path: Path, file: Any, names: Sequence[str]) -> Layout:
         token.id.get_offset(),
         group["state"].id.get_offset(),
         [_offset(file[name]) for name in names],
-        [_offset(group[f"pieces/{i}"]) for i in range(len(names))],
+        _offset(group["pieces"]) or 0,
+        page_size(path.parent),
     )
 
 
 def look(place: Layout) -> None:
     """Does this rank see the file that another one has laid out, and may it write there?
 
+    Caches of names and attributes may be some seconds behind: the token is what counts, read again until then.
+
     Raises:
         FileError: it does not: the folder is another one on this node.
     """
-    path = place.path
-    if not os.path.exists(path):
-        raise FileError(f"{path}: not seen by this rank: the folder is not shared by all nodes")
+    path, problem = place.path, patiently(lambda: _unseen(place))
+    if problem is not None:
+        raise FileError(f"{path}: {problem}: the folder is not shared by all nodes")
     if not os.access(path, os.R_OK | os.W_OK):
         raise FileError(f"{path}: cannot be written by this rank")
-    if _token(place) != place.token:
-        raise FileError(f"{path}: another file by that name on this rank: the folder is not shared by all nodes")
 
 
-def _token(place: Layout) -> bytes:
-    with open(place.path, "rb") as file:
-        file.seek(place.token_at)
-        return file.read(len(place.token))
+def _unseen(place: Layout) -> str | None:
+    try:
+        with open(place.path, "rb") as file:
+            file.seek(place.token_at)
+            return None if file.read(len(place.token)) == place.token else "another file by that name on this rank"
+    except FileNotFoundError:
+        return "not seen by this rank"
+    except OSError as error:
+        return f"cannot be read by this rank ({reason(error)})"
 
 
 def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What is written, and in which pieces: two saves with the same summary can go on with each other's file."""
-    details = repr(([(d.pieces, d.filters, d.attrs) for d in datasets], attrs, source))
+    details = repr(([(d.pieces, d.filters, _told(d.attrs)) for d in datasets], _told(attrs), source))
     return {
         "datasets": [
             {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
+            | {"pieces": len(d.pieces)}
             for d in datasets
         ],
         "details": hashlib.sha256(details.encode()).hexdigest(),
     }
+
+
+def _told(attrs: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Attributes as text, long arrays whole: numpy leaves out the middle."""
+    return [(name, (x.dtype.str, x.tolist()) if isinstance(x, np.ndarray) else x) for name, x in sorted(attrs.items())]
 
 
 def _offset(dataset: Any) -> int | None:

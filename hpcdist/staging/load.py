@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, layout, world
+from hpcdist import abort, agree, checks, layout, raw, world
 from hpcdist.buffers import written
 from hpcdist.call import Call
 from hpcdist.errors import FileError, listed, reason
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 VERB = "staging.load"
+_NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between looks at a file that is not the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -246,19 +249,36 @@ def _memory(out: Tensor | None, want: Box, dtype: torch.dtype, device: torch.dev
 
 @contextmanager
 def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Contents, int]]:
-    """What the file holds, and the same file open on every rank; a RankError everywhere if one cannot have it."""
-    for last in (False, True):
+    """What the file holds, and the same file open on every rank; a RankError everywhere if one cannot have it.
+
+    A file may be replaced meanwhile, and caches of names may be some seconds behind: it is looked at again.
+    """
+    for nap in (*_NAPS, None):
         with ExitStack() as stack:
             fds: list[int] = []
             contents = agree.on_root(team.comm, VERB, lambda: _describe(path, name))
-            agree.on_all(team.comm, VERB, lambda: fds.append(stack.enter_context(opened(path))))  # noqa: B023
-            same = agree.on_all(team.comm, VERB, lambda: contents.is_in(fds[0]))  # noqa: B023
-            if all(same):
+            found = agree.on_all(team.comm, VERB, partial(_is_same, stack, contents, fds, nap is None))
+            if all(found):
                 yield contents, fds[0]
                 return
-            if last:
-                text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
-                agree.require(VERB, {rank: text for rank, right in enumerate(same) if not right})
+        if nap is not None:
+            time.sleep(nap)
+    text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
+    agree.require(VERB, {rank: text for rank, right in enumerate(found) if not right})
+
+
+def _is_same(stack: ExitStack, contents: Contents, fds: list[int], last: bool) -> bool:
+    """Open the file on this rank: whether it is the one that rank 0 has described."""
+    try:
+        fds.append(stack.enter_context(opened(contents.path)))
+        if contents.is_in(fds[0]):
+            return True
+        raw.forget(fds[0])  # it may be the cache that is behind
+        return contents.is_in(fds[0])
+    except FileError:
+        if last:
+            raise
+        return False
 
 
 def _read(

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import numpy as np
 from torch import Tensor
 
 from hpcdist import abort, layout
 from hpcdist.buffers import as_bytes, bits
 from hpcdist.checks import WrongError
 from hpcdist.layout import Box
+from hpcdist.pages import Ints
 from hpcdist.staging.host import Scratch
 from hpcdist.team import Team
 
@@ -79,6 +81,15 @@ class Plan:
             mine.setdefault(owner, []).append(row)
         longest = max(map(len, mine.values()), default=0)
         return [{owner: rows[i] for owner, rows in mine.items() if i < len(rows)} for i in range(longest)]
+
+    def owners_at(self, elements: Ints) -> Ints:
+        """The ranks that write elements, counted in C order; the pieces are the runs of the whole, in that order."""
+        firsts, owners = self._by_element
+        return owners[np.searchsorted(firsts, elements, "right") - 1]
+
+    @cached_property
+    def _by_element(self) -> tuple[Ints, Ints]:
+        return np.array(layout.displs([box.size() for box in self.pieces])), np.array(self.owners)
 
     def rows(self, rank: int) -> list[int]:
         """The pieces of one rank."""

@@ -134,9 +134,9 @@ def save(
     with record.InCall(VERB, team), abort.InStep(VERB, team.size):
         agree.exchange(team, call)
         datasets, plans = _agree(team, ask, attrs or {})
-        saving = Saving(team, VERB, target, datasets, options)
+        saving = Saving(team, VERB, target, datasets, lambda i, elements: plans[i].owners_at(elements), options)
         try:
-            saving.prove([plan.owners for plan in plans])
+            saving.prove([plan.rows(team.rank) for plan in plans])
             for i, plan in enumerate(plans):
                 write(saving, i, plan, flat[datasets[i].name])
         except BaseException:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist import agree
+from hpcdist import agree, layout
 from hpcdist.commit import Commit, check_target, sync
 from hpcdist.errors import FileError, RankError, reason
 from hpcdist.layout import Box
-from hpcdist.raw import Raw, memory
-from hpcdist.staging import contents, format, writers
+from hpcdist.pages import Edges, Ints, Owner, Pages
+from hpcdist.raw import Raw, memory, write_at
+from hpcdist.staging import contents, format, journal, writers
 from hpcdist.staging.format import Dataset, Layout
+from hpcdist.staging.journal import Journal
 from hpcdist.staging.reader import checksum_of
 from hpcdist.team import Team
 from hpcdist.watch import record as watch
@@ -60,27 +63,36 @@ class Saving:
     Args:
         verb: the call on whose behalf it is, for messages.
         datasets: what is written, the same on all ranks.
+        owner: the ranks that write the pieces of dataset i with these elements, counted in C order.
 
     Attributes:
         problem: what has gone wrong on this rank so far.
-        done: for each dataset, the pieces that another run has left complete.
+        done: (dataset, piece) -> checksum of what another run has left complete.
 
     Raises:
         RankError: on every rank, if the file cannot be made. The target is as it was.
     """
 
-    def __init__(self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], options: Options) -> None:
+    def __init__(
+        self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], owner: Owner, options: Options
+    ) -> None:
         self.team = team
         self.verb = verb
         self.datasets = datasets
         self.problem: str | None = None
-        self.done: list[set[int]] = [set() for _ in datasets]
+        self.done: dict[tuple[int, int], int] = {}
         self._target = Path(path)
+        self._edges = Edges(Path(os.path.realpath(path)).parent, options.window)
         self._commit: Commit | None = None
-        self._tables = [format.records(d.pieces, len(d.shape)) for d in datasets]
+        self._written: list[tuple[int, int, int]] = []  # dataset, piece and checksum of those of this rank
         compressed = any(d.chunks for d in datasets)  # HDF5 changes its own index of them all the time
         self._options = replace(options, resume=options.resume and not compressed)
-        self.layout, self._resumed = agree.on_root(team.comm, verb, self._lay_out)
+        self.layout, self._left, self._notes = agree.on_root(team.comm, verb, self._lay_out)
+        places = [(0, 0) if at is None else (at, d.nbytes()) for d, at in zip(datasets, self.layout.data, strict=True)]
+        sizes = [d.dtype.itemsize for d in datasets]
+        self._pages = Pages(self.layout.page, places, lambda i, at: owner(i, at // sizes[i]))
+        self._settled = False
+        self._journal: Journal | None = None
         self._writers: list[writers.Writer] = []
         try:
             agree.on_all(team.comm, verb, lambda: format.look(self.layout))
@@ -95,80 +107,110 @@ class Saving:
         self._writers.append(writers.opened(name, self.team.comm, self.datasets, self.layout, self._options.hints))
 
     def _close_writer(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
         while self._writers:
             self._writers.pop().close()
 
-    def _lay_out(self) -> tuple[Layout, bool]:
-        """On rank 0: the file that is to be, or what was left of it, and which of the two."""
+    def _lay_out(self) -> tuple[Layout, dict[tuple[int, int], int], tuple[str, int]]:
+        """On rank 0: the file that is to be, or what was left of it; the checksums of what is complete in it; and the
+        journal with its length, if there is to be one."""
         nbytes = sum(d.nbytes() for d in self.datasets if d.chunks is None)
         check_target(self._target, 0)
         plan = format.summary(self.datasets, self._options.attrs, self._options.source)
         commit = self._commit = Commit(self._target, self._options.resume)
         try:
             check_target(self._target, nbytes - commit.part.stat().st_blocks * 512)
-            resumed = commit.resumed and _left(commit.part) == plan
-            if not resumed:
-                align = format.alignment_of(commit.part.parent, self._options.align)
-                return format.create(commit.part, self.datasets, plan, self._options.attrs, align), False
-            return format.find_layout(commit.part), True
+            if commit.resumed and _left(commit.part) == plan:
+                commit.journal.touch()
+                notes = str(commit.journal), commit.journal.stat().st_size
+                return format.find_layout(commit.part), journal.read(commit.journal), notes
+            align = format.alignment_of(commit.part.parent, self._options.align)
+            made = format.create(commit.part, self.datasets, plan, self._options.attrs, align)
+            sync(commit.part)  # before another rank opens it
+            if self._options.resume:
+                commit.journal.write_bytes(b"")
+            return made, {}, (str(commit.journal) if self._options.resume else "", 0)
         except BaseException as error:
             self._give_up()
             if isinstance(error, Exception) and not isinstance(error, FileError):  # HDF5 has many ways to say so
                 raise FileError(f"{self._target}: cannot be written: {reason(error)}") from error
             raise
 
-    def prove(self, owners: Sequence[Sequence[int]]) -> None:
-        """Find the pieces that are complete already, by reading them: each rank those that it owns. Collective."""
-        if not self._resumed:
+    def prove(self, rows: Sequence[Sequence[int]]) -> None:
+        """Find what is complete already, by reading it. Collective.
+
+        Args:
+            rows: of each dataset, the pieces that this rank is to write.
+        """
+        team, (path, end) = self.team, self._notes
+        if not path:
             return
-        comm = self.team.comm
         try:
-            self._tables = agree.on_root(comm, self.verb, self._left_tables)
-            proven = agree.on_all(comm, self.verb, lambda: [self._proven(i, o) for i, o in enumerate(owners)])
+            found = agree.on_all(team.comm, self.verb, lambda: [*self._proven(rows)])
+            self.done = {(i, row): self._left[i, row] for rank in found for i, row in rank}
+            counts = agree.allgather(team.comm, sum(map(len, rows)))
+            slots = [-(-end // self.layout.page) * self.layout.page]
+            slots += [journal.nbytes(n, self.layout.page) for n in counts]
+            agree.on_all(team.comm, self.verb, lambda: self._open_journal(Path(path), sum(slots[: team.rank + 1])))
         except RankError:
             self.abandon()
             raise
-        for rank in proven:
-            for i, found in enumerate(rank):
-                self.done[i].update(found)
 
-    def _proven(self, i: int, owners: Sequence[int]) -> list[int]:
-        """The pieces of one dataset that this rank owns and finds complete."""
-        dataset, table, start = self.datasets[i], self._tables[i], self.layout.data[i]
-        if start is None:
-            return []  # there is nothing in it
-        where = Raw(self.layout.path, start, dataset.shape, dataset.dtype)
-        rows = [row for row, owner in enumerate(owners) if owner == self.team.rank and table[row]["written"]]
-        with open(self.layout.path, "rb") as file:
-            return [row for row in rows if _holds(file.fileno(), where, dataset.pieces[row], table[row])]
-
-    def _left_tables(self) -> list[format.Table]:
-        stored = contents.describe(self.layout.path, incomplete=True).datasets
-        tables = [stored[d.name].pieces for d in self.datasets]
-        if any(table is None for table in tables):
-            raise FileError(f"{self.layout.path}: a table of pieces is missing")
-        return [table for table in tables if table is not None]
+    def _proven(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """Those of this rank's pieces that the file holds as they were noted."""
+        with open(self.layout.path, "rb", buffering=0) as file:
+            for i, (dataset, mine) in enumerate(zip(self.datasets, rows, strict=True)):
+                start = self.layout.data[i]
+                where = Raw(self.layout.path, start or 0, dataset.shape, dataset.dtype)
+                for row in mine if start is not None else ():
+                    noted = self._left.get((i, row))
+                    if noted is not None and _holds(file.fileno(), where, dataset.pieces[row], noted):
+                        self._written.append((i, row, noted))
+                        yield i, row
 
     def put(self, i: int, row: int, piece: Tensor) -> None:
         """Write a piece, contiguous host memory, and its checksum. On this rank alone; a failure is kept.
 
         One that is there already is not written again, if these are the data that are there.
         """
-        if self.problem is None and not self._has(i, row, piece):
+        if self.problem is None:
             try:
-                digest = format.digest()
-                self._writers[0].write(i, self.datasets[i].pieces[row], memory(piece), digest)
-                self.record(i, row, digest.intdigest())
+                data, start = memory(piece), self.layout.data[i]
+                if not self._has(i, row, data):
+                    where = Raw("", start or 0, self.datasets[i].shape, self.datasets[i].dtype)
+                    digest = format.digest()
+                    at, rank = where.place(self.datasets[i].pieces[row]), self.team.rank
+                    self._pages.write(rank, at, data, self._writers[0].write, self._edges, digest)
+                    self.record(i, row, digest.intdigest())
             except Exception as error:
                 self.fail(error)
         self._report(piece.nbytes)
 
-    def _has(self, i: int, row: int, piece: Tensor) -> bool:
-        if row not in self.done[i]:
+    def write_runs(self, i: int, starts: Ints, nbytes: int, data: memoryview) -> None:
+        """Write runs of a dataset that begin at these elements; they follow each other in `data`. On this rank alone.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        places = starts * self.datasets[i].dtype.itemsize + (self.layout.data[i] or 0)
+        if 0 < nbytes < self._pages.size:
+            self._pages.keep(places, nbytes, data, self._edges)
+            return
+        for k, place in enumerate(places.tolist()):
+            part = data[k * nbytes : (k + 1) * nbytes]
+            self._pages.write(self.team.rank, place, part, self._writers[0].write, self._edges)
+
+    def _has(self, i: int, row: int, data: memoryview) -> bool:
+        if (i, row) not in self.done:
             return False
         digest = format.digest()
-        digest.update(memory(piece))
-        return int(digest.intdigest()) == int(self._tables[i][row]["xxh3_64"])
+        digest.update(data)
+        if int(digest.intdigest()) == self.done[i, row]:
+            return True
+        self._written.remove((i, row, self.done[i, row]))
+        return False
 
     def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
         """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""
@@ -187,10 +229,10 @@ class Saving:
         self._report(0 if piece is None else piece.nbytes)
 
     def record(self, i: int, row: int, checksum: int) -> None:
-        """Note that a piece is complete."""
-        record = self._tables[i][row]
-        record["xxh3_64"], record["rank"], record["written"] = checksum, self.team.rank, 1
-        self._writers[0].record(i, row, record)
+        """Note that a piece is complete, and what its checksum is."""
+        self._written.append((i, row, checksum))
+        if self._journal is not None:
+            self._journal.note(i, row, checksum)
 
     def fail(self, error: Exception) -> None:
         """Keep the first thing that went wrong on this rank."""
@@ -205,35 +247,65 @@ class Saving:
         except Exception as error:  # the caller's own; the ranks are to end this call together
             self.fail(error)
 
+    def settle(self) -> None:
+        """Bring what belongs to other ranks there, and all of it to the disk. Collective; a failure is kept."""
+        if self._settled:
+            return
+        self._settled = True
+        problem = self._edges.settle(self.team, self._writers[0].write)
+        if problem is not None:
+            self.fail(problem)
+        try:
+            sync(Path(self.layout.path))  # each rank as soon as it is done: the disk works while others still write
+        except OSError as error:
+            self.fail(error)
+
     def finish(self) -> None:
         """Put the file in place under its name, complete and on the disk. Collective.
 
         Raises:
             RankError: on every rank, if anything failed on any. The target is as it was.
         """
-        comm = self.team.comm
-        try:
-            sync(Path(self.layout.path))  # each rank as soon as it is done: the disk works while others still write
-        except OSError as error:
-            self.fail(error)
+        comm, path = self.team.comm, Path(self.layout.path)
+        self.settle()
         try:
             agree.on_all(comm, self.verb, self._raise_problem)
             agree.on_all(comm, self.verb, self._close_writer)
-            agree.on_all(comm, self.verb, lambda: sync(Path(self.layout.path)))
-            agree.on_root(comm, self.verb, self._complete)
+            agree.on_all(comm, self.verb, lambda: sync(path))
+            written = self._gathered()
+            agree.on_root(comm, self.verb, lambda: self._complete(written))
         except RankError:
             self.abandon()
             raise
+
+    def _gathered(self) -> list[Ints]:
+        """On rank 0, for each rank: dataset, piece and bits of the checksum of what it has written. Collective."""
+        from mpi4py import MPI
+
+        comm = self.team.comm
+        mine = np.array(self._written, np.uint64).astype(np.int64)
+        counts = [3 * n for n in agree.allgather(comm, len(self._written))]
+        all_ = np.empty(sum(counts) if comm.rank == 0 else 0, np.int64)
+        comm.Gatherv(
+            [mine, MPI.INT64_T], [all_, counts, layout.displs(counts), MPI.INT64_T] if comm.rank == 0 else None
+        )
+        return [part.reshape(-1, 3) for part in np.split(all_, layout.displs(counts)[1:])] if comm.rank == 0 else []
+
+    def _open_journal(self, path: Path, start: int) -> None:
+        self._journal = Journal(path, start)
 
     def _raise_problem(self) -> None:
         if self.problem is not None:
             raise FileError(self.problem)
 
-    def _complete(self) -> None:
+    def _complete(self, written: Sequence[Ints]) -> None:
+        """On rank 0: the tables of pieces, the mark, and the name."""
         assert self._commit is not None
+        tables = format.filled(self.datasets, written)
         fd = os.open(self.layout.path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
-            os.pwrite(fd, format.COMPLETE, self.layout.state)
+            write_at(fd, self.layout.table, memoryview(tables))
+            write_at(fd, self.layout.state, memoryview(format.COMPLETE))
         finally:
             os.close(fd)
         self._commit.finish()
@@ -241,8 +313,10 @@ class Saving:
 
     def abandon(self) -> None:
         """Close the file and give up: the target is as it was. Collective."""
-        agree.on_all(self.team.comm, self.verb, self._close_writer)
-        self._give_up()
+        try:
+            agree.on_all(self.team.comm, self.verb, self._close_writer)
+        finally:
+            self._give_up()
 
     def drop(self) -> None:
         """Give up on this rank alone, where the others cannot be told. What MPI-IO has open stays open."""
@@ -251,22 +325,26 @@ class Saving:
         self._give_up()
 
     def _give_up(self) -> None:
+        self._edges.close()
         if self._commit is not None:
             self._commit.discard(keep=self._options.resume)
             self._commit = None
 
 
 def _left(part: Path) -> dict[str, Any] | None:
-    """The plan of a file that was left, or None if there is nothing to go on with."""
+    """The plan of a file that was left, or None, with a warning, if there is nothing to go on with."""
     try:
         return contents.describe(str(part), incomplete=True).plan
-    except FileError:
+    except Exception as error:  # whatever HDF5 makes of a file that was torn
+        warnings.warn(
+            f"what another run has left cannot be gone on with, and is written anew: {reason(error)}", stacklevel=2
+        )
         return None
 
 
-def _holds(fd: int, where: Raw, box: Box, record: np.void) -> bool:
+def _holds(fd: int, where: Raw, box: Box, noted: int) -> bool:
     """Whether a piece in the file has the checksum that was noted when it was written."""
     try:
-        return checksum_of(fd, where, box) == int(record["xxh3_64"])
+        return checksum_of(fd, where, box) == noted
     except (OSError, EOFError):  # it cannot be read: it is written again
         return False

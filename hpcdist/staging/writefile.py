@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,21 +19,25 @@ from hpcdist import abort, agree, checks, layout
 from hpcdist.buffers import DTYPES, row_major
 from hpcdist.call import Call
 from hpcdist.commit import check_target
-from hpcdist.errors import FileError, RankError, listed
+from hpcdist.errors import FileError, listed
 from hpcdist.layout import Box
-from hpcdist.raw import Raw
+from hpcdist.pages import Ints
+from hpcdist.raw import Raw, forget, memory, read_at
+from hpcdist.staging import format
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.names import check_attrs, flatten
 from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
 from hpcdist.staging.reader import checksum_of
 from hpcdist.staging.readfile import inside
 from hpcdist.staging.saving import Options, Saving
+from hpcdist.staging.written import Written, joined, starts_of
 from hpcdist.team import Team
 from hpcdist.watch import record
 
 __all__ = ["WriteFile"]
 
 VERB = "staging.open"
+_SHARE = 2**16  # bytes: how the edges of what is written are shared out
 
 
 class WriteFile:
@@ -65,20 +72,15 @@ class WriteFile:
                 pieces = list(layout.boxes(layout.whole(shape), max(1, min(PIECE, limit) // dtype.itemsize)))
                 datasets.append(Dataset(name, shape, dtype, pieces, attrs=given.get(name, {})))
             self._team = team
-            self._runs: list[list[tuple[int, int]]] = [[] for _ in datasets]  # first and end element of what is written
+            self._wrote = [Written(dataset) for dataset in datasets]
             # MPI-IO and system calls are not to be mixed in one file: boxes of any shape go by system calls.
             options = Options("posix", limit, attrs=given.get("", {}))
-            self._saving = Saving(team, VERB, target, datasets, options)
+            sizes = [dataset.dtype.itemsize for dataset in datasets]
+            owner = lambda i, elements: elements * sizes[i] // _SHARE % team.size  # noqa: E731
+            self._saving = Saving(team, VERB, target, datasets, owner, options)
             self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
-            self._fd = -1
-            try:
-                agree.on_all(team.comm, VERB, self._open)
-            except RankError:
-                self._saving.abandon()
-                raise
-
-    def _open(self) -> None:
-        self._fd = os.open(self._saving.layout.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._window = limit
+            self._open = True
 
     def write(self, name: str, x: Tensor, offset: Sequence[int]) -> None:
         """Write a box of a tensor. On this rank alone; boxes must not overlap, on this rank or between ranks.
@@ -91,7 +93,7 @@ class WriteFile:
         Raises:
             FileError: no such tensor; OSError: it cannot be written; ValueError: it does not fit, the file is closed.
         """
-        if self._fd < 0:
+        if not self._open:
             raise ValueError("the file is closed")
         if name not in self._index:
             raise FileError(f"{self._saving.layout.path}: has no tensor {name!r}; it has: {listed(self._index)}")
@@ -101,14 +103,11 @@ class WriteFile:
         inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise ValueError(f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
-        self._raw(i).write(self._fd, box, row_major(checks.tensor(x, 0, "x")[0].cpu()))
-        _add(self._runs[i], box, dataset.shape)
-
-    def _raw(self, i: int) -> Raw:
-        start = self._saving.layout.data[i]
-        dataset = self._saving.datasets[i]
-        assert start is not None or 0 in dataset.shape
-        return Raw(self._saving.layout.path, start or 0, dataset.shape, dataset.dtype)
+        held = row_major(checks.tensor(x, 0, "x")[0].cpu()).view(x.shape)
+        starts, length = starts_of(box, dataset.shape)
+        data = memory(held)
+        self._saving.write_runs(i, starts, length * x.itemsize, data)
+        self._wrote[i].add(box, starts, length, data)
 
     def __enter__(self) -> WriteFile:
         return self
@@ -117,7 +116,7 @@ class WriteFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:  # the others may be anywhere: nothing collective can be done here
-            self._close()
+            self._open = False
             self._saving.drop()
             return
         with record.InCall("staging.close", self._team), abort.InStep("staging.close", self._team.size):
@@ -131,36 +130,82 @@ class WriteFile:
             raise
         else:
             self._check_all_is_written()
+            self._saving.settle()
             self._checksums()
             self._saving.finish()
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            self._open = False
 
     def _check_all_is_written(self) -> None:
-        """Every element once: the runs of all ranks, in order, leave no gap and do not overlap. Collective."""
-        for dataset, mine in zip(self._saving.datasets, self._runs, strict=True):
-            runs = sorted(run for runs in agree.allgather(self._team.comm, mine) for run in runs)
-            ends = [0, *(end for _, end in runs)]
-            starts = [*(start for start, _ in runs), layout.whole(dataset.shape).size()]
+        """Every element once: each rank looks at its share of the elements. Collective."""
+        for dataset, wrote in zip(self._saving.datasets, self._wrote, strict=True):
+            n = layout.whole(dataset.shape).size()
+            share = layout.share(n, self._team.size, self._team.rank)
+            runs = joined(_shared_out(self._team, wrote.runs(), n))
+            ends, starts = [share.start, *runs[:, 1].tolist()], [*runs[:, 0].tolist(), share.stop]
             for end, start in zip(ends, starts, strict=True):
                 if end != start:
                     what = "were not written" if end < start else "were written twice"
                     first, last = sorted((end, start))
                     self._saving.fail(ValueError(f"{dataset.name}: elements {first}:{last} {what}"))
+                    break
 
     def _checksums(self) -> None:
-        """Each rank takes those of its share of the pieces, whoever wrote them."""
-        for i, dataset in enumerate(self._saving.datasets):
-            for row in layout.share(len(dataset.pieces), self._team.size, self._team.rank):
-                try:
-                    self._saving.record(i, row, checksum_of(self._fd, self._raw(i), dataset.pieces[row]))
-                except Exception as error:  # told to all in finish()
-                    self._saving.fail(error)
+        """Those of pieces that one rank has written in order are known; others are read again, from the disk if the
+        system can, where every rank compares what it has written. Collective."""
+        known: list[list[list[int]]] = agree.allgather(self._team.comm, [sorted(w.checksums) for w in self._wrote])
+        path = Path(self._saving.layout.path)
+        for i, (dataset, wrote) in enumerate(zip(self._saving.datasets, self._wrote, strict=True)):
+            for row, checksum in wrote.checksums.items():
+                self._saving.record(i, row, checksum)
+            left = sorted(set(range(len(dataset.pieces))).difference(*(rank[i] for rank in known)))
+            if not left:
+                continue
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    forget(file.fileno())
+                    self._compare(file.fileno(), i, [dataset.pieces[row] for row in left])
+                    for row in left[self._team.rank :: self._team.size]:
+                        self._saving.record(i, row, checksum_of(file.fileno(), self._raw(i), dataset.pieces[row]))
+            except Exception as error:  # told to all in finish()
+                self._saving.fail(error)
+
+    def _compare(self, fd: int, i: int, pieces: Sequence[Box]) -> None:
+        """Whether what this rank has written of these pieces is in the file."""
+        where, window = self._raw(i), self._window
+        for box, expected in self._wrote[i].boxes():
+            if not any(box.meet(piece).size() for piece in pieces):
+                continue
+            digest = format.digest()
+            for part in layout.boxes(box, max(1, window // where.dtype.itemsize)):
+                got = torch.empty(part.shape, dtype=where.dtype, device="cpu")
+                where.read(partial(read_at, fd), part, got, window)
+                digest.update(memory(got))
+            if digest.intdigest() != expected:
+                raise FileError(f"{self._saving.datasets[i].name}: what was written at {box.offset} is not in the file")
+
+    def _raw(self, i: int) -> Raw:
+        start, dataset = self._saving.layout.data[i], self._saving.datasets[i]
+        return Raw(self._saving.layout.path, start or 0, dataset.shape, dataset.dtype)
+
+
+def _shared_out(team: Team, runs: Ints, elements: int) -> Ints:
+    """What all ranks have of this rank's share of the elements. Collective."""
+    from mpi4py import MPI
+
+    shares = [layout.share(elements, team.size, rank) for rank in range(team.size)]
+    parts = []
+    for share in shares:
+        first = np.searchsorted(runs[:, 1], share.start, "right")
+        end = np.searchsorted(runs[:, 0], share.stop, "left")
+        parts.append(np.clip(runs[first:end], share.start, share.stop).ravel())
+    counts = array("q", [len(part) for part in parts])
+    coming = array("q", bytes(8 * team.size))
+    team.comm.Alltoall([counts, MPI.INT64_T], [coming, MPI.INT64_T])
+    got = np.empty(sum(coming), np.int64)
+    sends, recvs = np.concatenate(parts), (list(coming), layout.displs(coming))
+    team.comm.Alltoallv([sends, (list(counts), layout.displs(counts)), MPI.INT64_T], [got, recvs, MPI.INT64_T])
+    return got.reshape(-1, 2)
 
 
 def _spec(name: str, spec: Any, window: int) -> tuple[tuple[int, ...], torch.dtype]:
@@ -179,13 +224,3 @@ def _spec(name: str, spec: Any, window: int) -> tuple[tuple[int, ...], torch.dty
     except checks.WrongError as error:
         raise checks.WrongError(f"{name!r} {error}") from None
     return extents, dtype
-
-
-def _add(known: list[tuple[int, int]], box: Box, shape: Sequence[int]) -> None:
-    """Add the runs of a box to those that are known; what continues the last one is joined with it."""
-    length, _, starts = layout.runs(box, shape)
-    for start in starts if box.size() else ():
-        if known and known[-1][1] == start:
-            known[-1] = (known[-1][0], start + length)
-        else:
-            known.append((start, start + length))

@@ -1,12 +1,13 @@
-"""Two ways to bring pieces into a file that is laid out already. The file is the same.
+"""Two ways to bring bytes into a file that is laid out already. The file is the same.
 
-posix: every rank writes its pieces at their places; of compressed datasets, rank 0 writes chunks that all compress.
-mpio: HDF5 writes through MPI-IO; independently, or collectively where the dataset is compressed.
+posix: every rank writes at the bytes' places; of compressed datasets, rank 0 writes chunks that all ranks compress.
+mpio: HDF5 writes through MPI-IO.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,8 +16,8 @@ import numpy as np
 from hpcdist import layout, plain, raw
 from hpcdist.errors import FileError
 from hpcdist.layout import Box
-from hpcdist.raw import Digest, Raw
-from hpcdist.staging.format import GROUP, Dataset, Layout, stored_dtype
+from hpcdist.raw import Digest
+from hpcdist.staging.format import Dataset, Layout, stored_dtype
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,14 +33,11 @@ _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than 
 class Writer(Protocol):
     """One rank's hold on a file that a job is writing. `i` is a dataset, by its place in the layout."""
 
-    def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
-        """Write a piece: `box` is one run of the dataset. On this rank alone."""
+    def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
+        """Write bytes of datasets at their place in the file. On this rank alone."""
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         """Write a box of whole chunks, or nothing, into a compressed dataset. Collective."""
-
-    def record(self, i: int, row: int, record: np.void) -> None:
-        """Write a row of the table of pieces. On this rank alone."""
 
     def close(self) -> None:
         """Collective."""
@@ -80,17 +78,14 @@ def active(name: str = "auto") -> tuple[str, str]:
 def fit_for(name: str, filters: Mapping[str, Any]) -> str:
     """The writer for datasets with these filters, "posix" instead of what "auto" stands for if need be.
 
-    A filter may leave a chunk as it is where it would not get smaller; gzip never does. Parallel HDF5 (seen in 1.10.8)
-    then forgets to note it, and the chunk cannot be read again.
+    Where HDF5 writes chunks of several ranks through MPI-IO, ranks write into each other's pages.
 
     Raises:
         ValueError: MPI-IO was asked for, and cannot write them.
     """
-    if not filters or filters.get("compression") == "gzip" or active(name)[0] == "posix":
-        return name
-    if name == "mpio":
-        raise ValueError("writer mpio compresses with gzip only; use auto or posix for other filters")
-    return "posix"
+    if name == "mpio" and filters:
+        raise ValueError("writer mpio does not compress; use auto or posix")
+    return "posix" if filters else name
 
 
 def fit_for_path(name: str, path: str) -> str:
@@ -115,9 +110,7 @@ def opened(
     name: str, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout, hints: Mapping[str, str]
 ) -> Writer:
     """Open a file for writing. Collective over `comm`; every rank has seen that it can open the file."""
-    if name == "mpio":
-        return _Mpio(comm, datasets, place, hints)
-    return _Posix(comm, datasets, place)
+    return _Mpio(comm, datasets, place, hints) if name == "mpio" else _Posix(comm, datasets, place)
 
 
 class _Posix:
@@ -125,17 +118,9 @@ class _Posix:
         self._comm = comm
         self._path = place.path
         self._datasets = datasets
-        self._tables = place.tables
-        self._raws = [
-            None if at is None else Raw(place.path, at, d.shape, d.dtype)
-            for d, at in zip(datasets, place.data, strict=True)
-        ]
         self._fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
-    def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
-        where = self._raws[i]
-        assert where is not None  # of compressed datasets, write_filtered is called
-        place = where.place(box)
+    def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
         for start in range(0, len(data), _AHEAD):
             raw.write_at(self._fd, place + start, data[start : start + _AHEAD], digest)
             raw.start_writeback(self._fd, place + start, _AHEAD)
@@ -178,11 +163,6 @@ class _Posix:
             with h5py.File(self._path, "r+", locking=False) as file:
                 for offset, mask, content in chunks:
                     file[name].id.write_direct_chunk(offset, content, mask)
-
-    def record(self, i: int, row: int, record: np.void) -> None:
-        start = self._tables[i]
-        assert start is not None  # a table has rows here
-        raw.write_at(self._fd, start + row * record.nbytes, memoryview(record.tobytes()))
 
     def close(self) -> None:
         os.close(self._fd)
@@ -230,53 +210,45 @@ class _Mpio:
         import h5py
         from mpi4py import MPI
 
-        self._sizes = [d.dtype.itemsize for d in datasets]
-        self._places = place.data
         self._fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)  # to tell the system what MPI-IO has written
         info = MPI.Info.Create(dict(hints))
         self._file = h5py.File(place.path, "r+", driver="mpio", comm=comm, info=info)
         info.Free()
-        self._data = [self._file[d.name].id for d in datasets]
-        self._tables = [self._file[f"{GROUP}/pieces/{i}"].id for i in range(len(datasets))]
-        self._collective = h5py.h5p.create(h5py.h5p.DATASET_XFER)
-        self._collective.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+        held = sorted((at, d.nbytes(), d.name) for d, at in zip(datasets, place.data, strict=True) if at is not None)
+        self._starts = [at for at, nbytes, _ in held if nbytes]
+        self._data = [(at + nbytes, self._file[name].id) for at, nbytes, name in held if nbytes]
 
-    def write(self, i: int, box: Box, data: memoryview, digest: Digest) -> None:
-        size, start, begun, place = self._sizes[i], 0, 0, self._places[i]
-        assert place is not None
-        first = place + next(layout.runs(box, self._data[i].shape)[2]) * size
-        for part in layout.boxes(box, max(1, _STEP // size)):
-            block = data[start : start + part.size() * size]
-            digest.update(block)
-            _write(self._data[i], part, np.frombuffer(block, np.uint8), None)
-            start += len(block)
-            if start - begun >= _AHEAD:
-                raw.start_writeback(self._fd, first + begun, start - begun)
-                begun = start
+    def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
+        if digest is not None:
+            digest.update(data)
+        begun, end = place, place + len(data)
+        while place < end:
+            k = bisect_right(self._starts, place) - 1
+            stop, dataset = self._data[k]
+            size = dataset.dtype.itemsize
+            first, last = (place - self._starts[k]) // size, (min(end, stop) - self._starts[k]) // size
+            for run in layout.run_boxes(dataset.shape, first, last):
+                for part in layout.boxes(run, max(1, _STEP // size)):
+                    nbytes = part.size() * size
+                    _write(dataset, part, np.frombuffer(data[:nbytes], np.uint8))
+                    place, data = place + nbytes, data[nbytes:]
+                    if place - begun >= _AHEAD:
+                        raw.start_writeback(self._fd, begun, place - begun)
+                        begun = place
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
-        content = np.empty(1, np.uint8) if data is None else np.frombuffer(data, np.uint8)
-        _write(self._data[i], box, content, self._collective)
-
-    def record(self, i: int, row: int, record: np.void) -> None:
-        _write(self._tables[i], Box((row,), (1,)), np.frombuffer(record.tobytes(), np.uint8), None)
+        raise NotImplementedError("writer mpio does not compress")  # fit_for() has chosen another one
 
     def close(self) -> None:
         os.close(self._fd)
         self._file.close()
 
 
-def _write(dataset: Any, box: Box | None, data: np.ndarray[Any, np.dtype[np.uint8]], transfer: Any) -> None:
-    """Write bytes that are stored as they are; with no box, take part in a collective write of others."""
+def _write(dataset: Any, box: Box, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Write bytes that are stored as they are."""
     from h5py import h5s
 
     space = dataset.get_space()
-    if box is None:
-        space.select_none()
-        here = h5s.create_simple((1,))
-        here.select_none()
-    else:
-        if box.shape:
-            space.select_hyperslab(box.offset, box.shape)
-        here = h5s.create_simple((box.size(),))
-    dataset.write(here, space, data, dataset.get_type(), transfer)
+    if box.shape:
+        space.select_hyperslab(box.offset, box.shape)
+    dataset.write(h5s.create_simple((box.size(),)), space, data, dataset.get_type())

@@ -287,7 +287,7 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
     refused("the staging folder: no such folder")
     monkeypatch.setattr(world, "staging", str(folder))
     if world.rank == world.world_size - 1:
-        monkeypatch.setattr(format, "_token", lambda place: bytes(16))
+        monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
     refused("the folder is not shared by all nodes")
     monkeypatch.undo()
     monkeypatch.setattr(world, "staging", str(folder))

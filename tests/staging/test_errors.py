@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 import torch
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from conftest import WRITERS
 
 import hpcdist as hd
-from hpcdist import raw, staging
-from hpcdist.staging import format
+from hpcdist import commit, raw, staging
+from hpcdist.commit import Commit
+from hpcdist.staging import format, journal
 
 pytestmark = pytest.mark.mpi
 
@@ -182,8 +184,9 @@ def test_a_write_that_fails(
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", failing)
-    big = torch.arange(600).view(20, 30)
-    save = lambda: staging.save(folder / "x.h5", big, dim, writer="posix", window=200)  # noqa: E731
+    big = torch.arange(60_000).view(2000, 30)  # 10 pieces a rank, with pages of their own
+    window = 48_000 if dim == 0 else 96_000 * world.world_size
+    save = lambda: staging.save(folder / "x.h5", big, dim, writer="posix", window=window)  # noqa: E731
     error = raises_on_all_ranks(world.comm, hd.RankError, save)
     monkeypatch.undo()
     assert_on_all_ranks(world.comm, f"writing failed: {os.strerror(code)}" in str(error), error)
@@ -212,13 +215,13 @@ def test_the_last_steps_fail(step: str, world: hd.World, folder: Path, monkeypat
 @pytest.mark.mpi(min_size=2)
 def test_a_folder_that_is_not_shared(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before any data are written: the last rank sees no file, or another one."""
-    seen = os.path.exists
     for case in ("none", "another"):
         if world.rank == last(world):
             if case == "none":
-                monkeypatch.setattr(os.path, "exists", lambda p: seen(p) and ".part" not in str(p))
+                monkeypatch.setattr(format, "_unseen", lambda place: "not seen by this rank")
             else:
-                monkeypatch.setattr(format, "_token", lambda place: bytes(16))
+                monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
+        monkeypatch.setattr(commit, "PATIENCE", 0.2)
         writes: list[int] = []
         monkeypatch.setattr(raw, "write_at", lambda *a, seen=writes: seen.append(1))
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", X, writer="posix"))
@@ -229,8 +232,6 @@ def test_a_folder_that_is_not_shared(world: hd.World, folder: Path, monkeypatch:
 
 
 def test_two_jobs_do_not_write_one_file_at_once(world: hd.World, folder: Path) -> None:
-    from hpcdist.commit import Commit
-
     other = Commit(folder / "x.h5") if world.rank == 0 else None
     error = raises_on_all_ranks(world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", X))
     assert_on_all_ranks(world.comm, "another process is writing it" in str(error), error)
@@ -242,7 +243,7 @@ def test_two_jobs_do_not_write_one_file_at_once(world: hd.World, folder: Path) -
 def test_leftovers_are_swept_and_links_are_kept(world: hd.World, folder: Path) -> None:
     if world.rank == 0:
         (folder / "there").mkdir()
-        (folder / "there/.x.h5.part").write_bytes(b"what a job left that was killed" * 1000)
+        left_behind(folder / "there/x.h5", b"what a job left that was killed" * 1000)
         (folder / "x.h5").symlink_to("there/x.h5")
     world.comm.Barrier()
     staging.save(folder / "x.h5", X)
@@ -254,30 +255,35 @@ def test_leftovers_are_swept_and_links_are_kept(world: hd.World, folder: Path) -
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_resume(dim: int, writer: str, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failure, only what is missing, or damaged since, is written; the data are the same bytes."""
-    x = torch.arange(600).view(20, 30) + 1000 * world.rank
-    staging.save(folder / "whole.h5", x, dim, writer=writer, window=200)
+    """After a failure, only what is missing, or damaged since, is written; the data are the same bytes.
+
+    What lies in pages that several ranks write is brought together at the end, and missing before.
+    """
+    x = torch.arange(60_000).view(2000, 30) + 1_000_000 * world.rank
+    window = 40_000 if dim == 0 else 80_000 * world.world_size
+    staging.save(folder / "whole.h5", x, dim, writer=writer, window=window)
     size = os.path.getsize(folder / "whole.h5")
     calls: list[int] = []
     put = staging.saving.Saving.put
 
     def failing(self: Any, i: int, row: int, piece: torch.Tensor) -> None:
-        if len(calls) == 7:
+        if len(calls) == 4:
             self.fail(OSError(errno.EIO, "made up"))
         calls.append(row)
         put(self, i, row, piece)
 
     monkeypatch.setattr(staging.saving.Saving, "put", failing)
-    save = lambda: staging.save(folder / "x.h5", x, dim, writer=writer, window=200, resume=True)  # noqa: E731
+    save = lambda: staging.save(folder / "x.h5", x, dim, writer=writer, window=window, resume=True)  # noqa: E731
     raises_on_all_ranks(world.comm, hd.RankError, save)
-    assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == [".x.h5.part", "whole.h5"], os.listdir(folder))
-    done = calls[:7]
-    table = format.find_layout(folder / ".x.h5.part")
+    (left,) = commit._left(folder / "x.h5")
+    names = sorted([left.name, left.with_suffix(".journal").name, "whole.h5"])
+    assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == names, os.listdir(folder))
+    done = calls[:4]
+    place = format.find_layout(left)
     if world.rank == 0:
-        with h5py.File(folder / ".x.h5.part", locking=False) as file:
-            assert file["_hpcdist/pieces/0"]["written"].sum() == 7 * world.world_size
-        with (folder / ".x.h5.part").open("r+b") as file:  # a piece that was complete is damaged by now
-            file.seek((table.data[0] or 0) + 3)
+        assert len(journal.read(left.with_suffix(".journal"))) == 4 * world.world_size
+        with left.open("r+b") as file:  # a piece that was complete is damaged by now
+            file.seek((place.data[0] or 0) + 3)
             file.write(b"\xff")
     world.comm.Barrier()
     monkeypatch.undo()
@@ -288,28 +294,50 @@ def test_resume(dim: int, writer: str, world: hd.World, folder: Path, monkeypatc
     )
     save()
     twice = set(again) & set(done)
-    assert_on_all_ranks(world.comm, twice == ({0} if 0 in done else set()), f"written twice: {twice}")
+    assert_on_all_ranks(world.comm, twice <= {0, done[0]} and (0 in twice) == (0 in done), f"written twice: {twice}")
     assert_on_all_ranks(world.comm, os.path.getsize(folder / "x.h5") == size)
     got = [staging.load(folder / name, dim=None, verify=True) for name in ("x.h5", "whole.h5")]
     assert_on_all_ranks(world.comm, torch.equal(*got))
 
 
+def left_behind(target: Path, content: bytes) -> Path:
+    """The part of a target that a job has left which is dead."""
+    left = Commit(target, keep=True)
+    left.part.write_bytes(content)
+    left.discard(keep=True)
+    return left.part
+
+
+@pytest.mark.filterwarnings("ignore:what another run has left cannot be gone on with")
 def test_resume_begins_anew_where_the_save_is_another(world: hd.World, folder: Path) -> None:
-    for left in (b"", b"junk" * 1000):
+    """Nothing, something else, a save of other data, and one that is torn anywhere."""
+    staging.save(folder / "x.h5", X)
+    whole = (folder / "x.h5").read_bytes()
+    torn = [whole[: len(whole) * k // 12] for k in range(1, 12)]
+    zeroed = [whole[: 300 * k] + bytes(600) + whole[300 * k + 600 :] for k in range(12)]
+    world.comm.Barrier()
+    for left in (b"", b"junk" * 1000, *torn, *zeroed):
         if world.rank == 0:
-            (folder / ".x.h5.part").write_bytes(left)
+            left_behind(folder / "x.h5", left)
         world.comm.Barrier()
-        staging.save(folder / "x.h5", X, resume=True)
-        assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", dim=None)[:3], X))
+        staging.save(folder / "x.h5", X.double(), resume=True)
+        assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", dim=None)[:3], X.double()))
         assert_on_all_ranks(world.comm, os.listdir(folder) == ["x.h5"], os.listdir(folder))
         world.comm.Barrier()
-    shutil.copy(folder / "x.h5", folder / f"copy{world.rank}")
-    world.comm.Barrier()
-    if world.rank == 0:
-        (folder / "x.h5").rename(folder / ".x.h5.part")
-    world.comm.Barrier()
-    staging.save(folder / "x.h5", X.double(), resume=True)
-    assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", dim=None)[:3], X.double()))
+
+
+def test_a_long_attribute_that_has_changed_is_another_save(world: hd.World, folder: Path) -> None:
+    for value in (0, 1):
+        long = np.zeros(5000, np.int64)
+        long[2500] = value
+        if value:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(staging.saving.Saving, "_complete", lambda self, written: 1 / 0)
+                save = partial(staging.save, folder / "x.h5", X, attrs={"data": {"long": long - 1}}, resume=True)
+                raises_on_all_ranks(world.comm, hd.RankError, save)
+        staging.save(folder / "x.h5", X, attrs={"data": {"long": long}}, resume=True)
+        with staging.open(folder / "x.h5") as file:
+            assert_on_all_ranks(world.comm, np.array_equal(file.attrs("data")["long"], long))
 
 
 def test_piecewise(world: hd.World, folder: Path) -> None:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import layout, staging
-from hpcdist.staging import pieces
+from hpcdist.staging import contents, pieces
 
 pytestmark = pytest.mark.mpi
 
@@ -139,8 +139,8 @@ def test_any_number_of_writers(count: int, world: hd.World, folder: Path) -> Non
     staging.save(folder / "x.h5", part(whole, 0, extents, world.rank), writers=count, window=400)
     findings = Findings(world.comm)
     findings.same(by_h5py(folder / "x.h5", "data", torch.int64), whole, "contents")
-    with h5py.File(folder / "x.h5", locking=False) as file:
-        ranks = set(file["_hpcdist/pieces/0"]["rank"].tolist())
+    table = contents.describe(str(folder / "x.h5")).datasets["data"].pieces
+    ranks = set(() if table is None else table["rank"].tolist())
     findings.check(ranks == {taker * world.world_size // count for taker in range(count)}, f"written by {ranks}")
     findings.settle()
 
@@ -158,11 +158,11 @@ FILTERS = [
 def test_compressed(filters: dict[str, object], writer: str, world: hd.World, folder: Path) -> None:
     """Ranks with nothing to write take part; the checksums are of the data as they were given."""
     findings = Findings(world.comm)
-    if writer == "mpio" and "lzf" in str(filters):  # which leaves chunks as they are, and HDF5 forgets that it did
+    if writer == "mpio":  # where ranks would write into each other's pages
         refused = raises_on_all_ranks(
             world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", torch.ones(3), writer=writer, **filters)
         )
-        assert_on_all_ranks(world.comm, "writer mpio compresses with gzip only" in str(refused), refused)
+        assert_on_all_ranks(world.comm, "writer mpio does not compress" in str(refused), refused)
         writer = "auto"
     for case, dim, dtype in itertools.product(EXTENTS, (0, 1), (torch.int16, torch.bfloat16, torch.bool)):
         extents = extents_of(case, world.world_size)
@@ -291,8 +291,8 @@ def test_a_part_of_the_ranks(world: hd.World, folder: Path) -> None:
 def test_pieces_are_no_longer_than_asked(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 64)
     staging.save(folder / "x.h5", torch.arange(100), window=10_000)
-    with h5py.File(folder / "x.h5", locking=False) as file:
-        table = file["_hpcdist/pieces/0"][()]
+    table = contents.describe(str(folder / "x.h5")).datasets["data"].pieces
+    assert table is not None
     found = Findings(world.comm)
     found.check(table["shape"].max() == 8, "pieces of 64 bytes")
     found.check(table["shape"].sum() == 100 * world.world_size, "all of the tensor")
