@@ -85,6 +85,5 @@ def not_compiled(public: Iterable[object]) -> None:
         elif isinstance(item, FunctionType):
             item._torchdynamo_disable = True  # type: ignore[attr-defined]
             item._torchdynamo_disable_msg = "hpcdist moves data between processes"  # type: ignore[attr-defined]
-            if hasattr(eval_frame, "set_code_exec_strategy"):  # not in torch before 2.7
-                skip = eval_frame._FrameAction.SKIP
-                eval_frame.set_code_exec_strategy(item.__code__, eval_frame._FrameExecStrategy(skip, skip))
+            skip = eval_frame._FrameAction.SKIP
+            eval_frame.set_code_exec_strategy(item.__code__, eval_frame._FrameExecStrategy(skip, skip))
