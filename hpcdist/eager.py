@@ -34,7 +34,7 @@ def recorded() -> str | None:
         torch._C._len_torch_dispatch_stack()
         or torch._C._is_tracing()
         or _functorch.peek_interpreter_stack() is not None
-        or _symbolic_trace._is_fx_tracing_flag
+        or _symbolic_trace.is_fx_symbolic_tracing()
         or _caller.recorded
     ):
         return _caller.recorded or _reason()
@@ -43,7 +43,7 @@ def recorded() -> str | None:
 
 def _reason() -> str | None:
     within = [type(m).__name__ for m in _get_current_dispatch_mode_stack() if getattr(m, "_mode_key", None) is not None]
-    if _symbolic_trace._is_fx_tracing_flag and _fx_traces_here():
+    if _symbolic_trace.is_fx_symbolic_tracing() and _fx_traces_here():
         within.append("a trace of torch.fx")
     if torch._C._is_tracing():
         within.append("torch.jit.trace")
