@@ -45,9 +45,8 @@ def _files() -> set[str]:
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the source distribution, and with the wheel that was built from it, not from the checkout."""
-    checkout = tmp_path_factory.mktemp(
-        "checkout"
-    )  # of its own: setuptools leaves files in it, and takes what lies about
+    # From a copy: setuptools leaves files in its folder, and takes what lies about there.
+    checkout = tmp_path_factory.mktemp("checkout")
     for name in _files():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
@@ -66,7 +65,7 @@ def sdist(dist: Path) -> dict[str, str]:
     """Name -> text of each file in the source distribution."""
     with tarfile.open(_only(dist, "*.tar.gz")) as archive:
         files = {member.name.split("/", 1)[1]: archive.extractfile(member) for member in archive if member.isfile()}
-        return {name: file.read().decode() for name, file in files.items() if file is not None}
+        return {name: file.read().decode(errors="replace") for name, file in files.items() if file is not None}
 
 
 def test_the_source_distribution_is_the_project(sdist: dict[str, str]) -> None:
