@@ -1,8 +1,9 @@
 # make demo: an environment that needs neither root nor a compiler, and the command on its default input
 # make test: everything; as root on Debian with Open MPI and parallel HDF5 from its packages
+# make test-versions: np 2 and the file tests with the oldest and newest libraries, Open MPI 5 and Intel MPI
 # make lint, make bench, make clean
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-versions lint bench clean
 
 demo:
 	@.ci/environment mpich demo
@@ -11,6 +12,9 @@ demo:
 test:
 	@.ci/environment mpich test
 	@.venv/mpich/bin/python tests/run.py
+
+test-versions:
+	@$${PYTHON:-python3} tests/versions.py
 
 lint:
 	@.ci/environment mpich test

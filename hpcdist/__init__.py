@@ -3,6 +3,9 @@
 Importing this package starts no MPI and reads no environment; :func:`init` does.
 """
 
+from hpcdist import versions  # noqa: F401  # says what is too old, before the other imports trip over it
+
+# isort: split
 from hpcdist import eager, layout, staging
 from hpcdist.concat import concat
 from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError

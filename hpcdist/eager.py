@@ -34,7 +34,7 @@ def recorded() -> str | None:
         torch._C._len_torch_dispatch_stack()
         or torch._C._is_tracing()
         or _functorch.peek_interpreter_stack() is not None
-        or _symbolic_trace._is_fx_tracing_flag
+        or _symbolic_trace.is_fx_symbolic_tracing()
         or _caller.recorded
     ):
         return _caller.recorded or _reason()
@@ -43,7 +43,7 @@ def recorded() -> str | None:
 
 def _reason() -> str | None:
     within = [type(m).__name__ for m in _get_current_dispatch_mode_stack() if getattr(m, "_mode_key", None) is not None]
-    if _symbolic_trace._is_fx_tracing_flag and _fx_traces_here():
+    if _symbolic_trace.is_fx_symbolic_tracing() and _fx_traces_here():
         within.append("a trace of torch.fx")
     if torch._C._is_tracing():
         within.append("torch.jit.trace")
@@ -85,6 +85,5 @@ def not_compiled(public: Iterable[object]) -> None:
         elif isinstance(item, FunctionType):
             item._torchdynamo_disable = True  # type: ignore[attr-defined]
             item._torchdynamo_disable_msg = "hpcdist moves data between processes"  # type: ignore[attr-defined]
-            if hasattr(eval_frame, "set_code_exec_strategy"):  # not in torch before 2.7
-                skip = eval_frame._FrameAction.SKIP
-                eval_frame.set_code_exec_strategy(item.__code__, eval_frame._FrameExecStrategy(skip, skip))
+            skip = eval_frame._FrameAction.SKIP
+            eval_frame.set_code_exec_strategy(item.__code__, eval_frame._FrameExecStrategy(skip, skip))

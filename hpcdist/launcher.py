@@ -32,6 +32,8 @@ _LEFT = (
     *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "MVP_COMM_", "HOROVOD_", "JSM_", "PALS_"),
     *("FLUX_", "TORCHELASTIC_"),
 )
+# What the user has told Open MPI 5's launcher and PMIx, which a child's own mpirun needs as well.
+_USERS = ("PRTE_MCA_", "PRTE_ALLOW_", "PMIX_MCA_")
 _LEFT_BY_TORCH = (
     "WORLD_SIZE",
     "RANK",
@@ -111,5 +113,15 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process that is to run MPI on its own, outside the job."""
-    return {name: value for name, value in environ.items() if not name.startswith(_LEFT) and name not in _LEFT_BY_TORCH}
+    """The environment for a child process that is to run MPI on its own, outside the job.
+
+    Example::
+
+        >>> without_launcher({"PMIX_RANK": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"})
+        {'PRTE_MCA_rmaps_default_mapping_policy': ':oversubscribe'}
+    """
+    return {name: value for name, value in environ.items() if name.startswith(_USERS) or not _left(name)}
+
+
+def _left(name: str) -> bool:
+    return name.startswith(_LEFT) or name in _LEFT_BY_TORCH

@@ -92,7 +92,7 @@ def _together(item: pytest.Item) -> Generator[None, Any, Any]:
         error = caught
     elsewhere = failures_elsewhere(_comm, error)
     if error is not None:
-        if elsewhere is not None and hasattr(error, "add_note"):  # Python 3.11
+        if elsewhere is not None:
             error.add_note(f"and on the other ranks:\n{elsewhere}")
         raise error
     if elsewhere is not None:

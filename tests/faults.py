@@ -68,7 +68,7 @@ class Run:
     status: int = 0
     seconds: float = 0.0  # from the fault to the end of the job
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what MPICH's launcher does, which kills all before we can act
+    notes: list[str] = field(default_factory=list)  # what a launcher does that kills all before we can act
     output: str = ""
 
 
@@ -113,8 +113,8 @@ def execute(run: Run, hosts: Hosts) -> Run:
     if "WRONG DATA" in run.output:
         run.problems.append("wrong data")
     if not re.search(CAUSES[run.fault].format(rank=run.rank, pid=fault["pid"]), run.output):
-        # MPICH's launcher ends all ranks 2 ms after one was killed, and may name another process.
-        launchers = run.fault == "kill" and "EXIT STRING: Killed (signal 9)" in run.output
+        # The launchers of MPICH and Intel MPI end all ranks 2 ms after one was killed, and may name another process.
+        launchers = run.fault == "kill" and re.search(r"EXIT STRING: Killed|KILLED BY SIGNAL: 9", run.output)
         (run.notes if launchers else run.problems).append("rank or cause not named")
     soon = end + ENDS
     while (pids := job.pids()) and time.time() < soon:

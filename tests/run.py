@@ -37,13 +37,17 @@ OPENMPI = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run of pytest: `mpi` names the environment, and `np` is 0 for plain Python without a launcher, which for
-    `cluster` starts jobs on hosts of its own.
+    """One run of pytest: `mpi` names the environment, in the folder `venvs`, and `np` is 0 for plain Python without a
+    launcher, which for `cluster` starts jobs on hosts of its own. `paths` are the tests, all of them if there are none;
+    `large` says whether those that move gigabytes are among them.
     """
 
     mpi: str
     np: int
     cluster: bool = False
+    paths: tuple[str, ...] = ()
+    large: bool = True
+    venvs: str = ".venv"
 
     @property
     def name(self) -> str:
@@ -57,19 +61,28 @@ class Run:
         return None
 
     def command(self) -> list[str]:
-        bin_ = ROOT / ".venv" / self.mpi / "bin"
-        pytest = [str(bin_ / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        bin_ = ROOT / self.venvs / self.mpi / "bin"
+        pytest = [str(bin_ / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.paths]
         if self.cluster:
             return [*pytest, "--durations=25", "-m", "cluster"]
         if self.np == 0:
             return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "openmpi" else "not mpi and not once"]
         own = bin_ / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
-        return [mpirun, "-n", str(self.np), *pytest, "--with-mpi", "-m", "mpi"]
+        return [mpirun, "-n", str(self.np), *pytest, "--with-mpi", "-m", "mpi" if self.large else "mpi and not large"]
 
+
+# What depends on the versions of the libraries that read and write files, and takes seconds.
+FILE_TESTS = (
+    *("test_buffers.py", "test_checkpoints.py", "test_commit.py", "test_files.py", "test_raw.py", "test_readme.py"),
+    *("test_tree.py", "test_versions.py", "staging/test_edges.py", "staging/test_errors.py", "staging/test_host.py"),
+    *("staging/test_save_load.py", "staging/test_strange.py"),
+)
 
 RUNS = [
     *(Run("mpich", np) for np in (0, 1, 2)),
+    Run("floor", 0, paths=tuple(f"tests/{name}" for name in FILE_TESTS)),
+    Run("floor", 2, large=False),
     *(Run("openmpi", np) for np in (0, 1, 2, 3, 5)),
     Run("openmpi", 0, cluster=True),
 ]
@@ -79,11 +92,11 @@ class Environments:
     """The environments of the runs, which are made, or brought up to date, while other runs go on already."""
 
     def __init__(self, runs: list[Run]) -> None:
-        self._makers = {mpi: self._make(mpi) for mpi in dict.fromkeys(run.mpi for run in runs)}
+        self._makers = {mpi: self._make(mpi, venvs) for mpi, venvs in {run.mpi: run.venvs for run in runs}.items()}
 
-    def _make(self, mpi: str) -> subprocess.Popen[bytes]:
+    def _make(self, mpi: str, venvs: str) -> subprocess.Popen[bytes]:
         with self._log(mpi).open("wb") as log:
-            command = [str(ROOT / ".ci" / "environment"), mpi, "test"]
+            command = [str(ROOT / ".ci" / "environment"), mpi, "test", venvs]
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
     def _log(self, mpi: str) -> Path:

@@ -250,6 +250,20 @@ def test_a_launcher_that_fits_is_left_alone(environ: dict[str, str], size: int) 
     assert without_launcher({**environ, "HOME": "/home/me"}) == {"HOME": "/home/me"}
 
 
+def test_what_the_user_has_told_a_launcher_stays_for_children() -> None:
+    users = {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PMIX_MCA_gds": "hash",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "I_MPI_FABRICS": "shm",
+    }
+    launchers = {"PRTE_LAUNCHED": "1", "PRTE_SHARED_FS": "FALSE", "PMIX_RANK": "0", "PMI_FD": "9", "OMPI_MCA_pmix": "x"}
+    assert without_launcher({**launchers, **users}) == users
+
+
 def test_ranks_that_share_a_gpu_are_named() -> None:
     """By the GPUs' UUIDs, wherever the ranks are: the same index on two nodes is not the same GPU."""
     assert shared_gpu(["GPU-a", "GPU-b", None]) is None

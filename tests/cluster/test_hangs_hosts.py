@@ -37,7 +37,7 @@ def test_the_reason_is_told_across_hosts(ranks: list[int], rank: int, reason: st
     node = next(i + 1 for i in range(len(ranks)) if rank < sum(ranks[: i + 1]))
     assert job.status != 0
     if reason == "killed" and "is dead" not in job.err:
-        assert re.search(r"PID \d+ RUNNING AT node1", job.out + job.err)  # MPICH's launcher was faster
+        assert re.search(r"PID \d+ RUNNING AT node1", job.out + job.err)  # its launcher was faster
         return
     assert re.search(rf"rank {rank} \(node{node}, pid \d+\) {said}", job.err), job.err
     for other in set(range(sum(ranks))) - {rank} if reason != "killed" else ():

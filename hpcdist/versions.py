@@ -1,0 +1,70 @@
+"""What hpcdist needs, and whether it is there.
+
+Imported before the rest of the package, it ends the import with one line that says what is too old.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable
+from importlib import metadata
+
+__all__ = ["OLDEST", "problem", "require"]
+
+# As in setup.cfg, which has the reasons. pip looks at them when it installs; later installations, PYTHONPATH and a
+# cluster's modules do not.
+OLDEST = {
+    "Python": "3.11",
+    "torch": "2.11",
+    "mpi4py": "4.1",
+    "numpy": "1.24",
+    "h5py": "3.9",
+    "safetensors": "0.8",
+    "tqdm": "4.60",
+    "xxhash": "3.2",
+}
+
+
+def problem(version: Callable[[str], str | None]) -> str | None:
+    """What is older than hpcdist can use, in one line.
+
+    Args:
+        version: tells the version of a package, or of "Python"; None where it cannot be told, which is left alone.
+
+    Example::
+
+        >>> problem({"torch": "2.7.0"}.get)
+        "hpcdist needs torch 2.11 or later, and this is 2.7.0: pip install 'torch>=2.11'"
+    """
+    found = {name: version(name) for name in OLDEST}
+    old = [name for name, known in found.items() if known and _number(known) < _number(OLDEST[name])]
+    if not old:
+        return None
+    needs = "; ".join(f"{name} {OLDEST[name]} or later, and this is {found[name]}" for name in old)
+    packages = " ".join(f"'{name}>={OLDEST[name]}'" for name in old if name != "Python")
+    fix = f"an environment of Python {OLDEST['Python']} or later" if "Python" in old else f"pip install {packages}"
+    return f"hpcdist needs {needs}: {fix}"
+
+
+def require(version: Callable[[str], str | None] | None = None) -> None:
+    """Raise an ImportError if :func:`problem` finds one in this process's environment."""
+    if what := problem(version or _installed):
+        raise ImportError(what)
+
+
+def _installed(name: str) -> str | None:
+    if name == "Python":
+        return platform.python_version()
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # built without pip: its import will tell whether it is there
+        return None
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """The numbers at its beginning: (2, 11, 0) of "2.11.0a0+git1234"."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.match(r"[\d.]*", version)[0]))  # type: ignore[index]
+
+
+require()

@@ -1,0 +1,115 @@
+"""What is published: the source distribution holds all that the tests need, and the wheel works in another folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from launch import launcher, run
+
+from hpcdist.launcher import without_launcher
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 110  # seconds for one of pip's commands, on a machine that may be busy
+LINKS = re.compile(r"\]\(([^)\s]+)\)")
+pytestmark = [pytest.mark.once, pytest.mark.timeout(240)]
+
+
+def _run(*command: str | Path, cwd: Path) -> str:
+    environ = without_launcher(os.environ)
+    environ.pop("PYTHONPATH", None)
+    environ["PIP_CONSTRAINT"] = str(ROOT / ".ci" / "constraints.txt")
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environ, capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def _files() -> set[str]:
+    """All files of the project: those that git knows or would add; of an unpacked source distribution, what it says."""
+    if (ROOT / ".git").exists():
+        listed = _run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    else:
+        listed = (ROOT / "hpcdist.egg-info" / "SOURCES.txt").read_text()
+    return {name for name in listed.splitlines() if (ROOT / name).is_file() and not name.startswith("hpcdist.egg")}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the source distribution, and with the wheel that was built from it, not from the checkout."""
+    # From a copy: setuptools leaves files in its folder, and takes what lies about there.
+    checkout = tmp_path_factory.mktemp("checkout")
+    for name in _files():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    folder = tmp_path_factory.mktemp("dist")
+    _run(sys.executable, "-m", "build", "--outdir", folder, checkout, cwd=folder)
+    return folder
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sdist(dist: Path) -> dict[str, str]:
+    """Name -> text of each file in the source distribution."""
+    with tarfile.open(_only(dist, "*.tar.gz")) as archive:
+        files = {member.name.split("/", 1)[1]: archive.extractfile(member) for member in archive if member.isfile()}
+        return {name: file.read().decode(errors="replace") for name, file in files.items() if file is not None}
+
+
+def test_the_source_distribution_is_the_project(sdist: dict[str, str]) -> None:
+    """The tests with their helpers, the benchmarks, the job scripts, the changes, CI."""
+    made = {name for name in sdist if name == "PKG-INFO" or name.startswith("hpcdist.egg-info/")}
+    assert set(sdist) - made == _files()
+
+
+def test_every_link_leads_somewhere(sdist: dict[str, str]) -> None:
+    """A package index shows the README alone, without the files beside it, and gives its headings no names."""
+    pages = {name: LINKS.findall(text) for name, text in sdist.items() if name.endswith(".md")}
+    assert any(pages.values())
+    for page, links in pages.items():
+        for link in links:
+            beside = page != "README.md" and os.path.normpath(Path(page).parent / link.split("#")[0]) in sdist
+            assert link.startswith("https://") or beside, f"{page}: {link}"
+
+
+def test_twine_finds_nothing_wrong(dist: Path) -> None:
+    out = _run(sys.executable, "-m", "twine", "--no-color", "check", "--strict", *sorted(dist.iterdir()), cwd=dist)
+    assert out.count("PASSED") == 2, out
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
+    with zipfile.ZipFile(_only(dist, "*.whl")) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == {name for name in _files() if name.startswith("hpcdist/")}
+
+
+def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
+    """In an environment of its own, which has this one's other packages, and from a folder of its own."""
+    environment = tmp_path / "environment"
+    _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    python = environment / "bin" / "python"
+    place = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    (place / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--ignore-installed"]
+    _run(*pip, _only(dist, "*.whl"), cwd=tmp_path)
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    assert _run(python, "-c", "import hpcdist; print(hpcdist.__file__)", cwd=folder).startswith(str(place))
+    own = Path(sys.prefix) / "lib" / "libmpi.so.12"  # of MPI's wheel, which mpi4py looks for in its own environment
+    environ = {"PYTHONPATH": "", **({"MPI4PY_LIBMPI": str(own)} if own.exists() else {})}
+    job = run([*launcher(2), str(python), "-m", "hpcdist"], cwd=folder, env=environ)
+    assert job.status == 0, job.err
+    assert "python -m hpcdist.gather" in job.out
+    assert "2 on 1 node" in job.out

@@ -1,0 +1,93 @@
+"""The versions that setup.cfg declares are those that are looked at, those that CI tests, and those that it says."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launch import run
+
+from hpcdist.versions import OLDEST, problem, require
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _declared() -> dict[str, str]:
+    """Name -> lower bound, of setup.cfg."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    packages = config["options"]["install_requires"].split()
+    bounds = dict(one.split(">=") for one in packages)
+    return {"Python": config["options"]["python_requires"].removeprefix(">="), **bounds}
+
+
+def _pinned(path: Path) -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
+    return dict(line.split("==") for line in lines if line)
+
+
+def test_the_bounds_are_those_of_setup_cfg() -> None:
+    assert _declared() == OLDEST
+
+
+def test_the_floor_is_the_lower_bounds() -> None:
+    pinned = _pinned(ROOT / ".ci" / "floor.txt")
+    declared = _declared()
+    del declared["Python"]
+    assert set(declared) <= set(pinned)
+    assert {name: f"{bound}.0" for name, bound in declared.items()} == {name: pinned[name] for name in declared}
+
+
+def test_what_ci_installs_is_in_range() -> None:
+    pinned = _pinned(ROOT / ".ci" / "constraints.txt")
+    assert problem({name: pinned.get(name, "3.11") for name in OLDEST}.get) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        ("torch", "2.7.0", "hpcdist needs torch 2.11 or later, and this is 2.7.0: pip install 'torch>=2.11'"),
+        ("torch", "2.10.0+cu128", "torch 2.11 or later, and this is 2.10.0+cu128: pip install 'torch>=2.11'"),
+        ("torch", "2.9.0a0+git1234", "this is 2.9.0a0+git1234"),
+        ("mpi4py", "4.0.3", "mpi4py 4.1 or later, and this is 4.0.3"),
+        ("safetensors", "0.7.0", "pip install 'safetensors>=0.8'"),
+        ("Python", "3.10.13", "Python 3.11 or later, and this is 3.10.13: an environment of Python 3.11 or later"),
+    ],
+)
+def test_what_is_too_old_is_said_in_one_line(name: str, version: str, said: str) -> None:
+    found = {**OLDEST, name: version}
+    text = problem(found.get)
+    assert text is not None
+    assert said in text
+    assert "\n" not in text
+    with pytest.raises(ImportError, match=re.escape(text)):
+        require(found.get)
+
+
+def test_two_that_are_too_old_are_both_said() -> None:
+    text = problem({"torch": "2.6.0", "h5py": "3.8.0"}.get)
+    assert text == (
+        "hpcdist needs torch 2.11 or later, and this is 2.6.0; h5py 3.9 or later, and this is 3.8.0: "
+        "pip install 'torch>=2.11' 'h5py>=3.9'"
+    )
+
+
+@pytest.mark.parametrize("version", [None, "2.11", "2.11.0a0+git1234", "2.11.0+cpu", "2.100.1", "3.0"])
+def test_the_bound_itself_and_what_is_newer_or_not_known_is_let_through(version: str | None) -> None:
+    assert problem({"torch": version}.get) is None
+
+
+@pytest.mark.parametrize("module", ["hpcdist", "hpcdist.gather"])
+def test_the_import_ends_with_that_line(module: str, tmp_path: Path) -> None:
+    """Before anything of torch's that an old one lacks is imported: here, all of it."""
+    (tmp_path / "torch-2.7.0.dist-info").mkdir()
+    (tmp_path / "torch-2.7.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.7.0\n")
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')\n")
+    path = f"{tmp_path}:{ROOT}"
+    done = run([sys.executable, "-c", f"import {module}"], env={"PYTHONPATH": path})
+    assert done.status == 1
+    wanted = "ImportError: hpcdist needs torch 2.11 or later, and this is 2.7.0: pip install 'torch>=2.11'"
+    assert done.err.splitlines()[-1] == wanted
