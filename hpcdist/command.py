@@ -77,9 +77,7 @@ def _look_at_shm(name: str) -> None:
         return
     free = found.f_bavail * found.f_frsize
     if free < _SHM and launcher.number(os.environ) == 0:
-        text = (
-            f"/dev/shm has {show_bytes(free)} free: MPI may end here with a bus error; python -m hpcdist.doctor helps"
-        )
+        text = f"/dev/shm has {show_bytes(free)} free: MPI may end with a bus error; see python -m hpcdist.doctor"
         print(f"{name}: warning: {text}", file=sys.stderr, flush=True)
 
 

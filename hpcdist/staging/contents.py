@@ -25,6 +25,7 @@ from hpcdist.staging.links import elsewhere, hard_path
 __all__ = ["Contents", "Stored", "describe", "read_box"]
 
 _PARTS = ("state", "token", "plan")  # of our group; one without is somebody else's
+_DEEPEST = 1000
 _CHUNK = 2**26  # bytes of a chunk that HDF5 may always hold beside the window
 
 
@@ -142,7 +143,7 @@ def _why(path: str, error: OSError) -> str:
 def _contents(path: str, file: Any, wanted: str | None) -> Contents:
     import h5py
 
-    names, others = _names(file)
+    names, others = _names(path, file)
     own = {name for name in names if name.startswith(f"{GROUP}/") and _is_plain(path, file[name])}
     places = {name: name for name in names if not name.startswith(f"{GROUP}/")}
     place = hard_path(path, file, wanted) if wanted and wanted not in others else None
@@ -169,7 +170,7 @@ def _contents(path: str, file: Any, wanted: str | None) -> Contents:
     return Contents(path, stored, plan, complete, token=(token.id.get_offset(), bytes(token[()])), elsewhere=others)
 
 
-def _names(file: Any) -> tuple[list[str], dict[str, str]]:
+def _names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
     """The names of all datasets, by hard links only; and those that h5py cannot open, with the reason."""
     from h5py import h5g, h5l, h5o
 
@@ -179,7 +180,7 @@ def _names(file: Any) -> tuple[list[str], dict[str, str]]:
     seen = {h5o.get_info(root).addr}  # a group may hold itself
     groups = [(b"", root, iter(root))]
     while groups:  # from group to group: HDF5's own visit takes the way from the root each time
-        path, group, links = groups[-1]
+        prefix, group, links = groups[-1]
         name = next(links, None)
         if name is None:
             groups.pop()
@@ -192,12 +193,14 @@ def _names(file: Any) -> tuple[list[str], dict[str, str]]:
         seen.add(info.addr)
         if info.type == h5o.TYPE_GROUP:
             inner = h5g.open(group, name)
-            groups.append((path + name + b"/", inner, iter(inner)))
+            groups.append((prefix + name + b"/", inner, iter(inner)))
+            if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
+                raise FileError(f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other")
         elif info.type == h5o.TYPE_DATASET:
             try:
-                names.append((path + name).decode())
+                names.append((prefix + name).decode())
             except UnicodeDecodeError:
-                others[(path + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
+                others[(prefix + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
     return names, others
 
 
