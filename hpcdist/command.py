@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, NoReturn, TypeVar
 
-from hpcdist import exits, launcher, world
+from hpcdist import exits, world
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.output import printing
 from hpcdist.regular import shown
@@ -76,7 +76,7 @@ def _look_at_shm(name: str) -> None:
     except OSError:  # there is none
         return
     free = found.f_bavail * found.f_frsize
-    if free < _SHM and launcher.number(os.environ) == 0:
+    if free < _SHM and world.is_first():
         text = f"/dev/shm has {show_bytes(free)} free: MPI may end with a bus error; see python -m hpcdist.doctor"
         print(f"{name}: warning: {text}", file=sys.stderr, flush=True)
 
