@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
+import re
+import warnings
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +34,7 @@ from hpcdist.regular import open_regular
 __all__ = ["array", "load", "opened", "tensors"]
 
 _MOST = 2**28  # bytes of a description: more than any real one has, and what a forged one cannot exceed
+_MOST_NAMES = 2**18
 _LOCAL = 30  # bytes of a member's own header, before its name and its extra field
 _UNSWAPPED = {torch.uint16, torch.uint32, torch.uint64, torch.complex32}  # torch.load leaves these as they are
 
@@ -65,8 +70,20 @@ def opened(path: str, name: str | None) -> Iterator[Opened]:
 
 def load(path: str, name: str | None, mmap: bool = False) -> tuple[str, Tensor]:
     """A tensor of a file as torch.load gives it, with the lazy bits resolved, on the host; and its name."""
-    key, x = array(path, torch.load(path, weights_only=True, map_location="cpu", mmap=mmap), name)
+    key, x = array(path, _loaded(path, path, map_location="cpu", mmap=mmap), name)
     return key, x.resolve_conj().resolve_neg()
+
+
+def _loaded(path: str, source: str | io.BytesIO, **how: Any) -> Any:
+    """What torch loads without running any code that is in a file. An InputError if there is some, or it is damaged."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle that is none of torch's
+            return torch.load(source, weights_only=True, **how)
+    except pickle.UnpicklingError as error:  # torch advises to run the code
+        found = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
+        what = f"it holds Python objects ({found[1]}), which are not loaded" if found else "its description is damaged"
+        raise InputError(f"{path}: cannot be read: {what}") from error
 
 
 def array(path: str, held: object, name: str | None) -> tuple[str, Tensor]:
@@ -86,9 +103,11 @@ def tensors(path: str, held: dict[Any, Any]) -> dict[str, Tensor]:
     """The tensors of nested dicts by their path: ``{"model": {"w": x}}`` -> ``{"model/w": x}``."""
     found: dict[str, Tensor] = {}
     seen = set()
-    left: list[tuple[str, dict[Any, Any]]] = [("", held)]
+    left: deque[tuple[str, dict[Any, Any]]] = deque([("", held)])
     while left:
-        prefix, part = left.pop(0)
+        if len(found) + len(left) > _MOST_NAMES:  # a forged one may hold the next dict twice, and so on
+            raise InputError(f"{path}: cannot be read: it holds more than {_MOST_NAMES:,} dicts and tensors")
+        prefix, part = left.popleft()
         seen.add(id(part))
         for key, value in part.items():
             name = f"{prefix}{key}"
@@ -136,7 +155,7 @@ class _Description:
         self._swapped = order == b"big"
         copy, self._names = self._without_data()
         try:
-            self.held: object | None = torch.load(copy, weights_only=True, map_location="meta")
+            self.held: object | None = _loaded(path, copy, map_location="meta")
         except NotImplementedError:  # torch has no way to make one on "meta"
             self.held = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ __all__ = ["Meter", "Parser", "nbytes", "path", "progress", "run", "show_bytes",
 T = TypeVar("T")
 
 _LEAST = 1024  # bytes of a window: each piece has a checksum, which is not to be longer than the piece
+_SHM = 2**23  # bytes of /dev/shm below which MPI has no place for its messages
 BAD_INPUT = 2  # the exit status that argparse has, too
 
 
@@ -52,6 +54,7 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may be of any language, or of none
     with printing(parser.prog):
+        _look_at_shm(parser.prog)  # before MPI begins, which a bus error ends without a word
         args = parser.parse_args()
         try:
             here = world.init(staging=getattr(args, "staging", None))
@@ -64,6 +67,18 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
             world.finalize()
         exits.disarm()  # all ranks have agreed on this status
         sys.exit(status)
+
+
+def _look_at_shm(name: str) -> None:
+    """Warn, on rank 0, where MPI has no memory to share between the ranks of a node."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:  # there is none
+        return
+    free = found.f_bavail * found.f_frsize
+    if free < _SHM and world.is_first():
+        text = f"/dev/shm has {show_bytes(free)} free: MPI may end with a bus error; see python -m hpcdist.doctor"
+        print(f"{name}: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _line(error: HpcdistError) -> str:

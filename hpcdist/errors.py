@@ -8,6 +8,7 @@ __all__ = ["FileError", "HangError", "HpcdistError", "InputError", "LaunchError"
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
 _NAMES_SHOWN = 6
+_LONGEST = 300  # characters of what a library says, which may repeat a whole header
 
 
 def reason(error: BaseException) -> str:
@@ -20,7 +21,7 @@ def reason(error: BaseException) -> str:
     """
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     lines = text.strip().splitlines() or [""]
-    return lines[0] or type(error).__name__
+    return (lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][:_LONGEST]}...") or type(error).__name__
 
 
 def listed(names: Iterable[object]) -> str:

@@ -6,9 +6,11 @@ where. A file that is laid out has its full size and its headers, and only the b
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ from hpcdist.staging.format import NUMPY, stored_dtype
 __all__ = ["FORMATS", "of_raw", "stored_in"]
 
 _SAFETENSORS = set(DTYPES) - {torch.complex128, torch.complex32, *BARE}
+_NPY_HEADER = 2**16  # bytes; numpy itself takes 10,000
 _PT = {d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d))}  # torch.load has no others
 
 
@@ -59,14 +62,24 @@ def of_raw(where: Raw, name: str = "") -> Iterator[Opened]:
 
 def _npy_header(path: str, file: IO[bytes]) -> Raw:
     """Where the array of an .npy file, or of a member of an .npz file, lies behind its header."""
-    magic = np.lib.format.read_magic(file)
-    header = np.lib.format.read_array_header_1_0 if magic == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = header(file)
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise InputError(f"{path}: cannot be read: version {version} of the format is not known")
+    length = file.read(2 if version == (1, 0) else 4)
+    size = int.from_bytes(length, "little")
+    if size > _NPY_HEADER:  # numpy would read it all before it looks at the length
+        raise InputError(f"{path}: cannot be read: its header has {size:,} bytes, {_NPY_HEADER:,} at most are expected")
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was written by Python 2
+        shape, fortran, dtype = header(io.BytesIO(length + file.read(size)))
     if any(not 0 <= extent < 2**63 for extent in shape):
         raise InputError(f"{path}: cannot be read: shape {shape}")
     if dtype.hasobject:
         raise InputError(f"{path}: cannot be read: it holds Python objects")
     try:
+        if dtype.subdtype is not None:  # numpy would make more dims of it
+            raise TypeError("an array of arrays")
         kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except TypeError:
         raise InputError(f"{path}: holds dtype {dtype}, which torch does not have") from None

@@ -6,6 +6,7 @@ Files that a library maps are opened for each part anew: what has been read is n
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import checkpoints, layout
+from hpcdist import checkpoints, layout, memory
 from hpcdist.arrays import Opened, pick
 from hpcdist.buffers import bits
+from hpcdist.errors import InputError
 from hpcdist.formats import stored_in
 from hpcdist.layout import Box
 from hpcdist.regular import utf8_path
@@ -55,18 +57,28 @@ def _numpy(key: str, held: Callable[[], Any]) -> tuple[str, tuple[int, ...], tor
 
 
 def _npy(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
-    return _numpy("", lambda: np.load(path, mmap_mode="r", allow_pickle=False))
+    def held() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it was written by Python 2
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+
+    return _numpy("", held)
 
 
 def _npz(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
-    with np.load(path, allow_pickle=False) as held:
-        key = pick(path, name, held.files)
+    with np.load(path, allow_pickle=False) as held, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was written by Python 2
+        key = pick(path, name, list(dict.fromkeys(held.files)))
+        _fits(path, held.zip.getinfo(f"{key}.npy").file_size)
         array = held[key]
     return _numpy(key, lambda: array)
 
 
 def _pt(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
     if not _as_in_memory(path):  # torch would map what it has to change
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                _fits(path, sum(info.file_size for info in archive.infolist()))
         key, x = checkpoints.load(path, name)
         return key, tuple(x.shape), x.dtype, lambda box: x[box.slices()]
 
@@ -78,6 +90,13 @@ def _pt(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype,
         key, x = checkpoints.load(known, name, mmap=True)
 
     return key, tuple(x.shape), x.dtype, part
+
+
+def _fits(path: str, nbytes: int) -> None:
+    """Whether what a library reads whole has a place in memory: a few bytes may unpack to any number of them."""
+    free = memory.available()
+    if nbytes > free:
+        raise InputError(f"{path}: can only be verified whole: {nbytes:,} bytes of memory needed, {free:,} available")
 
 
 def _as_in_memory(path: str) -> bool:

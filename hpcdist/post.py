@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent import futures
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -24,7 +24,7 @@ from hpcdist.watch import record
 if TYPE_CHECKING:
     from hpcdist.world import World
 
-__all__ = ["BEGUN", "DONE", "Arrival", "Engine", "Requests", "Steps"]
+__all__ = ["DONE", "Arrival", "Aside", "Departure", "Engine", "Requests", "Steps"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _SPINS = 200  # looks before the first nap
 
 
 class Waiting(Protocol):
-    """Something that MPI has to do first."""
+    """Something that MPI, or the file system, has to do first."""
 
     def ready(self) -> bool: ...
 
@@ -41,8 +41,8 @@ class Waiting(Protocol):
 
 
 Steps = Generator[Waiting, None, T]
-"""A transfer: it yields what it has to wait for, and returns its result. After the first, a message that comes or
-BEGUN, it can be called off for the last time; after DONE all has moved, and what is left concerns this rank alone."""
+"""A transfer: it yields what it has to wait for, and returns its result. Until the first has come, an Arrival or a
+Departure, it can be called off; after DONE all has moved, and what is left concerns this rank alone."""
 
 
 class _Mark:
@@ -55,7 +55,7 @@ class _Mark:
         return None
 
 
-BEGUN, DONE = _Mark(), _Mark()
+DONE = _Mark()
 
 
 class Requests:
@@ -69,6 +69,60 @@ class Requests:
 
     def wait(self) -> None:
         MPI.Request.Waitall(self._requests)
+
+
+class Aside(Generic[T]):
+    """Until a step that may take long, of this rank alone, is done: in a thread of its own where other transfers wait
+    meanwhile, else at once. What it raises, result() raises."""
+
+    def __init__(self, step: Callable[[], T]) -> None:
+        self._step = step
+        self._future: futures.Future[T] = futures.Future()
+        self._thread: threading.Thread | None = None
+
+    def ready(self) -> bool:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hpcdist-file", daemon=True)
+            self._thread.start()
+        return self._future.done()
+
+    def wait(self) -> None:
+        if self._thread is None:
+            self._run()
+        futures.wait([self._future])
+
+    def result(self) -> T:
+        return self._future.result(0)
+
+    def _run(self) -> None:
+        try:
+            self._future.set_result(self._step())
+        except Exception as error:
+            self._future.set_exception(error)
+
+
+class Departure:
+    """Until a message may be sent: what it is made of is there, and those begun before it have been sent.
+
+    Args:
+        queue: (group, receiver, tag) of the message: those of one queue are sent in their order.
+        made: what has to be done first, if anything.
+    """
+
+    def __init__(self, queue: tuple[int, int, int], made: Aside[Any] | None = None) -> None:
+        self._queue, self._made = queue, made
+
+    def ready(self) -> bool:
+        return self._made is None or self._made.ready()
+
+    def wait(self) -> None:
+        if self._made is not None:
+            self._made.wait()
+            self._made.result()  # what it raises concerns this rank alone: nothing has been sent
+
+    def conflicts_with(self, other: Arrival | Departure) -> bool:
+        """Whether one of them has to be sent before the other."""
+        return isinstance(other, Departure) and self._queue == other._queue
 
 
 class Arrival:
@@ -108,9 +162,9 @@ class Arrival:
         while not self.ready():
             time.sleep(min(_LONGEST_NAP, (time.monotonic() - begin) / 10))
 
-    def conflicts_with(self, other: Arrival) -> bool:
+    def conflicts_with(self, other: Arrival | Departure) -> bool:
         """Whether there are messages that both could take."""
-        return conflict(self._wanted, other._wanted)
+        return isinstance(other, Arrival) and conflict(self._wanted, other._wanted)
 
 
 @dataclass
@@ -119,6 +173,11 @@ class _Job:
     future: futures.Future[Any]
     receives: bool
     waiting: Waiting | None = None
+    passed: bool = False  # what comes after it needs not queue behind it any more
+
+    def begun(self) -> bool:
+        """Whether it has got its message, or sent it, or failed."""
+        return self.future.done() or not (self.waiting is None or isinstance(self.waiting, (Arrival, Departure)))
 
 
 _abandoned: list[_Job] = []  # MPI may still read and write their memory
@@ -203,11 +262,12 @@ class Engine:
                     break
                 nap = 0.0
                 jobs.append(job)
-                if not job.receives:
-                    jobs = _advance_all(jobs)[0]  # what is sent has begun
-                    self._passed(False)
-            before = len(jobs)
+            before, all_ = len(jobs), jobs
             jobs, moved = _advance_all(jobs)
+            for job in all_:
+                if not (job.receives or job.passed) and job.begun():
+                    job.passed = True
+                    self._passed(False)
             nap = 0.0 if moved or len(jobs) < before else min(_LONGEST_NAP, nap + 2e-6)
             if jobs:
                 time.sleep(nap)
@@ -241,7 +301,7 @@ def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
     """(those that are still under way, whether any has gone on), in the order in which they were begun."""
     moved = False
     left = []
-    before: list[Arrival] = []  # what waits for a message gets it before those that were begun later
+    before: list[Arrival | Departure] = []  # what waits for a message, or to send one, does so before later ones
     for job in jobs:
         try:
             while job.waiting is None or _may_go_on(job.waiting, before):
@@ -255,8 +315,8 @@ def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
     return left, moved
 
 
-def _may_go_on(waiting: Waiting, before: list[Arrival]) -> bool:
-    if not isinstance(waiting, Arrival):
+def _may_go_on(waiting: Waiting, before: list[Arrival | Departure]) -> bool:
+    if not isinstance(waiting, (Arrival, Departure)):
         return waiting.ready()
     if not any(waiting.conflicts_with(other) for other in before) and waiting.ready():
         return True

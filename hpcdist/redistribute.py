@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "plan_redistribute", "redistribute"]
 
 VERB = "redistribute"
+PLAN = "a plan of redistribute"
 _KEPT = 64  # plans that a team remembers
 Shape = tuple[int, ...]
 
@@ -115,6 +116,7 @@ def plan_redistribute(
     with record.InCall("plan_redistribute", team), abort.InStep("plan_redistribute", team.size):
         plan = copy(_planned(x, src, dst, route, None, team)[0])  # what the team remembers may be of another device
     plan._device = x.device
+    plan._number = team.memo["made plans"] = team.memo.get("made plans", 0) + 1
     return plan
 
 
@@ -143,9 +145,10 @@ class Plan:
         self.sent, self.received = moves.source.nbytes, moves.dest.nbytes
         self._team, self._way, self._moves = team, way, moves
         self._dtype, self._device, self._grad = like.dtype, like.device, grad
+        self._number = 0  # of those that the team's ranks have made
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Any:
-        """Execute it. Collective; the ranks agree on nothing any more, and just the data move.
+        """Execute it. Collective; the ranks agree that all are well, and then just the data move.
 
         Args:
             x: this rank's part, of the shape, dtype and device that the plan was made for; any strides. Whether a
@@ -156,9 +159,9 @@ class Plan:
             As :func:`redistribute`.
 
         Raises:
+            RankError: on every rank, if `x` or `out` is not like that on one of them, or they call different plans.
+                Nothing has moved, and the next call can succeed.
             HpcdistError: the plan's world has ended, or its group was freed.
-            ValueError: `x` or `out` is not like that, in a group of one rank. With more, the others are already on
-                their way, and the job ends with this reason.
         """
 
         if self._team.freed:
@@ -167,11 +170,9 @@ class Plan:
             raise HpcdistError(f"a plan of redistribute(): {reason}")
 
         def step(team: Team) -> Any:
-            with abort.Transfer(VERB, team.size):
-                call = checks.layout_call(VERB, x, layout.Replicate(), layout.Replicate(), "auto", out)
-                problem = call.problem or self._unlike(call)
-                if problem is not None:
-                    raise ValueError(f"a plan of redistribute(): {problem}")
+            call = checks.layout_call(VERB, x, layout.Replicate(), layout.Replicate(), "auto", out)
+            problem = call.problem or self._unlike(call)
+            agree.exchange(team, Call(PLAN, options=(("the plan", self._number),), problem=problem))
             needed = self._grad and torch.is_grad_enabled()
             if self._grad and not needed:
                 gradient.skip(team)

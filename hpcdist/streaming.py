@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import resource
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from hpcdist.world import World
 __all__ = ["Joined", "Written", "each_alone", "to_file", "to_root", "verify"]
 
 _OPEN = 32  # files at most that are kept open
+_SPARE = 16  # file descriptors that are left to all else
 
 
 class Joined:
@@ -40,6 +43,8 @@ class Joined:
         rows = [source.extent(data.dim) for source in data.sources]
         self._starts = list(accumulate(rows, initial=0))
         self._open: dict[int, tuple[ExitStack, Opened]] = {}
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        self._most = max(1, min(_OPEN, (free - _SPARE) // 2))  # an archive takes two
 
     def read(self, box: Box, out: Tensor) -> None:
         """Fill `out`, a CPU tensor of the box's shape.
@@ -67,7 +72,7 @@ class Joined:
 
     def _array(self, i: int, source: Source) -> Opened:
         if i not in self._open:
-            if len(self._open) >= _OPEN:
+            if len(self._open) >= self._most:
                 self._open.pop(next(iter(self._open)))[0].close()
             stack = ExitStack()
             array = stack.enter_context(self._data.opened(source))

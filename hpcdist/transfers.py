@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +15,7 @@ from hpcdist.errors import FileError, HpcdistError, reason
 from hpcdist.groups import Group
 from hpcdist.matching import Envelope, bytes_of, sealed
 from hpcdist.packing import Contents, Header, Messages, bounded, encode, opened
-from hpcdist.post import BEGUN, DONE, Arrival, Requests, Steps
+from hpcdist.post import DONE, Arrival, Aside, Departure, Requests, Steps
 from hpcdist.routes.hdf5 import Stage, fetch
 from hpcdist.tree import Tree, finished, rebuild
 
@@ -40,6 +38,10 @@ class Outgoing(NamedTuple):
     tag: int
     number: int
 
+    def departure(self, made: Aside[Any] | None = None) -> Departure:
+        """The moment when it may be sent."""
+        return Departure((self.key, self.dest, self.tag), made)
+
     def send_first(self, content: Tensor) -> list[MPI.Request]:
         """Begin to send the header with the small tensors."""
         envelope, *apart = sealed(self.key, self.tag, self.number, content)
@@ -58,7 +60,7 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
     room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, device="cpu", pin_memory=longest > 0)
-    yield BEGUN
+    yield outgoing.departure()
     # From here on nothing takes memory: who has got the header depends on what follows.
     requests = outgoing.send_first(messages.first)
     for x in large:
@@ -75,31 +77,32 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
 def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     """The header with the small tensors; the large ones are in a file by then, which goes when they have been read."""
     world, sizes = outgoing.world, [contents.nbytes[i] for i in contents.large]
-    with _staged(world, sum(sizes)) as stage:
+    stages: list[Stage] = []
+
+    def write() -> Messages:
+        stages.append(Stage(world.staging, sum(sizes)))
         large = [as_bytes(row_major(tree.tensors[i].cpu())) for i in contents.large]
-        stage.write(list(zip(layout.displs(sizes), large, strict=True)))
-        header = encode(tree.spec, contents, file=stage.ticket(world.one_system))
-        messages = Messages(tree.tensors, contents, header)
+        stages[0].write(list(zip(layout.displs(sizes), large, strict=True)))
+        header = encode(tree.spec, contents, file=stages[0].ticket(world.one_system))
+        return Messages(tree.tensors, contents, header)
+
+    try:
+        written = Aside(write)
         answer = bytearray(_ANSWER)
-        yield BEGUN
+        yield outgoing.departure(written)
+        messages = written.result()
         requests = outgoing.send_first(messages.first)
         for rest in messages.rest:
             requests += outgoing.send(rest)
         requests.append(world.engine.data_comm.Irecv([answer, MPI.BYTE], outgoing.dest, outgoing.number + 1))
         yield Requests(requests)
+    finally:
+        for stage in stages:
+            stage.remove()
     yield DONE
     problem = answer.rstrip(b"\0").decode(errors="replace")
     if problem:
         raise FileError(f"send(): rank {outgoing.dest}: {problem}")
-
-
-@contextmanager
-def _staged(world: World, nbytes: int) -> Iterator[Stage]:
-    stage = Stage(world.staging, nbytes)
-    try:
-        yield stage
-    finally:
-        stage.remove()
 
 
 def receive(world: World, group: Group, arrival: Arrival, allow_pickle: bool) -> Steps[tuple[Any, int]]:
@@ -151,13 +154,19 @@ def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[T
 def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, places: dict[int, Tensor]) -> Steps[None]:
     """Read the large tensors, and tell the sender, which keeps the file until then."""
     problem = ""
-    starts = layout.displs([header.nbytes[i] for i in header.large])
-    try:
+
+    def read() -> None:
+        starts = layout.displs([header.nbytes[i] for i in header.large])
         for start, i in zip(starts, header.large, strict=True):
             dtype, shape = places[i].dtype, places[i].shape
             host = places[i] if places[i].is_cpu else torch.empty(shape, dtype=dtype, device="cpu")
             fetch(header.more["file"], [(start, as_bytes(host))])
             places[i] = host.to(places[i].device)
+
+    fetched = Aside(read)
+    yield fetched
+    try:
+        fetched.result()
     except Exception as error:  # whatever it is: the sender waits for an answer
         problem = reason(error)
     answer = bytearray(problem.encode(errors="backslashreplace")[:_ANSWER])

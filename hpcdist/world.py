@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hpcdist.post import Engine
 
-__all__ = ["World", "current", "environ", "finalize", "init", "staging_folder"]
+__all__ = ["World", "current", "environ", "finalize", "init", "is_first", "staging_folder"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -164,6 +164,11 @@ _world: World | None = None
 def environ() -> Mapping[str, str]:
     """The environment, for those who look at it before there is a world."""
     return os.environ
+
+
+def is_first() -> bool:
+    """Whether the launcher calls this process number 0; known before MPI begins."""
+    return launcher.number(os.environ) == 0
 
 
 def current() -> World:

@@ -216,21 +216,6 @@ time.sleep(50)
 
 
 @pytest.mark.once
-def test_a_plan_for_another_tensor_ends_the_job() -> None:
-    """The others are on their way already; the reason is told."""
-    job = mpirun(
-        2,
-        code=BEGIN
-        + """
-go = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
-go(x if world.rank == 0 else x.double())
-""",
-    )
-    assert job.status != 0
-    assert "x is a torch.float64 tensor of shape (1000,) on cpu, and the plan was made for a torch.float32" in job.err
-
-
-@pytest.mark.once
 def test_a_message_for_which_there_is_no_memory_ends_the_job() -> None:
     """Its sender waits for this rank."""
     job = mpirun(

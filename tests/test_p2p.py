@@ -6,6 +6,7 @@ import linecache
 import os
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ import hpcdist as hd
 from hpcdist import matching, packing, post, transfers, tree
 from hpcdist.errors import HpcdistError
 from hpcdist.post import Arrival
+from hpcdist.routes.hdf5 import Stage
 from hpcdist.staging import format
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
@@ -423,3 +425,44 @@ def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
     except HpcdistError as error:
         caught = str(error)
     assert_on_all_ranks(world.comm, "ended before this message" in caught, caught)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_file_that_takes_its_time_stalls_nothing_else(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its write nor its read; what is sent after it to the same receiver with the same tag waits for it."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    big, go_on = torch.arange(100_000.0), threading.Event()
+    write, fetch = Stage.write, transfers.fetch
+
+    def slow(step: Any) -> Any:
+        def run(*args: Any) -> None:
+            findings.check(go_on.wait(30), "the others did not get on")
+            step(*args)
+
+        return run
+
+    monkeypatch.setattr(Stage, "write", slow(write))
+    file = hd.isend(big, after, 1, route="hdf5")
+    same = hd.isend("behind", after, 1)
+    hd.isend("other", after, 2).wait(30)
+    hd.send("now", after, 3)
+    findings.check([hd.recv(before, 3), hd.recv(before, 2)] == ["now", "other"], "what has another tag")
+    findings.check(not (same.done() or file.done()), "the order")
+    go_on.set()
+    findings.same(hd.recv(before, 1), big, "the file")
+    findings.check(hd.recv(before, 1) == "behind", "what comes after it")
+    same.wait(30)
+    file.wait(30)
+
+    go_on.clear()
+    monkeypatch.setattr(Stage, "write", write)
+    monkeypatch.setattr(transfers, "fetch", slow(fetch))
+    file, got = hd.isend(big, after, 1, route="hdf5"), hd.irecv(before, 1)
+    other = hd.irecv(before, 2)
+    hd.isend("other", after, 2).wait(30)
+    findings.check(other.wait(30) == "other" and not got.done(), "while it is read")
+    go_on.set()
+    findings.same(got.wait(30), big, "the file")
+    file.wait(30)
+    findings.settle()

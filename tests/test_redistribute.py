@@ -131,7 +131,7 @@ def test_out_that_overlaps_x(world: hd.World) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_plan_is_executed_many_times(world: hd.World, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the ranks agree on nothing any more: only the data are sent."""
+    """And the ranks agree only that all are well: beside that, the data are sent in one call."""
     findings, size = Findings(world.comm), world.world_size
     whole = whole_of((2 * size + 1, 4), torch.float32)
     src, dst = hd.Split(0), hd.Split(1)
@@ -156,7 +156,7 @@ def test_a_plan_is_executed_many_times(world: hd.World, route: str, monkeypatch:
     monkeypatch.setattr(world.team, "comm", comm)
     for got, expected in results:
         findings.same(got, expected, "result")
-    findings.check(seen == ["Alltoallw"] * 3 * (route == "mpi" and size > 1), seen)
+    findings.check(seen == ["Allgather", *["Alltoallw"] * (route == "mpi" and size > 1)] * 3, seen)
     findings.check(go.shape == (2 * size + 1, 4) and go.box == dst.boxes(go.shape, size)[world.rank], go.box)
     findings.same(go(x, async_op=True).wait(10), expected, "in the background")
     findings.settle()
@@ -280,12 +280,10 @@ def test_out_of_another_shape(world: hd.World) -> None:
 
 
 def test_a_plan_for_other_tensors(world: hd.World) -> None:
-    """Alone, an error; with others, who are on their way already, it would end the job (tests/test_abort.py)."""
-    if world.world_size > 1:
-        comm: Any = world.comm.Split(world.rank)
-    else:
-        comm = world.comm
-    go = hd.plan_redistribute(torch.ones(2, 3), hd.Replicate(), hd.Split(0), group=comm)
+    """A RankError on all ranks that names those at fault; nothing has moved, and the next call succeeds."""
+    last = world.world_size - 1
+    go = hd.plan_redistribute(torch.ones(2, 3), hd.Replicate(), hd.Split(0))
+    other = hd.plan_redistribute(torch.ones(2, 3), hd.Replicate(), hd.Split(0))
     findings = Findings(world.comm)
     wrong: list[tuple[Any, Any]] = [
         (torch.ones(3, 2), None),
@@ -295,13 +293,25 @@ def test_a_plan_for_other_tensors(world: hd.World) -> None:
         ("x", None),
     ]
     for x, out in wrong:
-        try:
-            go(x, out)
-        except ValueError as error:
-            findings.check("a plan of redistribute()" in str(error), error)
-        else:
-            findings.check(False, f"no error for {x}")
-    findings.check(go(torch.ones(2, 3)).shape == (2, 3), "the next call")
+        for async_op in (False, True):
+            given = (x, out) if world.rank == last else (torch.ones(2, 3), None)
+
+            def call(given: tuple[Any, Any] = given, async_op: bool = async_op) -> Any:
+                result = go(*given, async_op=async_op)
+                return result.wait(30) if async_op else result
+
+            error = raises_on_all_ranks(world.comm, hd.RankError, call)
+            findings.check(list(error.problems) == [last], error)
+            findings.check("a plan of redistribute() was refused" in str(error), error)
+        findings.same(go(torch.ones(2, 3)), torch.ones(go.box.shape), "the next call")
+    if world.world_size > 1:
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: (other if world.rank else go)(torch.ones(2, 3)))
+        findings.check("the plan is " in str(error), error)
+        error = raises_on_all_ranks(
+            world.comm, hd.RankError, lambda: go(torch.ones(2, 3)) if world.rank else hd.concat(torch.ones(2))
+        )
+        findings.check("called a plan of redistribute()" in str(error), error)
+    findings.same(other(torch.ones(2, 3)), torch.ones(go.box.shape), "the next call")
     findings.settle()
 
 

@@ -27,6 +27,8 @@ from hpcdist.staging.links import elsewhere, hard_path
 __all__ = ["Contents", "Stored", "describe", "read_box"]
 
 _PARTS = ("state", "token", "plan")  # of our group; one without is somebody else's
+_DEEPEST = 1000
+_CHUNK = 2**26  # bytes of a chunk that HDF5 may always hold beside the window
 
 
 @dataclass(frozen=True)
@@ -143,19 +145,13 @@ def _why(path: str, error: OSError) -> str:
 def _contents(path: str, file: Any, wanted: str | None) -> Contents:
     import h5py
 
-    names: list[str] = []  # of all datasets, by hard links only
-
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            names.append(name)
-
-    file.visititems(visit)
-    own = {name for name in names if name.startswith(f"{GROUP}/") and elsewhere(file[name]) is None}
+    names, others = _names(path, file)
+    own = {name for name in names if name.startswith(f"{GROUP}/") and _is_plain(path, file[name])}
     places = {name: name for name in names if not name.startswith(f"{GROUP}/")}
-    place = hard_path(path, file, wanted) if wanted else None
+    place = hard_path(path, file, wanted) if wanted and wanted not in others else None
     if wanted and wanted not in places and place is not None and isinstance(file[place or "/"], h5py.Dataset):
         places[wanted] = place  # a link
-    others = {name: why for name, place in places.items() if (why := elsewhere(file[place])) is not None}
+    others |= {name: why for name, place in places.items() if (why := elsewhere(file[place])) is not None}
     places = {name: place for name, place in places.items() if name not in others}
     if not all(f"{GROUP}/{part}" in own for part in _PARTS) or "version" not in file[GROUP].attrs:
         return Contents(path, dict(_stored(path, file, places, {})), None, complete=True, elsewhere=others)
@@ -171,10 +167,54 @@ def _contents(path: str, file: Any, wanted: str | None) -> Contents:
     }
     token = group["token"]
     complete = bytes(group["state"][()]) == COMPLETE
+    checked = {name: _checked(path, name, file[name].shape, table, complete) for name, table in tables.items()}
     if not complete:
-        tables = _noted(path, plan, tables)
-    stored = dict(_stored(path, file, places, tables))
+        checked = _noted(path, plan, checked)
+    stored = dict(_stored(path, file, places, checked))
     return Contents(path, stored, plan, complete, token=(token.id.get_offset(), bytes(token[()])), elsewhere=others)
+
+
+def _names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
+    """The names of all datasets, by hard links only; and those that h5py cannot open, with the reason."""
+    from h5py import h5g, h5l, h5o
+
+    names: list[str] = []
+    others: dict[str, str] = {}
+    root = file["/"].id
+    seen = {h5o.get_info(root).addr}  # a group may hold itself
+    groups = [(b"", root, iter(root))]
+    while groups:  # from group to group: HDF5's own visit takes the way from the root each time
+        prefix, group, links = groups[-1]
+        name = next(links, None)
+        if name is None:
+            groups.pop()
+            continue
+        if group.links.get_info(name).type != h5l.TYPE_HARD:
+            continue
+        info = h5o.get_info(group, name)
+        if info.addr in seen:
+            continue
+        seen.add(info.addr)
+        if info.type == h5o.TYPE_GROUP:
+            inner = h5g.open(group, name)
+            groups.append((prefix + name + b"/", inner, iter(inner)))
+            if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
+                raise FileError(f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other")
+        elif info.type == h5o.TYPE_DATASET:
+            try:
+                names.append((prefix + name).decode())
+            except UnicodeDecodeError:
+                others[(prefix + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
+    return names, others
+
+
+def _is_plain(path: str, dataset: Any) -> bool:
+    """Whether a dataset has its bytes in one run of this file, as all of ours do that are not data."""
+    if elsewhere(dataset) is not None or dataset.chunks is not None or dataset.shape is None:
+        return False
+    offset = dataset.id.get_offset() if dataset.size else 0
+    nbytes = dataset.size * dataset.dtype.itemsize
+    return offset is not None and offset + nbytes <= os.path.getsize(path) and dataset.dtype.kind in "uV"
 
 
 def _tables(group: Any, plan: Mapping[str, Any], own: set[str]) -> Iterator[tuple[dict[str, Any], Table]]:
@@ -192,6 +232,24 @@ def _tables(group: Any, plan: Mapping[str, Any], own: set[str]) -> Iterator[tupl
         at += d["pieces"] * row.itemsize
         if len(table) == d["pieces"]:
             yield d, table
+
+
+def _checked(path: str, name: str, shape: tuple[int, ...], table: Table, complete: bool) -> Table:
+    """The table of the pieces of a tensor, if it can be one.
+
+    Raises:
+        FileError: it is not one of this tensor.
+    """
+    if table.dtype != record_dtype(len(shape)) or table.ndim != 1:
+        raise FileError(f"{path}: {name}: its table of pieces is damaged")
+    offsets, shapes = table["offset"], table["shape"]
+    extents = np.array(shape or (1,), np.int64)
+    inside = (offsets >= 0) & (shapes >= 0) & (offsets <= extents - shapes)
+    if not inside.all() or (table["written"] & ~1).any():
+        raise FileError(f"{path}: {name}: its table of pieces is damaged")
+    if complete and int(shapes.prod(axis=1).sum()) != prod(shape):
+        raise FileError(f"{path}: {name}: its table of pieces is damaged: they are not the whole tensor")
+    return table
 
 
 def _noted(path: str, plan: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, Table]:
@@ -213,7 +271,6 @@ def _stored(
         dtype = _dtype_of(dataset)
         if dtype is None or dtype not in DTYPES or dataset.shape is None:
             continue  # strings, references, datasets without a shape: nothing that a tensor could hold
-        table = tables.get(name)
         yield (
             name,
             Stored(
@@ -221,7 +278,7 @@ def _stored(
                 tuple(dataset.shape),
                 dtype,
                 _raw(path, dataset, dtype),
-                table,
+                tables.get(name),
                 str(dataset.compression or ("chunked" if dataset.chunks else "")),
                 place,
             ),
@@ -235,6 +292,8 @@ def _dtype_of(dataset: Any) -> torch.dtype | None:
     named: torch.dtype | None = getattr(torch, kept, None) if isinstance(kept, str) else None
     try:
         stored = dataset.dtype
+        if stored.subdtype is not None:  # each element is an array
+            return None
         if named in DTYPES and named not in NUMPY and stored == stored_dtype(named):
             return named
         return torch.from_numpy(np.empty(0, stored.newbyteorder("="))).dtype
@@ -265,6 +324,11 @@ def read_box(path: str, place: str, box: Box, out: torch.Tensor, window: int) ->
         dataset = None if hard_path(path, file, place) != place else file[place]
         if dataset is None or elsewhere(dataset) is not None:
             raise FileError(f"{path}: has changed while it was read")
+        chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
+        if chunk > max(_CHUNK, window, box.size() * out.dtype.itemsize):
+            raise FileError(
+                f"{path}: {place}: is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than the window"
+            )
         for part in layout.boxes(box, max(1, window // (2 * out.dtype.itemsize))):  # HDF5 has a copy of its own
             array = np.asarray(dataset[part.slices()]).astype(stored, copy=False)
             part_of_out = bits(out)[part.slices(box.offset)]

@@ -36,10 +36,11 @@ def hard_path(path: str, file: Any, name: str) -> str | None:
     """
     import h5py
 
-    left, at, soft = [part for part in name.split("/") if part], "", 0
+    left, at, soft = [part for part in name.split("/") if part][::-1], "", 0
+    group, step = file["/"], ""  # what is open on the way, and the next step from there
     while left:
-        part = left.pop(0)
-        group = file[at or "/"]
+        part = left.pop()
+        group, step = group[step] if step else group, ""
         try:
             link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
         except TypeError:  # of a kind that somebody has defined
@@ -50,10 +51,11 @@ def hard_path(path: str, file: Any, name: str) -> str | None:
             return None
         if isinstance(link, h5py.SoftLink):
             soft += 1
-            at = "" if link.path.startswith("/") else at
-            left = [step for step in link.path.split("/") if step not in ("", ".")] + left
+            if link.path.startswith("/"):
+                group, at = file["/"], ""
+            left += [part for part in link.path.split("/") if part not in ("", ".")][::-1]
         else:
-            at = f"{at}/{part}".strip("/")
+            at, step = f"{at}/{part}".strip("/"), part
     return at
 
 

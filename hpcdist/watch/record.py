@@ -28,9 +28,9 @@ _COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # parts of that
 _ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, the team's number of it, the text's length
 _TEXT = 400  # bytes
 _PATH = 200  # characters of a path that are shown
-_LANES = 16  # threads of a rank that have a lane of their own; further ones share the last
+_LANES = 64  # threads of a rank whose calls the other ranks see; those of further ones have their deadlines here
 _LANE_SIZE = _LANE.size + 2 * (_ENTRY.size + _TEXT)
-_SLOT = 2**14  # bytes a rank
+_SLOT = 2**16  # bytes a rank
 
 _TORCH = os.path.join("-packages", "torch", "")
 _HOME = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -185,14 +185,16 @@ class Counted(Protocol):
 
 peers: dict[int, list[int]] = {}  # the world's ranks of each number that has been seen here
 lanes: list[Lane] = []  # of this process; empty where nothing is watched
+_free: list[Lane] = []  # those of no thread: of threads that have ended, and then those that are new
 _refusal: str | None = None  # why this process cannot make a call
 _mine = threading.local()
 
 
 def start(board: Board | None, local_rank: int = 0) -> None:
     """From now on this process's calls are written on a board; on none."""
-    global lanes, _mine
+    global lanes, _free, _mine
     lanes = [] if board is None else board.lanes(local_rank)
+    _free = list(lanes)
     _mine = threading.local()
 
 
@@ -204,25 +206,37 @@ def refuse(why: str | None) -> None:
 
 
 class _Own:
-    """What a thread has: a lane, and how deep it is in calls within calls, which are not told."""
+    """What a thread has: a lane, and how deep it is in calls within calls, which are not told.
 
-    __slots__ = ("depth", "lane")
+    It ends with its thread, of whatever kind that is (torch's threads of the backward pass are not Python's), and the
+    lane serves another one then.
+    """
 
-    def __init__(self, lane: Lane) -> None:
+    __slots__ = ("_free", "depth", "lane")
+
+    def __init__(self, lane: Lane, free: list[Lane]) -> None:
         self.lane = lane
         self.depth = 0
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.insert(0, self.lane)
 
 
 def _own() -> _Own | None:
-    """For this thread, which has none yet; the lane of a thread that has ended serves again."""
+    """For this thread, which has none yet: with a lane that no other thread has."""
     if _refusal is not None:
         raise HpcdistError(_refusal)
     if not lanes:
         return None
-    alive = {thread.native_id for thread in threading.enumerate()}
-    lane = next((free for free in lanes if free.thread not in alive), lanes[-1])
+    free = _free
+    try:
+        lane = free.pop(0)  # in one step: several threads may begin at once
+    except IndexError:
+        lane = Lane(memoryview(bytearray(_LANE_SIZE)), 0)
+        lanes.append(lane)
     lane.take()
-    own = _mine.own = _Own(lane)
+    own = _mine.own = _Own(lane, free)
     return own
 
 

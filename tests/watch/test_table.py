@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import re
+import threading
+import time
+from typing import Any
 
 import pytest
 
@@ -141,6 +145,42 @@ def test_the_record_of_calls() -> None:
     assert outside.call.number == -4 and outside.call.text.startswith("é" * 199)
     assert after.call is None and after.last == outside.call
     assert board.read(0).pid == 0
+
+
+def test_a_lane_belongs_to_one_thread() -> None:
+    """Also of threads that Python's threading does not know, as torch's; and of more than there are lanes."""
+    board, team, count = Board(1), _Team(), record._LANES + 6
+    start(board, 0)
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def call(name: str, ended: Any) -> None:
+        with InCall(name, team, text=name.encode()):  # type: ignore[arg-type]
+            begun.release()
+            go_on.wait(30)
+        ended.release()
+
+    def round_(count: int) -> list[str]:
+        go_on.clear()
+        ended = threading.Semaphore(0)
+        for i in range(count):
+            _thread.start_new_thread(call, (f"call {i}", ended))
+        assert all(begun.acquire(timeout=30) for _ in range(count))
+        found = [entry.text for lane in record.lanes if (entry := lane.current()) is not None]
+        go_on.set()
+        assert all(ended.acquire(timeout=30) for _ in range(count))
+        return found
+
+    try:
+        assert sorted(round_(count)) == sorted(f"call {i}" for i in range(count))
+        assert len(board.read(0).lanes) == record._LANES
+        assert all(lane.call is None and lane.last is not None for lane in board.read(0).lanes)
+        deadline = time.monotonic() + 30
+        while len(record._free) < count and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread's own ends after it
+        assert sorted(round_(count)) == sorted(f"call {i}" for i in range(count))
+        assert len(record.lanes) == count
+    finally:
+        start(None)
 
 
 def test_only_messages_with_the_jobs_key_are_taken() -> None:
