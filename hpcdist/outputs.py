@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +33,7 @@ class Output(Protocol):
         kept: how many of them another run has left complete.
     """
 
-    pieces: list[Box]
+    pieces: Sequence[Box]
     kept: int
 
     def mine(self) -> list[int]:
@@ -108,7 +108,7 @@ class _Flat:
         path: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        pieces: list[Box],
+        pieces: Sequence[Box],
         progress: Callable[[int], None] | None,
     ) -> None:
         self.pieces = pieces
