@@ -232,10 +232,9 @@ class Listed(BoxSequence):
             return _NONE
         low, high = 0, len(self)
         if self._runs is not None:
-            starts, ends = self._runs
             last = [o + n - 1 for o, n in zip(box.offset, box.shape, strict=True)]
-            low = int(np.searchsorted(ends, self._place(box.offset), "right"))
-            high = int(np.searchsorted(starts, self._place(last), "right"))
+            low = max(0, int(np.searchsorted(self._runs, self._place(box.offset), "right")) - 1)
+            high = int(np.searchsorted(self._runs, self._place(last), "right"))
         offsets, shapes = self.corners.offsets[low:high], self.corners.shapes[low:high]
         common = np.full(len(offsets), True)
         for dim, (first, extent) in enumerate(zip(*box, strict=True)):
@@ -262,16 +261,15 @@ class Listed(BoxSequence):
         return [prod(self._whole[dim + 1 :]) for dim in range(len(self._whole))]
 
     @cached_property
-    def _runs(self) -> tuple[Integers, Integers] | None:
-        """Where each begins and ends in the tensor's memory, if they are runs of it, one behind the other."""
+    def _runs(self) -> Integers | None:
+        """Where each begins in the tensor's memory, if they are runs of it, one behind the other."""
         sizes = self.corners.sizes
         if prod(self._whole) > np.iinfo(np.int64).max or not sizes.all() or (self.run_lengths()[1] > 1).any():
             return None
         starts = np.zeros(len(self), np.int64)
         for dim, stride in enumerate(self._strides):
             starts += self.corners.offsets[:, dim] * stride
-        ends = starts + sizes
-        return (starts, ends) if (ends[:-1] <= starts[1:]).all() else None
+        return starts if (starts[:-1] + sizes[:-1] <= starts[1:]).all() else None
 
 
 class Chosen(BoxSequence):

@@ -117,7 +117,8 @@ def load(
             agree.on_all(team.comm, VERB, step)
             written(out, None)
             for key, stored in contents.datasets.items():
-                reader = Reader(place, fd, stored, window, verify, progress)
+                # A copy: what is worked out of its table goes with it.
+                reader = Reader(place, fd, replace(stored), window, verify, progress)
                 _read(team, reader, wants[key], results[key].view(mine[key][0].shape), readers, problems)
         told = enumerate(agree.allgather(team.comm, problems[:1]))
         agree.require(VERB, {rank: texts[0] for rank, texts in told if texts})
