@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -37,7 +37,7 @@ class Output(Protocol):
         kept: how many of them another run has left complete.
     """
 
-    pieces: list[Box]
+    pieces: Sequence[Box]
     kept: int
 
     def mine(self) -> list[int]:
@@ -114,7 +114,7 @@ class _Flat:
         path: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        pieces: list[Box],
+        pieces: Sequence[Box],
         progress: Callable[[int], None] | None,
     ) -> None:
         self.pieces = pieces
@@ -201,7 +201,7 @@ class _Flat:
             self._commit = None
 
 
-def _owners(pieces: list[Box], size: int) -> Callable[[Ints], Ints]:
+def _owners(pieces: Sequence[Box], size: int) -> Callable[[Ints], Ints]:
     """Which of `size` ranks write elements, counted in C order: each has its share of the pieces."""
     firsts = np.array(layout.displs([piece.size() for piece in pieces]))
     owners = np.array(owners_of(len(pieces), size, size))

@@ -21,6 +21,7 @@ from hpcdist.layout import Box
 from hpcdist.raw import Raw
 from hpcdist.regular import check_regular
 from hpcdist.staging import journal
+from hpcdist.staging.boxes import Corners, Listed
 from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
 from hpcdist.staging.links import elsewhere, hard_path
 
@@ -52,12 +53,13 @@ class Stored:
     place: str = ""
 
     @cached_property
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> Listed:
         """The boxes of its pieces."""
-        if self.pieces is None:
-            return []
         n = len(self.shape)
-        return [Box(tuple(map(int, row["offset"][:n])), tuple(map(int, row["shape"][:n]))) for row in self.pieces]
+        if self.pieces is None:
+            none = np.empty((0, n), np.int64)
+            return Listed(Corners(none, none), self.shape)
+        return Listed(Corners(self.pieces["offset"][:, :n], self.pieces["shape"][:, :n]), self.shape)
 
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize

@@ -127,7 +127,7 @@ class Dataset:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Box]
+    pieces: Sequence[Box]
     chunks: tuple[int, ...] | None = None
     filters: Mapping[str, Any] = field(default_factory=dict)
     attrs: Mapping[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, layout, raw, world
+from hpcdist import abort, agree, checks, digests, raw, world
 from hpcdist.buffers import written
 from hpcdist.call import Call
 from hpcdist.errors import FileError, listed, reason
 from hpcdist.layout import Box
-from hpcdist.raw import SHORT
-from hpcdist.staging.contents import Contents, Stored, describe
+from hpcdist.staging.boxes import BoxSequence
+from hpcdist.staging.contents import Contents, describe
 from hpcdist.staging.host import Scratch
 from hpcdist.staging.names import SINGLE, nest
-from hpcdist.staging.pieces import PIECE, Plan, deliver, owners_of, shard_boxes
+from hpcdist.staging.pieces import deliver
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
+from hpcdist.staging.wants import Ask, find_wants, plan_load, read_apart
 from hpcdist.team import Team, team_of
 from hpcdist.watch import record
 
@@ -37,21 +38,6 @@ __all__ = ["load"]
 
 VERB = "staging.load"
 _NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between looks at a file that is not the same on all ranks
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """What one rank wants.
-
-    Attributes:
-        same: the options that must be the same on all ranks, by name.
-        box: the box that this rank wants, if it names one itself.
-        out: dtype and shape of the memory that it gives.
-    """
-
-    same: dict[str, Any] = field(default_factory=dict)
-    box: Box | None = None
-    out: tuple[torch.dtype, tuple[int, ...]] | None = None
 
 
 def load(
@@ -112,7 +98,7 @@ def load(
     """
     team = team_of(group, world.current())
     call = Call(VERB)
-    ask = _Ask()
+    ask = Ask()
     try:
         checks.runs()
         ask = _ask(path, name, dim, counts, box, out, window, readers, verify, team.size)
@@ -121,20 +107,22 @@ def load(
         call.problem = checks.problem_of(error)
     with record.InCall(VERB, team), abort.InStep(VERB, team.size):
         agree.exchange(team, call)
-        asks: list[_Ask] = agree.allgather(team.comm, ask)
-        odd = ((rank, agree.odd_option(asks[0].same, other.same)) for rank, other in enumerate(asks))
-        agree.require(VERB, {rank: text for rank, text in odd if text is not None})
-        place, results = str(ask.same["path"]), {}
+        same = digests.same(team.comm, VERB, ask.same, ask.same, agree.odd_option)
+        own = agree.allgather(team.comm, (ask.box, ask.out))
+        asks = [Ask(same, *each) for each in own]
+        place, results = str(same["path"]), {}
         problems: list[str] = []
-        with _opened_by_all(team, place, ask.same["name"]) as (contents, fd):
-            wants = _wants(team, contents, asks)
+        with _opened_by_all(team, place, same["name"]) as (contents, fd):
+            wants, wrong = find_wants(contents.datasets, asks)
+            agree.require(VERB, wrong)
             mine = {key: (wants[key][team.rank], stored.dtype) for key, stored in contents.datasets.items()}
             step = lambda: results.update({key: _memory(out, *what, target) for key, what in mine.items()})  # noqa: E731
             agree.on_all(team.comm, VERB, step)
             written(out, None)
             for key, stored in contents.datasets.items():
-                reader = Reader(place, fd, stored, window, verify, progress)
-                _read(team, reader, wants[key], results[key].view(wants[key][team.rank].shape), readers, problems)
+                # A copy: what is worked out of its table goes with it.
+                reader = Reader(place, fd, replace(stored), window, verify, progress)
+                _read(team, reader, wants[key], results[key].view(mine[key][0].shape), readers, problems)
         told = enumerate(agree.allgather(team.comm, problems[:1]))
         agree.require(VERB, {rank: texts[0] for rank, texts in told if texts})
         if out is not None:
@@ -144,7 +132,7 @@ def load(
 
 def _ask(
     path: Any, name: Any, dim: Any, counts: Any, box: Any, out: Any, window: Any, readers: Any, verify: Any, size: int
-) -> _Ask:
+) -> Ask:
     if name is not None and not isinstance(name, str):
         raise checks.WrongError(f"name must be a string or None, got {name!r}")
     if index(window) < 1:
@@ -173,7 +161,7 @@ def _ask(
     if out is not None:
         checks.tensor(out, 0, "out")
         kept = (out.dtype, tuple(out.shape))
-    return _Ask(same, mine, kept)
+    return Ask(same, mine, kept)
 
 
 def _dim(dim: Any) -> int | None:
@@ -190,57 +178,6 @@ def _describe(path: str, name: str | None) -> Contents:
     if not chosen:
         raise FileError(f"{path}: holds no tensor {name!r}; it has: {listed(contents.datasets)}")
     return replace(contents, datasets=chosen)
-
-
-def _wants(team: Team, contents: Contents, asks: Sequence[_Ask]) -> dict[str, list[Box]]:
-    """The box of each tensor that each rank gets; a RankError everywhere if it cannot be, or does not fit `out`."""
-    problems: dict[int, str] = {}
-    wants: dict[str, list[Box]] = {}
-    for key, stored in contents.datasets.items():
-        boxes: list[Box] = []
-        for rank, ask in enumerate(asks):
-            try:
-                boxes.append(_want(stored, ask, rank, team.size))
-            except ValueError as error:
-                problems.setdefault(rank, f"{key}: {error}")
-        wants[key] = boxes
-    for rank, ask in enumerate(asks):
-        if ask.out is not None and rank not in problems:
-            text = _unfit(contents, ask.out, {key: boxes[rank] for key, boxes in wants.items()})
-            if text is not None:
-                problems[rank] = text
-    agree.require(VERB, problems)
-    return wants
-
-
-def _want(stored: Stored, ask: _Ask, rank: int, size: int) -> Box:
-    shape = stored.shape
-    if ask.box is not None:
-        box = ask.box
-        if not box.is_in(shape):
-            raise ValueError(f"box is (offset {box.offset}, shape {box.shape}), which is not in shape {shape}")
-        return box
-    dim = ask.same["dim"]
-    if isinstance(dim, dict):
-        dim = dim.get(stored.name, 0)
-    if dim is None or not shape:
-        return layout.whole(shape)
-    if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"dim is {dim}, expected {-len(shape)} to {len(shape) - 1} for {len(shape)} dims")
-    dim %= len(shape)
-    return shard_boxes(shape, dim, layout.counts_of(ask.same["counts"], shape[dim], size))[rank]
-
-
-def _unfit(contents: Contents, out: tuple[torch.dtype, tuple[int, ...]], boxes: Mapping[str, Box]) -> str | None:
-    """Why `out` cannot take what this rank gets."""
-    if len(boxes) != 1:
-        return f"out is given for one tensor, but {len(boxes)} are meant: {listed(boxes)}"
-    ((key, box),) = boxes.items()
-    dtype, shape = out
-    stored = contents.datasets[key]
-    if dtype != stored.dtype:
-        return f"out has dtype {dtype}, expected {stored.dtype}, that of {key!r} in the file"
-    return None if shape == box.shape else f"out has shape {shape}, expected {box.shape}"
 
 
 def _memory(out: Tensor | None, want: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -282,15 +219,15 @@ def _is_same(stack: ExitStack, contents: Contents, fds: list[int], last: bool) -
 
 
 def _read(
-    team: Team, reader: Reader, wants: Sequence[Box], out: Tensor, readers: int | None, problems: list[str]
+    team: Team, reader: Reader, wants: BoxSequence, out: Tensor, readers: int | None, problems: list[str]
 ) -> None:
     """Read this rank's box; what goes wrong is added to `problems`. Collective."""
     stored = reader.stored
-    if stored.raw is None or (readers is None and _apart(stored, wants, reader.verify)):
+    if stored.raw is None or (readers is None and read_apart(stored, wants, reader.verify)):
         with _kept(problems):
             reader.read(wants[team.rank], out)
         return
-    plan, rows = _plan(stored, wants, reader, readers or team.size)
+    plan, rows = plan_load(stored, wants, reader.window, readers or team.size, reader.verify)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with _kept(problems):
             for number in range(team.rank, len(stored.boxes), team.size):
@@ -301,37 +238,13 @@ def _read(
         piece = None
         row = round_.get(team.rank)
         if row is not None:
-            piece = scratch.take(plan.pieces[row].shape, stored.dtype)
-            with _kept(problems):
-                reader.fill(plan.pieces[row], None if rows is None or reader.verify is False else rows[row], piece)
+            box = plan.pieces[row]
+            piece = scratch.take(box.shape, stored.dtype)
+            in_table = None if rows is None or reader.verify is False else int(rows[row])
+            if (reader.verify and rows is not None) or len(wants.meeting(box)):
+                with _kept(problems):
+                    reader.fill(box, in_table, piece)
         deliver(team, plan, piece, out, round_, scratch)
-
-
-def _apart(stored: Stored, wants: Sequence[Box], verify: bool | None) -> bool:
-    """Whether every rank can well read on its own: long runs, or little in all; and whole pieces, to be verified."""
-    size = stored.dtype.itemsize
-    asked = sum(want.size() for want in wants)
-    little = not verify and 2 * asked < layout.whole(stored.shape).size()
-    for want in wants:
-        length, count, _ = layout.runs(want, stored.shape)
-        if count > 1 and want.size() and not little and (verify or length * size < SHORT):
-            return False
-    return True
-
-
-def _plan(stored: Stored, wants: Sequence[Box], reader: Reader, readers: int) -> tuple[Plan, list[int] | None]:
-    """Who reads what, and for each piece its number in the file's table, if the table's pieces are read."""
-    size, itemsize = len(wants), stored.dtype.itemsize
-    boxes = stored.boxes
-    largest = max((box.size() * itemsize for box in boxes), default=0)
-    if boxes and 2 * largest <= reader.window:
-        rows = [row for row, box in enumerate(boxes) if reader.verify or any(box.meet(w).size() for w in wants)]
-        pieces = [boxes[row] for row in rows]
-        takers = max(1, min(readers, reader.window // (2 * largest)))
-        return Plan(pieces, owners_of(len(pieces), size, takers), list(wants), straight=False), rows
-    limit = max(1, min(PIECE, reader.window // (2 * readers)) // itemsize)
-    cut = [box for box in layout.boxes(layout.whole(stored.shape), limit) if any(box.meet(w).size() for w in wants)]
-    return Plan(cut, owners_of(len(cut), size, readers), list(wants), straight=False), None
 
 
 @contextmanager

@@ -122,10 +122,9 @@ class Reader:
     def _pieces(self, want: Box, limit: int) -> tuple[list[int | None], list[Box]]:
         """What a run of the dataset is read in: (a piece's number where the whole piece is read, the part)."""
         found: list[tuple[int | None, Box]] = []
-        for row, piece in enumerate(self.stored.boxes):
+        for row in self.stored.boxes.meeting(want).tolist():
+            piece = self.stored.boxes[row]
             part = piece.meet(want)
-            if part.size() == 0:
-                continue
             if part == piece and part.size() <= limit:
                 found.append((row, part))
                 continue
@@ -136,9 +135,8 @@ class Reader:
 
     def _check(self, want: Box) -> None:
         """Check every piece that a box touches."""
-        for row, piece in enumerate(self.stored.boxes):
-            if piece.meet(want).size():
-                self.check(row)
+        for row in self.stored.boxes.meeting(want).tolist():
+            self.check(row)
 
     def check(self, row: int) -> None:
         """Read a piece and compare its checksum; a FileError if it is damaged."""

@@ -10,14 +10,16 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, layout, world
+from hpcdist import abort, agree, checks, digests, layout, world
 from hpcdist.call import Call
 from hpcdist.commit import check_target
 from hpcdist.staging import writers as ways
+from hpcdist.staging.boxes import Integers
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.host import Scratch, outgoing
 from hpcdist.staging.names import check_attrs, flatten
@@ -134,7 +136,9 @@ def save(
     with record.InCall(VERB, team), abort.InStep(VERB, team.size):
         agree.exchange(team, call)
         datasets, plans = _agree(team, ask, attrs or {})
-        saving = Saving(team, VERB, target, datasets, lambda i, elements: plans[i].owners_at(elements), options)
+        saving = Saving(
+            team, VERB, target, datasets, lambda i, elements: plans[i].owners_at(datasets[i].shape, elements), options
+        )
         try:
             saving.prove([plan.rows(team.rank) for plan in plans])
             for i, plan in enumerate(plans):
@@ -221,18 +225,18 @@ def _writers(count: Any, size: int) -> int:
 
 def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tuple[list[Dataset], list[Plan]]:
     """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
-    asks: list[_Ask] = agree.allgather(team.comm, ask)
-    agree.require(VERB, {rank: text for rank, other in enumerate(asks) if (text := _odd(asks[0], other))})
-    same = ask.same
+    key = ask.same, [(name, dtype, dim, _besides(shape, dim)) for name, (dtype, dim, shape) in ask.shards.items()]
+    first = digests.same(team.comm, VERB, key, ask, _odd)
+    extents = _extents(team, first, ask)
+    same = first.same
     datasets: list[Dataset] = []
     plans: list[Plan] = []
     problems = []
     wanted: dict[str, tuple[Any, ...]] = {}
     size = 0  # bytes that are needed on the disk
-    for name, (dtype, dim, shape) in asks[0].shards.items():
-        extents = [0 if dim is None else other.shards[name][2][dim] for other in asks]
+    for (name, (dtype, dim, shape)), along in zip(first.shards.items(), extents, strict=True):
         if dim is not None:
-            shape = (*shape[:dim], sum(extents), *shape[dim + 1 :])
+            shape = (*shape[:dim], _sum(along), *shape[dim + 1 :])
         try:
             check_shape(shape, dtype.itemsize)
         except checks.WrongError as error:
@@ -245,13 +249,13 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
                 problems.append(f"chunks is {chunks}, but {name!r} has {len(shape)} dims")
                 continue
             chunks = tuple(map(min, chunks, shape))
-        wanted[name] = (shape, dtype, dim, extents, chunks)
+        wanted[name] = (shape, dtype, dim, along, chunks)
         size += 0 if chunks or same["resume"] else prod(shape) * dtype.itemsize
     agree.require(VERB, {0: problems[0]} if problems else {})
-    agree.on_root(team.comm, VERB, lambda: check_target(Path(same["path"]), size))  # before the pieces are listed
-    for name, (shape, dtype, dim, extents, chunks) in wanted.items():
+    agree.on_root(team.comm, VERB, lambda: check_target(Path(same["path"]), size))  # before the pieces are counted
+    for name, (shape, dtype, dim, along, chunks) in wanted.items():
         try:
-            plan = plan_save(shape, dtype.itemsize, dim, extents, same["window"], same["writers"], chunks)
+            plan = plan_save(shape, dtype.itemsize, dim, along, same["window"], same["writers"], chunks)
         except checks.WrongError as error:
             agree.require(VERB, {0: f"{name!r} {error}"})
             raise
@@ -259,6 +263,23 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
         datasets.append(Dataset(name, shape, dtype, plan.pieces, chunks, filters, attrs.get(name, {})))
         plans.append(plan)
     return datasets, plans
+
+
+def _extents(team: Team, first: _Ask, ask: _Ask) -> Integers:
+    """For each tensor, in rank 0's order, the extents along its dim on all ranks; zeros without one. Collective."""
+    from mpi4py import MPI
+
+    shapes = [(ask.shards[name][2], dim) for name, (_, dim, _) in first.shards.items()]
+    mine = np.array([0 if dim is None else shape[dim] for shape, dim in shapes], np.int64)
+    every = np.empty((team.size, len(mine)), np.int64)
+    team.comm.Allgather([mine, MPI.INT64_T], [every, MPI.INT64_T])
+    return np.ascontiguousarray(every.T)
+
+
+def _sum(extents: Integers) -> int:
+    """Their sum, also where that is no int64."""
+    total = int(extents.sum())
+    return total if extents.sum(dtype=float) < 2**62 else sum(extents.tolist())
 
 
 def _odd(first: _Ask, other: _Ask) -> str | None:

@@ -1,0 +1,179 @@
+"""How long one rank plans a save, or a load, of many tensors by many ranks. python benchmarks/planning.py
+
+Needs no MPI, and no file: planning is arithmetic on shapes, extents and tables of pieces, and each case plans what one
+rank of a job of that size plans. Counted are, for every tensor, the plan itself, this rank's own pieces, and the ranks
+it sends to and receives from in all rounds. Not counted is what is the same however a tensor is planned: that the ranks
+compare their arguments and tell each other extents, and that tables of pieces are read from the file.
+
+Each case runs in a process of its own. s: seconds of one planning of all tensors, the median of three. CPU s: seconds
+of the processor in the same, which what else runs on the machine does not lengthen. MB: resident memory at the peak,
+less what Python, numpy and torch took before, and the tables of pieces of a file that is read (in one of as many
+ranks, 48 bytes a piece); the extents of all ranks in a save are included. 1 MB is 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+BESIDES = 256  # extent of the other dim; float32
+WINDOW = 2**28
+TARGET = 5.0, 500.0  # seconds and MB a rank
+REPEATS = 3
+
+
+def shape_of(dim: int | None, extent: int) -> tuple[int, int]:
+    return (BESIDES, extent) if dim == 1 else (extent, BESIDES)
+
+
+def now() -> tuple[float, float]:
+    """On the clock, and of the processor."""
+    return time.perf_counter(), time.process_time()
+
+
+def peers(plan: Any, rank: int) -> int:
+    """Find this rank's pieces, and whom it exchanges data with; how many of both there are."""
+    pieces = [plan.pieces[row] for row in plan.rows(rank)]
+    if plan.straight:
+        return len(pieces)
+    sources = sum(len(plan.held.meeting(box)) for box in pieces)
+    return sources + sum(len(plan.met(rank, round_)) for round_ in plan.rounds)
+
+
+def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Sequence[int] | None = None) -> int:
+    import numpy as np
+
+    from hpcdist.staging.pieces import plan_save
+
+    asked.before = asked.before or resident()
+    extents = np.empty((asked.tensors, asked.ranks), np.int64)  # as they come from all ranks
+    for i in range(asked.tensors):
+        extents[i] = asked.extent // asked.ranks + (np.random.default_rng(i).integers(0, 9, asked.ranks) * ragged)
+    plans = []
+    start = now()
+    for along in extents:
+        shape = shape_of(dim, int(along.sum()))
+        plans.append(plan_save(shape, 4, dim, along, WINDOW, asked.ranks, chunks))
+    found = sum(peers(plan, asked.ranks // 2) for plan in plans)
+    asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
+    return found
+
+
+def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
+    """Several shapes, since what is planned for one is used again for the same one; but `counts` are of one extent."""
+    import torch
+
+    from hpcdist import layout
+    from hpcdist.layout import Box
+    from hpcdist.raw import Raw
+    from hpcdist.staging.contents import Stored
+    from hpcdist.staging.format import records
+    from hpcdist.staging.wants import Ask, find_wants, plan_load, read_apart
+
+    dim = None if how == "dim=None" else 1 if "dim 1" in how or "boxes" in how else 0
+    counts, box, tables = None, None, {}
+    if how.startswith("ragged"):
+        counts = tuple(c + (i % 2 or -1) for i, c in enumerate(layout.block(asked.extent, asked.ranks)))
+        counts = (*counts[:-1], asked.extent - sum(counts[:-1]))
+    datasets = {}
+    for i in range(asked.tensors):
+        shape = shape_of(dim, asked.extent + (0 if counts or box else i))
+        if table and shape not in tables:
+            rows = [Box((start, 0), (n, shape[1])) for start, n in layout.pieces(shape[0], -(-shape[0] // asked.ranks))]
+            tables[shape] = records(rows, 2)
+        raw = Raw("x.h5", 0, shape, torch.float32)
+        datasets[str(i)] = Stored(str(i), shape, torch.float32, raw, tables.get(shape), "")
+    each = asked.extent // asked.ranks
+    asks = []
+    for rank in range(asked.ranks):
+        box = Box((0, rank * each), (BESIDES, each)) if how == "boxes" else None
+        asks.append(Ask({"dim": dim, "counts": counts}, box))
+    asked.before = asked.before or resident()
+    start, found = now(), 0
+    wants, problems = find_wants(datasets, asks)
+    if problems:
+        raise SystemExit(f"{how}: {problems}")
+    for key, stored in datasets.items():
+        stored = replace(stored)  # as load() does, for what is worked out of a table is not kept
+        if read_apart(stored, wants[key], None):
+            found += len(stored.boxes.meeting(wants[key][asked.ranks // 2])) if table else 1
+        else:
+            found += peers(plan_load(stored, wants[key], WINDOW, asked.ranks, None)[0], asked.ranks // 2)
+    asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
+    return found
+
+
+CASES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "save, regular, dim 0": lambda asked: save(asked, 0, False),
+    "save, ragged, dim 0": lambda asked: save(asked, 0, True),
+    "save, regular, dim 1": lambda asked: save(asked, 1, False),
+    "save, ragged, dim 1": lambda asked: save(asked, 1, True),
+    "save, dim=None": lambda asked: save(asked, None, False),
+    "save, compressed, ragged, dim 0": lambda asked: save(asked, 0, True, (1024, BESIDES)),
+    "load, regular, dim 0": lambda asked: load(asked, "regular"),
+    "load, ragged, dim 0": lambda asked: load(asked, "ragged"),
+    "load, regular, dim 1": lambda asked: load(asked, "regular, dim 1"),
+    "load, ragged, dim 1": lambda asked: load(asked, "ragged, dim 1"),
+    "load, dim=None": lambda asked: load(asked, "dim=None"),
+    "load, boxes, columns": lambda asked: load(asked, "boxes"),
+    "load, regular, dim 0, file of as many ranks": lambda asked: load(asked, "regular", table=True),
+    "load, regular, dim 1, file of as many ranks": lambda asked: load(asked, "regular, dim 1", table=True),
+    "load, boxes, columns, file of as many ranks": lambda asked: load(asked, "boxes", table=True),
+}
+
+
+def resident() -> int:
+    """Bytes that are in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def one(case: str, asked: argparse.Namespace) -> None:
+    """Run a case, and print its figures for the program that has started this one."""
+    import torch  # noqa: F401
+
+    import hpcdist.staging  # noqa: F401
+
+    asked.before, asked.seconds = 0, []
+    for _ in range(REPEATS):
+        found = CASES[case](asked)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps([*map(statistics.median, zip(*asked.seconds, strict=True)), (peak - asked.before) / 1e6, found]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=10_000, help="of the file (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=1024, help="of the job; the one in the middle plans (%(default)s)")
+    parser.add_argument("--extent", type=int, default=16_384, help=f"along dim, of rows of {BESIDES} (%(default)s)")
+    parser.add_argument("--only", default="", metavar="WORDS", help="cases with these words in their name")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.case:
+        one(asked.case, asked)
+        return
+    sizes = ["--tensors", str(asked.tensors), "--ranks", str(asked.ranks), "--extent", str(asked.extent)]
+    print(
+        f"{asked.tensors:,} tensors, {asked.ranks:,} ranks, {asked.extent * BESIDES * 4 / 1e6:.0f} MB each; one rank:\n"
+    )
+    print("| planning | s | CPU s | MB | own pieces and messages |\n|---|---|---|---|---|")
+    missed = []
+    for case in CASES:
+        if asked.only in case:
+            command = [sys.executable, __file__, *sizes, "--case", case]
+            seconds, cpu, memory, found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+            print(f"| {case} | {seconds:.2f} | {cpu:.2f} | {memory:.0f} | {found:,} |", flush=True)
+            missed += [case] if cpu > TARGET[0] or memory > TARGET[1] else []
+    print(f"\nTarget: below {TARGET[0]:g} CPU s and {TARGET[1]:g} MB; missed by: {', '.join(missed) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

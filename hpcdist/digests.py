@@ -1,0 +1,50 @@
+"""Is something long the same on every rank? Digests are compared, and the rest travels only where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, TypeVar
+
+from hpcdist import agree, plain
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["same"]
+
+T = TypeVar("T")
+
+_DIGEST = 16  # bytes
+
+
+def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T, T], str | None]) -> T:
+    """Rank 0's `value`, on every rank, where `key` is the same on all ranks: their digests are compared, and nothing
+    else travels. Collective.
+
+    Where digests differ, rank 0's value is sent once, and each rank says how its own differs.
+
+    Args:
+        key: what must be the same; like `value`, of the kinds that :mod:`hpcdist.plain` knows.
+        value: what is sent where keys differ; with equal keys, ranks may take their own for that of rank 0.
+        odd: how the second value, this rank's, differs from the first one, rank 0's; None if it does not.
+
+    Raises:
+        RankError: on every rank, if one differs, or has something that cannot be told.
+    """
+    from mpi4py import MPI
+
+    try:
+        mine = blake2b(plain.encode(key), digest_size=_DIGEST).digest()
+    except TypeError:
+        mine = bytes(_DIGEST)
+    digests = bytearray(_DIGEST * comm.size)
+    comm.Allgather([mine, MPI.BYTE], [digests, _DIGEST, MPI.BYTE])
+    if bytes(_DIGEST) in {bytes(digests[at : at + _DIGEST]) for at in range(0, len(digests), _DIGEST)}:
+        agree.allgather(comm, key)  # raises, and says what cannot be told
+    if digests == mine * comm.size:
+        return value
+    first = agree.on_root(comm, verb, lambda: value)
+    problems = enumerate(agree.allgather(comm, odd(first, value)))
+    agree.require(verb, {rank: text for rank, text in problems if text is not None})
+    return first

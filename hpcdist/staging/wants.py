@@ -1,0 +1,175 @@
+"""Which box of each tensor of a file each rank wants, and how they are read: by integers alone, no rank lists what all
+others want."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcdist import layout
+from hpcdist.errors import listed
+from hpcdist.layout import Box
+from hpcdist.raw import SHORT
+from hpcdist.staging.boxes import BoxSequence, Chosen, Copies, Corners, Grid, Integers, Listed, Shards, summed
+from hpcdist.staging.contents import Stored
+from hpcdist.staging.pieces import PIECE, Plan, owners_of
+
+__all__ = ["Ask", "find_wants", "plan_load", "read_apart"]
+
+_MOST = 2**61  # elements: no tensor of a file is larger, and the sum of two such numbers is an int64
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one rank wants.
+
+    Attributes:
+        same: the options that must be the same on all ranks, by name.
+        box: the box that this rank wants, if it names one itself.
+        out: dtype and shape of the memory that it gives.
+    """
+
+    same: dict[str, Any] = field(default_factory=dict)
+    box: Box | None = None
+    out: tuple[torch.dtype, tuple[int, ...]] | None = None
+
+
+def find_wants(datasets: Mapping[str, Stored], asks: Sequence[Ask]) -> tuple[dict[str, BoxSequence], dict[int, str]]:
+    """The box of each tensor that each rank gets, and why it cannot be, or does not fit the memory given, by rank."""
+    wants: dict[str, BoxSequence] = {}
+    problems: dict[int, str] = {}
+    named = _Named(asks) if asks[0].box is not None else None
+    for key, stored in datasets.items():
+        try:
+            if named is None:
+                wants[key] = _shared_out(stored, asks[0].same, len(asks))
+            else:
+                wants[key] = named.boxes(stored.shape)
+                for rank in named.outside(stored.shape):
+                    text = f"box is {_show(asks[rank].box)}, which is not in shape {stored.shape}"
+                    problems.setdefault(rank, f"{key}: {text}")
+        except ValueError as error:
+            for rank in range(len(asks)):
+                problems.setdefault(rank, f"{key}: {error}")
+    for rank, ask in enumerate(asks):
+        if ask.out is not None and rank not in problems:
+            unfit = _unfit(datasets, ask.out, wants, rank)
+            if unfit is not None:
+                problems[rank] = unfit
+    return wants, problems
+
+
+def _show(box: Box | None) -> str:
+    assert box is not None
+    return f"(offset {box.offset}, shape {box.shape})"
+
+
+class _Named:
+    """The boxes that the ranks name, by their number of dims; those with another one are in no tensor."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self._given = [ask.box for ask in asks if ask.box is not None]
+        self._corners: dict[int, Corners] = {}
+
+    def boxes(self, shape: tuple[int, ...]) -> Listed:
+        return Listed(self._of(len(shape)), shape)
+
+    def _of(self, ndim: int) -> Corners:
+        if ndim not in self._corners:
+            nowhere = Box((-1,) * ndim, (0,) * ndim)
+            fit = [box if len(box.offset) == len(box.shape) == ndim else nowhere for box in self._given]
+            offsets, shapes = (
+                np.array([[max(-1, min(n, _MOST)) for n in part] for part in parts], np.int64).reshape(len(fit), ndim)
+                for parts in ([box.offset for box in fit], [box.shape for box in fit])
+            )
+            self._corners[ndim] = Corners(offsets, shapes)
+        return self._corners[ndim]
+
+    def outside(self, shape: tuple[int, ...]) -> list[int]:
+        """The ranks whose box is not in a tensor of this shape."""
+        least = self._of(len(shape)).least_shape
+        if shape and least is not None and all(n <= extent for n, extent in zip(least, shape, strict=True)):
+            return []
+        return [rank for rank, box in enumerate(self._given) if not box.is_in(shape)]
+
+
+def _shared_out(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequence:
+    """The boxes of a tensor along the dim that was asked for; a ValueError if it has no such dim or counts."""
+    shape, dim = stored.shape, same["dim"]
+    if isinstance(dim, dict):
+        dim = dim.get(stored.name, 0)
+    if dim is None or not shape:
+        return Copies(shape, size)
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"dim is {dim}, expected {-len(shape)} to {len(shape) - 1} for {len(shape)} dims")
+    dim %= len(shape)
+    return Shards(shape, dim, _displs(same["counts"], shape[dim], size))
+
+
+@lru_cache(maxsize=256)
+def _displs(counts: str | tuple[int, ...] | None, extent: int, size: int) -> Integers:
+    found = summed(layout.counts_of(counts, extent, size))
+    found.setflags(write=False)  # tensors of the same extent have the same
+    return found
+
+
+def _unfit(
+    datasets: Mapping[str, Stored],
+    out: tuple[torch.dtype, tuple[int, ...]],
+    wants: Mapping[str, BoxSequence],
+    rank: int,
+) -> str | None:
+    """Why `out` cannot take what a rank gets."""
+    if len(wants) != 1:
+        return f"out is given for one tensor, but {len(wants)} are meant: {listed(wants)}"
+    ((key, boxes),) = wants.items()
+    dtype, shape = out
+    if dtype != datasets[key].dtype:
+        return f"out has dtype {dtype}, expected {datasets[key].dtype}, that of {key!r} in the file"
+    return None if shape == boxes[rank].shape else f"out has shape {shape}, expected {boxes[rank].shape}"
+
+
+def read_apart(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:
+    """Whether every rank can well read on its own: long runs, or little in all; and whole pieces, to be verified."""
+    size = stored.dtype.itemsize
+    if isinstance(wants, Listed):
+        if not verify and 2 * wants.corners.sizes.sum(dtype=float) < prod(stored.shape):
+            return True
+        lengths, counts = wants.run_lengths()
+        lengths = lengths[(counts > 1) & (wants.corners.sizes > 0)]
+        return not len(lengths) or not (verify or int(lengths.min()) * size < SHORT)
+    if not isinstance(wants, Shards):
+        return True  # the whole
+    extents = np.diff(wants.displs)
+    filled = extents[extents > 0]
+    if not len(filled) or not prod(stored.shape):
+        return True
+    length, count, _ = layout.runs(wants[int(np.flatnonzero(extents == filled.min())[0])], stored.shape)
+    return count == 1 or not (verify or length * size < SHORT)
+
+
+def plan_load(
+    stored: Stored, wants: BoxSequence, window: int, readers: int, verify: bool | None
+) -> tuple[Plan, Sequence[int] | Integers | None]:
+    """Who reads what, and for each piece its number in the file's table, if the table's pieces are read."""
+    size, itemsize = len(wants), stored.dtype.itemsize
+    table, takers = stored.boxes, readers
+    largest = int(table.corners.sizes.max()) * itemsize if len(table) else 0
+    rows: Sequence[int] | Integers | None = None
+    pieces: BoxSequence
+    if largest and 2 * largest <= window:
+        pieces, rows = table, range(len(table))
+        takers = max(1, min(readers, window // (2 * largest)))
+    else:
+        pieces = Grid(stored.shape, max(1, min(PIECE, window // (2 * readers)) // itemsize))
+    if isinstance(wants, Listed) and not (verify and rows is not None):
+        chosen = pieces.meeting(wants.corners.cover)  # a piece in the midst of these may be wanted by none
+        if len(chosen) < len(pieces):
+            pieces, rows = Chosen(pieces, chosen), None if rows is None else chosen
+    return Plan(pieces, owners_of(len(pieces), size, takers), wants, straight=False), rows

@@ -1,0 +1,51 @@
+"""What is long and the same on every rank does not travel; what differs is named on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from collective import assert_on_all_ranks, raises_on_all_ranks
+
+import hpcdist as hd
+from hpcdist import agree, digests
+
+pytestmark = pytest.mark.mpi
+
+
+def odd(first: list[int], other: list[int]) -> str | None:
+    return None if sorted(first) == sorted(other) else f"has {other}, where rank 0 has {first}"
+
+
+def test_what_is_the_same_does_not_travel(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("something travels")
+
+    monkeypatch.setattr(agree, "allgather", refuse)
+    monkeypatch.setattr(agree, "from_root", refuse)
+    value = [world.rank] * 3
+    assert_on_all_ranks(world.comm, digests.same(world.comm, "save", ["key"], value, odd) is value)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_differs_without_being_odd_is_that_of_rank_0(world: hd.World) -> None:
+    value = [1, 2] if world.rank == 0 else [2, 1]
+    assert_on_all_ranks(world.comm, digests.same(world.comm, "save", value, value, odd) == [1, 2])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_ranks_that_are_odd_are_named(world: hd.World) -> None:
+    value = [1, 2] if world.rank != 1 else [1, 3]
+    call = lambda: digests.same(world.comm, "save", value, value, odd)  # noqa: E731
+    error = raises_on_all_ranks(world.comm, hd.RankError, call)
+    assert_on_all_ranks(world.comm, error.problems == {1: "has [1, 3], where rank 0 has [1, 2]"}, error)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_cannot_be_told(everywhere: bool, world: hd.World) -> None:
+    value: Any = object() if everywhere or world.rank == 0 else 1
+    error = raises_on_all_ranks(
+        world.comm, hd.RankError, lambda: digests.same(world.comm, "save", value, value, lambda a, b: None)
+    )
+    assert_on_all_ranks(world.comm, sorted(error.problems) == list(range(world.world_size if everywhere else 1)), error)
+    assert_on_all_ranks(world.comm, "object is not told to other ranks" in str(error), error)
