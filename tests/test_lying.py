@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import struct
 import sys
@@ -28,6 +29,7 @@ import hpcdist as hd
 from hpcdist import command, files, memory
 from hpcdist.errors import FileError, InputError
 from hpcdist.staging.contents import describe
+from hpcdist.staging.format import record_dtype
 
 X = np.arange(6)
 
@@ -271,13 +273,12 @@ def test_staging_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name, forge in TABLES.items():
         (tmp_path / "y.h5").write_bytes(whole)
         with h5py.File("y.h5", "r+") as file:
-            (place,) = list(file["_hpcdist/pieces"])
-            table = forge(file[f"_hpcdist/pieces/{place}"][()])
-            del file[f"_hpcdist/pieces/{place}"]
-            file[f"_hpcdist/pieces/{place}"] = table
+            table = np.frombuffer(file["_hpcdist/pieces"][()].tobytes(), record_dtype(2))
+            del file["_hpcdist/pieces"]
+            file["_hpcdist/pieces"] = np.frombuffer(forge(table.copy()).tobytes(), np.uint8)
         with pytest.raises(FileError) as caught:
             describe("y.h5")
-        assert "y.h5: data: its table of pieces is damaged" in str(caught.value), name
+        assert re.match(r"y.h5: (data: its table|its tables) of pieces (is|are) damaged", str(caught.value)), name
     for part, content in {"token": np.zeros(16), "plan": None, "state": "x"}.items():
         (tmp_path / "y.h5").write_bytes(whole)
         with h5py.File("y.h5", "r+") as file:

@@ -163,7 +163,7 @@ def _contents(path: str, file: Any, wanted: str | None) -> Contents:
     plan = json.loads(bytes(group["plan"][()]))
     tables = {
         d["name"]: table
-        for d, table in _tables(group, plan, own)
+        for d, table in _tables(path, group, plan, own)
         if d["name"] in places
         and tuple(d["shape"]) == file[d["name"]].shape  # else somebody has changed the file since
     }
@@ -219,21 +219,30 @@ def _is_plain(path: str, dataset: Any) -> bool:
     return offset is not None and offset + nbytes <= os.path.getsize(path) and dataset.dtype.kind in "uV"
 
 
-def _tables(group: Any, plan: Mapping[str, Any], own: set[str]) -> Iterator[tuple[dict[str, Any], Table]]:
-    """Each tensor that was planned, with the table of its pieces."""
+def _tables(path: str, group: Any, plan: Mapping[str, Any], own: set[str]) -> Iterator[tuple[dict[str, Any], Table]]:
+    """Each tensor that was planned, with the table of its pieces.
+
+    Raises:
+        FileError: there are more or fewer pieces than were planned.
+    """
     planned = plan["datasets"]
     if group.attrs["version"] == 1:
         for i, d in enumerate(planned):
             if f"{GROUP}/pieces/{i}" in own:
                 yield d, group[f"pieces/{i}"][()]
         return
-    content, at = group["pieces"][()].tobytes() if f"{GROUP}/pieces" in own else b"", 0
+    if f"{GROUP}/pieces" not in own:  # somebody has changed the file since
+        return
+    content, at = group["pieces"][()].tobytes(), 0
     for d in planned:
         row = record_dtype(len(d["shape"]))
         table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
         at += d["pieces"] * row.itemsize
-        if len(table) == d["pieces"]:
-            yield d, table
+        if len(table) != d["pieces"] or at > len(content):
+            raise FileError(f"{path}: {d['name']}: its table of pieces is damaged")
+        yield d, table
+    if at != len(content):
+        raise FileError(f"{path}: its tables of pieces are damaged")
 
 
 def _checked(path: str, name: str, shape: tuple[int, ...], table: Table, complete: bool) -> Table:
