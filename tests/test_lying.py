@@ -258,8 +258,6 @@ TABLES: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
     "written": lambda t: changed(t, written=99),
     "twice": lambda t: np.concatenate([t, t]),
     "none": lambda t: t[:0],
-    "0-d": lambda t: t[0],
-    "2-d": lambda t: t[None],
 }
 
 

@@ -128,7 +128,7 @@ class Saving:
                 return format.find_layout(commit.part), journal.read(commit.journal), notes
             align = format.alignment_of(commit.part.parent, self._options.align)
             made = format.create(commit.part, self.datasets, plan, self._options.attrs, align)
-            sync(commit.part)  # before another rank opens it
+            sync(commit.part, forget=True)  # before another rank opens it, and writes there
             if self._options.resume:
                 commit.journal.write_bytes(b"")
             return made, {}, (str(commit.journal) if self._options.resume else "", 0)
