@@ -28,7 +28,7 @@ def within(seconds, step):
 CALLS = {
     "concat": "hd.concat(x)",
     "split": "hd.split(x if world.rank == 0 else None)",
-    "redistribute": "plan(x)",
+    "plan": "plan(x)",
     "finalize": "world.finalize()",
 }
 

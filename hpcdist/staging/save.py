@@ -91,9 +91,9 @@ def save(
         writers: how many ranks write; all by default. Must agree.
         align: alignment of the tensors in the file, in bytes; by default the file system's stripe, or 1 MiB.
         hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
-        resume: go on with what a job that died in the same save has left: pieces that are proven complete by their
-            checksums, and hold the same data, are not written again. If this call fails, what it has written is kept
-            for another try. With other shards than before (along dim 0: on another number of ranks) it begins anew.
+        resume: go on with what a job that died in the same save, with `resume`, has left: pieces that are proven
+            complete by their checksums, and hold the same data, are not written again. If this call fails, what it has
+            written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it begins anew.
         progress: called on each rank, now and then, with the number of bytes it has just done.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
 
