@@ -93,7 +93,8 @@ def save(
         hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
         resume: go on with what a job that died in the same save, with `resume`, has left: pieces that are proven
             complete by their checksums, and hold the same data, are not written again. If this call fails, what it has
-            written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it begins anew.
+            written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it
+            begins anew.
         progress: called on each rank, now and then, with the number of bytes it has just done.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
 
