@@ -100,7 +100,7 @@ def private_folder(base: str) -> str:
 
 
 def sync(path: Path, forget: bool = False) -> None:
-    """Bring a file, or the entries of a folder, to the disk. To `forget`, have the system drop what it holds of it, which
+    """Bring a file, or the entries of a folder, to the disk. To `forget`, have the system drop what it holds, which
     could hide what others write."""
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -239,9 +239,7 @@ def add_common(p: Parser) -> None:
         "--window", type=nbytes, default=WINDOW, metavar="BYTES",
         help="host memory for the data that a rank may use, such as 64M (default 256M); with -o",
     )  # fmt: skip
-    p.add_argument(
-        "--resume", action="store_true", help="go on where a job with --resume has died; .h5 only"
-    )
+    p.add_argument("--resume", action="store_true", help="go on where a job with --resume has died; .h5 only")
     p.add_argument("--staging", type=path, metavar="DIR", help="the folder of route hdf5, shared by all nodes")
     p.add_argument(
         "--verify",

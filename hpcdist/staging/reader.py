@@ -164,13 +164,20 @@ class Reader:
             raise FileError(damage(self.path, self.stored, row))
 
     def _by_hdf5(self, want: Box, out: Tensor) -> None:
-        if self.verify:
-            self._check(want)
         limit = max(1, min(PIECE, self.window // 2) // out.itemsize)
-        parts = list(layout.boxes(want, limit))
+        rows: list[int | None]
+        if self.verify is not False and self.stored.pieces is not None:
+            rows, parts = self._pieces(want, limit)
+        else:
+            parts = list(layout.boxes(want, limit))
+            rows = [None] * len(parts)
         local = [part.seen_from(want.offset) for part in parts]
-        for part, target in zip(parts, incoming(out, local), strict=True):
+        for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
             read_box(self.path, self.stored.place, part, target, self.window)
+            if row is not None:
+                digest = format.digest()
+                digest.update(memory(target))
+                self._compare(row, digest.intdigest())
             self._report(target.nbytes)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,25 @@ def test_a_file_of_ours_that_others_have_changed(world: hd.World, folder: Path) 
     with staging.open(folder / "x.h5") as file, pytest.raises(ValueError, match="out is an expanded tensor"):
         file.read("b", out=torch.empty(1, 2, dtype=torch.int64).expand(3, 2))
     world.comm.Barrier()
+
+
+def test_compressed_pieces_that_are_damaged(world: hd.World, folder: Path) -> None:
+    """Found where a whole piece is read, unless nothing is to be verified."""
+    x = torch.arange(600).view(20, 30)
+    staging.save(folder / "x.h5", x, compression="gzip", chunks=(5, 6), window=400 * world.world_size)
+    assert_on_all_ranks(world.comm, torch.equal(staging.load(folder / "x.h5", dim=None)[:20], x))
+    world.comm.Barrier()
+    if world.rank == 0:
+        with h5py.File(folder / "x.h5", "r+") as file:
+            file["data"][3, 4] = 99  # chunks that HDF5 finds in order
+    world.comm.Barrier()
+    for verify in (None, True):
+        load = partial(staging.load, folder / "x.h5", dim=None, verify=verify)
+        error = raises_on_all_ranks(world.comm, hd.RankError, load)
+        assert_on_all_ranks(world.comm, "data: piece 0 is damaged" in str(error), error)
+    got = staging.load(folder / "x.h5", dim=None, verify=False)
+    assert_on_all_ranks(world.comm, got[3, 4] == 99)
+    with staging.open(folder / "x.h5") as file:
+        assert_on_all_ranks(
+            world.comm, torch.equal(file.read("data", (3, 5), (1, 1)), x[3:4, 5:6]), "a part of a piece"
+        )
