@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,8 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from conftest import WRITERS
 
 import hpcdist as hd
-from hpcdist import staging
-from hpcdist.staging import writers
+from hpcdist import outputs, staging
+from hpcdist.staging import format, writers
 
 pytestmark = pytest.mark.mpi
 
@@ -282,3 +283,51 @@ def test_compressed_pieces_that_are_damaged(world: hd.World, folder: Path) -> No
         assert_on_all_ranks(
             world.comm, torch.equal(file.read("data", (3, 5), (1, 1)), x[3:4, 5:6]), "a part of a piece"
         )
+
+
+@pytest.mark.parametrize("path", ["x.h5", "x.npy", "piecewise"])
+def test_what_is_lost_with_the_power(path: str, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every prefix of what the ranks do, what was not synced by the rank that wrote it may be gone: the name never
+    stands for it, nor the mark that the file is complete."""
+    steps: list[tuple[float, int, str]] = []  # when, the rank, what
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            about = os.readlink(f"/proc/self/fd/{args[0]}") if name != "replace" else str(args[0])
+            if about.endswith(".part"):
+                mark = name == "pwrite" and bytes(args[1]) == format.COMPLETE
+                steps.append((time.monotonic(), world.rank, "mark" if mark else name))
+            return result
+
+        return noted
+
+    for name in ("pwrite", "fsync", "replace"):
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    x = torch.arange(60_000).view(2000, 30)
+    if path == "piecewise":
+        with staging.open(folder / path, "w", {"x": ((2000 * world.world_size, 30), x.dtype)}) as file:
+            file.write("x", x, (2000 * world.rank, 0))
+    elif path == "x.h5":
+        staging.save(folder / path, x, writer="posix", window=50_000)
+    else:
+        out = outputs.create(world.team, "test", str(folder / path), tuple(x.shape), x.dtype, 50_000)
+        for row in out.mine():
+            out.put(row, x[out.pieces[row].slices()].contiguous())
+        out.finish()
+    monkeypatch.undo()
+    all_ = sorted(step for rank in world.comm.allgather(steps) for step in rank)
+    dirty: set[int] = set()  # ranks with data that may be lost
+    lost = {}  # when the mark was written, and when the file got its name
+    for _, rank, what in all_:
+        if what == "fsync":
+            dirty.discard(rank)
+        elif what in ("mark", "replace"):
+            lost[what] = dirty - {rank} if what == "mark" else set(dirty)
+        if what in ("mark", "pwrite"):
+            dirty.add(rank)
+    found = Findings(world.comm)
+    found.check(all_[-1][2] == "replace", all_[-5:])
+    found.check(set(lost) == ({"replace"} if path == "x.npy" else {"mark", "replace"}), lost)
+    found.check(not any(lost.values()), f"ranks whose data were not synced: {lost}")
+    found.settle()
