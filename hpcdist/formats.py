@@ -21,15 +21,18 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hpcdist import checkpoints
+from hpcdist import checkpoints, layout
 from hpcdist.arrays import Opened, pick
 from hpcdist.buffers import BARE, DTYPES
 from hpcdist.errors import InputError
+from hpcdist.layout import Box
 from hpcdist.raw import Raw, read_at, read_from
 from hpcdist.regular import open_regular, utf8_path
 from hpcdist.staging.contents import Stored, describe, read_box
 from hpcdist.staging.format import NUMPY, stored_dtype
+from hpcdist.staging.reader import Reader, opened
 
 __all__ = ["FORMATS", "of_raw", "stored_in"]
 
@@ -139,11 +142,33 @@ def _safetensors_header(path: str) -> tuple[int, dict[str, Any]]:
 @contextmanager
 def _read_h5(path: str, name: str | None) -> Iterator[Opened]:
     stored = stored_in(path, name)
-    if stored.raw is not None:
-        with of_raw(stored.raw, stored.place) as opened:
-            yield opened
+    if stored.pieces is not None:
+        with opened(path) as fd:
+            yield Opened(stored.place, stored.shape, stored.dtype, _Checked(path, fd, stored).read)
+    elif stored.raw is not None:
+        with of_raw(stored.raw, stored.place) as array:
+            yield array
     else:
         yield Opened(stored.place, stored.shape, stored.dtype, partial(read_box, path, stored.place))
+
+
+class _Checked:
+    """A tensor that hpcdist has written: every piece of which something is read is compared with its checksum, once."""
+
+    def __init__(self, path: str, fd: int, stored: Stored) -> None:
+        self._path, self._fd, self._stored = path, fd, stored
+        self._checked: set[int] = set()
+
+    def read(self, box: Box, out: Tensor, window: int) -> None:
+        """Fill a CPU tensor; a FileError that names the piece if it is damaged."""
+        reader = Reader(self._path, self._fd, self._stored, window, None)
+        one_run = layout.runs(box, self._stored.shape)[1] == 1
+        for row in self._stored.boxes.meeting(box).tolist():
+            piece = self._stored.boxes[row]
+            if row not in self._checked and not (one_run and piece.meet(box) == piece):  # else it is while it is read
+                reader.check(row)
+            self._checked.add(row)
+        reader.read(box, out)
 
 
 def stored_in(path: str, name: str | None) -> Stored:

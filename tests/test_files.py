@@ -15,9 +15,10 @@ import torch
 from cases import assert_refused
 from safetensors.torch import save_file
 
+import hpcdist as hd
 from hpcdist import files, outputs
 from hpcdist.buffers import BARE, DTYPES, as_bytes
-from hpcdist.errors import InputError, RankError
+from hpcdist.errors import FileError, InputError, RankError
 from hpcdist.groups import Group
 from hpcdist.layout import Box
 from hpcdist.team import Team
@@ -272,3 +273,28 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(suffix: str, tm
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files.load(str(path)).tolist() == [0, 1, 2]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_damaged_piece_of_ours_is_named(compression: str | None, tmp_path: Path) -> None:
+    """Whatever is read of it, along any dim, the checksum is compared first; the other pieces can be read."""
+    path = str(tmp_path / "x.h5")
+    x = torch.arange(400).view(40, 10)
+    with hd.init(device="cpu"):
+        hd.staging.save(path, x, window=800, compression=compression, chunks=compression and (5, 10))
+    assert files.load(path).equal(x)
+    with h5py.File(path, "r+") as file:
+        file["data"][20, 3] = 7
+    with pytest.raises(
+        InputError, match=r"x\.h5: data: piece 2 is damaged: elements \[20:30, 0:10\], written by rank 0"
+    ):
+        files.load(path)
+    for box, right in ((Box((0, 0), (15, 10)), True), (Box((20, 9), (1, 1)), False), (Box((0, 2), (40, 1)), False)):
+        out = torch.empty(box.shape, dtype=x.dtype)
+        with files.opened(path) as array:
+            if right:
+                array.read(box, out, 10**6)
+                assert out.equal(x[box.slices()])
+            else:
+                with pytest.raises(FileError, match="piece 2 is damaged"):
+                    array.read(box, out, 10**6)
