@@ -80,7 +80,7 @@ def load(path: Path) -> torch.Tensor:
     return out
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1500)
 def test_killed_at_random_points(tmp_path: Path) -> None:
     draw, path = random.Random(3), tmp_path / "x.h5"
     status, text = save(path, range(KINDS))
