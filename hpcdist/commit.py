@@ -20,6 +20,7 @@ import secrets
 import shutil
 import stat
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
@@ -179,30 +180,43 @@ class Commit:
 
     def _opened(self, path: str | Path, keep: bool) -> tuple[int, bool]:
         """The part, open and locked, and whether it is one that was left, and is wanted."""
-        taken = -1
-        for left in _left(self.target):
-            try:
-                fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:  # its writer has finished meanwhile
-                continue
-            if not lock(fd):
-                os.close(fd)
-                raise FileError(f"{path}: another process is writing it (it holds {left})")
-            if not _is_dead(left, fd):  # no locks, or on its way to one: whoever ends last has the name
-                os.close(fd)
-            elif keep and taken < 0 and os.fstat(fd).st_size > 0 and _renamed(left, self.part):
-                _renamed(left.with_suffix(".journal"), self.journal)
-                taken = fd
-            else:
-                os.close(fd)
-                left.with_suffix(".journal").unlink(missing_ok=True)
-                left.unlink(missing_ok=True)
-        if taken >= 0:
-            return taken, True
         mode = 0o666 if self._old is None else 0o600  # until it is complete, nobody reads more than of the old file
+        for left in _left(self.target):
+            fd = self._taken(path, left, keep)
+            if fd is not None:
+                os.fchmod(fd, mode & ~_umask())
+                return fd, True
         fd = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
         lock(fd)
         return fd, False
+
+    def _taken(self, path: str | Path, left: Path, keep: bool) -> int | None:
+        """A part that a dead process has left, open and locked, under this one's name; else None, and it is gone if it
+        is nobody's."""
+        try:
+            fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # its writer has finished meanwhile
+            return None
+        taken = False
+        try:
+            if not lock(fd):
+                who = "this process is writing it already" if left.name in _held else "another process is writing it"
+                raise FileError(f"{path}: {who} (it holds {left})")
+            if not _is_dead(left, fd):  # no locks, or on its way to one: whoever ends last has the name
+                if keep:
+                    told = f"{left} may still be written by another host, and is not gone on with: begun anew"
+                    warnings.warn(told, stacklevel=2)
+            elif keep and os.fstat(fd).st_size > 0 and _renamed(left, self.part):
+                _renamed(left.with_suffix(".journal"), self.journal)
+                taken = True
+                _remove_beside(left)
+            else:
+                _remove_beside(left)
+                left.unlink(missing_ok=True)
+        finally:
+            if not taken:
+                os.close(fd)
+        return fd if taken else None
 
     def finish(self) -> None:
         """Put the complete file in place. The caller has brought what other processes wrote to the disk."""
@@ -245,6 +259,14 @@ def _part_name(name: str) -> str:
     pid = os.getpid()
     tag = f"{_digest(name)}{_system()}{pid:08x}{_started(pid)}{secrets.token_hex(4)}"
     return f"{_stem(name)}{tag}.part"
+
+
+def _umask() -> int:
+    """The bits that a new file does not get."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077
 
 
 def _stem(name: str) -> str:
@@ -290,6 +312,12 @@ def _is_dead(part: Path, fd: int) -> bool:
     if system != _system():
         return time.time() - os.fstat(fd).st_mtime > _GRACE
     return part.name not in _held if pid == os.getpid() else started != _started(pid)
+
+
+def _remove_beside(part: Path) -> None:
+    """Remove what belongs to a part: its journal, and what Open MPI's MPI-IO leaves of a process that was killed."""
+    for path in (part.with_suffix(".journal"), *part.parent.glob(f"{glob.escape(part.name)}-*.lock")):
+        path.unlink(missing_ok=True)
 
 
 def _renamed(old: Path, new: Path) -> bool:

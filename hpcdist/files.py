@@ -72,7 +72,7 @@ def expand(inputs: Sequence[str]) -> list[str]:
 
 def _natural(path: str) -> list[tuple[int, str]]:
     """A key that sorts the numbers within names as numbers."""
-    return [(int(part) if part.isdigit() else -1, part) for part in re.split("([0-9]+)", path)]
+    return [(int(part) if i % 2 else -1, part) for i, part in enumerate(re.split("([0-9]+)", path))]
 
 
 def check_once(sources: Sequence[Source]) -> None:

@@ -149,7 +149,8 @@ def _read_h5(path: str, name: str | None) -> Iterator[Opened]:
         with of_raw(stored.raw, stored.place) as array:
             yield array
     else:
-        yield Opened(stored.place, stored.shape, stored.dtype, partial(read_box, path, stored.place))
+        with opened(path) as fd:
+            yield Opened(stored.place, stored.shape, stored.dtype, partial(read_box, path, stored.place, fd=fd))
 
 
 class _Checked:

@@ -123,10 +123,15 @@ class Edges:
     def __init__(self, folder: Path, limit: int) -> None:
         self._data = tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder))  # noqa: SIM115
         self._tables: list[Ints] = []
+        self._failed: Exception | None = None
 
     def add(self, rows: Ints, data: memoryview) -> None:
         """Keep runs that follow each other in `data`: a row for each, of its place in the file, bytes and owner."""
-        self._data.write(data)
+        try:
+            self._data.write(data)
+        except Exception as error:  # how much of it is there is unknown
+            self._failed = self._failed or error
+            raise
         self._tables.append(rows)
 
     def settle(self, team: Team, write: Write) -> Exception | None:
@@ -135,11 +140,11 @@ class Edges:
         Returns:
             What went wrong on this rank, if anything: the others have got what they were to get.
         """
-        table = np.concatenate([np.empty((0, 3), np.int64), *self._tables])
+        table = np.concatenate([np.empty((0, 3), np.int64), *([] if self._failed else self._tables)])
         self._data.seek(0)
         ends = np.cumsum(table[:, 1])
         turns = _turns(ends)
-        problem: Exception | None = None
+        problem = self._failed
         most = array("q", [0] * team.size)
         team.comm.Allgather([array("q", [len(turns)]), _int64()], [most, _int64()])
         for turn in range(max(most)):

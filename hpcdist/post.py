@@ -214,7 +214,7 @@ class Engine:
     def run(self, verb: str, steps: Steps[T], receives: bool) -> T:
         """Do a transfer now."""
         if self._ahead[receives]:
-            return self.submit("the transfer", steps, record.NOBODY, receives).wait()
+            return self._run_behind(verb, steps, receives)
         first, begun = next(steps), False
         try:
             first.wait()
@@ -229,8 +229,23 @@ class Engine:
             raise
         return _result(steps)
 
+    def _run_behind(self, verb: str, steps: Steps[T], receives: bool) -> T:
+        """Do a transfer now, behind others that are under way."""
+        future: futures.Future[T] = self._queue(steps, receives)
+        try:
+            return Handle(future, "the transfer().wait", self._world.team, record.NOBODY).wait()
+        except BaseException as error:
+            if future.cancel() or (future.done() and future.exception() is error):
+                raise  # nothing has been taken or sent, or it is the transfer's own
+            with abort.InStep(verb, self._world.world_size):
+                raise
+
     def submit(self, verb: str, steps: Steps[T], peer: int, receives: bool) -> Handle[T]:
         """Do a transfer in the background; it depends on `peer`, a rank of the world."""
+        return Handle(self._queue(steps, receives), f"{verb}().wait", self._world.team, peer)
+
+    def _queue(self, steps: Steps[T], receives: bool) -> futures.Future[T]:
+        """Hand a transfer to the thread. Until it has got its message, or sends it, it can be cancelled."""
         check_threads()
         future: futures.Future[T] = futures.Future()
         if receives:
@@ -241,7 +256,7 @@ class Engine:
                 self._thread = threading.Thread(target=self._work, name="hpcdist-post", daemon=True)
                 self._thread.start()
             self._arriving.put(_Job(steps, future, receives))
-        return Handle(future, f"{verb}().wait", self._world.team, peer)
+        return future
 
     def _passed(self, receives: bool) -> None:
         with self._lock:
@@ -305,13 +320,19 @@ def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
     for job in jobs:
         try:
             while job.waiting is None or _may_go_on(job.waiting, before):
+                if isinstance(job.waiting, (Arrival, Departure)) and not job.future.set_running_or_notify_cancel():
+                    if isinstance(job.waiting, Arrival):
+                        job.waiting.give_back()
+                    break
                 job.waiting = next(job.steps)
                 moved = True
-            left.append(job)
+            if not job.future.cancelled():
+                left.append(job)
         except StopIteration as done:
             job.future.set_result(done.value)
         except BaseException as error:  # wait() raises it
-            job.future.set_exception(error)
+            if not job.future.cancelled():
+                job.future.set_exception(error)
     return left, moved
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import signal
 import struct
 import sys
 import threading
@@ -309,6 +310,35 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
     findings.check(interruptions > 25, f"{interruptions} lines")
     world.comm.Barrier()
     findings.check(world.engine.unexpected._of_key.get(0, []) == [], "a message came twice")
+    findings.settle()
+
+
+def test_interrupted_behind_another_receive(world: hd.World) -> None:
+    """What is received behind a receive in the background can be interrupted, too: the next one gets the message."""
+    findings = Findings(world.comm)
+    after, before = _peers(world)
+    other = hd.irecv(before, tag=9)
+
+    def raising(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGALRM, raising)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        hd.recv(before, tag=1)
+        findings.check(False, "not interrupted")
+    except KeyboardInterrupt:
+        findings.check(True, "interrupted")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    world.comm.Barrier()
+    handle = hd.isend("late", after, tag=1)
+    findings.check(hd.recv(before, tag=1) == "late", "the message")
+    handle.wait(30)
+    last_one = hd.isend("other", after, tag=9)
+    findings.check(other.wait(30) == "other", "what was begun before")
+    last_one.wait(30)
     findings.settle()
 
 

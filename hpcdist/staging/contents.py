@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -326,12 +327,14 @@ def _raw(path: str, dataset: Any, dtype: torch.dtype) -> Raw | None:
     return Raw(path, offset, tuple(dataset.shape), dtype, swapped)
 
 
-def read_box(path: str, place: str, box: Box, out: torch.Tensor, window: int) -> None:
-    """Read a box of a dataset that only HDF5 can read (chunked, compressed, never written) into a CPU tensor."""
+def read_box(path: str, place: str, box: Box, out: torch.Tensor, window: int, fd: int | None = None) -> None:
+    """Read a box of a dataset that only HDF5 can read (chunked, compressed, never written) into a CPU tensor; of the
+    file that is open as `fd`, whatever has its name by now."""
     import h5py
 
     stored = stored_dtype(out.dtype)
-    with h5py.File(path, "r", locking="best-effort") as file:
+    held = nullcontext(path) if fd is None else os.fdopen(os.dup(fd), "rb", 0)
+    with held as source, h5py.File(source, "r", locking="best-effort") as file:
         dataset = None if hard_path(path, file, place) != place else file[place]
         if dataset is None or elsewhere(dataset) is not None:
             raise FileError(f"{path}: has changed while it was read")

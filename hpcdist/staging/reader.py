@@ -143,7 +143,7 @@ class Reader:
         where, box = self.stored.raw, self.stored.boxes[row]
         if where is None:
             buffer = torch.empty(box.shape, dtype=self.stored.dtype, device="cpu")
-            read_box(self.path, self.stored.place, box, buffer, self.window)
+            read_box(self.path, self.stored.place, box, buffer, self.window, self.fd)
             digest = format.digest()
             digest.update(memory(buffer))
             self._compare(row, digest.intdigest())
@@ -173,7 +173,7 @@ class Reader:
             rows = [None] * len(parts)
         local = [part.seen_from(want.offset) for part in parts]
         for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
-            read_box(self.path, self.stored.place, part, target, self.window)
+            read_box(self.path, self.stored.place, part, target, self.window, self.fd)
             if row is not None:
                 digest = format.digest()
                 digest.update(memory(target))

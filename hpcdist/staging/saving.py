@@ -84,7 +84,7 @@ class Saving:
         self._target = Path(path)
         self._edges = Edges(Path(os.path.realpath(path)).parent, options.window)
         self._commit: Commit | None = None
-        self._written: list[tuple[int, int, int]] = []  # dataset, piece and checksum of those of this rank
+        self._written: dict[tuple[int, int], int] = {}  # (dataset, piece) -> checksum of those of this rank
         compressed = any(d.chunks for d in datasets)  # HDF5 changes its own index of them all the time
         self._options = replace(options, resume=options.resume and not compressed)
         self.layout, self._left, self._notes = agree.on_root(team.comm, verb, self._lay_out)
@@ -167,7 +167,7 @@ class Saving:
                 for row in mine if start is not None else ():
                     noted = self._left.get((i, row))
                     if noted is not None and _holds(file.fileno(), where, dataset.pieces[row], noted):
-                        self._written.append((i, row, noted))
+                        self._written[i, row] = noted
                         yield i, row
 
     def put(self, i: int, row: int, piece: Tensor) -> None:
@@ -209,7 +209,7 @@ class Saving:
         digest.update(data)
         if int(digest.intdigest()) == self.done[i, row]:
             return True
-        self._written.remove((i, row, self.done[i, row]))
+        del self._written[i, row]
         return False
 
     def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
@@ -230,7 +230,7 @@ class Saving:
 
     def record(self, i: int, row: int, checksum: int) -> None:
         """Note that a piece is complete, and what its checksum is."""
-        self._written.append((i, row, checksum))
+        self._written[i, row] = checksum
         if self._journal is not None:
             self._journal.note(i, row, checksum)
 
@@ -283,7 +283,7 @@ class Saving:
         from mpi4py import MPI
 
         comm = self.team.comm
-        mine = np.array(self._written, np.uint64).astype(np.int64)
+        mine = np.array([(*of, checksum) for of, checksum in self._written.items()], np.uint64).astype(np.int64)
         counts = [3 * n for n in agree.allgather(comm, len(self._written))]
         all_ = np.empty(sum(counts) if comm.rank == 0 else 0, np.int64)
         comm.Gatherv(

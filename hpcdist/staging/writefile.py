@@ -130,8 +130,10 @@ class WriteFile:
             raise
         else:
             self._check_all_is_written()
+            self._saving.verb = "staging.close"
             self._saving.settle()
-            self._checksums()
+            if not any(agree.allgather(self._team.comm, self._saving.problem is not None)):
+                self._checksums()
             self._saving.finish()
         finally:
             self._open = False

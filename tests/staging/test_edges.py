@@ -331,3 +331,48 @@ def test_what_is_lost_with_the_power(path: str, world: hd.World, folder: Path, m
     found.check(set(lost) == ({"replace"} if path == "x.npy" else {"mark", "replace"}), lost)
     found.check(not any(lost.values()), f"ranks whose data were not synced: {lost}")
     found.settle()
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_file_that_is_replaced_while_it_is_read(compression: str | None, world: hd.World, folder: Path) -> None:
+    """By the next checkpoint, say: what is open is read to its end, and no part of the new one."""
+    x = torch.zeros(40, 10)
+    save = partial(staging.save, folder / "x.h5", compression=compression, chunks=compression and (5, 10))
+    save(x)
+    n, found = 40 * world.world_size, Findings(world.comm)
+    with staging.open(folder / "x.h5") as file:
+        found.check(not file.read("data", (0, 0), (n // 2, 10)).any(), "the first half")
+        save(x + 1)
+        found.check(not file.read("data", (n // 2, 0), (n - n // 2, 10)).any(), "the second half")
+    world.comm.Barrier()
+    replaced: list[int] = []
+
+    def replace(nbytes: int) -> None:
+        if not replaced and world.rank == 0:
+            os.rename(folder / "new.h5", folder / "x.h5")
+        replaced.append(nbytes)
+
+    staging.save(folder / "new.h5", x, compression=compression, chunks=compression and (5, 10))
+    got = staging.load(folder / "x.h5", dim=None, window=400, progress=replace)
+    found.check(bool((got == 1).all()), got)
+    found.settle()
+
+
+def test_a_write_that_fails_is_what_close_says(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the program caught the error, and went on."""
+
+    def close() -> None:
+        with staging.open(folder / "x.h5", "w", {"x": ((100, world.world_size), torch.int64)}) as file:
+            keep = file._saving._edges._data.write
+            if last(world):
+                monkeypatch.setattr(file._saving._edges._data, "write", lambda data: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    file.write("x", torch.ones(100, 1, dtype=torch.int64), (0, world.rank))
+                monkeypatch.setattr(file._saving._edges._data, "write", keep)
+            file.write("x", torch.ones(100, 1, dtype=torch.int64), (0, world.rank))
+
+    error = raises_on_all_ranks(world.comm, hd.RankError, close)
+    monkeypatch.undo()
+    assert_on_all_ranks(world.comm, "writing failed: division by zero" in str(error), error)
+    assert_on_all_ranks(world.comm, list(error.problems) == [world.world_size - 1], error)
+    assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))
