@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
 import warnings
 import zipfile
@@ -18,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -80,7 +80,7 @@ def _loaded(path: str, source: str | io.BytesIO, **how: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle that is none of torch's
             return torch.load(source, weights_only=True, **how)
-    except pickle.UnpicklingError as error:  # torch advises to run the code
+    except UnpicklingError as error:  # torch advises to run the code
         found = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
         what = f"it holds Python objects ({found[1]}), which are not loaded" if found else "its description is damaged"
         raise InputError(f"{path}: cannot be read: {what}") from error
