@@ -163,10 +163,11 @@ class _Checked:
     def read(self, box: Box, out: Tensor, window: int) -> None:
         """Fill a CPU tensor; a FileError that names the piece if it is damaged."""
         reader = Reader(self._path, self._fd, self._stored, window, None)
-        one_run = layout.runs(box, self._stored.shape)[1] == 1
+        # What is read whole is compared on the way: pieces of a run, and those that only HDF5 can read.
+        on_the_way = self._stored.raw is None or layout.runs(box, self._stored.shape)[1] == 1
         for row in self._stored.boxes.meeting(box).tolist():
             piece = self._stored.boxes[row]
-            if row not in self._checked and not (one_run and piece.meet(box) == piece):  # else it is while it is read
+            if row not in self._checked and not (on_the_way and piece.meet(box) == piece):
                 reader.check(row)
             self._checked.add(row)
         reader.read(box, out)

@@ -103,13 +103,7 @@ class Reader:
             if row is None or where.swapped:
                 where.read(partial(raw.read_at, self.fd), part, target, self.window)
             else:
-                digest = format.digest()
-                raw.read_at(self.fd, where.place(part), memory(target), digest)
-                if not self._is_right(row, digest.intdigest()):
-                    raw.forget(self.fd)  # it may be the cache that is behind, not the file
-                    digest = format.digest()
-                    raw.read_at(self.fd, where.place(part), memory(target), digest)
-                    self._compare(row, digest.intdigest())
+                self._prove(row, partial(_read_whole, self.fd, where.place(part), memory(target)))
         except EOFError as error:
             raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
         self._report(target.nbytes)
@@ -149,18 +143,21 @@ class Reader:
             self._compare(row, digest.intdigest())
             return
         try:
-            if not self._is_right(row, checksum_of(self.fd, where, box)):
-                raw.forget(self.fd)
-                self._compare(row, checksum_of(self.fd, where, box))
+            self._prove(row, partial(checksum_of, self.fd, where, box))
         except EOFError as error:
             raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
 
-    def _is_right(self, row: int, checksum: int) -> bool:
-        assert self.stored.pieces is not None
-        return checksum == int(self.stored.pieces[row]["xxh3_64"])
+    def _prove(self, row: int, read: Callable[[], int]) -> None:
+        """Compare the checksum of what `read` reads; once more, if it may be the cache that is behind."""
+        try:
+            self._compare(row, read())
+        except FileError:
+            raw.forget(self.fd)
+            self._compare(row, read())
 
     def _compare(self, row: int, checksum: int) -> None:
-        if not self._is_right(row, checksum):
+        assert self.stored.pieces is not None
+        if checksum != int(self.stored.pieces[row]["xxh3_64"]):
             raise FileError(damage(self.path, self.stored, row))
 
     def _by_hdf5(self, want: Box, out: Tensor) -> None:
@@ -179,6 +176,13 @@ class Reader:
                 digest.update(memory(target))
                 self._compare(row, digest.intdigest())
             self._report(target.nbytes)
+
+
+def _read_whole(fd: int, place: int, into: memoryview) -> int:
+    """Read a run of the file; its checksum."""
+    digest = format.digest()
+    raw.read_at(fd, place, into, digest)
+    return int(digest.intdigest())
 
 
 @contextmanager

@@ -162,13 +162,15 @@ class Saving:
         """Those of this rank's pieces that the file holds as they were noted."""
         with open(self.layout.path, "rb", buffering=0) as file:
             for i, (dataset, mine) in enumerate(zip(self.datasets, rows, strict=True)):
-                start = self.layout.data[i]
-                where = Raw(self.layout.path, start or 0, dataset.shape, dataset.dtype)
-                for row in mine if start is not None else ():
+                for row in mine if self.layout.data[i] is not None else ():
                     noted = self._left.get((i, row))
-                    if noted is not None and _holds(file.fileno(), where, dataset.pieces[row], noted):
+                    if noted is not None and _holds(file.fileno(), self.raw(i), dataset.pieces[row], noted):
                         self._written[i, row] = noted
                         yield i, row
+
+    def raw(self, i: int) -> Raw:
+        """Where a dataset lies in the file."""
+        return Raw(self.layout.path, self.layout.data[i] or 0, self.datasets[i].shape, self.datasets[i].dtype)
 
     def put(self, i: int, row: int, piece: Tensor) -> None:
         """Write a piece, contiguous host memory, and its checksum. On this rank alone; a failure is kept.
@@ -177,11 +179,9 @@ class Saving:
         """
         if self.problem is None:
             try:
-                data, start = memory(piece), self.layout.data[i]
+                data, digest = memory(piece), format.digest()
                 if not self._has(i, row, data):
-                    where = Raw("", start or 0, self.datasets[i].shape, self.datasets[i].dtype)
-                    digest = format.digest()
-                    at, rank = where.place(self.datasets[i].pieces[row]), self.team.rank
+                    at, rank = self.raw(i).place(self.datasets[i].pieces[row]), self.team.rank
                     self._pages.write(rank, at, data, self._writers[0].write, self._edges, digest)
                     self.record(i, row, digest.intdigest())
             except Exception as error:

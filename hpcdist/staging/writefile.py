@@ -22,7 +22,7 @@ from hpcdist.commit import check_target
 from hpcdist.errors import FileError, listed
 from hpcdist.layout import Box
 from hpcdist.pages import Ints
-from hpcdist.raw import Raw, forget, memory, read_at
+from hpcdist.raw import forget, memory, read_at
 from hpcdist.staging import format
 from hpcdist.staging.format import Dataset
 from hpcdist.staging.names import check_attrs, flatten
@@ -168,13 +168,15 @@ class WriteFile:
                     forget(file.fileno())
                     self._compare(file.fileno(), i, [dataset.pieces[row] for row in left])
                     for row in left[self._team.rank :: self._team.size]:
-                        self._saving.record(i, row, checksum_of(file.fileno(), self._raw(i), dataset.pieces[row]))
+                        self._saving.record(
+                            i, row, checksum_of(file.fileno(), self._saving.raw(i), dataset.pieces[row])
+                        )
             except Exception as error:  # told to all in finish()
                 self._saving.fail(error)
 
     def _compare(self, fd: int, i: int, pieces: Sequence[Box]) -> None:
         """Whether what this rank has written of these pieces is in the file."""
-        where, window = self._raw(i), self._window
+        where, window = self._saving.raw(i), self._window
         for box, expected in self._wrote[i].boxes():
             if not any(box.meet(piece).size() for piece in pieces):
                 continue
@@ -185,10 +187,6 @@ class WriteFile:
                 digest.update(memory(got))
             if digest.intdigest() != expected:
                 raise FileError(f"{self._saving.datasets[i].name}: what was written at {box.offset} is not in the file")
-
-    def _raw(self, i: int) -> Raw:
-        start, dataset = self._saving.layout.data[i], self._saving.datasets[i]
-        return Raw(self._saving.layout.path, start or 0, dataset.shape, dataset.dtype)
 
 
 def _shared_out(team: Team, runs: Ints, elements: int) -> Ints:
