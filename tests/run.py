@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test-logs"
 DEADLINE = 2400  # seconds for one run, on a machine that may be busy; each test has a shorter one of its own
 CLUSTER = ("unshare", "nsenter", "ip", "tc", "munged", "slurmctld", "slurmd", "sbatch", "salloc")
-CLIENTS = ("unshare", "mergerfs", "fusermount3")
+CLIENTS = ("unshare", "mergerfs")
 
 # More ranks than cores, and root: what the two Open MPIs want to be told.
 OPENMPI = {

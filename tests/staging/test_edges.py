@@ -53,7 +53,7 @@ def test_piecewise_with_names_in_another_order(world: hd.World, folder: Path) ->
 
 def test_piecewise_twice_at_one_place(world: hd.World, folder: Path) -> None:
     def write() -> None:
-        with staging.open(folder / "x.h5", "w", {"x": ((4,), torch.int8)}) as file:
+        with staging.open(folder / "x.h5", "w", {"x": ((2 * world.world_size,), torch.int8)}) as file:
             for _ in range(1 if world.rank else 2):
                 file.write("x", torch.ones(2, dtype=torch.int8), (0,))
 
