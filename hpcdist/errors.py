@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 __all__ = ["FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError", "listed", "reason"]
@@ -20,7 +21,8 @@ def reason(error: BaseException) -> str:
         'No such file or directory'
     """
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    lines = text.strip().splitlines() or [""]
+    told = re.search(r"errno = \d+, error message = '([^']*)'", text)  # in the many words of HDF5
+    lines = [told[1]] if told else text.strip().splitlines() or [""]
     return (lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][:_LONGEST]}...") or type(error).__name__
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from pathlib import Path
 
 from hpcdist.launcher import without_launcher
 
-DEADLINE = 60  # seconds; a job that takes longer hangs
+DEADLINE = 60 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # seconds; a job that takes longer hangs
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,45 @@ class Job:
     err: str
 
 
-def mpirun(np: int, *args: str, code: str = "", cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:
+def mpirun(
+    np: int,
+    *args: str,
+    code: str = "",
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    quick: bool = True,
+) -> Job:
     """Run ``python *args`` (or ``python -c code``) on `np` ranks of the MPI that this Python's mpi4py uses.
 
-    np 0 runs it without a launcher. An AssertionError, after the job was ended, if it hangs.
+    np 0 runs it without a launcher; `quick` is false for true processes, which import torch themselves. An
+    AssertionError, after the job was ended, if it hangs.
     """
     args = ("-c", textwrap.dedent(code)) if code else args
-    return run([*(launcher(np) if np else []), sys.executable, *args], cwd=cwd, env=env)
+    return run([*(launcher(np) if np else []), *(python() if quick else [sys.executable]), *args], cwd=cwd, env=env)
+
+
+@functools.cache
+def python() -> list[str]:
+    """The words before a program's arguments: as sys.executable, but torch is imported already (see forkserver.py)."""
+    here, folder = Path(__file__).parent, Path(tempfile.mkdtemp(prefix="hpcdist-fork-"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, str(here / "forkserver.py"), str(listener.fileno())],
+            env={**without_launcher(os.environ), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
+    atexit.register(_end, server, folder)
+    return [sys.executable, "-SE", str(here / "forked.py"), str(folder / "socket")]
+
+
+def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
+    """It ends with its standard input."""
+    server.communicate()
+    shutil.rmtree(folder)
 
 
 def launcher(np: int) -> list[str]:

@@ -18,9 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test-logs"
-DEADLINE = 2400  # seconds for one run, on a machine that may be busy; each test has a shorter one of its own
+SILENCE = 3600  # seconds for one test, on a machine that may be busy; each has a shorter deadline of its own
 CLUSTER = ("unshare", "nsenter", "ip", "tc", "munged", "slurmctld", "slurmd", "sbatch", "salloc")
-CLIENTS = ("unshare", "mergerfs")
+MOUNTS = {  # what staging/on.sh needs
+    "clients": ("unshare", "mergerfs"),
+    "xfs": ("mkfs.xfs",),
+    "btrfs": ("mkfs.btrfs",),
+    "tmpfs": ("mount",),
+}
 
 # More ranks than cores, and root: what the two Open MPIs want to be told.
 OPENMPI = {
@@ -40,30 +45,30 @@ OPENMPI = {
 class Run:
     """One run of pytest: `mpi` names the environment, in the folder `venvs`, and `np` is 0 for plain Python without a
     launcher, which for `cluster` starts jobs on hosts of its own. `paths` are the tests, all of them if there are none;
-    `clients` gives the ranks two clients of one folder, each with a cache of its own: see staging/two_clients.sh.
+    `on` is the kind of file system on which they have their folders, else that of temporary files: see staging/on.sh.
     `large` says whether those that move gigabytes are among them.
     """
 
     mpi: str
     np: int
     cluster: bool = False
-    clients: bool = False
+    on: str = ""
     paths: tuple[str, ...] = ()
     large: bool = True
     venvs: str = ".venv"
 
     @property
     def name(self) -> str:
-        if self.cluster or self.clients:
-            return f"{self.mpi}-cluster" if self.cluster else f"{self.mpi}-clients"
+        if self.cluster or self.on:
+            return f"{self.mpi}-{self.on or 'cluster'}"
         return f"{self.mpi}-np{self.np}" if self.np else f"{self.mpi}-plain"
 
     def missing(self) -> str | None:
         """Why it cannot run here."""
-        needed, packages = (CLUSTER, "slurm-wlm, munge and iproute2") if self.cluster else (CLIENTS, "mergerfs")
+        needed = CLUSTER if self.cluster else MOUNTS.get(self.on, ())
         missing = [command for command in needed if shutil.which(command) is None]
-        if (self.cluster or self.clients) and (missing or os.geteuid()):
-            return f"needs root, and Debian's {packages} (missing: {', '.join(missing) or 'root'})"
+        if needed and (missing or os.geteuid()):
+            return f"needs root, and packages that .ci/environment has for it (missing: {', '.join(missing) or 'root'})"
         return None
 
     def command(self) -> list[str]:
@@ -76,8 +81,8 @@ class Run:
         own = bin_ / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
         launch = [mpirun, "-n", str(self.np)]
-        if self.clients:
-            launch = ["bash", str(ROOT / "tests" / "staging" / "two_clients.sh"), *launch, "--"]
+        if self.on:
+            launch = ["bash", str(ROOT / "tests" / "staging" / "on.sh"), self.on, *launch, "--"]
         return [*launch, *pytest, "--with-mpi", "-m", "mpi" if self.large else "mpi and not large"]
 
 
@@ -93,7 +98,9 @@ RUNS = [
     Run("floor", 0, paths=tuple(f"tests/{name}" for name in FILE_TESTS)),
     Run("floor", 2, large=False),
     *(Run("openmpi", np) for np in (0, 1, 2, 3, 5)),
-    Run("openmpi", 2, clients=True, paths=("tests/staging/test_clients.py",)),
+    Run("openmpi", 2, on="clients", paths=("tests/staging/test_clients.py",)),
+    *(Run("openmpi", 2, on=kind, paths=("tests/staging",)) for kind in ("xfs", "btrfs")),
+    Run("openmpi", 2, on="tmpfs", paths=("tests/staging/full.py",)),
     Run("openmpi", 0, cluster=True),
 ]
 
@@ -120,14 +127,17 @@ class Environments:
 
 @dataclass(frozen=True)
 class Outcome:
+    """`cpu` is in seconds, of all processes that somebody has waited for."""
+
     passed: int
     failed: int
     seconds: float
+    cpu: float
     note: str
 
 
 def execute(run: Run) -> Outcome:
-    """Run pytest under its deadline, with its output in a log; a run that ends badly counts as a failure."""
+    """Run pytest, with its output in a log; a run that ends badly counts as a failure."""
     log = LOGS / f"{run.name}.log"
     start = time.monotonic()
     with log.open("wb") as file:
@@ -137,14 +147,10 @@ def execute(run: Run) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""},
             start_new_session=True,
         )
-        try:
-            status, note = process.wait(DEADLINE), ""
-        except subprocess.TimeoutExpired:
-            _end(process)
-            status, note = 1, f"not done after {DEADLINE} s"
+        status, cpu, note = _wait_for(process, log)
     seconds = time.monotonic() - start
     counts = _counts(log.read_text(errors="replace"))
     passed, failed, skipped = counts["passed"], counts["failed"] + counts["error"], counts["skipped"]
@@ -152,7 +158,24 @@ def execute(run: Run) -> Outcome:
         note, failed = f"{skipped} skipped, which this suite does not allow", failed + skipped
     if (status or not passed) and not failed:
         note, failed = note or f"exit status {status}, {passed} passed", 1
-    return Outcome(passed, failed, seconds, note)
+    return Outcome(passed, failed, seconds, cpu, note)
+
+
+def _wait_for(process: subprocess.Popen[bytes], log: Path) -> tuple[int, float, str]:
+    """The exit status, the CPU time and a note. One that is silent is ended: each test has a deadline of its own, so
+    that on a busy machine a run may take as long as it takes."""
+    size, since = 0, time.monotonic()
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage.ru_utime + usage.ru_stime, ""
+        if log.stat().st_size != size:
+            size, since = log.stat().st_size, time.monotonic()
+        if time.monotonic() - since > SILENCE:
+            _end(process)
+            return 1, 0.0, f"nothing was printed for {SILENCE} s"
+        time.sleep(0.1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -176,7 +199,8 @@ def _counts(output: str) -> dict[str, int]:
 def report(run: Run, outcome: Outcome) -> None:
     """One line, and the end of the output if it failed: in one print, since two runs may end at once."""
     verdict = "ok" if not outcome.failed else "FAILED"
-    lines = [f"{run.name:16} {outcome.passed:5} passed {outcome.failed:4} failed {outcome.seconds:6.0f} s  {verdict}"]
+    counts = f"{outcome.passed:5} passed {outcome.failed:4} failed"
+    lines = [f"{run.name:16} {counts} {outcome.seconds:6.0f} s {outcome.cpu:6.0f} CPU s  {verdict}"]
     if outcome.failed:
         tail = (LOGS / f"{run.name}.log").read_text(errors="replace").splitlines()[-80:]
         lines += ["", f"--- {run.name}: {outcome.note}; the end of its output:", *tail, "---", ""]

@@ -6,6 +6,7 @@ mpio: HDF5 writes through MPI-IO.
 
 from __future__ import annotations
 
+import errno
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -230,11 +231,21 @@ class _Mpio:
             for run in layout.run_boxes(dataset.shape, first, last):
                 for part in layout.boxes(run, max(1, _STEP // size)):
                     nbytes = part.size() * size
-                    _write(dataset, part, np.frombuffer(data[:nbytes], np.uint8))
+                    try:
+                        _write(dataset, part, np.frombuffer(data[:nbytes], np.uint8))
+                    except OSError as error:
+                        raise self._told(error, nbytes) from error
                     place, data = place + nbytes, data[nbytes:]
                     if place - begun >= _AHEAD:
                         raw.start_writeback(self._fd, begun, place - begun)
                         begun = place
+
+    def _told(self, error: OSError, nbytes: int) -> OSError:
+        """HDF5 keeps to itself what MPI-IO says of a write that has failed; that there is no space can be seen."""
+        free = os.fstatvfs(self._fd)
+        if free.f_bavail * free.f_frsize < nbytes:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return error
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         raise NotImplementedError("writer mpio does not compress")  # fit_for() has chosen another one

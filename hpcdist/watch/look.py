@@ -88,8 +88,10 @@ def _children() -> str:
 
 def frames() -> dict[int, FrameType]:
     """The innermost frame of each thread of this process, by the system's number of the thread."""
-    all_ = sys._current_frames()
-    return {t.native_id: all_[t.ident] for t in threading.enumerate() if t.native_id and t.ident in all_}
+    all_, main = sys._current_frames(), threading.main_thread()
+    # Python 3.11 goes on to give that of the parent for the main thread of a process that was forked.
+    numbers = {t: os.getpid() if t is main else t.native_id for t in threading.enumerate()}
+    return {number: all_[t.ident] for t, number in numbers.items() if number and t.ident in all_}
 
 
 def stack(frame: FrameType) -> list[str]:

@@ -1,38 +1,40 @@
-"""A rank is killed at 50 random points of a save: the name holds the old file or the complete new one, every time.
+"""Ranks are killed at random points of a save: the name holds the old file or the complete new one, every time.
 
-The points are calls of the system, of HDF5 and of MPI, so that every step of a save is met; what is left is then
-resumed, or swept by the next save.
+Half of the points are calls of the system, of HDF5 and of MPI, so that every step of a save is met; the others are
+moments, which also lie within such calls. One rank is killed, or all at once. What is left is then resumed, or swept by
+the next save.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
-from collections.abc import Sequence
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from launch import mpirun
+from launch import Job, mpirun
 
 from hpcdist.commit import Commit
 from hpcdist.layout import whole
 from hpcdist.staging import contents, writers
 from hpcdist.staging.reader import Reader, opened
 
-POINTS = 50 if writers.missing("mpio") is None else 12  # serial HDF5 has half of the ways
-RANKS = 2
-KINDS = 6  # of turns: the writer and the dim alternate
+POINTS = 300 if "HPCDIST_TEST_ALL" in os.environ else 40 if writers.missing("mpio") is None else 12
+KINDS = 6  # of turns: the writer, the dim and the number of ranks
 
-# The ranks save files one after the other; one of them is told the call at which it kills itself.
+# The ranks save a file; those that are told a call, or a moment, kill themselves there.
 PROGRAM = """
-    import os, signal, sys
+    import json, os, signal, sys, time
     import h5py, torch
     import hpcdist as hd
-    from hpcdist import abort, agree, staging
+    from hpcdist import agree, staging
 
-    point, victim = {point}, {victim}
+    said = json.loads(sys.argv[1])
     calls = 0
 
     def counted(place, name):
@@ -40,36 +42,47 @@ PROGRAM = """
         def call(*args, **kwargs):
             global calls
             calls += 1
-            if calls == point and world.rank == victim:
+            if calls == said.get("call") and world.rank in said["victims"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return inner(*args, **kwargs)
         setattr(place, name, call)
 
     with hd.init(device="cpu") as world:
-        for place, names in {{
+        for place, names in {
             os: ("pwrite", "fsync", "replace", "open", "close", "truncate"), h5py: ("File",),
             agree: ("on_root", "on_all", "exchange"), h5py.Group: ("create_group", "__getitem__"),
-        }}.items():
+        }.items():
             for name in names:
                 counted(place, name)
-        for turn in {turns}:
-            x = torch.arange(3000).view(100, 30) + 10_000 * world.rank + 1_000_000 * turn
-            calls = 0
-            writer = "posix" if turn % 3 else "auto"
-            staging.save({path!r}, x, turn % 2, window=1500, writer=writer, resume={resume})
-            print(f"calls of turn {{turn}}, rank {{world.rank}}: {{calls}} ")
+        turn = said["turn"]
+        x = torch.arange(said["rows"] * 30).view(-1, 30) + 10_000_000 * world.rank + 1_000_000_000 * turn
+        world.comm.Barrier()
+        calls, begin = 0, time.monotonic()
+        if "moment" in said and world.rank in said["victims"]:
+            signal.setitimer(signal.ITIMER_REAL, said["moment"])  # of SIGALRM a process dies, wherever it is
+        writer = "posix" if turn % 3 else "auto"
+        staging.save(said["path"], x, turn % 2, window=1500, writer=writer, resume=said["resume"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(f"rank {world.rank}: {calls} calls, {time.monotonic() - begin} s ")
 """
 
 
-def save(path: Path, turns: Sequence[int], point: int = -1, victim: int = 0, resume: bool = False) -> tuple[int, str]:
-    code = PROGRAM.format(point=point, victim=victim, turns=list(turns), path=str(path), resume=resume)
-    job = mpirun(RANKS, code=code)
-    return job.status, job.out + job.err
+def ranks(turn: int) -> int:
+    return 2 + turn % KINDS // 3
+
+
+def rows(turn: int) -> int:
+    return 100 if turn % 2 else 1000
+
+
+def save(path: Path, turn: int, **said: Any) -> Job:
+    said = {"path": str(path), "turn": turn, "rows": rows(turn), "resume": False, **said}
+    return mpirun(ranks(turn), "-c", textwrap.dedent(PROGRAM), json.dumps(said))
 
 
 def expected(turn: int) -> torch.Tensor:
-    shards = [torch.arange(3000).view(100, 30) + 10_000 * rank + 1_000_000 * turn for rank in range(RANKS)]
-    return torch.cat(shards, turn % 2)
+    numbers = torch.arange(rows(turn) * 30).view(-1, 30) + 1_000_000_000 * turn
+    return torch.cat([numbers + 10_000_000 * rank for rank in range(ranks(turn))], turn % 2)
 
 
 def load(path: Path) -> torch.Tensor:
@@ -80,33 +93,44 @@ def load(path: Path) -> torch.Tensor:
     return out
 
 
-@pytest.mark.timeout(1500)
+def calibrated(path: Path, turn: int) -> tuple[list[int], float]:
+    """The calls of each rank in a save that nobody disturbs, and the seconds of the slowest."""
+    job = save(path, turn)
+    assert job.status == 0, job
+    found = sorted(re.findall(r"rank (\d): (\d+) calls, (\S+) s ", job.out))
+    assert len(found) == ranks(turn)
+    return [int(calls) for _, calls, _ in found], max(float(seconds) for _, _, seconds in found)
+
+
+@pytest.mark.timeout(3000)
 def test_killed_at_random_points(tmp_path: Path) -> None:
     draw, path = random.Random(3), tmp_path / "x.h5"
-    status, text = save(path, range(KINDS))
-    assert status == 0, text
-    found = re.findall(r"calls of turn (\d+), rank (\d): (\d+) ", text)
-    calls = {(int(turn), int(rank)): int(count) for turn, rank, count in found}
-    assert len(calls) == KINDS * RANKS
-    now = KINDS - 1
+    measured = [calibrated(path, turn) for turn in range(KINDS)]
+    now, killed = KINDS - 1, 0
     for turn in range(KINDS, KINDS + POINTS):
-        resume, victim = draw.randrange(5) == 0, draw.randrange(RANKS)
-        point = draw.randrange(1, calls[turn % KINDS, victim] + 1)
-        status, text = save(path, [turn], point, victim, resume)
-        where = f"turn {turn}, rank {victim} killed at call {point} of {calls[turn % KINDS, victim]}"
-        assert status != 0, f"{where}: {text}"
-        left = {path.suffix: path.stem for path in tmp_path.iterdir()}
-        assert set(left) in ({".h5"}, {".h5", ".part"}, {".h5", ".part", ".journal"}), (
-            f"{where}: {os.listdir(tmp_path)}"
-        )
+        (calls, seconds), resume = measured[turn % KINDS], draw.randrange(5) == 0
+        victims = [*range(ranks(turn))] if draw.randrange(4) == 0 else [draw.randrange(ranks(turn))]
+        point: dict[str, Any] = {"victims": victims, "resume": resume}
+        if draw.randrange(2):
+            point["call"] = draw.randrange(1, calls[victims[0]] + 1)
+        else:
+            point["moment"] = draw.uniform(0.02, 1) * seconds
+        job = save(path, turn, **point)
+        where = f"turn {turn}: {point} of {calls} calls, {seconds} s: {job.err}"
+        assert job.status != 0 or "moment" in point, where
+        killed += job.status != 0
+        left = {entry.suffix: entry.stem for entry in tmp_path.iterdir()}
+        assert set(left) in ({".h5"}, {".h5", ".part"}, {".h5", ".part", ".journal"}), f"{os.listdir(tmp_path)} {where}"
         got = load(path)
         new = torch.equal(got, expected(turn))
-        assert new or torch.equal(got, expected(now)), f"{where}: neither the old nor the new file"
+        assert new or torch.equal(got, expected(now)), f"neither the old nor the new file: {where}"
+        assert new or job.status != 0, f"the old file: {where}"
         now = turn if new else now
         if not new and resume:
-            status, text = save(path, [turn], resume=True)
-            assert status == 0, text
-            assert torch.equal(load(path), expected(turn)), f"{where}: not resumed"
+            job = save(path, turn, resume=True)
+            assert job.status == 0, f"{job} after {where}"
+            assert torch.equal(load(path), expected(turn)), f"not resumed: {where}"
             now = turn
     Commit(path).discard()
     assert os.listdir(tmp_path) == ["x.h5"]
+    assert killed > POINTS * 2 // 3  # a moment may come too late

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import Job, mpirun
+from launch import Job, launcher, mpirun, python
 
 PROGRAM = Path(__file__).with_name("hanging.py")
 
@@ -37,8 +37,8 @@ CALLS = (
 )
 
 
-def hang(np: int, reason: str, verb: str = "concat", limit: float = 1.5) -> Job:
-    return mpirun(np, str(PROGRAM), reason, verb, env={"LIMIT": str(limit)})
+def hang(np: int, reason: str, verb: str = "concat", limit: float = 1.5, quick: bool = True) -> Job:
+    return mpirun(np, str(PROGRAM), reason, verb, env={"LIMIT": str(limit)}, quick=quick)
 
 
 @pytest.mark.parametrize("reason", [r if r in BOTH else pytest.param(r, marks=pytest.mark.once) for r in REASONS])
@@ -53,7 +53,7 @@ def test_the_reason_is_told(reason: str) -> None:
 
 
 def test_the_table_has_every_rank_and_each_that_waits_raises() -> None:
-    job = hang(3, "sleep")
+    job = hang(3, "sleep", quick=False)  # whose stacks begin with the program
     pids = dict(re.findall(r"^rank (\d) is (\d+)$", job.out, re.MULTILINE))
     assert len(pids) == 3
     for rank, pid in pids.items():
@@ -100,7 +100,7 @@ def _said_of_a_killed_rank(pid: int) -> str:
 @pytest.mark.parametrize(("reason", "status"), [("killed", None), ("os_exit", 5), ("os_exit_0", 1)])
 def test_a_death_is_noticed_at_once(reason: str, status: int | None) -> None:
     start = time.monotonic()
-    job = hang(2, reason, limit=40)
+    job = hang(2, reason, limit=40, quick=False)  # the launcher names the process that it has started
     assert time.monotonic() - start < 30  # the deadline is later
     assert job.status != 0
     assert status is None or job.status == status
@@ -158,7 +158,6 @@ def test_a_call_that_gets_on_has_no_deadline_as_a_whole() -> None:
 @pytest.mark.once
 def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
     """The batch system suspends a job for longer than the deadline: nobody has waited meanwhile."""
-    command = [sys.executable, str(PROGRAM)]
     with _started("suspended", "concat", 4) as job:
         pids = _pids(job, 2)
         time.sleep(1)
@@ -168,7 +167,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         out, err = job.communicate(timeout=40)
-    assert job.returncode == 0, (command, err)
+    assert job.returncode == 0, err
     assert out.count("survived") == 2
 
 
@@ -224,11 +223,9 @@ def test_an_exit_after_finalize_is_left_alone() -> None:
 
 def _started(reason: str, verb: str, limit: float) -> subprocess.Popen[str]:
     """A job of 3 ranks (2 if suspended), which goes on meanwhile."""
-    from launch import launcher
-
     np = 2 if reason == "suspended" else 3
     return subprocess.Popen(
-        [*launcher(np), sys.executable, "-u", str(PROGRAM), reason, verb],
+        [*launcher(np), *python(), "-u", str(PROGRAM), reason, verb],
         env={**os.environ, "OMP_NUM_THREADS": "1", "LIMIT": str(limit)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,0 +1,195 @@
+"""A process that has imported torch, from which the Python processes of jobs are forked: an import takes a second of CPU
+time, and the tests start hundreds of jobs.
+
+The launcher starts forked.py, which hands over all that a process gets from its parent (arguments, environment, folder,
+descriptors, limits); the fork, which has neither MPI nor hpcdist yet, goes on as ``python ...`` would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import types
+from contextlib import suppress
+from typing import Any, TextIO
+
+_HIGH = 512  # descriptors from here on are ours while those of the caller are put into their places
+_IMPORTED = ("PYTHON", "LD_PRELOAD", "OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH_", "LC_", "LANG")  # is read by imports
+_LENGTH = struct.Struct("<q")
+
+
+class Server:
+    """Forks children for those who connect.
+
+    Attributes:
+        listener: where they connect.
+        children: connection -> pid of its child, as long as the caller lives.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.children: dict[socket.socket, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(0, selectors.EVENT_READ, self._end)  # whoever has started this one has ended
+
+    def serve(self) -> dict[str, Any]:
+        """What a child is to run; returns in children only."""
+        while True:
+            for key, _ in self._selector.select():
+                if self._selector.get_map().get(key.fd) is not key:
+                    continue  # what came before it in this turn has ended it
+                task = key.data(key.fileobj)
+                if task is not None:
+                    return task
+
+    def _accept(self, listener: socket.socket) -> dict[str, Any] | None:
+        connection, _ = listener.accept()
+        try:
+            task, fds = _receive(connection)
+        except (OSError, struct.error, ValueError):  # it was killed meanwhile
+            connection.close()
+            return None
+        caller, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.geteuid() or _decisive(os.environ) != _decisive(task["environ"]):
+            connection.sendall(_LENGTH.pack(0))  # it starts a Python of its own
+            connection.close()
+            for fd in fds:
+                os.close(fd)
+            return None
+        pid = os.fork()
+        if pid == 0:
+            self._selector.close()
+            for other in (listener, connection, *self.children):
+                other.detach()
+            _take_over(task, fds, caller)
+            return task
+        for fd in fds:
+            os.close(fd)
+        ended = os.pidfd_open(pid)
+        self.children[connection] = pid
+        self._selector.register(connection, selectors.EVENT_READ, self._lost)
+        self._selector.register(ended, selectors.EVENT_READ, lambda _: self._ended(connection, pid, ended))
+        with suppress(ConnectionError):  # it is lost in the next turn
+            connection.sendall(_LENGTH.pack(pid))
+        return None
+
+    def _lost(self, connection: socket.socket) -> None:
+        """The caller was killed: so is its child, and what that has forked."""
+        self._selector.unregister(connection)
+        _kill(self.children.pop(connection))
+        connection.close()
+
+    def _ended(self, connection: socket.socket, pid: int, ended: int) -> None:
+        self._selector.unregister(ended)
+        os.close(ended)
+        _, status = os.waitpid(pid, 0)
+        if self.children.pop(connection, None) is not None:
+            self._selector.unregister(connection)
+            try:
+                connection.sendall(_LENGTH.pack(status))
+            except ConnectionError:  # killed at this moment
+                _kill(pid)
+            connection.close()
+
+    def _end(self, _: int) -> None:
+        for pid in self.children.values():
+            _kill(pid)
+        sys.exit()
+
+
+def _decisive(environ: Any) -> dict[str, str]:
+    """The variables with other values of which the imports might have gone otherwise."""
+    return {name: value for name, value in environ.items() if name.startswith(_IMPORTED)}
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 253)
+    (length,) = _LENGTH.unpack(head)
+    with connection.makefile("rb") as stream:
+        return json.loads(stream.read(length)), list(fds)
+
+
+def _take_over(task: dict[str, Any], fds: list[int], caller: int) -> None:
+    """Become what the caller is."""
+    os.setpgid(0, 0)
+    for kind in ("net", "uts", "ipc", "mnt"):
+        with open(f"/proc/{caller}/ns/{kind}") as theirs, open(f"/proc/self/ns/{kind}") as own:
+            if not os.path.sameopenfile(theirs.fileno(), own.fileno()):
+                ctypes.CDLL(None).setns(theirs.fileno(), 0)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH) for fd in fds]
+    os.closerange(0, _HIGH)
+    for fd, place in zip(high, task["fds"], strict=True):
+        if place >= 0:
+            os.dup2(fd, place)
+        else:
+            os.fchdir(fd)
+    os.closerange(_HIGH, max(high) + 1)
+    for name, limits in task["limits"]:
+        resource.setrlimit(name, limits)
+    os.sched_setaffinity(0, task["cores"])
+    os.umask(task["umask"])
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
+        *(_stream(0, "r"), _stream(1, "w"), _stream(2, "w")),
+    )
+    os.environ.clear()
+    os.environ.update(task["environ"])
+    tempfile.tempdir = None
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _stream(fd: int, mode: str) -> TextIO | None:
+    """As Python opens it when it begins."""
+    try:
+        buffering = 1 if fd == 2 or os.isatty(fd) else -1
+        return open(fd, mode, buffering, errors="backslashreplace" if fd == 2 else None, closefd=False)
+    except OSError:  # it is closed
+        return None
+
+
+def _prepare(arguments: list[str]) -> tuple[types.ModuleType, Any]:
+    """The new module __main__, and what is to be executed in it, the code of a program or the name of a module."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    kind = arguments[0]
+    if kind in ("-c", "-m"):
+        sys.argv, sys.path[0] = [kind, *arguments[2:]], "" if kind == "-c" else os.getcwd()
+        return main, compile(arguments[1], "<string>", "exec") if kind == "-c" else arguments[1]
+    main.__file__ = kind
+    sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.realpath(kind))
+    with open(kind, "rb") as file:
+        return main, compile(file.read(), kind, "exec")
+
+
+if __name__ == "__main__":
+    import torch.distributed  # noqa: F401  which is what takes the time; nothing here may load MPI
+
+    gc.freeze()  # the collections at the end of a program do not go through all of torch
+    # As deep in the stack as a program is: hpcdist looks at the outermost frame, and shows those of the user.
+    task = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    main, program = _prepare(task["arguments"])
+    del task
+    if isinstance(program, str):
+        runpy._run_module_as_main(program)  # type: ignore[attr-defined]  # as python -m does
+    else:
+        exec(program, vars(main))

@@ -1,0 +1,81 @@
+"""A file system without space, for real: run by tests/run.py on a small tmpfs (see on.sh), which these tests fill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from collective import assert_on_all_ranks, raises_on_all_ranks
+from conftest import WRITERS
+
+import hpcdist as hd
+from hpcdist import staging
+
+pytestmark = pytest.mark.mpi
+
+SMALL = 2**20  # bytes that are left
+
+
+def fill(world: hd.World, folder: Path) -> None:
+    """Leave SMALL bytes free."""
+    if world.rank == 0:
+        free = shutil.disk_usage(folder).free
+        assert free < 2**25, "this is no small file system"
+        with open(folder / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free - SMALL)
+    world.comm.Barrier()
+
+
+def unaware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space is found when it is asked for: others may take it meanwhile, as quotas do."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+
+
+def piecewise(path: Path, x: torch.Tensor, world: hd.World, writer: str) -> None:
+    with staging.open(path, "w", {"data": ((world.world_size * len(x),), x.dtype)}) as file:
+        for first in range(0, len(x), 10_000):
+            file.write("data", x[first : first + 10_000], (world.rank * len(x) + first,))
+
+
+def at_once(path: Path, x: torch.Tensor, world: hd.World, writer: str) -> None:
+    staging.save(path, x, writer=writer)
+
+
+def in_gzip(path: Path, x: torch.Tensor, world: hd.World, writer: str) -> None:
+    staging.save(path, x, compression="gzip")
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("save", "writer"), [*((at_once, writer) for writer in WRITERS), (piecewise, "auto"), (in_gzip, "auto")]
+)
+def test_nothing_is_lost(
+    save: Callable[..., Any], writer: str, known: bool, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same error on all ranks, the old file, nothing else, and with space the job goes on."""
+    path, small = folder / "x.h5", torch.arange(1000) + 1000 * world.rank
+    whole = torch.arange(1000 * world.world_size)
+    staging.save(path, small)
+    fill(world, folder)
+    if not known:
+        unaware(monkeypatch)
+    big = torch.randint(2**60, (200_000,))  # 1.6 MB a rank, which gzip makes no smaller
+    write = lambda: save(path, big, world, writer)  # noqa: E731
+    kind = OSError if save is piecewise and not known else hd.RankError  # a write of a piece is no collective
+    error = raises_on_all_ranks(world.comm, kind, write)
+    assert_on_all_ranks(world.comm, "o space" in str(error), error)
+    monkeypatch.undo()
+    assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == ["ballast", "x.h5"], os.listdir(folder))
+    assert_on_all_ranks(world.comm, torch.equal(staging.load(path, dim=None), whole))
+    world.comm.Barrier()
+    if world.rank == 0:
+        (folder / "ballast").unlink()
+    world.comm.Barrier()
+    write()
+    assert_on_all_ranks(world.comm, staging.load(path).numel() in (200_000, 200_000 * world.world_size))
