@@ -1,9 +1,10 @@
 # make demo: an environment that needs neither root nor a compiler, and the command on its default input
-# make test: everything; as root on Debian with Open MPI and parallel HDF5 from its packages
+# make test: everything but what takes long; as root on Debian with Open MPI and parallel HDF5 from its packages
+# make test-all: also all kills, all draws, gigabytes, 3 and 5 ranks for everything, and make test-versions
 # make test-versions: np 2 and the file tests with the oldest and newest libraries, Open MPI 5 and Intel MPI
 # make lint, make bench, make clean
 
-.PHONY: demo test test-versions lint bench clean
+.PHONY: demo test test-all test-versions lint bench clean
 
 demo:
 	@.ci/environment mpich demo
@@ -12,6 +13,11 @@ demo:
 test:
 	@.ci/environment mpich test
 	@.venv/mpich/bin/python tests/run.py
+
+test-all:
+	@.ci/environment mpich test
+	@HPCDIST_TEST_ALL=1 .venv/mpich/bin/python tests/run.py
+	@$(MAKE) test-versions
 
 test-versions:
 	@$${PYTHON:-python3} tests/versions.py

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import struct
 import time
-from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcdist import plain
 from hpcdist.call import FOLLOWS, LOST, Call, show_shape
+from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.routes import CPU, CUDA
 from hpcdist.watch import record
@@ -23,20 +21,7 @@ if TYPE_CHECKING:
 
     from hpcdist.team import Team
 
-__all__ = [
-    "Agreed",
-    "allgather",
-    "exchange",
-    "from_root",
-    "leave",
-    "odd_option",
-    "on_all",
-    "on_root",
-    "refuse",
-    "require",
-]
-
-T = TypeVar("T")
+__all__ = ["LEAVE", "Agreed", "exchange", "leave", "refuse"]
 
 LEAVE = "finalize"  # the verb of a rank that calls no other any more
 # Digests of the call, the tensor and the counts (zero: has none); extents of x and out along dim; where the data are;
@@ -45,7 +30,6 @@ LEAVE = "finalize"  # the verb of a rank that calls no other any more
 _HEADER = struct.Struct("<24sqqBBB5xq")
 _NONE = bytes(8)
 _LONGEST_NAP = 1e-3  # seconds
-_MOST = 2**30  # bytes that all ranks together say before a call
 
 
 class Agreed(NamedTuple):
@@ -89,20 +73,6 @@ def leave(team: Team) -> None:
     team.calls = {False: 0, True: 0}  # a rank that ended early has begun fewer
 
 
-def require(verb: str, problems: dict[int, str]) -> None:
-    """Raise a RankError if there are problems that every rank sees alike."""
-    if problems:
-        raise RankError(verb, problems)
-
-
-def odd_option(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """How the options of a rank differ from those of rank 0, which have the same names; None if they do not."""
-    for option, value in first.items():
-        if other[option] != value:
-            return f"{option} is {other[option]!r}, where rank 0 has {value!r}"
-    return None
-
-
 def refuse(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
     """Raise on every rank if a rank's `out` has another extent along dim than its result will have, or would cut off a
     gradient."""
@@ -112,8 +82,8 @@ def refuse(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
     odd = {
         r: f"out has extent {got} along dim, expected {expected[r]}" for r, got in given.items() if got != expected[r]
     }
-    require(verb, odd)
-    require(verb, dict.fromkeys(given, LOST) if agreed.grad else {})
+    objects.raise_problems(verb, odd)
+    objects.raise_problems(verb, dict.fromkeys(given, LOST) if agreed.grad else {})
 
 
 def _share(team: Team, call: Call) -> Agreed | None:
@@ -178,7 +148,7 @@ def _digests(*parts: object) -> bytes:
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     """The verb and what is wrong on which rank, the same on every rank. Collective; only after a disagreement."""
-    facts = allgather(team.comm, _facts(team, call))
+    facts = objects.all_gather_object(team.comm, _facts(team, call))
     if team.front is team:  # ranks that called different verbs have begun different numbers of them, and may go on
         team.calls[False] = max(fact["calls"] for fact in facts)
     verbs = [fact["verb"] for fact in facts]
@@ -252,84 +222,3 @@ def _ranks(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:4]))
     return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-
-
-def allgather(comm: MPI.Comm, value: Any) -> list[Any]:
-    """What every rank has to say, on every rank: of the kinds that :mod:`hpcdist.plain` knows. Collective.
-
-    Raises:
-        RankError: on every rank, if one has something else to say.
-    """
-    from mpi4py import MPI
-
-    text = _told(value)
-    sizes = array("q", bytes(8 * comm.size))
-    comm.Allgather([array("q", [len(text)]), MPI.INT64_T], [sizes, MPI.INT64_T])
-    _bounded(sum(sizes))
-    texts = bytearray(sum(sizes))
-    comm.Allgatherv([text, MPI.BYTE], [texts, list(sizes), MPI.BYTE])
-    ends = list(accumulate(sizes))
-    values = [plain.decode(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    require("agree", {rank: problem for rank, (_, problem) in enumerate(values) if problem is not None})
-    return [told for told, _ in values]
-
-
-def _told(value: object) -> bytes:
-    """(the value, None), or (None, why it cannot be told) as text."""
-    try:
-        return plain.encode((value, None))
-    except TypeError as error:
-        return plain.encode((None, str(error)))
-
-
-def _bounded(nbytes: int) -> None:
-    if nbytes > _MOST:
-        raise HpcdistError(f"the ranks have {nbytes} bytes to say before a call, and may have {_MOST}")
-
-
-def from_root(comm: MPI.Comm, data: bytes, root: int) -> bytes:
-    """The root's bytes, on every rank. Collective; two small broadcasts."""
-    from mpi4py import MPI
-
-    length = array("q", [len(data)])
-    comm.Bcast([length, MPI.INT64_T], root)
-    _bounded(length[0])
-    found = bytearray(data) if comm.rank == root else bytearray(length[0])
-    comm.Bcast([found, MPI.BYTE], root)
-    return bytes(found)
-
-
-def on_root(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0) -> T:
-    """Run `step` on the root and hand its result to every rank; if it fails, the same RankError everywhere.
-
-    Collective; for set-up, where what is shared is small, and of the kinds that :mod:`hpcdist.plain` knows.
-    """
-    text = _told(_attempt(step)) if comm.rank == root else b""
-    told, untold = plain.decode(from_root(comm, text, root))
-    value: Any
-    value, problem = told or (None, untold)
-    record.touch()
-    require(what, {} if problem is None else {root: problem})
-    return value  # type: ignore[no-any-return]
-
-
-def on_all(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
-    """Run `step` on every rank and return all results; if it fails anywhere, the same RankError everywhere.
-
-    Collective; for set-up and commands, like :func:`on_root`.
-    """
-    outcomes: list[tuple[T, str | None]] = allgather(comm, _attempt(step))
-    record.touch()
-    problems = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
-    require(what, problems)
-    return [value for value, _ in outcomes]
-
-
-def _attempt(step: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result of a step, or its error as text: not every exception can be sent."""
-    try:
-        return step(), None
-    except HpcdistError as error:
-        return None, str(error)
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"

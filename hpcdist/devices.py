@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hpcdist import agree
+from hpcdist.control import objects
 from hpcdist.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def choose(
             raise ValueError(f"device is {device}, but this process sees {gpus} GPUs")
         return device, _uuid(device)
 
-    found = agree.on_all(comm, "init", choose)
+    found = objects.all_gather(comm, "init", choose)
     uuids = [uuid for _, uuid in found]
     wants_nccl = "nccl" in backend if backend else dist.is_nccl_available()
     own_gpus = None not in uuids and dist.is_nccl_available()

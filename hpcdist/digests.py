@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
-from hpcdist import agree, plain
+from hpcdist.control import codec, objects
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,16 +35,16 @@ def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T
     from mpi4py import MPI
 
     try:
-        mine = blake2b(plain.encode(key), digest_size=_DIGEST).digest()
+        mine = blake2b(codec.encode(key), digest_size=_DIGEST).digest()
     except TypeError:
         mine = bytes(_DIGEST)
     digests = bytearray(_DIGEST * comm.size)
     comm.Allgather([mine, MPI.BYTE], [digests, _DIGEST, MPI.BYTE])
     if bytes(_DIGEST) in {bytes(digests[at : at + _DIGEST]) for at in range(0, len(digests), _DIGEST)}:
-        agree.allgather(comm, key)  # raises, and says what cannot be told
+        objects.all_gather_object(comm, key)  # raises, and says what cannot be told
     if digests == mine * comm.size:
         return value
-    first = agree.on_root(comm, verb, lambda: value)
-    problems = enumerate(agree.allgather(comm, odd(first, value)))
-    agree.require(verb, {rank: text for rank, text in problems if text is not None})
+    first = objects.broadcast(comm, verb, lambda: value)
+    problems = enumerate(objects.all_gather_object(comm, odd(first, value)))
+    objects.raise_problems(verb, {rank: text for rank, text in problems if text is not None})
     return first

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist import agree, files, layout, memory
+from hpcdist import files, layout, memory
 from hpcdist.arrays import Opened
 from hpcdist.buffers import as_bytes, copyable, row_major
 from hpcdist.command import progress
+from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.files import Source
 from hpcdist.layout import Box
@@ -100,7 +101,7 @@ class Inputs:
         mine = self.sources[self.bounds[world.rank] : self.bounds[world.rank + 1]]
         parts: list[Tensor] = []
         step = lambda: parts.extend(self.read(source, self.opened(source)) for source in progress(mine, world, "read"))  # noqa: E731
-        agree.on_all(world.team.comm, "read", step)
+        objects.all_gather(world.team.comm, "read", step)
         if len(parts) == 1:
             return parts[0]
         shape = list(self.shape)
@@ -137,14 +138,14 @@ def find(world: World, given: Sequence[str], dim: int, output: str | None) -> In
     if output and not given:
         raise InputError(f"{shown(output)}: no INPUT is given, and without one nothing is written")
     comm = world.team.comm
-    specs = agree.on_root(comm, "inputs", (lambda: files.expand(given)) if given else _stdlib)
+    specs = objects.broadcast(comm, "inputs", (lambda: files.expand(given)) if given else _stdlib)
     bounds = [*layout.displs(layout.block(len(specs), world.world_size)), len(specs)]
     mine = specs[bounds[world.rank] : bounds[world.rank + 1]]
     describe = files.describe if given else _describe_text
-    described = agree.on_all(comm, "inputs", lambda: [describe(spec) for spec in progress(mine, world, "look")])
+    described = objects.all_gather(comm, "inputs", lambda: [describe(spec) for spec in progress(mine, world, "look")])
     sources = [source for part in described for source in part]
     if given:
-        agree.on_root(comm, "inputs", lambda: files.check_once(sources))  # one rank's numbers of files and devices
+        objects.broadcast(comm, "inputs", lambda: files.check_once(sources))  # one rank's numbers of files and devices
     dim = _check(sources, dim)
     total = sum(source.extent(dim) for source in sources)
     shape = sources[0].shape
@@ -159,7 +160,7 @@ def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> Non
     """
     own = data.nbytes_by_rank()[world.rank]
     need = own + (data.nbytes() if everywhere or world.rank == root else 0)
-    told = agree.allgather(world.team.comm, (world.node, need, memory.available()))
+    told = objects.all_gather_object(world.team.comm, (world.node, need, memory.available()))
     for node in range(world.nodes):
         total = sum(bytes_ for where, bytes_, _ in told if where == node)
         free = min(free for where, _, free in told if where == node)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import agree, layout, raw
+from hpcdist import layout, raw
 from hpcdist.commit import Commit, check_target, patiently, sync
+from hpcdist.control import objects
 from hpcdist.errors import FileError, RankError, reason
 from hpcdist.formats import FORMATS
 from hpcdist.layout import Box
@@ -125,10 +126,10 @@ class _Flat:
         self._progress = progress
         self._problem: str | None = None
         self._commit: Commit | None = None
-        self._raw, page = agree.on_root(team.comm, verb, lambda: self._lay_out(shape, dtype))
+        self._raw, page = objects.broadcast(team.comm, verb, lambda: self._lay_out(shape, dtype))
         opened: list[int] = []
         try:
-            agree.on_all(team.comm, verb, lambda: opened.append(_open(self._raw)))
+            objects.all_gather(team.comm, verb, lambda: opened.append(_open(self._raw)))
         except RankError:
             self._give_up(opened)
             raise
@@ -180,9 +181,9 @@ class _Flat:
             self._fail(failed)
         problem = problem or self._problem
         try:
-            agree.on_all(comm, self._verb, partial(_raise, problem))
-            agree.on_all(comm, self._verb, lambda: sync(Path(self._raw.path)))
-            agree.on_root(comm, self._verb, self._complete)
+            objects.all_gather(comm, self._verb, partial(_raise, problem))
+            objects.all_gather(comm, self._verb, lambda: sync(Path(self._raw.path)))
+            objects.broadcast(comm, self._verb, self._complete)
         except RankError:
             self._give_up(self._opened)
             raise

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from mpi4py import MPI
 
-from hpcdist import abort, agree
+from hpcdist import abort
+from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
 from hpcdist.groups import Group
 from hpcdist.handle import Handle, check_threads
@@ -296,7 +297,7 @@ class Engine:
             self._arriving.put(None)
             self._thread.join()
         if not any(
-            agree.allgather(self._world.team.comm, bool(_abandoned))
+            objects.all_gather_object(self._world.team.comm, bool(_abandoned))
         ):  # else a new one could meet what still comes
             self.header_comm.Free()
             self.data_comm.Free()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hpcdist import agree, rendezvous
+from hpcdist import rendezvous
+from hpcdist.control import objects
 from hpcdist.watch.limits import deadline
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ def agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | 
             dist.BackendConfig(dist.Backend(backend))
         return backend, deadline(timeout, said)
 
-    given = agree.on_all(comm, "init", check)
+    given = objects.all_gather(comm, "init", check)
     names = [name for name, _ in given]
-    agree.require(
+    objects.raise_problems(
         "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
     )
     return timedelta(seconds=given[0][1])

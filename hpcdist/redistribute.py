@@ -15,6 +15,7 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, gradient, handle, layout, results, routes, world
 from hpcdist.buffers import copyable, overlap, written
 from hpcdist.call import LOST, Call
+from hpcdist.control import objects
 from hpcdist.eager import recorded
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.layout import Box, Layout
@@ -228,10 +229,10 @@ def _planned(x: Any, src: Any, dst: Any, route: Any, out: Any, team: Team) -> tu
     given = {rank: shape for rank, shape in enumerate(outs) if shape is not None}
     if given:
         wanted = [box.shape for box in dst.boxes(plan.shape, team.size)]
-        agree.require(
+        objects.raise_problems(
             VERB, {r: f"out has shape {got}, expected {wanted[r]}" for r, got in given.items() if got != wanted[r]}
         )
-        agree.require(VERB, dict.fromkeys(given, LOST) if agreed.grad else {})
+        objects.raise_problems(VERB, dict.fromkeys(given, LOST) if agreed.grad else {})
     return plan, call
 
 
@@ -266,10 +267,10 @@ def _make(team: Team, way: Route, src: Layout, dst: Layout, shapes: Sequence[Sha
     longest = max(max(side.counts) for side in sides)
     total = max(max(side.nbytes, x.itemsize * layout.whole(side.shape).size()) for side in sides)
     single = all(len(boxes) <= 1 for side in sides for boxes in (*side.boxes, side.own))
-    known = agree.allgather(team.comm, (longest, total, single, not x.is_cuda, moves.missing))
+    known = objects.all_gather_object(team.comm, (longest, total, single, not x.is_cuda, moves.missing))
     missing = {rank: fact[-1] for rank, fact in enumerate(known) if fact[-1]}
     text = "src: no rank holds {} of the {} elements of its new part"
-    agree.require(VERB, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
+    objects.raise_problems(VERB, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
     facts = Facts(
         longest=max(fact[0] for fact in known),
         total=max(fact[1] for fact in known),

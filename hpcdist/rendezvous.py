@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, with types
 
-from hpcdist import agree
+from hpcdist.control import objects
 from hpcdist.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -62,13 +62,14 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         addresses = ["127.0.0.1"] if nodes == 1 else _addresses()
         return listener[0].getsockname()[1], addresses, secrets.token_hex()
 
-    port, addresses, token = agree.on_root(comm, "init", serve)
+    port, addresses, token = objects.broadcast(comm, "init", serve)
     with _answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
         for seconds in _CONNECT_SECONDS:
             ask = partial(_local_address, port=port, token=token, seconds=seconds)
             reached = list(threads.map(ask, addresses))
             everywhere = [
-                all(rank) for rank in zip(*agree.allgather(comm, [r is not None for r in reached]), strict=True)
+                all(rank)
+                for rank in zip(*objects.all_gather_object(comm, [r is not None for r in reached]), strict=True)
             ]
             if any(everywhere):
                 break
@@ -100,7 +101,7 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
         )
         return port
 
-    port = agree.on_root(comm, "init", serve)
+    port = objects.broadcast(comm, "init", serve)
     return stores[0] if stores else TCPStore(meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
 
 
@@ -121,7 +122,7 @@ class Nodes:
         from mpi4py import MPI
 
         self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        leaders = agree.allgather(comm, agree.allgather(self.local, comm.rank)[0])
+        leaders = objects.all_gather_object(comm, objects.all_gather_object(self.local, comm.rank)[0])
         order = sorted(set(leaders))
         self.mine, self.count = order.index(leaders[comm.rank]), len(order)
 
@@ -129,7 +130,7 @@ class Nodes:
 def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
     mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    all_ = agree.allgather(comm, mine)
+    all_ = objects.all_gather_object(comm, mine)
     if all(entry is None for entry in all_):
         return comm.Dup()
     sizes = sorted({entry[1] for entry in all_ if entry is not None} - {comm.size})

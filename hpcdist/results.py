@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from hpcdist import agree
+from hpcdist.control import objects
 from hpcdist.routes import CUDA
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def allocate(
         elif size and on_node > host:
             together = f"its result has {size:,} bytes, and those of all ranks on its node {on_node:,} bytes"
             problems[rank] = f"{together}: more than the {host:,} bytes of memory there"
-    agree.require(verb, problems)
+    objects.raise_problems(verb, problems)
     made: list[T] = []
-    agree.on_all(team.comm, verb, lambda: made.append(make()))
+    objects.all_gather(team.comm, verb, lambda: made.append(make()))
     return made[0]

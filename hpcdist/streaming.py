@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import agree, files, gather, layout, outputs
+from hpcdist import files, gather, layout, outputs
 from hpcdist.arrays import Opened
 from hpcdist.buffers import as_bytes
 from hpcdist.command import Meter
+from hpcdist.control import objects
 from hpcdist.errors import InputError, reason
 from hpcdist.files import Source
 from hpcdist.groups import Group
@@ -158,7 +159,7 @@ def to_root(
     with _alone(world) as team, Meter(world, "gather", layout.whole(shape).size() * dtype.itemsize) as meter:
         share = max(2 * dtype.itemsize, window // size)
         out: list[outputs.Output] = []
-        agree.on_root(
+        objects.broadcast(
             comm, "gather", lambda: out.append(outputs.create(team, "gather", path, shape, dtype, share)), root
         )
         pieces = outputs.pieces_of(shape, dtype, share)
@@ -183,8 +184,8 @@ def to_root(
                 gather(x, 0, root, route=route, out=arrived.memory(now))
                 arrived.put(out[0], first, now, None)
             meter.add(sum(box.size() for box in now) * dtype.itemsize)
-        problem = next((text for text in agree.allgather(comm, problem) if text is not None), None)
-        agree.on_root(comm, "gather", lambda: out[0].finish(problem), root)
+        problem = next((text for text in objects.all_gather_object(comm, problem) if text is not None), None)
+        objects.broadcast(comm, "gather", lambda: out[0].finish(problem), root)
     return time.perf_counter() - start
 
 
@@ -229,7 +230,7 @@ def each_alone(world: World, verb: str, steps: Sequence[Callable[[Team], None]])
             for step in steps:
                 step(team)
 
-    agree.on_all(world.team.comm, verb, run)
+    objects.all_gather(world.team.comm, verb, run)
 
 
 def verify(data: Inputs, parts: Sequence[tuple[str, Box]], window: int) -> tuple[bool, str]:

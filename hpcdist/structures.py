@@ -13,6 +13,7 @@ from torch import Tensor
 from hpcdist import abort, agree, layout, results, routes
 from hpcdist.buffers import as_bytes, copyable, of_bytes, row_major
 from hpcdist.call import Call, others, show_shape
+from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.merging import merge, same
 from hpcdist.packing import Contents, Header, encode, pack
@@ -77,7 +78,7 @@ def _know_classes(verb: str, team: Team, names: Sequence[str]) -> None:
             for name in names:
                 find_class(name)
 
-        agree.on_all(team.comm, verb, find_all)
+        objects.all_gather(team.comm, verb, find_all)
 
 
 def _classes(described: Sequence[Header] | Sequence[Tree]) -> list[str]:
@@ -217,7 +218,7 @@ def distribute(team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: boo
     contents = [Contents.of(tree.tensors) for tree in call.trees]
     texts = [encode(tree.spec, held) for tree, held in zip(call.trees, contents, strict=True)]
     told = json.dumps(_Schedule.of(call.trees, texts, contents)).encode() if texts else b""
-    schedule = _Schedule(*json.loads(agree.from_root(team.comm, told, call.root)))
+    schedule = _Schedule(*json.loads(objects.broadcast_bytes(team.comm, told, call.root)))
     _know_classes("split", team, schedule.classes)
     used = {on_gpu for on_gpu in (False, True) if schedule.longest[on_gpu]}
     ways, device = _ways("split", team, call.route, kinds, used), team.world.device

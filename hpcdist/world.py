@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hpcdist import abort, agree, devices, exits, forks, handle, launcher, output, process_group, rendezvous
 from hpcdist.call import Call
 from hpcdist.commit import private_folder
+from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.groups import Group, forget
 from hpcdist.memory import capacity
@@ -307,7 +308,7 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local.rank, device, backend, shared)
             group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
-            places = agree.allgather(private, (nodes.mine, capacity()))
+            places = objects.all_gather_object(private, (nodes.mine, capacity()))
     except BaseException:
         watch.stop()
         raise

@@ -49,7 +49,7 @@ def main(server: str, arguments: list[str]) -> None:
 
 
 def _pass_on(child: int, number: int) -> None:
-    try:
+    try:  # noqa: SIM105  an import of contextlib takes longer than all else here
         os.kill(child, number)
     except ProcessLookupError:  # it has just ended
         pass

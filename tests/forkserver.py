@@ -1,5 +1,5 @@
-"""A process that has imported torch, from which the Python processes of jobs are forked: an import takes a second of CPU
-time, and the tests start hundreds of jobs.
+"""A process that has imported torch, from which the Python processes of jobs are forked: an import takes a second of
+CPU time, and the tests start hundreds of jobs.
 
 The launcher starts forked.py, which hands over all that a process gets from its parent (arguments, environment, folder,
 descriptors, limits); the fork, which has neither MPI nor hpcdist yet, goes on as ``python ...`` would.

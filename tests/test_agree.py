@@ -16,6 +16,7 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
 from hpcdist import agree
+from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested")]
@@ -429,10 +430,10 @@ def test_without_a_world(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> No
     assert_on_all_ranks(world.comm, caught == [True] * 3, caught)
 
 
-# --- on_root, on_all -------------------------------------------------------------------------------------------------
+# --- control.objects -------------------------------------------------------------------------------------------------
 
 
-def test_on_root(world: hd.World) -> None:
+def test_broadcast(world: hd.World) -> None:
     """Rank 0 runs it, all have its result."""
     ran: list[int] = []
 
@@ -440,7 +441,7 @@ def test_on_root(world: hd.World) -> None:
         ran.append(world.rank)
         return f"from rank {world.rank}"
 
-    result = agree.on_root(world.comm, "name", step)
+    result = objects.broadcast(world.comm, "name", step)
     assert_on_all_ranks(world.comm, result == "from rank 0", result)
     assert_on_all_ranks(world.comm, ran == [0] * (world.rank == 0), ran)
 
@@ -467,22 +468,24 @@ def test_an_error_on_the_root_is_everyones(world: hd.World, error: Exception, to
     def fail() -> None:
         raise error
 
-    caught = raises_on_all_ranks(world.comm, hd.RankError, lambda: agree.on_root(world.comm, "open", fail))
+    caught = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.broadcast(world.comm, "open", fail))
     _check_error(world, caught, "open", [0], told)
+    kept = caught.__cause__ is (error if world.rank == 0 else None)  # with its traceback
+    assert_on_all_ranks(world.comm, kept, caught.__cause__)
 
 
-def test_on_all(world: hd.World) -> None:
-    results = agree.on_all(world.comm, "count", lambda: world.rank * 10)
+def test_all_gather(world: hd.World) -> None:
+    results = objects.all_gather(world.comm, "count", lambda: world.rank * 10)
     assert_on_all_ranks(world.comm, results == [rank * 10 for rank in range(world.world_size)], results)
 
 
-def test_on_all_tells_who_failed(world: hd.World) -> None:
+def test_all_gather_tells_who_failed(world: hd.World) -> None:
     def step() -> int:
         if world.rank == world.world_size - 1:
             raise KeyError("missing")
         return world.rank
 
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: agree.on_all(world.comm, "count", step))
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.all_gather(world.comm, "count", step))
     _check_error(world, error, "count", [world.world_size - 1], "KeyError: 'missing'")
 
 

@@ -11,8 +11,8 @@ import pytest
 from launch import mpirun
 
 import hpcdist
-from hpcdist import agree
 from hpcdist.commit import private_folder
+from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
 
 ROOT = Path(hpcdist.__file__).parent
@@ -147,9 +147,9 @@ def test_a_folder_that_somebody_else_has_prepared_is_not_used(tmp_path: Path) ->
 def test_sizes_are_bounded_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpi4py import MPI
 
-    monkeypatch.setattr(agree, "_MOST", 100)
-    assert agree.allgather(MPI.COMM_SELF, "x" * 50) == ["x" * 50]
-    with pytest.raises(HpcdistError, match="bytes to say before a call"):
-        agree.allgather(MPI.COMM_SELF, "x" * 200)
-    with pytest.raises(HpcdistError, match="bytes to say before a call"):
-        agree.from_root(MPI.COMM_SELF, b"x" * 200, 0)
+    monkeypatch.setattr(objects, "_MOST", 100)
+    assert objects.all_gather_object(MPI.COMM_SELF, "x" * 50) == ["x" * 50]
+    with pytest.raises(HpcdistError, match="bytes to exchange before a call"):
+        objects.all_gather_object(MPI.COMM_SELF, "x" * 200)
+    with pytest.raises(HpcdistError, match="bytes to exchange before a call"):
+        objects.broadcast_bytes(MPI.COMM_SELF, b"x" * 200, 0)

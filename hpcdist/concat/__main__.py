@@ -6,8 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from hpcdist import agree, files, inputs, layout, streaming
+from hpcdist import files, inputs, layout, streaming
 from hpcdist.command import Parser, path, run
+from hpcdist.control import objects
 from hpcdist.gather import __main__ as gather
 from hpcdist.inputs import Inputs
 from hpcdist.patterns import Names
@@ -30,8 +31,8 @@ def main(world: World, args: argparse.Namespace) -> int:
     gather.check_output(world, data, names[0], args)
     specs, size = [source.spec for source in data.sources], 0 if args.resume else data.nbytes()
     check = lambda: files.check_output(names[world.rank], data.dtype, size, specs)  # noqa: E731
-    agree.on_all(world.team.comm, "output", check)  # each in a folder of its own, perhaps
-    agree.on_root(world.team.comm, "output", names.check)
+    objects.all_gather(world.team.comm, "output", check)  # each in a folder of its own, perhaps
+    objects.broadcast(world.team.comm, "output", names.check)
     report = _copies(world, data, names, args)
     if world.rank == 0:
         print(json.dumps(report) if args.json else _text(report), flush=True)
@@ -59,13 +60,13 @@ def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) 
             "shape": list(data.shape),
             "dtype": str(data.dtype).removeprefix("torch."),
             "bytes": data.nbytes(),
-            "seconds": max(agree.allgather(world.team.comm, seconds[0])),
+            "seconds": max(objects.all_gather_object(world.team.comm, seconds[0])),
             "output": args.output,
         }
         if args.verify:
             parts = [(target, layout.whole(data.shape))]
             step = lambda: streaming.verify(data, parts, args.window)  # noqa: E731
-            found = agree.on_all(world.team.comm, "verify", step)
+            found = objects.all_gather(world.team.comm, "verify", step)
             report |= {"verified": all(right for right, _ in found), "sha256": found[0][1]}
     return report
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcdist import agree, staging, world
+from hpcdist import staging, world
+from hpcdist.control import objects
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
 from hpcdist.doctor.findings import Facts, Finding, by_value, each, ranks_text
 from hpcdist.doctor.ward import Line
@@ -73,14 +74,14 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
         line.stage("network", "look for a firewall between the nodes", together=True)
         facts["reach"] = network.reach(leaders, facts)
     leaders.Free()
-    folder = agree.allgather(comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
+    folder = objects.all_gather_object(comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
     _try_staging(line, comm, facts, folder, leads)
     everyone = _tell(line, comm, facts)
     here = _start(line, facts, folder, limit)
     everyone = _tell(line, comm, facts)
     if here is None or not all("seconds" in other["init"] for other in everyone):
         return
-    if any(agree.allgather(here.team.comm, here.device.type == "cuda")):
+    if any(objects.all_gather_object(here.team.comm, here.device.type == "cuda")):
         line.stage("CUDA-aware MPI", "look at the findings about GPUs", together=True)
         facts["cuda_aware"] = mpi_takes_gpu_memory(here.team)
     if all("error" not in other.get("staging", {}) and other["sees"] for other in everyone):
@@ -96,7 +97,7 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
 def _tell(line: Line, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
     """The facts of all ranks; rank 0 has them told even if what comes next does not end. Collective."""
     line.stage("all ranks together", "look for a rank that is stopped, or a node that is overloaded", together=True)
-    everyone: list[Facts] = agree.allgather(comm, facts)
+    everyone: list[Facts] = objects.all_gather_object(comm, facts)
     if comm.rank == 0:
         line.facts(everyone)
     return everyone
@@ -111,7 +112,7 @@ def _try_staging(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str, lea
     _stage_folder(line)
     if leads:
         facts["staging"] = files.try_folder(folder)
-    made = agree.allgather(comm, files.put(folder) if comm.rank == 0 else None)[0]
+    made = objects.all_gather_object(comm, files.put(folder) if comm.rank == 0 else None)[0]
     facts["sees"] = files.look(made)
     comm.Barrier()
     if comm.rank == 0 and made is not None:
@@ -152,7 +153,7 @@ def started(ranks: Sequence[Facts]) -> list[Finding]:
 def _try_file(line: Line, here: World) -> dict[str, Any]:
     """Write an HDF5 file of all ranks' and read it again. Collective."""
     line.stage("HDF5 file", "OMPI_MCA_io=romio321, or staging.save(writer='posix') without MPI-IO", together=True)
-    name = agree.allgather(here.comm, f"{files.PREFIX}{secrets.token_hex(8)}.h5")[0]
+    name = objects.all_gather_object(here.comm, f"{files.PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
     shard = torch.arange(1000, device="cpu") + 1000 * here.rank
     begin = time.perf_counter()

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hpcdist import agree, launcher
+from hpcdist import launcher
+from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts, Finding, by_node, by_value, each, ranks_text
 from hpcdist.doctor.ward import Line
 from hpcdist.errors import reason
@@ -75,7 +76,7 @@ def start_mpi(line: Line, facts: Facts) -> MPI.Intracomm | None:
         facts["rank"] = comm.rank
         line.stage("MPI's first messages", "look for a firewall between the nodes, or name the network to MPI", True)
         local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        facts["node"] = agree.allgather(local, comm.rank)[0]
+        facts["node"] = objects.all_gather_object(local, comm.rank)[0]
         facts["local_rank"] = local.rank
         local.Free()
     return comm

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hpcdist import agree, rendezvous
+from hpcdist import rendezvous
+from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts, Finding, by_node, each
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
     addresses = [a for a in facts["interfaces"].values() if not a.startswith("127.")]
     with socket.create_server(("", 0), backlog=max(128, leaders.size)) as listener:
         threading.Thread(target=_answer, args=(listener, token), daemon=True).start()
-        doors = agree.allgather(leaders, (facts["node"], listener.getsockname()[1], token, addresses))
+        doors = objects.all_gather_object(leaders, (facts["node"], listener.getsockname()[1], token, addresses))
         size, mine = leaders.size, leaders.rank
         steps = range(1, size) if size <= _ALL_PAIRS else [2**k for k in range(size.bit_length()) if 2**k < size]
         tries = [(doors[(mine + step) % size], address) for step in steps for address in doors[(mine + step) % size][3]]

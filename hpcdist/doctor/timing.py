@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from hpcdist import agree, routes
+from hpcdist import routes
 from hpcdist.concat import concat
+from hpcdist.control import objects
 from hpcdist.doctor.findings import Finding
 from hpcdist.doctor.ward import Line
 from hpcdist.errors import HpcdistError
@@ -48,7 +49,7 @@ def _time(world: World, name: str) -> dict[str, Any]:
         seconds = [timed(world, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUNDS)]
     except HpcdistError as error:  # the same on all ranks
         return {"error": str(error)}
-    right = all(agree.allgather(world.team.comm, bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
+    right = all(objects.all_gather_object(world.team.comm, bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
     return {"seconds": median(seconds), "bytes": _NBYTES * world.world_size, "right": right}
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcdist import agree, concat, files, gather, inputs, layout, outputs, streaming
+from hpcdist import concat, files, gather, inputs, layout, outputs, streaming
 from hpcdist.buffers import row_major
 from hpcdist.command import Parser, nbytes, path, run, show_bytes
+from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.gather.compare import ROUNDS, compare, placed, route_table, timed
 from hpcdist.inputs import Inputs, sha256
@@ -71,7 +72,7 @@ def check_output(world: World, data: Inputs, output: str | None, args: argparse.
         specs = [source.spec for source in data.sources]
         root = args.root
         size = 0 if args.resume else data.nbytes()  # some of it may be there already
-        agree.on_root(world.team.comm, "output", lambda: files.check_output(output, data.dtype, size, specs), root)
+        objects.broadcast(world.team.comm, "output", lambda: files.check_output(output, data.dtype, size, specs), root)
 
 
 def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
@@ -90,12 +91,12 @@ def _stream(world: World, data: Inputs, args: argparse.Namespace, report: dict[s
         else:
             report["route"] = args.route
             seconds = streaming.to_root(world, joined.read, args.output, shape, dtype, window, args.route, args.root)
-        report["seconds"] = max(agree.allgather(world.team.comm, seconds))
+        report["seconds"] = max(objects.all_gather_object(world.team.comm, seconds))
         if not args.verify:
             return {}
         parts = [(args.output, layout.whole(shape))]
         step = lambda: streaming.verify(data, parts, window)  # noqa: E731
-        right, digest = agree.on_root(world.team.comm, "verify", step, args.root)
+        right, digest = objects.broadcast(world.team.comm, "verify", step, args.root)
         return {"sha256": digest, "verified": right}
 
 
@@ -146,8 +147,8 @@ def _verify(world: World, data: Inputs, result: Tensor | None, args: argparse.Na
         held = [result.cpu()] + ([files.load(args.output, by_library=True)] if args.output else [])
         return data.verify(held, world)
 
-    right, serial = agree.on_root(world.team.comm, "verify", check, args.root)
-    digests = agree.allgather(world.team.comm, None if result is None else sha256(result))
+    right, serial = objects.broadcast(world.team.comm, "verify", check, args.root)
+    digests = objects.all_gather_object(world.team.comm, None if result is None else sha256(result))
     own = digests[args.root]
     same = {digest for digest in digests if digest is not None} == {own} and serial in (None, own)
     return {"sha256": own, "serial_sha256": serial, "verified": right and same}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist import agree
 from hpcdist.command import progress, table
+from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.inputs import equal
 from hpcdist.routes import ROUTES
@@ -36,7 +36,7 @@ def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tenso
     result = step()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-    return max(agree.allgather(comm, time.perf_counter() - start)), result
+    return max(objects.all_gather_object(comm, time.perf_counter() - start)), result
 
 
 def compare(world: World, shard: Tensor, move: Move, nbytes: int) -> tuple[list[dict[str, Any]], Tensor | None]:
@@ -59,7 +59,9 @@ def compare(world: World, shard: Tensor, move: Move, nbytes: int) -> tuple[list[
     for _ in progress(range(ROUNDS), world, "compare"):
         for route, runs in times.items():
             runs.append(timed(world, lambda r=route: move(inputs[r], r, results[r]))[0])  # type: ignore[misc]
-    right = agree.allgather(world.team.comm, {route: _same(out, results["mpi"]) for route, out in results.items()})
+    right = objects.all_gather_object(
+        world.team.comm, {route: _same(out, results["mpi"]) for route, out in results.items()}
+    )
     best = min(median(runs) for runs in times.values())
     rows: list[dict[str, Any]] = [
         {

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcdist import abort, agree, layout, raw
+from hpcdist import abort, layout, raw
 from hpcdist.buffers import as_bytes
 from hpcdist.commit import check_folder, lock, sweep
+from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
 from hpcdist.pages import page_size
 from hpcdist.routes import Ints, Message
@@ -60,7 +61,7 @@ class _Hdf5(Exchange):
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # In the file: the messages of rank 0, one behind the other, those of rank 1, ...
-        table: list[list[tuple[int, int]]] = agree.allgather(
+        table: list[list[tuple[int, int]]] = objects.all_gather_object(
             team.comm, [(dest, block.numel()) for dest, block in sends]
         )
         messages = [(source, dest, nbytes) for source, row in enumerate(table) for dest, nbytes in row]
@@ -94,7 +95,7 @@ class _File:
 
     def find(self) -> None:
         """See on this rank that it is the file that was meant. Collective."""
-        seen = agree.on_all(self._team.comm, VERB, self._open)
+        seen = objects.all_gather(self._team.comm, VERB, self._open)
         if self._team.world.nodes > 1 or len(set(seen)) > 1:
             self.close()
 
@@ -112,11 +113,15 @@ class _File:
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on every rank. Collective."""
-        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, raw.write_at, self.fd))
+        objects.all_gather(
+            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, raw.write_at, self.fd)
+        )
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
         """Fill the messages on every rank from their offsets. Collective."""
-        agree.on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, raw.read_at, self.fd))
+        objects.all_gather(
+            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, raw.read_at, self.fd)
+        )
 
 
 def _each(
@@ -168,7 +173,7 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
         return held[0].place, layout.displs(room)
 
     try:
-        place, starts = agree.on_root(team.comm, VERB, make)
+        place, starts = objects.broadcast(team.comm, VERB, make)
         abort.LITTER.add(place.path)
         file = _File(team, place, starts)
         file.find()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpcdist import abort, agree, checks, gradient, handle, layout, results, routes, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major, written
 from hpcdist.call import LOST, SHARED, Call
+from hpcdist.control import objects
 from hpcdist.groups import Group, group_of
 from hpcdist.routes import CUDA
 from hpcdist.team import Team, team_of
@@ -104,7 +105,7 @@ def _split(
     agreed = agree.exchange(team, call)
     cut = _describe(team, call)
     if cut is None:
-        agree.require(
+        objects.raise_problems(
             "split", {r: "out is given, but the root has no tensor" for r, n in enumerate(agreed.out_extents) if n >= 0}
         )
         return structures.distribute(team, call, agreed.kinds, allow_pickle)

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcdist import agree, files, inputs, layout, streaming
+from hpcdist import files, inputs, layout, streaming
 from hpcdist.command import Parser, path, run, show_bytes
+from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.gather import __main__ as gather
 from hpcdist.inputs import Inputs
@@ -56,7 +57,7 @@ def _check(world: World, data: Inputs, names: Names) -> None:
         for i in range(len(names)):
             files.check_output(names[i], data.dtype, 0, specs)
 
-    agree.on_root(world.team.comm, "output", check)
+    objects.broadcast(world.team.comm, "output", check)
 
 
 def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -> dict[str, Any]:
@@ -80,13 +81,13 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
             "extents": extents,
             "dtype": str(data.dtype).removeprefix("torch."),
             "bytes": data.nbytes(),
-            "seconds": max(agree.allgather(world.team.comm, sum(seconds))),
+            "seconds": max(objects.all_gather_object(world.team.comm, sum(seconds))),
             "output": args.output,
         }
         if args.verify:
             parts = [(names[i], boxes[i]) for i in range(len(names))]
             step = lambda: streaming.verify(data, parts, args.window)  # noqa: E731
-            report["verified"], report["sha256"] = agree.on_root(world.team.comm, "verify", step)
+            report["verified"], report["sha256"] = objects.broadcast(world.team.comm, "verify", step)
     return report
 
 

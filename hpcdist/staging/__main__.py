@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist import agree, layout
+from hpcdist import layout
 from hpcdist.command import Meter, Parser, run, show_bytes, table
+from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError
 from hpcdist.regular import shown
 from hpcdist.staging.contents import Contents, Stored, describe
@@ -23,7 +24,7 @@ _SHOWN = 20  # damaged pieces
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Run the subcommand on the ranks of the world; returns the exit status. Collective."""
-    contents = agree.on_root(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
+    contents = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
     if args.what == "verify":
         return _verify(world, contents, args)
     if world.rank == 0:
@@ -111,8 +112,8 @@ def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
                     damaged.append(str(error))
                 meter.add(stored.boxes[row].size() * stored.dtype.itemsize)
 
-    agree.on_all(world.team.comm, "verify", check)
-    found = [text for texts in agree.allgather(world.team.comm, damaged) for text in texts]
+    objects.all_gather(world.team.comm, "verify", check)
+    found = [text for texts in objects.all_gather_object(world.team.comm, damaged) for text in texts]
     if world.rank == 0:
         nbytes = sum(stored.nbytes() for stored in contents.datasets.values())
         report = {"path": args.file, "pieces": len(pieces), "bytes": nbytes, "damaged": found}

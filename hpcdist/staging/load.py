@@ -18,6 +18,7 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, digests, raw, world
 from hpcdist.buffers import written
 from hpcdist.call import Call
+from hpcdist.control import objects
 from hpcdist.errors import FileError, listed, reason
 from hpcdist.layout import Box
 from hpcdist.staging.boxes import BoxSequence
@@ -107,24 +108,24 @@ def load(
         call.problem = checks.problem_of(error)
     with record.InCall(VERB, team), abort.InStep(VERB, team.size):
         agree.exchange(team, call)
-        same = digests.same(team.comm, VERB, ask.same, ask.same, agree.odd_option)
-        own = agree.allgather(team.comm, (ask.box, ask.out))
+        same = digests.same(team.comm, VERB, ask.same, ask.same, objects.first_difference)
+        own = objects.all_gather_object(team.comm, (ask.box, ask.out))
         asks = [Ask(same, *each) for each in own]
         place, results = str(same["path"]), {}
         problems: list[str] = []
         with _opened_by_all(team, place, same["name"]) as (contents, fd):
             wants, wrong = find_wants(contents.datasets, asks)
-            agree.require(VERB, wrong)
+            objects.raise_problems(VERB, wrong)
             mine = {key: (wants[key][team.rank], stored.dtype) for key, stored in contents.datasets.items()}
             step = lambda: results.update({key: _memory(out, *what, target) for key, what in mine.items()})  # noqa: E731
-            agree.on_all(team.comm, VERB, step)
+            objects.all_gather(team.comm, VERB, step)
             written(out, None)
             for key, stored in contents.datasets.items():
                 # A copy: what is worked out of its table goes with it.
                 reader = Reader(place, fd, replace(stored), window, verify, progress)
                 _read(team, reader, wants[key], results[key].view(mine[key][0].shape), readers, problems)
-        told = enumerate(agree.allgather(team.comm, problems[:1]))
-        agree.require(VERB, {rank: texts[0] for rank, texts in told if texts})
+        told = enumerate(objects.all_gather_object(team.comm, problems[:1]))
+        objects.raise_problems(VERB, {rank: texts[0] for rank, texts in told if texts})
         if out is not None:
             return out
         return nest(results, ask.same["name"] or (SINGLE if list(results) == [SINGLE] else ""))
@@ -193,15 +194,15 @@ def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Co
     for nap in (*_NAPS, None):
         with ExitStack() as stack:
             fds: list[int] = []
-            contents = agree.on_root(team.comm, VERB, lambda: _describe(path, name))
-            found = agree.on_all(team.comm, VERB, partial(_is_same, stack, contents, fds, nap is None))
+            contents = objects.broadcast(team.comm, VERB, lambda: _describe(path, name))
+            found = objects.all_gather(team.comm, VERB, partial(_is_same, stack, contents, fds, nap is None))
             if all(found):
                 yield contents, fds[0]
                 return
         if nap is not None:
             time.sleep(nap)
     text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
-    agree.require(VERB, {rank: text for rank, right in enumerate(found) if not right})
+    objects.raise_problems(VERB, {rank: text for rank, right in enumerate(found) if not right})
 
 
 def _is_same(stack: ExitStack, contents: Contents, fds: list[int], last: bool) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hpcdist import abort, agree, checks, digests, layout, world
 from hpcdist.call import Call
 from hpcdist.commit import check_target
+from hpcdist.control import objects
 from hpcdist.staging import writers as ways
 from hpcdist.staging.boxes import Integers
 from hpcdist.staging.format import Dataset
@@ -252,13 +253,13 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
             chunks = tuple(map(min, chunks, shape))
         wanted[name] = (shape, dtype, dim, along, chunks)
         size += 0 if chunks or same["resume"] else prod(shape) * dtype.itemsize
-    agree.require(VERB, {0: problems[0]} if problems else {})
-    agree.on_root(team.comm, VERB, lambda: check_target(Path(same["path"]), size))  # before the pieces are counted
+    objects.raise_problems(VERB, {0: problems[0]} if problems else {})
+    objects.broadcast(team.comm, VERB, lambda: check_target(Path(same["path"]), size))  # before the pieces are counted
     for name, (shape, dtype, dim, along, chunks) in wanted.items():
         try:
             plan = plan_save(shape, dtype.itemsize, dim, along, same["window"], same["writers"], chunks)
         except checks.WrongError as error:
-            agree.require(VERB, {0: f"{name!r} {error}"})
+            objects.raise_problems(VERB, {0: f"{name!r} {error}"})
             raise
         filters = same["compression"] if chunks else {}
         datasets.append(Dataset(name, shape, dtype, plan.pieces, chunks, filters, attrs.get(name, {})))
@@ -285,7 +286,7 @@ def _sum(extents: Integers) -> int:
 
 def _odd(first: _Ask, other: _Ask) -> str | None:
     """How a rank's request differs from that of rank 0."""
-    option = agree.odd_option(first.same, other.same)
+    option = objects.first_difference(first.same, other.same)
     if option is not None:
         return option
     for name in (*first.shards, *other.shards):

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist import agree, layout
+from hpcdist import layout
 from hpcdist.commit import Commit, check_target, sync
+from hpcdist.control import objects
 from hpcdist.errors import FileError, RankError, reason
 from hpcdist.layout import Box
 from hpcdist.pages import Edges, Ints, Owner, Pages
@@ -87,7 +88,7 @@ class Saving:
         self._written: dict[tuple[int, int], int] = {}  # (dataset, piece) -> checksum of those of this rank
         compressed = any(d.chunks for d in datasets)  # HDF5 changes its own index of them all the time
         self._options = replace(options, resume=options.resume and not compressed)
-        self.layout, self._left, self._notes = agree.on_root(team.comm, verb, self._lay_out)
+        self.layout, self._left, self._notes = objects.broadcast(team.comm, verb, self._lay_out)
         places = [(0, 0) if at is None else (at, d.nbytes()) for d, at in zip(datasets, self.layout.data, strict=True)]
         sizes = [d.dtype.itemsize for d in datasets]
         self._pages = Pages(self.layout.page, places, lambda i, at: owner(i, at // sizes[i]))
@@ -95,8 +96,8 @@ class Saving:
         self._journal: Journal | None = None
         self._writers: list[writers.Writer] = []
         try:
-            agree.on_all(team.comm, verb, lambda: format.look(self.layout))
-            agree.on_all(team.comm, verb, self._open_writer)
+            objects.all_gather(team.comm, verb, lambda: format.look(self.layout))
+            objects.all_gather(team.comm, verb, self._open_writer)
         except BaseException:
             self._give_up()
             raise
@@ -144,16 +145,15 @@ class Saving:
         Args:
             rows: of each dataset, the pieces that this rank is to write.
         """
-        team, (path, end) = self.team, self._notes
+        team, (path, end), page = self.team, self._notes, self.layout.page
         if not path:
             return
         try:
-            found = agree.on_all(team.comm, self.verb, lambda: [*self._proven(rows)])
+            found = objects.all_gather(team.comm, self.verb, lambda: [*self._proven(rows)])
             self.done = {(i, row): self._left[i, row] for rank in found for i, row in rank}
-            counts = agree.allgather(team.comm, sum(map(len, rows)))
-            slots = [-(-end // self.layout.page) * self.layout.page]
-            slots += [journal.nbytes(n, self.layout.page) for n in counts]
-            agree.on_all(team.comm, self.verb, lambda: self._open_journal(Path(path), sum(slots[: team.rank + 1])))
+            counts = objects.all_gather_object(team.comm, sum(map(len, rows)))
+            at = sum((journal.nbytes(n, page) for n in counts[: team.rank]), -(-end // page) * page)
+            objects.all_gather(team.comm, self.verb, lambda: self._open_journal(Path(path), at))
         except RankError:
             self.abandon()
             raise
@@ -269,11 +269,11 @@ class Saving:
         comm, path = self.team.comm, Path(self.layout.path)
         self.settle()
         try:
-            agree.on_all(comm, self.verb, self._raise_problem)
-            agree.on_all(comm, self.verb, self._close_writer)
-            agree.on_all(comm, self.verb, lambda: sync(path))
+            objects.all_gather(comm, self.verb, self._raise_problem)
+            objects.all_gather(comm, self.verb, self._close_writer)
+            objects.all_gather(comm, self.verb, lambda: sync(path))
             written = self._gathered()
-            agree.on_root(comm, self.verb, lambda: self._complete(written))
+            objects.broadcast(comm, self.verb, lambda: self._complete(written))
         except RankError:
             self.abandon()
             raise
@@ -284,7 +284,7 @@ class Saving:
 
         comm = self.team.comm
         mine = np.array([(*of, checksum) for of, checksum in self._written.items()], np.uint64).astype(np.int64)
-        counts = [3 * n for n in agree.allgather(comm, len(self._written))]
+        counts = [3 * n for n in objects.all_gather_object(comm, len(self._written))]
         all_ = np.empty(sum(counts) if comm.rank == 0 else 0, np.int64)
         comm.Gatherv(
             [mine, MPI.INT64_T], [all_, counts, layout.displs(counts), MPI.INT64_T] if comm.rank == 0 else None
@@ -314,7 +314,7 @@ class Saving:
     def abandon(self) -> None:
         """Close the file and give up: the target is as it was. Collective."""
         try:
-            agree.on_all(self.team.comm, self.verb, self._close_writer)
+            objects.all_gather(self.team.comm, self.verb, self._close_writer)
         finally:
             self._give_up()
 

@@ -19,6 +19,7 @@ from hpcdist import abort, agree, checks, layout
 from hpcdist.buffers import DTYPES, row_major
 from hpcdist.call import Call
 from hpcdist.commit import check_target
+from hpcdist.control import objects
 from hpcdist.errors import FileError, listed
 from hpcdist.layout import Box
 from hpcdist.pages import Ints
@@ -62,11 +63,13 @@ class WriteFile:
             call.problem = checks.problem_of(error)
         with record.InCall(VERB, team), abort.InStep(VERB, team.size):
             agree.exchange(team, call)
-            asks = agree.allgather(team.comm, (target, limit, specs))
+            asks = objects.all_gather_object(team.comm, (target, limit, specs))
             odd = {rank: f"path, window or tensors differ from those of rank 0: {ask}" for rank, ask in enumerate(asks)}
-            agree.require(VERB, {rank: text for rank, text in odd.items() if asks[rank] != asks[0]})
+            objects.raise_problems(VERB, {rank: text for rank, text in odd.items() if asks[rank] != asks[0]})
             nbytes = sum(layout.whole(shape).size() * dtype.itemsize for shape, dtype in asks[0][2].values())
-            agree.on_root(team.comm, VERB, lambda: check_target(Path(target), nbytes))  # before the pieces are listed
+            objects.broadcast(
+                team.comm, VERB, lambda: check_target(Path(target), nbytes)
+            )  # before the pieces are listed
             datasets = []
             for name, (shape, dtype) in asks[0][2].items():  # in the order of rank 0, which lays out the file
                 pieces = list(layout.boxes(layout.whole(shape), max(1, min(PIECE, limit) // dtype.itemsize)))
@@ -132,7 +135,7 @@ class WriteFile:
             self._check_all_is_written()
             self._saving.verb = "staging.close"
             self._saving.settle()
-            if not any(agree.allgather(self._team.comm, self._saving.problem is not None)):
+            if not any(objects.all_gather_object(self._team.comm, self._saving.problem is not None)):
                 self._checksums()
             self._saving.finish()
         finally:
@@ -155,7 +158,9 @@ class WriteFile:
     def _checksums(self) -> None:
         """Those of pieces that one rank has written in order are known; others are read again, from the disk if the
         system can, where every rank compares what it has written. Collective."""
-        known: list[list[list[int]]] = agree.allgather(self._team.comm, [sorted(w.checksums) for w in self._wrote])
+        known: list[list[list[int]]] = objects.all_gather_object(
+            self._team.comm, [sorted(w.checksums) for w in self._wrote]
+        )
         path = Path(self._saving.layout.path)
         for i, (dataset, wrote) in enumerate(zip(self._saving.datasets, self._wrote, strict=True)):
             for row, checksum in wrote.checksums.items():

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hpcdist import layout, plain, raw
+from hpcdist import layout, raw
+from hpcdist.control import codec
 from hpcdist.errors import FileError
 from hpcdist.layout import Box
 from hpcdist.raw import Digest
@@ -191,14 +192,14 @@ def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
 
 def _packed(chunks: list[_Chunk]) -> bytes:
     """Chunks as one message: the length of what follows as text, where and how long each is; and their contents."""
-    head = plain.encode([(offset, mask, len(content)) for offset, mask, content in chunks])
+    head = codec.encode([(offset, mask, len(content)) for offset, mask, content in chunks])
     return b"".join([len(head).to_bytes(8, "little"), head, *(content for _, _, content in chunks)])
 
 
 def _unpacked(message: bytearray) -> list[_Chunk]:
     start = 8 + int.from_bytes(message[:8], "little")
     chunks = []
-    for offset, mask, length in plain.decode(message[8:start]):
+    for offset, mask, length in codec.decode(message[8:start]):
         chunks.append((offset, mask, bytes(message[start : start + length])))
         start += length
     return chunks

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from hpcdist import agree
+from hpcdist.control import objects
 from hpcdist.watch import look, record
 from hpcdist.watch.record import AT_WORK, ENDED, ENDING, Board, Process
 from hpcdist.watch.table import WAITS, Report, Thread, of_json
@@ -51,11 +51,13 @@ class Survey:
         self.rank: int = comm.rank
         self._board, self._seat = _board(local)
         self.announce(AT_WORK)
-        key = agree.from_root(comm, os.urandom(KEY) if comm.rank == 0 else b"", 0)
+        key = objects.broadcast_bytes(comm, os.urandom(KEY) if comm.rank == 0 else b"", 0)
         self.wire = Wire(key, f"hpcdist-{key[:8].hex()}-{comm.rank}", address)
-        leader = int.from_bytes(agree.from_root(local, comm.rank.to_bytes(8, "little"), 0), "little")
+        leader = int.from_bytes(objects.broadcast_bytes(local, comm.rank.to_bytes(8, "little"), 0), "little")
         me = {"address": self.wire.address, "host": socket.gethostname(), "pid": os.getpid()}
-        self._ends = agree.allgather(comm, {**me, "node": leader, "seat": self._seat, "alone": local.size == 1})
+        self._ends = objects.all_gather_object(
+            comm, {**me, "node": leader, "seat": self._seat, "alone": local.size == 1}
+        )
         self.ranks = list(range(comm.size))
         mates = {end["seat"]: rank for rank, end in enumerate(self._ends) if end["node"] == leader}
         self.mates: dict[int, int] = mates if len(mates) == local.size else {self._seat: self.rank}
@@ -212,7 +214,7 @@ def _board(local: MPI.Comm) -> tuple[Board, int]:
     """
     board = Board(local.size) if local.rank == 0 else None
     mine = [os.getpid(), board.fd, _identity(board.fd)] if board is not None else None
-    pid, fd, identity = agree.allgather(local, mine)[0]
+    pid, fd, identity = objects.all_gather_object(local, mine)[0]
     if board is None:
         with suppress(OSError):
             found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -220,7 +222,7 @@ def _board(local: MPI.Comm) -> tuple[Board, int]:
                 board = Board(local.size, found)
             else:
                 os.close(found)
-    shared = all(agree.allgather(local, board is not None))
+    shared = all(objects.all_gather_object(local, board is not None))
     if not shared:
         if board is not None:
             board.close()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from hpcdist.control.codec import decode, encode
 from hpcdist.layout import Box
-from hpcdist.plain import decode, encode
 from hpcdist.routes import Alltoall
 from hpcdist.staging.format import Dataset
 

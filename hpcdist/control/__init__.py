@@ -1,0 +1,1 @@
+"""Small values between the ranks, never data."""

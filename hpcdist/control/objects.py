@@ -1,0 +1,138 @@
+"""Exchange small values between the ranks while a call is set up, and fail together.
+
+:func:`all_gather` and :func:`broadcast` run a step and distribute its result, as those of
+``torch.distributed.checkpoint``'s ``_DistWrapper`` do. Values travel as text, not as pickle: see
+:mod:`hpcdist.control.codec`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpcdist.control import codec
+from hpcdist.errors import HpcdistError, RankError
+from hpcdist.watch import record
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["all_gather", "all_gather_object", "broadcast", "broadcast_bytes", "first_difference", "raise_problems"]
+
+T = TypeVar("T")
+
+_MOST = 2**30  # bytes that all ranks together may exchange in one call
+
+
+def all_gather_object(comm: MPI.Comm, value: Any) -> list[Any]:
+    """Gather the value of every rank on all ranks, in rank order. Collective over `comm`.
+
+    Args:
+        value: of the kinds that :mod:`hpcdist.control.codec` knows.
+
+    Raises:
+        RankError: on every rank, if the value of one is of another kind.
+    """
+    from mpi4py import MPI
+
+    text = _encoded(value)
+    sizes = array("q", bytes(8 * comm.size))
+    comm.Allgather([array("q", [len(text)]), MPI.INT64_T], [sizes, MPI.INT64_T])
+    _check_size(sum(sizes))
+    texts = bytearray(sum(sizes))
+    comm.Allgatherv([text, MPI.BYTE], [texts, list(sizes), MPI.BYTE])
+    ends = list(accumulate(sizes))
+    values = [codec.decode(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    raise_problems("agree", {rank: problem for rank, (_, problem) in enumerate(values) if problem is not None})
+    return [value for value, _ in values]
+
+
+def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int) -> bytes:
+    """Return the root's bytes on every rank. Collective over `comm`; two small broadcasts."""
+    from mpi4py import MPI
+
+    length = array("q", [len(data)])
+    comm.Bcast([length, MPI.INT64_T], root)
+    _check_size(length[0])
+    found = bytearray(data) if comm.rank == root else bytearray(length[0])
+    comm.Bcast([found, MPI.BYTE], root)
+    return bytes(found)
+
+
+def broadcast(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0) -> T:
+    """Run `step` on the root and return its result on every rank. Collective over `comm`.
+
+    Args:
+        what: the operation as the user called it, for the error.
+        step: its result is small, and of the kinds that :mod:`hpcdist.control.codec` knows.
+
+    Raises:
+        RankError: on every rank, if `step` fails; on the root from the error that it raised.
+    """
+    outcome, cause = _attempt(step) if comm.rank == root else (None, None)
+    text = _encoded(outcome) if comm.rank == root else b""
+    told, not_encoded = codec.decode(broadcast_bytes(comm, text, root))
+    value: Any
+    value, problem = told or (None, not_encoded)
+    record.touch()
+    raise_problems(what, {} if problem is None else {root: problem}, cause)
+    return value  # type: ignore[no-any-return]
+
+
+def all_gather(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
+    """Run `step` on every rank and return all results, in rank order. Collective over `comm`.
+
+    Args:
+        what, step: as those of :func:`broadcast`.
+
+    Raises:
+        RankError: on every rank, if `step` fails on one; on that rank from the error that it raised.
+    """
+    mine, cause = _attempt(step)
+    outcomes: list[tuple[T, str | None]] = all_gather_object(comm, mine)
+    record.touch()
+    raise_problems(what, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, cause)
+    return [value for value, _ in outcomes]
+
+
+def raise_problems(verb: str, problems: dict[int, str], cause: Exception | None = None) -> None:
+    """Raise a RankError if there are problems that every rank knows alike.
+
+    Args:
+        cause: this rank's own error, whose traceback is kept.
+    """
+    if problems:
+        raise RankError(verb, problems) from cause
+
+
+def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """How the options of a rank differ from those of rank 0, which have the same names; None if they do not."""
+    for option, value in first.items():
+        if other[option] != value:
+            return f"{option} is {other[option]!r}, where rank 0 has {value!r}"
+    return None
+
+
+def _attempt(step: Callable[[], T]) -> tuple[tuple[T | None, str | None], Exception | None]:
+    """((the result, None), None), or ((None, the error as text), the error): not every exception can be sent."""
+    try:
+        return (step(), None), None
+    except HpcdistError as error:
+        return (None, str(error)), error
+    except Exception as error:
+        return (None, f"{type(error).__name__}: {error}"), error
+
+
+def _encoded(value: object) -> bytes:
+    """(the value, None), or (None, why it cannot be encoded) as text."""
+    try:
+        return codec.encode((value, None))
+    except TypeError as error:
+        return codec.encode((None, str(error)))
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > _MOST:
+        raise HpcdistError(f"the ranks have {nbytes} bytes to exchange before a call; at most {_MOST} are allowed")
