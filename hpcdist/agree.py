@@ -10,10 +10,10 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcdist.call import FOLLOWS, LOST, Call, show_shape
+from hpcdist.call import LOST, Call, show_shape
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError
-from hpcdist.routes import CPU, CUDA
+from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.watch import record
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def exchange(team: Team, call: Call) -> Agreed:
     record.touch()
     if agreed is None:
         raise RankError(*_explain(team, call))
-    if max(agreed.kinds) > CUDA:
-        root_on_gpu = agreed.kinds[call.root] == CUDA
-        kinds = (CUDA if kind == CUDA or (kind == FOLLOWS and root_on_gpu) else CPU for kind in agreed.kinds)
-        agreed = agreed._replace(kinds=tuple(kinds))
+    if max(agreed.kinds) > MemoryKind.CUDA:
+        root_on_gpu = agreed.kinds[call.root] == MemoryKind.CUDA
+        on_gpu = (kind == MemoryKind.CUDA or (kind == MemoryKind.FOLLOWS and root_on_gpu) for kind in agreed.kinds)
+        agreed = agreed._replace(kinds=tuple(MemoryKind.CUDA if gpu else MemoryKind.CPU for gpu in on_gpu))
     return agreed
 
 

@@ -9,13 +9,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hpcdist.routes import CPU
+from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tree import Tree
 
-__all__ = ["FOLLOWS", "FOLLOWS_CPU", "LOST", "SHARED", "Call", "others", "show_shape"]
+__all__ = ["LOST", "SHARED", "Call", "others", "show_shape"]
 
-# A receiver that brings no tensor has its part where the root has the whole, if it has a GPU itself.
-FOLLOWS, FOLLOWS_CPU = 3, 4
 SHARED = "out is an expanded tensor, or like one: several of its elements share one place in memory"
 LOST = "out is given, but a gradient is to flow, which would be lost: leave out, or use torch.no_grad()"
 
@@ -32,6 +30,7 @@ class Call:
         tensor: (dtype, number of dims, shape with a hole at dim), of `x`, or of `out` where there is no `x`.
         extent: of `x` along dim, or -1.
         out_extent: of `out` along dim, or -1.
+        kind: where the data are.
         counts: how the root cuts the tensor: a rule's name or counts, as the caller gave it.
         options: (name, value) of what must be the same on all ranks besides.
         grad: a gradient is to flow back to this rank's tensor.
@@ -50,7 +49,7 @@ class Call:
     tensor: tuple[torch.dtype, int, tuple[int, ...]] | None = None
     extent: int = -1
     out_extent: int = -1
-    kind: int = CPU
+    kind: MemoryKind = MemoryKind.CPU
     counts: str | tuple[int, ...] | None = None
     options: tuple[tuple[str, object], ...] = ()
     grad: bool = False

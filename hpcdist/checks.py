@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import buffers, layout
-from hpcdist.call import FOLLOWS, FOLLOWS_CPU, LOST, SHARED, Call, others, show_shape
+from hpcdist.call import LOST, SHARED, Call, others, show_shape
 from hpcdist.eager import recorded
 from hpcdist.errors import HpcdistError
 from hpcdist.merging import cut
 from hpcdist.packing import Contents, bounded, encode
-from hpcdist.routes import CPU, CUDA, NAMES
+from hpcdist.routes.select import NAMES
+from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tree import Tree, flatten
 
 __all__ = [
@@ -74,7 +75,7 @@ def structure_call(
     verb: str, x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any, size: int, has_cuda: bool
 ) -> Call:
     """The call of gather or concat with a structure; its header takes the place of the extent."""
-    call = Call(verb, kind=CUDA if has_cuda else CPU)
+    call = Call(verb, kind=MemoryKind.CUDA if has_cuda else MemoryKind.CPU)
     try:
         runs()
         call.options = (("x", "a structure"), ("allow_pickle", bool(allow_pickle)))
@@ -122,7 +123,7 @@ def split_call(
     allow_pickle: Any = False,
 ) -> Call:
     """The call of split: the root brings the whole tensor, the others nothing, or memory for their part."""
-    call = Call("split", kind=FOLLOWS if has_cuda else FOLLOWS_CPU)
+    call = Call("split", kind=MemoryKind.FOLLOWS if has_cuda else MemoryKind.FOLLOWS_CPU)
     try:
         runs()
         call.root = _root(root, size)
@@ -133,7 +134,7 @@ def split_call(
         if rank == call.root and not isinstance(x, Tensor) and x is not None:
             if out is not None:
                 raise WrongError(f"out is given, but x is not a tensor: {_show(x)}")
-            call.kind = CUDA if has_cuda else CPU
+            call.kind = MemoryKind.CUDA if has_cuda else MemoryKind.CPU
             call.trees = _cut(_tree(x, allow_pickle)[0], call, size)
             call.counts = "block" if call.counts is None else call.counts
         elif rank == call.root:
@@ -174,7 +175,7 @@ def layout_call(verb: str, x: Any, src: Any, dst: Any, route: Any, out: Any) -> 
         call.options = (("src", src), ("dst", dst))
         call.grad = wants_grad(x, out)
         call.tensor = (x.dtype, x.dim(), ())
-        call.kind = CUDA if x.is_cuda else CPU
+        call.kind = MemoryKind.CUDA if x.is_cuda else MemoryKind.CPU
         call.route = _route(route)
         if out is not None:
             if not isinstance(out, Tensor) or out.dim() != x.dim():
@@ -207,7 +208,7 @@ def _describe(call: Call, x: Tensor, ndim: int) -> None:
     shape = x.shape
     call.extent = shape[call.dim]
     call.tensor = (x.dtype, ndim, others(shape, call.dim))
-    call.kind = CUDA if x.is_cuda else CPU
+    call.kind = MemoryKind.CUDA if x.is_cuda else MemoryKind.CPU
 
 
 def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:

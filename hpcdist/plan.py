@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.buffers import copyable, summed_in
 from hpcdist.layout import Box
-from hpcdist.routes import Alltoall, Message, Route
+from hpcdist.routes.base import Alltoall, Message, Route
 from hpcdist.team import Team
 
 __all__ = ["Facts", "Side", "Transfer", "Views"]
@@ -126,7 +126,7 @@ class Facts:
     """What all ranks know of a transfer.
 
     Attributes:
-        longest, total: see :class:`hpcdist.routes.Alltoall`; of both directions.
+        longest, total: see :class:`hpcdist.routes.base.Alltoall`; of both directions.
         single: no rank sends or receives more than one box with another.
         views: the route takes elements from and to any places of memory, as :class:`Views` says.
     """

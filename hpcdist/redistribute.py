@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, gradient, handle, layout, results, routes, world
+from hpcdist import abort, agree, checks, gradient, handle, layout, results, world
 from hpcdist.buffers import copyable, overlap, written
 from hpcdist.call import LOST, Call
 from hpcdist.control import objects
@@ -20,7 +20,8 @@ from hpcdist.eager import recorded
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.layout import Box, Layout
 from hpcdist.plan import Facts, Side, Transfer, Views
-from hpcdist.routes import Route
+from hpcdist.routes import select
+from hpcdist.routes.base import Route
 from hpcdist.team import Team, team_of
 from hpcdist.watch import record
 
@@ -217,7 +218,7 @@ def _planned(x: Any, src: Any, dst: Any, route: Any, out: Any, team: Team) -> tu
     call = checks.layout_call(VERB, x, src, dst, route, out)
     agreed = agree.exchange(team, call)
     shapes, outs = _shapes(team, call)
-    way = routes.agreed(VERB, route, team, agreed.kinds)
+    way = select.agreed(VERB, route, team, agreed.kinds)
     assert call.x is not None
     plans: OrderedDict[Any, Plan] = team.memo.setdefault("plans", OrderedDict())
     key = (src, dst, shapes, call.x.dtype, route, agreed.kinds, agreed.grad)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpcdist import agree
 from hpcdist.control import objects
-from hpcdist.routes import CUDA
+from hpcdist.tensors.dtypes import MemoryKind
 
 if TYPE_CHECKING:
     from hpcdist.team import Team
@@ -34,7 +34,7 @@ def allocate(
     """
     if max(nbytes) >= LARGE and agreed is not None:
         given = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
-        nbytes = [0 if extent >= 0 or kind == CUDA else size for size, extent, kind in given]
+        nbytes = [0 if extent >= 0 or kind == MemoryKind.CUDA else size for size, extent, kind in given]
     if max(nbytes) < LARGE:
         return make()
     world = team.world

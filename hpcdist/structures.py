@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import abort, agree, layout, results, routes
+from hpcdist import abort, agree, layout, results
 from hpcdist.buffers import as_bytes, copyable, of_bytes, row_major
 from hpcdist.call import Call, others, show_shape
 from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.merging import merge, same
 from hpcdist.packing import Contents, Header, encode, pack
-from hpcdist.routes import CPU
+from hpcdist.routes import select
+from hpcdist.routes.base import Message, Route
+from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tree import Tree, classes_in, find_class, finished, rebuild
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def _all_texts(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
     """The headers of all ranks; their lengths are known."""
     starts = layout.displs(lengths)
     texts = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-    routes.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)
+    select.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)
     data = texts.numpy().tobytes()
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
@@ -153,7 +155,7 @@ def _bring_small(
 ) -> None:
     """The small tensors of all ranks, each rank's packed in one message, over MPI."""
     counts = [header.packed for header in headers]
-    starts, way = layout.displs(counts), routes.load("mpi")
+    starts, way = layout.displs(counts), select.load("mpi")
     packed = pack(tree.tensors, headers[team.rank])
     receives = root in (None, team.rank)
     messages = torch.empty(sum(counts) if receives else 0, dtype=torch.uint8, device="cpu")
@@ -168,7 +170,7 @@ def _bring_small(
 
 def _bring_large(
     team: Team,
-    way: routes.Route,
+    way: Route,
     on_gpu: bool,
     tree: Tree,
     headers: Sequence[Header],
@@ -197,15 +199,15 @@ def _from(rank: int, receivers: Sequence[int]) -> list[int]:
     return sorted(receivers, key=lambda dest: (dest < rank, dest))
 
 
-def _ways(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, routes.Route]:
+def _ways(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
     """The routes of the large tensors: of those in host memory, and of those on GPUs (True). Collective.
 
     Args:
         kinds: what the ranks have for tensors from a GPU.
         used: which of the two there are; the same on all ranks.
     """
-    host = (CPU,) * team.size
-    return {on_gpu: routes.agreed(verb, name, team, kinds if on_gpu else host) for on_gpu in sorted(used)}
+    host = (MemoryKind.CPU,) * team.size
+    return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else host) for on_gpu in sorted(used)}
 
 
 def distribute(team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: bool) -> Any:
@@ -263,7 +265,7 @@ def _scattered(team: Team, messages: Tensor | None, counts: Sequence[int], root:
     """This rank's part of bytes that the root holds."""
     mine = torch.empty(counts[team.rank], dtype=torch.uint8, device="cpu")
     if sum(counts):
-        routes.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
+        select.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
     return mine
 
 
@@ -275,9 +277,9 @@ def _turn(
     places: dict[int, Tensor],
     on_gpu: bool,
     turn: int,
-) -> tuple[list[routes.Message], list[routes.Message]]:
+) -> tuple[list[Message], list[Message]]:
     """What this rank sends and receives when each rank gets its large tensor of this number."""
-    sends: list[routes.Message] = []
+    sends: list[Message] = []
     for dest, (tree, of_dest) in enumerate(zip(call.trees, contents, strict=True)):
         for number in of_dest.large_of(on_gpu)[turn : turn + 1]:
             if dest == rank:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpcdist.call import FOLLOWS, FOLLOWS_CPU, Call, show_shape
+from hpcdist.call import Call, show_shape
 from hpcdist.checks import shard_call, split_call
-from hpcdist.routes import CPU
+from hpcdist.tensors.dtypes import MemoryKind
 
 
 class _Wrapper(torch.Tensor):
@@ -54,7 +54,7 @@ def test_a_shard_is_described() -> None:
     assert call.problem is None
     assert (call.dim, call.said_dim, call.root, call.extent, call.out_extent) == (1, 1, -1, 3, -1)
     assert call.tensor == (torch.int16, 3, (2, -1, 4))
-    assert call.kind == CPU
+    assert call.kind == MemoryKind.CPU
 
 
 def test_a_0d_shard_is_one_row() -> None:
@@ -150,8 +150,8 @@ def test_a_receiver_of_split_follows_the_root() -> None:
     call = _split(None, dim=-1, rank=1)
     assert call.problem is None
     assert (call.tensor, call.extent, call.out_extent, call.said_dim) == (None, -1, -1, -1)
-    assert call.kind == FOLLOWS_CPU
-    assert split_call(None, 0, 0, None, "auto", None, 1, 2, True).kind == FOLLOWS
+    assert call.kind == MemoryKind.FOLLOWS_CPU
+    assert split_call(None, 0, 0, None, "auto", None, 1, 2, True).kind == MemoryKind.FOLLOWS
 
 
 def test_counts_of_any_kind_of_integer_are_the_same_counts() -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, results, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, results, structures, world
 from hpcdist.buffers import blocks, row_major, summed_in, written
-from hpcdist.routes import Alltoall
+from hpcdist.routes import select
+from hpcdist.routes.base import Alltoall
 from hpcdist.team import Team, team_of
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _concat(
     call = checks.shard_call("concat", x, dim, None, route, out, team.rank, team.size)
     agreed = agree.exchange(team, call)
     agree.refuse("concat", agreed, [sum(agreed.extents)] * team.size)
-    way = routes.agreed("concat", route, team, agreed.kinds)
+    way = select.agreed("concat", route, team, agreed.kinds)
     shard = call.x
     assert shard is not None
     cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)

@@ -12,7 +12,7 @@ from hpcdist.control import objects
 from hpcdist.gather import __main__ as gather
 from hpcdist.inputs import Inputs
 from hpcdist.patterns import Names
-from hpcdist.routes import NAMES
+from hpcdist.routes.select import NAMES
 from hpcdist.team import Team
 from hpcdist.world import World
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hpcdist import routes
 from hpcdist.concat import concat
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Finding
 from hpcdist.doctor.ward import Line
 from hpcdist.errors import HpcdistError
 from hpcdist.gather.compare import placed, timed
+from hpcdist.routes import select
 from hpcdist.world import World
 
 __all__ = ["gather", "judge"]
@@ -32,14 +32,14 @@ _FIXES = {
 def gather(line: Line, world: World) -> list[dict[str, Any]]:
     """Concatenate a megabyte of every rank over each route in turn. Collective."""
     rows = []
-    for name in routes.ROUTES:
+    for name in select.ROUTES:
         line.stage(f"route {name}", _FIXES[name], together=True)
         rows.append({"route": name, **_time(world, name)})
     return rows
 
 
 def _time(world: World, name: str) -> dict[str, Any]:
-    absent = routes.load(name).missing(world.team)
+    absent = select.load(name).missing(world.team)
     if absent:
         return {"absent": absent}
     x = placed(world, torch.full((_NBYTES,), world.rank % 128, dtype=torch.uint8, device="cpu"), name)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, results, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, results, structures, world
 from hpcdist.buffers import blocks, row_major, written
+from hpcdist.routes import select
 from hpcdist.team import Team, team_of
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _gather(
     call = checks.shard_call("gather", x, dim, root, route, out, team.rank, team.size)
     agreed = agree.exchange(team, call)
     agree.refuse("gather", agreed, [sum(agreed.extents)] * team.size)
-    way = routes.agreed("gather", route, team, agreed.kinds)
+    way = select.agreed("gather", route, team, agreed.kinds)
     shard = call.x
     assert shard is not None
     cut = blocks(shard.shape, call.dim, agreed.extents, shard.dtype)

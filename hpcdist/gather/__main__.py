@@ -17,7 +17,7 @@ from hpcdist.errors import InputError
 from hpcdist.gather.compare import ROUNDS, compare, placed, route_table, timed
 from hpcdist.inputs import Inputs, sha256
 from hpcdist.regular import shown
-from hpcdist.routes import NAMES, best
+from hpcdist.routes.select import NAMES, best
 from hpcdist.staging.saving import WINDOW
 from hpcdist.team import Team
 from hpcdist.world import World

@@ -14,7 +14,7 @@ from hpcdist.command import progress, table
 from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.inputs import equal
-from hpcdist.routes import ROUTES
+from hpcdist.routes.select import ROUTES
 from hpcdist.world import World
 
 __all__ = ["ROUNDS", "Move", "compare", "placed", "route_table", "timed"]

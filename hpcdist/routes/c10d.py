@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from hpcdist import layout
 from hpcdist.buffers import as_bytes
-from hpcdist.routes import Ints, Message
+from hpcdist.routes.base import Ints, Message
 from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:

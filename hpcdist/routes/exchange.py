@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hpcdist.buffers import as_bytes
-from hpcdist.routes import Alltoall, Ints, Message
+from hpcdist.routes.base import Alltoall, Ints, Message
 
 if TYPE_CHECKING:
     from hpcdist.team import Team

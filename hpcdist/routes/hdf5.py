@@ -23,7 +23,7 @@ from hpcdist.commit import check_folder, lock, sweep
 from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
 from hpcdist.pages import page_size
-from hpcdist.routes import Ints, Message
+from hpcdist.routes.base import Ints, Message
 from hpcdist.routes.exchange import Exchange
 from hpcdist.staging import format
 from hpcdist.staging.format import Dataset, Layout

@@ -13,7 +13,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.routes import Alltoall, Ints, Message, cuda_aware, datatypes
+from hpcdist.routes import cuda_aware, datatypes
+from hpcdist.routes.base import Alltoall, Ints, Message
 from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.buffers import as_bytes
-from hpcdist.routes import Ints, Message, Route
+from hpcdist.routes.base import Ints, Message, Route
 from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import abort, agree, checks, gradient, handle, layout, results, routes, structures, world
+from hpcdist import abort, agree, checks, gradient, handle, layout, results, structures, world
 from hpcdist.buffers import DTYPES, Blocks, blocks, copyable, overlap, row_major, written
 from hpcdist.call import LOST, SHARED, Call
 from hpcdist.control import objects
 from hpcdist.groups import Group, group_of
-from hpcdist.routes import CUDA
+from hpcdist.routes import select
 from hpcdist.team import Team, team_of
+from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tree import finished, rebuild
 
 if TYPE_CHECKING:
@@ -110,9 +111,15 @@ def _split(
         )
         return structures.distribute(team, call, agreed.kinds, allow_pickle)
     agree.refuse("split", agreed, cut.extents)
-    way = routes.agreed("split", route, team, agreed.kinds)
+    way = select.agreed("split", route, team, agreed.kinds)
     whole = call.x
-    device = whole.device if whole is not None else here if agreed.kinds[team.rank] == CUDA else torch.device("cpu")
+    device = (
+        whole.device
+        if whole is not None
+        else here
+        if agreed.kinds[team.rank] == MemoryKind.CUDA
+        else torch.device("cpu")
+    )
 
     def forward() -> torch.Tensor:
         with abort.Transfer("split", team.size):

@@ -14,7 +14,7 @@ import torch
 
 from hpcdist.control.codec import decode, encode
 from hpcdist.layout import Box
-from hpcdist.routes import Alltoall
+from hpcdist.routes.base import Alltoall
 from hpcdist.staging.format import Dataset
 
 VALUES = [

@@ -16,15 +16,17 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import raw, routes
-from hpcdist.routes import c10d, hdf5, mpi, staged
+from hpcdist import raw
+from hpcdist.routes import c10d, hdf5, mpi, select, staged
+from hpcdist.routes.base import Alltoall, Route
 from hpcdist.staging import format
 from hpcdist.team import Team, team_of
+from hpcdist.tensors.dtypes import MemoryKind
 
 pytestmark = pytest.mark.mpi
 
 PIECE = 7  # bytes: divides no message of the tests evenly
-ROUTES: dict[str, routes.Route] = {
+ROUTES: dict[str, Route] = {
     "mpi": mpi.MPI_ROUTE,
     "gloo": c10d.GLOO,
     "staged mpi": staged.Staged(mpi.MPI_ROUTE),
@@ -132,7 +134,7 @@ class TestRoute:
                 expected[rdispls[peer] :][: recvcounts[peer]] = _letter(peer, team.rank, recvcounts[peer])
             before, recv = send.clone(), torch.full_like(expected, 254)
             longest, total = max(map(max, table)), gap * team.size + row * 3 * team.size
-            what = routes.Alltoall(sendcounts, sdispls, recvcounts, rdispls, longest, total)
+            what = Alltoall(sendcounts, sdispls, recvcounts, rdispls, longest, total)
             ROUTES[name].alltoallv(team, send, recv, what)
             findings.same(recv, expected, f"rows of {row}, gaps of {gap}")
             findings.same(send, before, "send")
@@ -223,15 +225,15 @@ def test_the_verbs_in_pieces(world: hd.World, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_is_mpi_for_host_memory(world: hd.World) -> None:
-    kinds = (routes.CPU,) * world.world_size
-    assert_on_all_ranks(world.comm, routes.agreed("gather", "auto", world.team, kinds) is mpi.MPI_ROUTE)
-    assert_on_all_ranks(world.comm, routes.agreed("gather", "gloo", world.team, kinds) is c10d.GLOO)
+    kinds = (MemoryKind.CPU,) * world.world_size
+    assert_on_all_ranks(world.comm, select.agreed("gather", "auto", world.team, kinds) is mpi.MPI_ROUTE)
+    assert_on_all_ranks(world.comm, select.agreed("gather", "gloo", world.team, kinds) is c10d.GLOO)
 
 
 def test_gloo_is_staged_where_a_rank_has_gpu_memory(world: hd.World) -> None:
     """On all ranks alike, those with host memory too."""
-    kinds = (routes.CUDA, *(routes.CPU,) * (world.world_size - 1))
-    way = routes.agreed("gather", "gloo", world.team, kinds)
+    kinds = (MemoryKind.CUDA, *(MemoryKind.CPU,) * (world.world_size - 1))
+    way = select.agreed("gather", "gloo", world.team, kinds)
     assert_on_all_ranks(world.comm, isinstance(way, staged.Staged) and way.route is c10d.GLOO, way)
 
 
@@ -247,11 +249,11 @@ def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
 
 
 def test_every_route_has_the_five_operations() -> None:
-    for name in routes.ROUTES:
-        route = routes.load(name)
+    for name in select.ROUTES:
+        route = select.load(name)
         for operation in ("missing", "carries", "gatherv", "scatterv", "allgatherv", "alltoallv", "exchange"):
             assert callable(getattr(route, operation)), (name, operation)
-    assert ("auto", *routes.ROUTES) == routes.NAMES
+    assert ("auto", *select.ROUTES) == select.NAMES
 
 
 def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,72 @@
+"""Choose the route that a call takes."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hpcdist.errors import RankError
+from hpcdist.routes.base import Route
+from hpcdist.tensors.dtypes import MemoryKind
+
+if TYPE_CHECKING:
+    from hpcdist.team import Team
+
+__all__ = ["NAMES", "ROUTES", "agreed", "best", "load"]
+
+# A route's name -> where it is made; the module is imported when the route is first selected.
+ROUTES = {
+    "nccl": ("hpcdist.routes.c10d", "NCCL"),
+    "gloo": ("hpcdist.routes.c10d", "GLOO"),
+    "mpi": ("hpcdist.routes.mpi", "MPI_ROUTE"),
+    "hdf5": ("hpcdist.routes.hdf5", "HDF5_ROUTE"),
+}
+
+
+NAMES = ("auto", *ROUTES)  # what a caller may pass as ``route=``
+
+
+@cache
+def load(name: str) -> Route:
+    """The route of that name, its module imported."""
+    module, attribute = ROUTES[name]
+    route: Route = getattr(import_module(module), attribute)
+    return route
+
+
+def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
+    """The route of a call whose data are in memory of these kinds, by rank. Collective over the team.
+
+    A route that does not touch the memory in which some rank has its data gets it by way of host buffers.
+
+    Raises:
+        RankError: on every rank, if the route that was named cannot be used here or with these data.
+    """
+    key = ("route", name, kinds)
+    if key not in team.memo:
+        team.memo[key] = _select(verb, name, team, [kind == MemoryKind.CUDA for kind in kinds])
+    route: Route = team.memo[key]
+    return route
+
+
+def best(team: Team, cuda: bool) -> str:
+    """What route="auto" stands for: nccl where all data are in GPU memory (`cuda`) and the team has it, else mpi."""
+    return "nccl" if cuda and load("nccl").missing(team) is None else "mpi"
+
+
+def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> Route:
+    if name == "auto":
+        name = best(team, all(cuda))
+    route = load(name)
+    reason = route.missing(team)
+    if reason is not None:
+        raise RankError(verb, dict.fromkeys(range(team.size), reason))
+    if any(cuda) and not route.carries(team, cuda=True):
+        from hpcdist.routes.staged import Staged
+
+        return Staged(route)
+    if not all(cuda) and not route.carries(team, cuda=False):
+        here = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
+        raise RankError(verb, {rank: here for rank, is_cuda in enumerate(cuda) if not is_cuda})
+    return route

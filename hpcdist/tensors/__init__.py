@@ -1,0 +1,1 @@
+"""Tensors as memory: where they are, their dtypes and their bytes."""
