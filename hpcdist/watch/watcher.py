@@ -282,9 +282,14 @@ class Watch:
             _say(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
 
     def _on_demand(self) -> None:
-        """A signal asks for the table. If all ranks have got it, one prints."""
+        """A signal asks for the table. If all ranks have got it, one prints: of those that ask at once, the lowest. Its
+        question has come here before its answer to ours."""
+        begin = time.monotonic() - _TURNS
         if self._other(DEMAND, _TURNS) is None:
-            _say(table(self._ask(DEMAND).values(), time.time()))
+            reports = self._ask(DEMAND)
+            asked = self._survey.asked_by.items()
+            if not any(rank < self._survey.rank and why == DEMAND and at > begin for rank, (why, at) in asked):
+                _say(table(reports.values(), time.time()))
 
 
 def _say(text: str) -> None:

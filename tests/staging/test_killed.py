@@ -24,7 +24,7 @@ from hpcdist.layout import whole
 from hpcdist.staging import contents, writers
 from hpcdist.staging.reader import Reader, opened
 
-POINTS = 300 if "HPCDIST_TEST_ALL" in os.environ else 40 if writers.missing("mpio") is None else 12
+POINTS = 300 if "HPCDIST_TEST_ALL" in os.environ else 24 if writers.missing("mpio") is None else 8
 KINDS = 6  # of turns: the writer, the dim and the number of ranks
 
 # The ranks save a file; those that are told a call, or a moment, kill themselves there.
