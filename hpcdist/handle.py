@@ -182,7 +182,7 @@ class Background:
         future: futures.Future[T] = futures.Future()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         recorded = eager.recorded()
-        device = self.team.world.device
+        device = self.team.settings.device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
         def run() -> None:

@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, with types
 
+from hpcdist import launcher
 from hpcdist.control import objects
 from hpcdist.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Meeting", "Nodes", "in_torch_order", "interface", "interfaces", "meet", "open_store"]
+__all__ = ["Meeting", "Nodes", "in_torch_order", "interface", "interfaces", "job", "meet", "open_store"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = (0.5, 3)  # an address that does not answer by then is not the one to use, if another one does
@@ -125,6 +126,29 @@ class Nodes:
         leaders = objects.all_gather_object(comm, objects.all_gather_object(self.local, comm.rank)[0])
         order = sorted(set(leaders))
         self.mine, self.count = order.index(leaders[comm.rank]), len(order)
+
+
+def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:
+    """Return the communicator of the job: COMM_WORLD if `comm` is None. Starts MPI, if nobody has.
+
+    Raises:
+        LaunchError: there is no MPI, it has ended, or the launcher is that of another MPI.
+        TypeError: `comm` is no communicator, or does not hold this rank.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI") from error
+    if MPI.Is_finalized():
+        raise LaunchError("MPI has ended in this process (MPI.Finalize), and cannot be started again")
+    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
+        raise TypeError(f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        alone = launcher.alone(environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
+        if alone is not None:
+            raise LaunchError(alone)
+    return comm
 
 
 def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -37,14 +37,14 @@ def allocate(
         nbytes = [0 if extent >= 0 or kind == MemoryKind.CUDA else size for size, extent, kind in given]
     if max(nbytes) < LARGE:
         return make()
-    world = team.world
+    settings = team.settings
     needed: dict[int, int] = {}
     for peer, size in zip(team.peers, nbytes, strict=True):
-        node = world.node_of[peer]
+        node = settings.node_of[peer]
         needed[node] = needed.get(node, 0) + size
     problems = {}
     for rank, (peer, size) in enumerate(zip(team.peers, nbytes, strict=True)):
-        on_node, (own, host) = needed[world.node_of[peer]], world.memory[peer]
+        on_node, (own, host) = needed[settings.node_of[peer]], settings.memory[peer]
         if size > own:
             problems[rank] = f"its result has {size:,} bytes: more than the {own:,} bytes of memory there"
         elif size and on_node > host:

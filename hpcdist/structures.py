@@ -43,7 +43,7 @@ def collect(verb: str, team: Team, call: Call, allow_pickle: bool) -> Any:
         _know_classes(verb, team, _classes(headers))
         merge(verb, [header.spec for header in headers], joins.note, lambda rank, kind, i: None)
         ways = _ways(verb, team, call.route, agreed.kinds, {h.metas[i].cuda for h in headers for i in h.large})
-        receives, device = root is None or team.rank == root, team.world.device
+        receives, device = root is None or team.rank == root, team.settings.device
         nbytes = sum(sum(header.nbytes) for header in headers)
         sizes = [nbytes if root in (None, rank) else 0 for rank in range(team.size)]
         places = results.allocate(
@@ -223,7 +223,7 @@ def distribute(team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: boo
     schedule = _Schedule(*json.loads(objects.broadcast_bytes(team.comm, told, call.root)))
     _know_classes("split", team, schedule.classes)
     used = {on_gpu for on_gpu in (False, True) if schedule.longest[on_gpu]}
-    ways, device = _ways("split", team, call.route, kinds, used), team.world.device
+    ways, device = _ways("split", team, call.route, kinds, used), team.settings.device
     with abort.Transfer("split", team.size):
         text = of_bytes(b"".join(texts)) if texts else None
         header = Header(_scattered(team, text, schedule.lengths, call.root).numpy().tobytes())

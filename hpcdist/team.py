@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hpcdist.errors import RankError
 from hpcdist.groups import Group, group_of
+from hpcdist.settings import Settings
 from hpcdist.watch import record
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ class Team:
         record.peers[self.number] = self.peers
         if front is None:
             group.team = self
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the world."""
+        return self.world.settings
 
     def next_call(self) -> int:
         """The number of a call that begins now, of this team's."""

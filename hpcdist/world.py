@@ -18,9 +18,10 @@ from hpcdist import abort, agree, devices, exits, forks, handle, launcher, outpu
 from hpcdist.call import Call
 from hpcdist.commit import private_folder
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, LaunchError
+from hpcdist.errors import HpcdistError
 from hpcdist.groups import Group, forget
 from hpcdist.memory import capacity
+from hpcdist.settings import Settings
 from hpcdist.team import Team
 from hpcdist.watch import record
 from hpcdist.watch.limits import FirstMeeting
@@ -41,34 +42,25 @@ class World:
     Attributes:
         rank, world_size: of this process, and the number of processes; the same for MPI and torch.distributed.
         local_rank: the rank among the processes of this node, from 0.
-        node, nodes: the index of this node, in the order of the lowest rank on each, and the number of nodes.
-        device: where this rank's tensors belong: one GPU a rank, or the CPU.
+        node: the index of this node, in the order of the lowest rank on each.
         comm: the communicator that init() was given, or COMM_WORLD.
         group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
-        node_of, memory: of each rank, the index of its node, and its memory.capacity(); not for user code.
-        own_gpus: every rank has a GPU to itself, and NCCL can be used.
-        timeout: the deadline of every call.
-        staging: the folder through which route "hdf5" moves data; rank 0's is used.
-        team, teams: the library's own communicator of all ranks, and all that it has; not for user code.
-        everyone: the group of all ranks; not for user code.
-        provisional: who has the key that communicators of the same ranks share at first; not for user code.
-        ended_groups: torch backends of teams that are gone, which all ranks end together; not for user code.
-        engine: what two ranks send each other; not for user code.
+        settings: the device, the deadline, the staging folder, and what else does not change.
+
+    Not for user code:
+        team, teams: the library's own communicator of all ranks, and all that it has; everyone: their group.
+        provisional: who has the key that communicators of the same ranks share at first.
+        ended_groups: torch backends of teams that are gone, which all ranks end together.
+        engine: what two ranks send each other.
     """
 
     rank: int
     world_size: int
     local_rank: int
     node: int
-    nodes: int
-    device: torch.device
     comm: MPI.Intracomm
     group: dist.ProcessGroup = field(repr=False)
-    own_gpus: bool
-    node_of: list[int] = field(repr=False)
-    memory: list[tuple[int, int]] = field(repr=False)
-    timeout: timedelta
-    staging: str
+    settings: Settings
     team: Team = field(init=False, repr=False)
     teams: list[Team] = field(default_factory=list, init=False, repr=False)
     everyone: Group = field(init=False, repr=False)
@@ -104,9 +96,25 @@ class World:
         for team in [team for team in self.teams if team.group.ended]:
             forget(team.group)
 
-    def child_environ(self) -> dict[str, str]:
-        """The environment for a child process that is to run MPI on its own, outside the job."""
-        return launcher.without_launcher(os.environ)
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors belong: one GPU a rank, or the CPU."""
+        return self.settings.device
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self.settings.nodes
+
+    @property
+    def timeout(self) -> timedelta:
+        """The deadline of every call."""
+        return self.settings.timeout
+
+    @property
+    def staging(self) -> str:
+        """The folder through which route "hdf5" moves data; rank 0's is used."""
+        return self.settings.staging
 
     @property
     def one_system(self) -> bool:
@@ -281,19 +289,7 @@ def _make(
 ) -> World:
     output.reserve()
     forks.claim(os.environ, launcher.has_rank(os.environ))
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError(f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI") from error
-    if MPI.Is_finalized():
-        raise LaunchError("MPI has ended in this process (MPI.Finalize), and cannot be started again")
-    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
-        raise TypeError(f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
-    if comm is None:
-        comm = MPI.COMM_WORLD
-        alone = launcher.alone(os.environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
-        if alone is not None:
-            raise LaunchError(alone)
+    comm = rendezvous.job(comm, os.environ)
     if comm.size > 1:
         exits.arm()
     said = os.environ.get("HPCDIST_TIMEOUT")
@@ -319,15 +315,18 @@ def _make(
         world_size=private.size,
         local_rank=nodes.local.rank,
         node=nodes.mine,
-        nodes=nodes.count,
-        device=chosen,
         comm=comm,
         group=group,
-        own_gpus=own_gpus,
-        node_of=[node for node, _ in places],
-        memory=[nbytes for _, nbytes in places],
-        timeout=limit,
-        staging=os.path.abspath(staging or staging_folder(nodes.count)),
+        settings=Settings(
+            device=chosen,
+            own_gpus=own_gpus,
+            timeout=limit,
+            nodes=nodes.count,
+            node_of=tuple(node for node, _ in places),
+            memory=tuple(nbytes for _, nbytes in places),
+            staging=os.path.abspath(staging or staging_folder(nodes.count)),
+            child_environ=launcher.without_launcher(os.environ),
+        ),
         _watch=watch,
         _owns_group=owns_group,
         _asked=(comm, device, backend, timeout, staging),

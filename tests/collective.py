@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from cases import same_bits
@@ -13,13 +14,21 @@ from hpcdist import world as worlds
 from hpcdist.call import Call
 
 if TYPE_CHECKING:
+    import pytest
     from mpi4py import MPI
 
-__all__ = ["Findings", "assert_on_all_ranks", "failures_elsewhere", "raises_on_all_ranks"]
+    from hpcdist import World
+
+__all__ = ["Findings", "assert_on_all_ranks", "change_settings", "failures_elsewhere", "raises_on_all_ranks"]
 
 E = TypeVar("E", bound=Exception)
 
 _SHOWN = 6  # a loop with one mistake finds it in every turn
+
+
+def change_settings(patch: pytest.MonkeyPatch, world: World, **changes: Any) -> None:
+    """Let the world have other settings until `patch` is undone."""
+    patch.setattr(world, "settings", replace(world.settings, **changes))
 
 
 def assert_on_all_ranks(comm: MPI.Comm, condition: object, message: object = "") -> None:

@@ -22,7 +22,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 
 # Each floor uses those below it, and nothing above. A module that is new has to be given its place here.
 FLOORS = (
-    ("errors", "versions", "tensors", "tensors.dtypes"),
+    ("errors", "versions", "settings", "tensors", "tensors.dtypes"),
     ("layout.rules", "jobscript.parts", "memory", "regular"),
     ("layout.box", "jobscript"),
     ("layout.layouts", "layout.overlaps"),

@@ -8,7 +8,8 @@ import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import agree, digests
+from hpcdist import digests
+from hpcdist.control import objects
 
 pytestmark = pytest.mark.mpi
 
@@ -21,8 +22,8 @@ def test_what_is_the_same_does_not_travel(world: hd.World, monkeypatch: pytest.M
     def refuse(*arguments: Any) -> None:
         raise AssertionError("something travels")
 
-    monkeypatch.setattr(agree, "allgather", refuse)
-    monkeypatch.setattr(agree, "from_root", refuse)
+    monkeypatch.setattr(objects, "all_gather_object", refuse)
+    monkeypatch.setattr(objects, "broadcast_bytes", refuse)
     value = [world.rank] * 3
     assert_on_all_ranks(world.comm, digests.same(world.comm, "save", ["key"], value, odd) is value)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective import Findings, raises_on_all_ranks
+from collective import Findings, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
 from hpcdist import buffers, memory, results
@@ -40,7 +40,7 @@ def test_more_than_there_is(
     x = torch.full((100 * world.world_size, 10), world.rank, dtype=torch.uint8)
     plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
     with monkeypatch.context() as patch:
-        patch.setattr(world, "memory", [limits] * world.world_size)
+        change_settings(patch, world, memory=(limits,) * world.world_size)
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda: CALLS[verb](x, world.rank, plan))
         together = "" if limits[0] == 999 else ", and those of all ranks on its node"
         findings.check("more than the 999 bytes of memory there" in str(error), error)
@@ -68,8 +68,8 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
 
 def test_what_a_host_has(world: hd.World) -> None:
     findings = Findings(world.comm)
-    findings.check(world.memory == [memory.capacity()] * world.world_size, world.memory)
+    findings.check(world.settings.memory == (memory.capacity(),) * world.world_size, world.settings.memory)
     own, host = memory.capacity()
     findings.check(2**28 < memory.available() <= own <= host, (memory.available(), own, host))
-    findings.check(world.node_of == [0] * world.world_size, world.node_of)
+    findings.check(world.settings.node_of == (0,) * world.world_size, world.settings.node_of)
     findings.settle()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cases import DTYPES, same_bits, whole_of
-from collective import Findings, assert_on_all_ranks
+from collective import Findings, assert_on_all_ranks, change_settings
 from mpi4py import MPI
 from torch import Tensor
 
@@ -414,13 +414,13 @@ def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, mon
     folder = Path(world.comm.bcast(str(tmp_path)))
     big = torch.zeros(100_000)
     after, before = _peers(world)
-    monkeypatch.setattr(world, "staging", str(folder / "none"))
+    change_settings(monkeypatch, world, staging=str(folder / "none"))
     try:
         hd.isend(big, after, route="hdf5").wait(30)
         findings.check(False, "no error")
     except HpcdistError as error:
         findings.check("no such folder" in str(error), error)
-    monkeypatch.setattr(world, "staging", str(folder))
+    change_settings(monkeypatch, world, staging=str(folder))
     monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
     handle = hd.isend(big, after, route="hdf5")
     for step in (lambda: hd.recv(before), lambda: handle.wait(30)):
@@ -430,7 +430,7 @@ def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, mon
         except HpcdistError as error:
             findings.check("the folder is not shared by all nodes" in str(error), error)
     monkeypatch.undo()
-    monkeypatch.setattr(world, "staging", str(folder))
+    change_settings(monkeypatch, world, staging=str(folder))
     handle = hd.isend(big, after, route="hdf5")
     time.sleep(0.05)
     modes = [os.stat(folder / name).st_mode & 0o777 for name in os.listdir(folder)]

@@ -248,6 +248,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     code = f"""
         import hpcdist as hd
+        from dataclasses import replace
         from importlib import import_module
         from hpcdist import command
         with hd.init(device="cpu") as world:
@@ -255,7 +256,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
             for name, (what, args, _) in {MISTAKES!r}.items():
                 module = import_module(f"hpcdist.{{what}}.__main__")
                 asked = module.parser().parse_args([str(arg) for arg in args])
-                world.staging = asked.staging or folder
+                world.settings = replace(world.settings, staging=asked.staging or folder)
                 try:
                     module.main(world, asked)
                 except hd.HpcdistError as error:

@@ -78,7 +78,7 @@ def concat(
     def step(team: Team) -> Any:
         if isinstance(x, torch.Tensor):
             return _concat(team, x, dim, route, out)
-        has_cuda = team.world.device.type == "cuda"
+        has_cuda = team.settings.device.type == "cuda"
         call = checks.structure_call("concat", x, dim, None, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("concat", team, call, allow_pickle)
 

@@ -130,7 +130,7 @@ def _start(line: Line, facts: Facts, folder: str, limit: float) -> World | None:
         line.facts([facts])
         return None
     device = str(here.device.type)
-    facts["init"] = {"seconds": time.perf_counter() - begin, "device": device, "own_gpus": here.own_gpus}
+    facts["init"] = {"seconds": time.perf_counter() - begin, "device": device, "own_gpus": here.settings.own_gpus}
     return here
 
 

@@ -68,7 +68,7 @@ def gather(
     def step(team: Team) -> Any:
         if isinstance(x, torch.Tensor):
             return _gather(team, x, dim, root, route, out)
-        has_cuda = team.world.device.type == "cuda"
+        has_cuda = team.settings.device.type == "cuda"
         call = checks.structure_call("gather", x, dim, root, route, out, allow_pickle, team.size, has_cuda)
         return structures.collect("gather", team, call, allow_pickle)
 

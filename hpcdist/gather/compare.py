@@ -25,7 +25,7 @@ Move = Callable[[Tensor, str, Tensor | None], Tensor | None]  # (shard, route, o
 
 def placed(world: World, shard: Tensor, route: str) -> Tensor:
     """The shard where the route is at home: what is read from files is in host memory, and NCCL moves GPU memory."""
-    return shard.to(world.device) if route == "nccl" and world.own_gpus else shard
+    return shard.to(world.device) if route == "nccl" and world.settings.own_gpus else shard
 
 
 def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tensor | None]:

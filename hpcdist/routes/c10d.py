@@ -40,7 +40,7 @@ class _C10d(Exchange):
             # A connection of its own: one is locked while a group waits in it, also for other threads' groups.
             own: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store = PrefixStore(f"hpcdist/{team.number}/{self.backend}", own)
-            group = self.make(store, team, team.world.timeout + _LATER)
+            group = self.make(store, team, team.settings.timeout + _LATER)
             group._set_sequence_number_for_group()
             team.torch_groups[self.backend] = group
         return group
@@ -98,10 +98,10 @@ class _Nccl(_C10d):
     def begin(self, group: Any, team: Team) -> None:
         """The first operation of a group. torch: "if batch_isend_irecv is the first collective call in the group, all
         its ranks must take part", and a rank without messages takes none."""
-        group.allreduce([torch.zeros(1, device=team.world.device)]).wait()
+        group.allreduce([torch.zeros(1, device=team.settings.device)]).wait()
 
     def missing(self, team: Team) -> str | None:
-        if team.world.own_gpus and dist.is_initialized():
+        if team.settings.own_gpus and dist.is_initialized():
             return None
         return "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto"
 

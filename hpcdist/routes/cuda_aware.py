@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from array import array
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,14 +39,14 @@ def mpi_takes_gpu_memory(team: Team) -> bool:
 
     if "cuda_aware" not in team.memo:
         node = team.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        works = array("b", [node.rank != 0 or _try(team.world.child_environ())])
+        works = array("b", [node.rank != 0 or _try(team.settings.child_environ)])
         node.Free()
         team.comm.Allreduce(MPI.IN_PLACE, [works, MPI.SIGNED_CHAR], op=MPI.MIN)
         team.memo["cuda_aware"] = bool(works[0])
     return bool(team.memo["cuda_aware"])
 
 
-def _try(environ: dict[str, str]) -> bool:
+def _try(environ: Mapping[str, str]) -> bool:
     try:
         child = subprocess.run(
             [sys.executable, "-c", _TRIAL],

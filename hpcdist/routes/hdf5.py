@@ -96,7 +96,7 @@ class _File:
     def find(self) -> None:
         """See on this rank that it is the file that was meant. Collective."""
         seen = objects.all_gather(self._team.comm, VERB, self._open)
-        if self._team.world.nodes > 1 or len(set(seen)) > 1:
+        if self._team.settings.nodes > 1 or len(set(seen)) > 1:
             self.close()
 
     def _open(self) -> tuple[int, int]:
@@ -167,9 +167,9 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
     file = None
 
     def make() -> tuple[Layout, list[int]]:
-        page = page_size(Path(team.world.staging)) if os.path.isdir(team.world.staging) else 1
+        page = page_size(Path(team.settings.staging)) if os.path.isdir(team.settings.staging) else 1
         room = [-(-n // page) * page for n in lengths]
-        held.append(Stage(team.world.staging, sum(room)))
+        held.append(Stage(team.settings.staging, sum(room)))
         return held[0].place, layout.displs(room)
 
     try:

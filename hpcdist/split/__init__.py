@@ -101,7 +101,7 @@ def _split(
     out: torch.Tensor | None,
     allow_pickle: bool,
 ) -> Any:
-    here = team.world.device
+    here = team.settings.device
     call = checks.split_call(x, dim, root, counts, route, out, team.rank, team.size, here.type == "cuda", allow_pickle)
     agreed = agree.exchange(team, call)
     cut = _describe(team, call)

@@ -27,7 +27,7 @@ EXTENTS = {
 
 
 def routes(world: hd.World) -> list[str]:
-    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.own_gpus else [])]
+    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.settings.own_gpus else [])]
 
 
 def whole_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 
 
 def _routes(world: hd.World) -> list[str]:
-    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.own_gpus else [])]
+    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.settings.own_gpus else [])]
 
 
 def _equal(x: Any, y: Tensor) -> bool:

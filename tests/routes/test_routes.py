@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import EXTENTS, extents_of, starts, whole_of
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
 from nccl_rules import STAND_IN
 from torch import Tensor
 
@@ -239,7 +239,7 @@ def test_gloo_is_staged_where_a_rank_has_gpu_memory(world: hd.World) -> None:
 
 def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
     """Refused everywhere, with what to do instead."""
-    if world.own_gpus:
+    if world.settings.own_gpus:
         assert c10d.NCCL.missing(world.team) is None
         return
     error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.zeros(2), route="nccl"))
@@ -259,7 +259,7 @@ def test_every_route_has_the_five_operations() -> None:
 def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files are in it while a call runs, readable by their user alone, and gone afterwards; leftovers are swept."""
     folder = Path(world.comm.bcast(str(tmp_path)))
-    monkeypatch.setattr(world, "staging", str(folder))
+    change_settings(monkeypatch, world, staging=str(folder))
     if world.rank == 0:
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
@@ -285,14 +285,14 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
         assert_on_all_ranks(world.comm, text in str(error), error)
         assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))
 
-    monkeypatch.setattr(world, "staging", str(folder / "none"))
+    change_settings(monkeypatch, world, staging=str(folder / "none"))
     refused("the staging folder: no such folder")
-    monkeypatch.setattr(world, "staging", str(folder))
+    change_settings(monkeypatch, world, staging=str(folder))
     if world.rank == world.world_size - 1:
         monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
     refused("the folder is not shared by all nodes")
     monkeypatch.undo()
-    monkeypatch.setattr(world, "staging", str(folder))
+    change_settings(monkeypatch, world, staging=str(folder))
     write = raw.write_at
 
     def full(*args: object) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases import extents_of, part, whole_of
-from collective import Findings
+from collective import Findings, change_settings
 from conftest import WRITERS
 from safetensors.torch import load_file
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> torch.Tensor:
 
 
 def test_route_hdf5(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "staging", str(folder))
+    change_settings(monkeypatch, world, staging=str(folder))
     findings, extents = Findings(world.comm), extents_of("ragged", world.world_size)
     for turn in range(5):
         whole = whole_of((sum(extents), 3), torch.int64, salt=turn)

@@ -33,6 +33,7 @@ PROGRAM = """
     import h5py, torch
     import hpcdist as hd
     from hpcdist import agree, staging
+    from hpcdist.control import objects
 
     said = json.loads(sys.argv[1])
     calls = 0
@@ -50,7 +51,7 @@ PROGRAM = """
     with hd.init(device="cpu") as world:
         for place, names in {
             os: ("pwrite", "fsync", "replace", "open", "close", "truncate"), h5py: ("File",),
-            agree: ("on_root", "on_all", "exchange"), h5py.Group: ("create_group", "__getitem__"),
+            objects: ("broadcast", "all_gather"), agree: ("exchange",), h5py.Group: ("create_group", "__getitem__"),
         }.items():
             for name in names:
                 counted(place, name)
