@@ -25,7 +25,7 @@ def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T
     Where digests differ, rank 0's value is sent once, and each rank says how its own differs.
 
     Args:
-        key: what must be the same; like `value`, of the kinds that :mod:`hpcdist.plain` knows.
+        key: what must be the same; like `value`, of the kinds that :mod:`hpcdist.control.codec` knows.
         value: what is sent where keys differ; with equal keys, ranks may take their own for that of rank 0.
         odd: how the second value, this rank's, differs from the first one, rank 0's; None if it does not.
 
