@@ -41,10 +41,10 @@ def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T
     digests = bytearray(_DIGEST * comm.size)
     comm.Allgather([mine, MPI.BYTE], [digests, _DIGEST, MPI.BYTE])
     if bytes(_DIGEST) in {bytes(digests[at : at + _DIGEST]) for at in range(0, len(digests), _DIGEST)}:
-        objects.all_gather_object(comm, key)  # raises, and says what cannot be told
+        objects.all_gather_object(comm, key, verb)  # raises, and says what cannot be told
     if digests == mine * comm.size:
         return value
     first = objects.broadcast(comm, verb, lambda: value)
-    problems = enumerate(objects.all_gather_object(comm, odd(first, value)))
+    problems = enumerate(objects.all_gather_object(comm, odd(first, value), verb))
     objects.raise_problems(verb, {rank: text for rank, text in problems if text is not None})
     return first

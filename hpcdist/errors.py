@@ -9,6 +9,8 @@ __all__ = ["FileError", "HangError", "HpcdistError", "InputError", "LaunchError"
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
 _NAMES_SHOWN = 6
+# What HDF5 has to say of an error of the system, between names, times and addresses.
+_HDF5 = re.compile(r"\(([^(:,]+)[^(]*errno = \d+, error message = '([^']*)'")
 _LONGEST = 300  # characters of what a library says, which may repeat a whole header
 
 
@@ -21,8 +23,8 @@ def reason(error: BaseException) -> str:
         'No such file or directory'
     """
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    told = re.search(r"errno = \d+, error message = '([^']*)'", text)  # in the many words of HDF5
-    lines = [told[1]] if told else text.strip().splitlines() or [""]
+    told = _HDF5.search(text)
+    lines = [f"{told[1]}: {told[2]}"] if told else text.strip().splitlines() or [""]
     return (lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][:_LONGEST]}...") or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""``python -SE forked.py SOCKET ARGUMENTS``: as ``python ARGUMENTS``, by a fork of forkserver.py. It hands over what it
+"""``python -SE forked.py FOLDER ARGUMENTS``: as ``python ARGUMENTS``, by a fork of forkserver.py. It hands over what it
 has, and ends as that does."""
 
 import json
@@ -15,8 +15,11 @@ _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "S
 
 def main(server: str, arguments: list[str]) -> None:
     """Ask for a fork, pass signals on to it, and end as it has ended."""
+    if arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-u"):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    ranks = [os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") if name in os.environ]
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(server)
+    connection.connect(os.path.join(server, str(int(ranks[0]) % 2 if ranks else 0)))
     fds = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != connection.fileno() and _is_open(fd)]
     os.umask(umask := os.umask(0))
     names = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]

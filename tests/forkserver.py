@@ -7,7 +7,6 @@ descriptors, limits); the fork, which has neither MPI nor hpcdist yet, goes on a
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import gc
 import json
@@ -25,7 +24,19 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 _HIGH = 512  # descriptors from here on are ours while those of the caller are put into their places
-_IMPORTED = ("PYTHON", "LD_PRELOAD", "OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH_", "LC_", "LANG")  # is read by imports
+_IMPORTED = (
+    "PYTHON",
+    "LD_PRELOAD",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS",
+    "TORCH_",
+    "MALLOC_",
+    "GLIBC_",
+    "LC_",
+    "LANG",
+)  # is read by imports
 _LENGTH = struct.Struct("<q")
 
 
@@ -56,13 +67,16 @@ class Server:
 
     def _accept(self, listener: socket.socket) -> dict[str, Any] | None:
         connection, _ = listener.accept()
+        connection.settimeout(5)
         try:
             task, fds = _receive(connection)
         except (OSError, struct.error, ValueError):  # it was killed meanwhile
             connection.close()
             return None
+        connection.settimeout(None)
         caller, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.geteuid() or _decisive(os.environ) != _decisive(task["environ"]):
+        own = (os.geteuid(), _decisive(os.environ), _spaces("self"))
+        if own != (uid, _decisive(task["environ"]), _spaces(caller)):
             connection.sendall(_LENGTH.pack(0))  # it starts a Python of its own
             connection.close()
             for fd in fds:
@@ -73,7 +87,7 @@ class Server:
             self._selector.close()
             for other in (listener, connection, *self.children):
                 other.detach()
-            _take_over(task, fds, caller)
+            _take_over(task, fds)
             return task
         for fd in fds:
             os.close(fd)
@@ -114,6 +128,12 @@ def _decisive(environ: Any) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_IMPORTED)}
 
 
+def _spaces(process: int | str) -> list[str]:
+    """The namespaces of a process: a fork is in those of the server."""
+    kinds = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+    return [os.readlink(f"/proc/{process}/ns/{kind}") for kind in kinds]
+
+
 def _kill(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
@@ -126,13 +146,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         return json.loads(stream.read(length)), list(fds)
 
 
-def _take_over(task: dict[str, Any], fds: list[int], caller: int) -> None:
+def _take_over(task: dict[str, Any], fds: list[int]) -> None:
     """Become what the caller is."""
     os.setpgid(0, 0)
-    for kind in ("net", "uts", "ipc", "mnt"):
-        with open(f"/proc/{caller}/ns/{kind}") as theirs, open(f"/proc/self/ns/{kind}") as own:
-            if not os.path.sameopenfile(theirs.fileno(), own.fileno()):
-                ctypes.CDLL(None).setns(theirs.fileno(), 0)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH) for fd in fds]
     os.closerange(0, _HIGH)
     for fd, place in zip(high, task["fds"], strict=True):
@@ -186,7 +202,9 @@ if __name__ == "__main__":
 
     gc.freeze()  # the collections at the end of a program do not go through all of torch
     # As deep in the stack as a program is: hpcdist looks at the outermost frame, and shows those of the user.
-    task = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    server = Server(socket.socket(fileno=int(sys.argv[1])))
+    task = server.serve()
+    del server
     main, program = _prepare(task["arguments"])
     del task
     if isinstance(program, str):

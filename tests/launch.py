@@ -50,25 +50,31 @@ def mpirun(
 @functools.cache
 def python() -> list[str]:
     """The words before a program's arguments: as sys.executable, but torch is imported already (see forkserver.py)."""
-    here, folder = Path(__file__).parent, Path(tempfile.mkdtemp(prefix="hpcdist-fork-"))
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folder / "socket"))
-        listener.listen(64)
-        server = subprocess.Popen(
-            [sys.executable, str(here / "forkserver.py"), str(listener.fileno())],
-            env={**without_launcher(os.environ), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
-        )
-    atexit.register(_end, server, folder)
-    return [sys.executable, "-SE", str(here / "forked.py"), str(folder / "socket")]
+    here, folder = Path(__file__).parent, Path(tempfile.mkdtemp(prefix="hpcdist-fork-", dir="/tmp"))  # a short path
+    for name in ("0", "1"):  # for even and odd ranks, whose hashes and addresses differ as those of true processes do
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / name))
+            listener.listen(64)
+            server = subprocess.Popen(
+                [sys.executable, str(here / "forkserver.py"), str(listener.fileno())],
+                env={**without_launcher(os.environ), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # Ctrl-C is for the tests, which end it
+            )
+        atexit.register(_end, server, folder)
+    return [sys.executable, "-SE", str(here / "forked.py"), str(folder)]
 
 
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
     """It ends with its standard input."""
-    server.communicate()
-    shutil.rmtree(folder)
+    try:
+        server.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def launcher(np: int) -> list[str]:
@@ -100,4 +106,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | N
                 os.killpg(process.pid, signal.SIGKILL)
                 out, err = process.communicate()
             raise AssertionError(f"the job did not end within {DEADLINE} s\n{out}\n{err}") from late
+        except BaseException:  # Ctrl-C
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return Job(process.returncode, out, err)

@@ -12,8 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,6 +146,9 @@ class Environments:
             raise SystemExit(f"the environment {mpi} cannot be made:\n{self._log(mpi).read_text(errors='replace')}")
 
 
+_stopped = threading.Event()  # by SIGINT or SIGTERM
+
+
 @dataclass(frozen=True)
 class Outcome:
     """`cpu` is in seconds, of all processes that somebody has waited for."""
@@ -185,6 +190,9 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path) -> tuple[int, float, 
     that on a busy machine a run may take as long as it takes."""
     size, since = 0, time.monotonic()
     while True:
+        if _stopped.is_set():
+            _end(process)
+            return 1, 0.0, "interrupted"
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -199,12 +207,13 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path) -> tuple[int, float, 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End mpirun and its ranks: it passes a SIGTERM on; what is left of its process group is killed."""
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _counts(output: str) -> dict[str, int]:
@@ -228,7 +237,7 @@ def report(run: Run, outcome: Outcome) -> None:
 
 def main(names: list[str]) -> int:
     runs = [run for run in RUNS if not names or run.name in names]
-    if names == ["--list"] or not runs:
+    if set(names) - {run.name for run in RUNS}:
         print("\n".join(run.name for run in RUNS))
         return 0 if names == ["--list"] else 2
     shutil.rmtree(LOGS, ignore_errors=True)
@@ -239,6 +248,8 @@ def main(names: list[str]) -> int:
 
     def one_by_one(lane: list[Run]) -> None:
         for run in lane:
+            if _stopped.is_set():
+                return
             environments.wait_for(run.mpi)
             if missing := run.missing():
                 left_out.append(f"{run.name}: {missing}")
@@ -262,4 +273,6 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: _stopped.set())
     sys.exit(main(sys.argv[1:]))

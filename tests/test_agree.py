@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -472,6 +474,23 @@ def test_an_error_on_the_root_is_everyones(world: hd.World, error: Exception, to
     _check_error(world, caught, "open", [0], told)
     kept = caught.__cause__ is (error if world.rank == 0 else None)  # with its traceback
     assert_on_all_ranks(world.comm, kept, caught.__cause__)
+
+
+def test_what_fails_does_not_keep_what_the_caller_holds(world: hd.World) -> None:
+    """Neither the memory of a GPU, nor half a result: not until the garbage is collected, but at once."""
+
+    def refused(exchange: Callable[..., Any]) -> weakref.ref[torch.Tensor]:
+        x = torch.ones(5)
+        with pytest.raises(hd.RankError):
+            exchange(world.comm, "open", lambda: 1 // 0)
+        return weakref.ref(x)
+
+    gc.disable()
+    try:
+        kept = [ref() is not None for ref in map(refused, (objects.broadcast, objects.all_gather))]
+    finally:
+        gc.enable()
+    assert_on_all_ranks(world.comm, kept == [False, False], kept)
 
 
 def test_all_gather(world: hd.World) -> None:

@@ -26,11 +26,12 @@ T = TypeVar("T")
 _MOST = 2**30  # bytes that all ranks together may exchange in one call
 
 
-def all_gather_object(comm: MPI.Comm, value: Any) -> list[Any]:
+def all_gather_object(comm: MPI.Comm, value: Any, what: str = "an exchange before a call") -> list[Any]:
     """Gather the value of every rank on all ranks, in rank order. Collective over `comm`.
 
     Args:
         value: of the kinds that :mod:`hpcdist.control.codec` knows.
+        what: the operation as the user called it, for the error.
 
     Raises:
         RankError: on every rank, if the value of one is of another kind.
@@ -45,7 +46,7 @@ def all_gather_object(comm: MPI.Comm, value: Any) -> list[Any]:
     comm.Allgatherv([text, MPI.BYTE], [texts, list(sizes), MPI.BYTE])
     ends = list(accumulate(sizes))
     values = [codec.decode(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    raise_problems("agree", {rank: problem for rank, (_, problem) in enumerate(values) if problem is not None})
+    raise_problems(what, {rank: problem for rank, (_, problem) in enumerate(values) if problem is not None})
     return [value for value, _ in values]
 
 
@@ -77,7 +78,10 @@ def broadcast(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int =
     value: Any
     value, problem = told or (None, not_encoded)
     record.touch()
-    raise_problems(what, {} if problem is None else {root: problem}, cause)
+    try:
+        raise_problems(what, {} if problem is None else {root: problem}, cause)
+    finally:
+        del cause  # or it and this frame keep each other alive, and with them what the caller holds
     return value  # type: ignore[no-any-return]
 
 
@@ -91,9 +95,12 @@ def all_gather(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]
         RankError: on every rank, if `step` fails on one; on that rank from the error that it raised.
     """
     mine, cause = _attempt(step)
-    outcomes: list[tuple[T, str | None]] = all_gather_object(comm, mine)
+    outcomes: list[tuple[T, str | None]] = all_gather_object(comm, mine, what)
     record.touch()
-    raise_problems(what, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, cause)
+    try:
+        raise_problems(what, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, cause)
+    finally:
+        del cause  # as in broadcast()
     return [value for value, _ in outcomes]
 
 

@@ -243,7 +243,10 @@ class _Mpio:
 
     def _told(self, error: OSError, nbytes: int) -> OSError:
         """HDF5 keeps to itself what MPI-IO says of a write that has failed; that there is no space can be seen."""
-        free = os.fstatvfs(self._fd)
+        try:
+            free = os.fstatvfs(self._fd)
+        except OSError:
+            return error
         if free.f_bavail * free.f_frsize < nbytes:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return error

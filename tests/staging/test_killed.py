@@ -95,12 +95,15 @@ def load(path: Path) -> torch.Tensor:
 
 
 def calibrated(path: Path, turn: int) -> tuple[list[int], float]:
-    """The calls of each rank in a save that nobody disturbs, and the seconds of the slowest."""
-    job = save(path, turn)
-    assert job.status == 0, job
-    found = sorted(re.findall(r"rank (\d): (\d+) calls, (\S+) s ", job.out))
-    assert len(found) == ranks(turn)
-    return [int(calls) for _, calls, _ in found], max(float(seconds) for _, _, seconds in found)
+    """The calls of each rank in a save that nobody disturbs, and the least seconds that one took."""
+    seconds = []
+    for _ in range(2):
+        job = save(path, turn)
+        assert job.status == 0, job
+        found = sorted(re.findall(r"rank (\d): (\d+) calls, (\S+) s ", job.out))
+        assert len(found) == ranks(turn)
+        seconds += [float(took) for _, _, took in found]
+    return [int(calls) for _, calls, _ in found], min(seconds)
 
 
 @pytest.mark.timeout(3000)
@@ -115,13 +118,14 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
         if draw.randrange(2):
             point["call"] = draw.randrange(1, calls[victims[0]] + 1)
         else:
-            point["moment"] = draw.uniform(0.02, 1) * seconds
+            point["moment"] = draw.uniform(0.02, 0.8) * seconds
         job = save(path, turn, **point)
         where = f"turn {turn}: {point} of {calls} calls, {seconds} s: {job.err}"
         assert job.status != 0 or "moment" in point, where
         killed += job.status != 0
-        left = {entry.suffix: entry.stem for entry in tmp_path.iterdir()}
-        assert set(left) in ({".h5"}, {".h5", ".part"}, {".h5", ".part", ".journal"}), f"{os.listdir(tmp_path)} {where}"
+        left = sorted(entry.suffix for entry in tmp_path.iterdir())
+        assert left in ([".h5"], [".h5", ".part"], [".h5", ".journal", ".part"]), f"{os.listdir(tmp_path)} {where}"
+        assert job.status != 0 or left == [".h5"], f"{os.listdir(tmp_path)} {where}"
         got = load(path)
         new = torch.equal(got, expected(turn))
         assert new or torch.equal(got, expected(now)), f"neither the old nor the new file: {where}"
@@ -134,4 +138,4 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
             now = turn
     Commit(path).discard()
     assert os.listdir(tmp_path) == ["x.h5"]
-    assert killed > POINTS * 2 // 3  # a moment may come too late
+    assert killed > POINTS // 2  # a moment may come too late
