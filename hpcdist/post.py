@@ -296,9 +296,8 @@ class Engine:
         if self._thread is not None:
             self._arriving.put(None)
             self._thread.join()
-        if not any(
-            objects.all_gather_object(self._world.team.comm, bool(_abandoned))
-        ):  # else a new one could meet what still comes
+        abandoned = objects.all_gather_object(self._world.team.comm, bool(_abandoned))
+        if not any(abandoned):  # else a new one could meet what still comes
             self.header_comm.Free()
             self.data_comm.Free()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from collective import failures_elsewhere
+from launch import slowness
 
 import hpcdist
 
@@ -51,12 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if _can_run(item, size) and (asked or not item.get_closest_marker("cluster"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
-    busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if busy > 1:  # the deadlines are those of a quiet machine
+    slower = slowness()
+    if slower > 1:  # the deadlines are those of a quiet machine
         for item in kept:
             own = item.get_closest_marker("timeout")
             seconds = own.args[0] if own else float(config.getoption("timeout") or config.getini("timeout"))
-            item.add_marker(pytest.mark.timeout(seconds * busy), append=False)
+            item.add_marker(pytest.mark.timeout(seconds * slower), append=False)
 
 
 def _can_run(item: pytest.Item, size: int) -> bool:

@@ -20,7 +20,8 @@ def main(server: str, arguments: list[str]) -> None:
     ranks = [os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") if name in os.environ]
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.path.join(server, str(int(ranks[0]) % 2 if ranks else 0)))
-    fds = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != connection.fileno() and _is_open(fd)]
+    listed = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+    fds = [fd for fd in listed if fd != connection.fileno()]
     os.umask(umask := os.umask(0))
     names = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
     message = json.dumps(
@@ -56,14 +57,6 @@ def _pass_on(child: int, number: int) -> None:
         os.kill(child, number)
     except ProcessLookupError:  # it has just ended
         pass
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def _number(connection: socket.socket) -> int:

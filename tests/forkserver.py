@@ -24,32 +24,22 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 _HIGH = 512  # descriptors from here on are ours while those of the caller are put into their places
+# How the variables begin that are read when Python begins, or by imports.
 _IMPORTED = (
-    "PYTHON",
-    "LD_PRELOAD",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "OPENBLAS",
-    "TORCH_",
-    "MALLOC_",
-    "GLIBC_",
-    "LC_",
-    "LANG",
-)  # is read by imports
+    *("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LC_", "LANG"),
+    *("OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH_"),
+)
 _LENGTH = struct.Struct("<q")
 
 
 class Server:
-    """Forks children for those who connect.
+    """Forks children for those who connect to `listener`.
 
     Attributes:
-        listener: where they connect.
         children: connection -> pid of its child, as long as the caller lives.
     """
 
     def __init__(self, listener: socket.socket) -> None:
-        self.listener = listener
         self.children: dict[socket.socket, int] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)

@@ -61,9 +61,7 @@ def test_only_tree_knows_pickle_and_torch_loads_weights_only() -> None:
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not names & {"pickle", "dill", "cloudpickle", "marshal", "shelve"} or path.name == "tree.py", path
         for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.ImportFrom) and node.module == "pickle"
-            ):  # an exception's class, and nothing that reads
+            if isinstance(node, ast.ImportFrom) and node.module == "pickle":  # the class of an exception, no reader
                 assert [alias.name for alias in node.names] == ["UnpicklingError"], path
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}

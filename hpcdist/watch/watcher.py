@@ -204,15 +204,16 @@ class Watch:
     def _ask(self, why: str, seconds: float = _ANSWERS) -> dict[int, Report]:
         return self._survey.ask(why, seconds, self._until)
 
+    def _asking(self, why: str, since: float) -> list[int]:
+        """The other ranks that have asked for that reason."""
+        return [rank for rank, (reason, at) in self._survey.asked_by.items() if reason == why and at > since]
+
     def _other(self, why: str, within: float = _PATIENCE) -> int | None:
         """The rank that asks for all, if another one does, or did; those before this one have their turn first."""
         begin = time.monotonic()
 
         def first() -> int | None:
-            lately = begin - within
-            return next(
-                (rank for rank, (reason, at) in self._survey.asked_by.items() if reason == why and at > lately), None
-            )
+            return next(iter(self._asking(why, begin - within)), None)
 
         self._until(begin + min(self._survey.rank * _TURN, _TURNS), lambda: first() is not None)
         return first()
@@ -287,8 +288,7 @@ class Watch:
         begin = time.monotonic() - _TURNS
         if self._other(DEMAND, _TURNS) is None:
             reports = self._ask(DEMAND)
-            asked = self._survey.asked_by.items()
-            if not any(rank < self._survey.rank and why == DEMAND and at > begin for rank, (why, at) in asked):
+            if not any(rank < self._survey.rank for rank in self._asking(DEMAND, begin)):
                 _say(table(reports.values(), time.time()))
 
 
