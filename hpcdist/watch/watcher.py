@@ -85,6 +85,7 @@ class Watch:
         self._patience = limit  # of the call that is overdue, all of whose ranks have come and some get on
         self._neighbour = survey.neighbour()
         self._bereaved = self._signalled = self._stopping = False
+        self._demanded = 0.0  # when a signal last asked this rank for the table
         self._inquiries: SimpleQueue[threading.Event] = SimpleQueue()
         self._lock = threading.RLock()  # between those who wake the thread and the one who closes what it is woken by
         self._wake, self._waker = _pipe()
@@ -286,6 +287,9 @@ class Watch:
         """A signal asks for the table. If all ranks have got it, one prints: of those that ask at once, the lowest. Its
         question has come here before its answer to ours."""
         begin = time.monotonic() - _TURNS
+        if self._demanded > begin:  # what a signal writes to the pipe may come in several parts
+            return
+        self._demanded = time.monotonic()
         if self._other(DEMAND, _TURNS) is None:
             reports = self._ask(DEMAND)
             if not any(rank < self._survey.rank for rank in self._asking(DEMAND, begin)):
