@@ -73,10 +73,10 @@ def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
     import torch
 
     from hpcdist import layout
+    from hpcdist.files.h5 import records
+    from hpcdist.files.raw import Raw
     from hpcdist.layout import Box
-    from hpcdist.raw import Raw
     from hpcdist.staging.contents import Stored
-    from hpcdist.staging.format import records
     from hpcdist.staging.wants import Ask, find_wants, plan_load, read_apart
 
     dim = None if how == "dim=None" else 1 if "dim 1" in how or "boxes" in how else 0

@@ -157,7 +157,7 @@ class NoDigest:
 
 
 def save_unchecked(case: Case) -> None:
-    with mock.patch("hpcdist.staging.format.digest", NoDigest):
+    with mock.patch("hpcdist.files.h5.digest", NoDigest):
         save_hpcdist(case)
 
 

@@ -6,17 +6,18 @@ Importing this package starts no MPI and reads no environment; :func:`init` does
 from hpcdist import versions  # noqa: F401  # says what is too old, before the other imports trip over it
 
 # isort: split
-from hpcdist import eager, layout, staging
+from hpcdist import layout, staging
+from hpcdist.collectives.local import balance, local
+from hpcdist.collectives.redistribute import Plan, plan_redistribute, redistribute
 from hpcdist.concat import concat
 from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
 from hpcdist.gather import gather
-from hpcdist.handle import Handle
 from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split
-from hpcdist.local import balance, local
-from hpcdist.p2p import irecv, isend, recv, send
-from hpcdist.redistribute import Plan, plan_redistribute, redistribute
+from hpcdist.p2p.sendrecv import irecv, isend, recv, send
+from hpcdist.runtime.background import Handle
+from hpcdist.runtime.world import World, current, finalize, init
 from hpcdist.split import split
-from hpcdist.world import World, current, finalize, init
+from hpcdist.tensors import eager
 
 __all__ = [
     "Block",

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from hpcdist import staging
-from hpcdist.command import Parser, run
-from hpcdist.world import World
+from hpcdist.runtime.cli import Parser, run
+from hpcdist.runtime.world import World
 
 _COMMANDS = [
     ["python -m hpcdist.gather", "join arrays from files over the ranks of a job"],

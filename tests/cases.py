@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcdist import files
-from hpcdist.buffers import BARE, DTYPES, copyable
+from hpcdist.commands import sources
 from hpcdist.errors import InputError
+from hpcdist.tensors.storage import BARE, DTYPES, copyable
 
 __all__ = [
     "DTYPES",
@@ -163,7 +163,7 @@ def assert_refused(folder: Path, messages: Mapping[str, str]) -> None:
     """Each of these arrays in files of a folder is refused in one line that names the file and has the text in it."""
     for name, message in messages.items():
         with pytest.raises(InputError) as caught:
-            files.load(str(folder / name))
+            sources.load(str(folder / name))
         text = str(caught.value)
         assert text.startswith(str(folder / name).split(":")[0]), text
         assert message in text

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from cases import same_bits
 
-from hpcdist import agree
-from hpcdist import world as worlds
-from hpcdist.call import Call
+from hpcdist.runtime import world as worlds
+from hpcdist.validation import collective
+from hpcdist.validation.call import Call
 
 if TYPE_CHECKING:
     import pytest
@@ -28,7 +28,11 @@ _SHOWN = 6  # a loop with one mistake finds it in every turn
 
 def change_settings(patch: pytest.MonkeyPatch, world: World, **changes: Any) -> None:
     """Let the world have other settings until `patch` is undone."""
-    patch.setattr(world, "settings", replace(world.settings, **changes))
+    changed = replace(world.settings, **changes)
+    teams = list(world.context.teams.values())
+    behind = [team.background.team for team in teams if team.background is not None]  # type: ignore[attr-defined]
+    for holder in (world, world.context, *teams, *behind):
+        patch.setattr(holder, "settings", changed)
 
 
 def assert_on_all_ranks(comm: MPI.Comm, condition: object, message: object = "") -> None:
@@ -88,7 +92,7 @@ def _meet(comm: MPI.Comm) -> None:
     """Fail, rather than wait, if a rank of the world has already left the test: see :func:`failures_elsewhere`."""
     world = worlds._world
     if world is not None and comm.size == world.world_size:
-        agree.exchange(world.team, Call("assert_on_all_ranks"))
+        collective.exchange(world.team, Call("assert_on_all_ranks"))
 
 
 def failures_elsewhere(comm: MPI.Comm, error: BaseException | None) -> str | None:
@@ -101,7 +105,7 @@ def failures_elsewhere(comm: MPI.Comm, error: BaseException | None) -> str | Non
     """
     world = worlds._world
     if world is not None and comm.size == world.world_size:
-        agree.leave(world.team)
+        collective.leave(world.team)
     errors = comm.allgather(None if error is None else f"{type(error).__name__}: {error}")
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None and rank != comm.rank]
     return "\n".join(lines) or None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.launcher import without_launcher
+from hpcdist.comm.launcher import without_launcher
 
 
 def slowness() -> float:

@@ -22,7 +22,7 @@ from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, Hypoth
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.buffers import BARE
+from hpcdist.tensors.storage import BARE
 
 __all__ = [
     *("BACKEND", "Afresh"),

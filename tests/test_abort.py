@@ -117,7 +117,7 @@ def test_a_failure_in_the_middle_of_a_transfer_ends_the_job() -> None:
     """No memory for the result on one rank: the others are in the transfer already."""
     code = """
         import torch, hpcdist as hd
-        from hpcdist import buffers
+        from hpcdist.tensors import storage as buffers
         world = hd.init()
         if world.rank == 1:
             def fail(*args): raise MemoryError("none left")

@@ -17,9 +17,9 @@ from cases import whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import agree
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
+from hpcdist.validation import collective as agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested")]
 
@@ -419,7 +419,7 @@ def test_a_refused_call_after_one_that_was_agreed(world: hd.World) -> None:
 
 
 def test_without_a_world(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcdist import world as worlds
+    from hpcdist.runtime import world as worlds
 
     with monkeypatch.context() as patch:
         patch.setattr(worlds, "_world", None)
@@ -516,12 +516,12 @@ def _agreed(*out_extents: int, grad: bool = False) -> agree.Agreed:
 
 
 def test_refuse_an_out_of_another_extent() -> None:
-    agree.refuse("gather", _agreed(-1, 5, -1), (5, 5, 5))
+    agree.check_out("gather", _agreed(-1, 5, -1), (5, 5, 5))
     with pytest.raises(hd.RankError) as caught:
-        agree.refuse("gather", _agreed(4, 5, -1), (5, 5, 5))
+        agree.check_out("gather", _agreed(4, 5, -1), (5, 5, 5))
     assert caught.value.problems == {0: "out has extent 4 along dim, expected 5"}
     with pytest.raises(hd.RankError, match="a gradient is to flow"):
-        agree.refuse("gather", _agreed(-1, 5, grad=True), (5, 5))
+        agree.check_out("gather", _agreed(-1, 5, grad=True), (5, 5))
 
 
 def test_many_ranks_with_a_mistake_are_not_all_listed() -> None:

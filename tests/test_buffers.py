@@ -7,8 +7,8 @@ import pytest
 import torch
 from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, starts, strides_for, whole_of
 
-from hpcdist import buffers
-from hpcdist.buffers import Blocks, as_bytes, overlap, plain, row_major
+from hpcdist.tensors import storage
+from hpcdist.tensors.storage import Blocks, as_bytes, overlap, plain, row_major
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -140,5 +140,5 @@ def test_blocks_beyond_an_int() -> None:
 
 def test_plans_are_remembered() -> None:
     arguments = ((2, 4), 0, (2, 4), torch.int32)
-    assert buffers.blocks(*arguments) is buffers.blocks(*arguments)
-    assert buffers.blocks(*arguments) is not buffers.blocks((2, 4), 0, (2, 4), torch.float32)
+    assert storage.blocks(*arguments) is storage.blocks(*arguments)
+    assert storage.blocks(*arguments) is not storage.blocks((2, 4), 0, (2, 4), torch.float32)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from cases import assert_refused, same_bits
 
-from hpcdist import files, memory
+from hpcdist import memory
+from hpcdist.commands import sources
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
 
@@ -59,8 +60,8 @@ def test_every_tensor_is_read_as_torch_reads_it(kind: str, window: int, tmp_path
         names.append("old.pt")
     for name in names:
         expected = loaded(tmp_path / name)
-        assert same_bits(files.load(str(tmp_path / name)), expected), name
-        with files.opened(str(tmp_path / name)) as array:
+        assert same_bits(sources.load(str(tmp_path / name)), expected), name
+        with sources.opened(str(tmp_path / name)) as array:
             assert (array.shape, array.dtype) == (tuple(expected.shape), expected.dtype)
             for dim, extent in enumerate(expected.shape):
                 for start in range(extent):
@@ -89,7 +90,7 @@ def test_an_archive_that_was_packed_again(how: int, tmp_path: Path) -> None:
     torch.save(held, tmp_path / "x.pt")
     repack(tmp_path / "x.pt", tmp_path / "y.pt", how)
     for name, x in held.items():
-        assert same_bits(files.load(f"{tmp_path}/y.pt:{name}"), x)
+        assert same_bits(sources.load(f"{tmp_path}/y.pt:{name}"), x)
 
 
 @pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
@@ -106,9 +107,9 @@ def test_big_endian(dtype: str, how: int, tmp_path: Path) -> None:
     repack(tmp_path / "x.pt", tmp_path / "big.pt", how, change)
     if dtype == "<u2":
         with pytest.raises(InputError, match=r"big\.pt: cannot be read: big-endian torch.uint16, which torch itself"):
-            files.load(f"{tmp_path}/big.pt")
+            sources.load(f"{tmp_path}/big.pt")
         return
-    assert same_bits(files.load(f"{tmp_path}/big.pt"), torch.from_numpy(x).t())
+    assert same_bits(sources.load(f"{tmp_path}/big.pt"), torch.from_numpy(x).t())
     assert same_bits(loaded(tmp_path / "big.pt"), torch.from_numpy(x).t())
 
 
@@ -117,25 +118,25 @@ def test_nested_dicts_and_tensors_of_a_gpu(tmp_path: Path, monkeypatch: pytest.M
     torch.save(NESTED, tmp_path / "x.pt")
     torch.save(X, tmp_path / "alone.pt")
     for name, x in {"model/w": X, "model/3": C, "b": X[0]}.items():
-        assert same_bits(files.load(f"{tmp_path}/x.pt:{name}"), x)
-    assert same_bits(files.load(f"{tmp_path}/alone.pt"), X)
+        assert same_bits(sources.load(f"{tmp_path}/x.pt:{name}"), x)
+    assert same_bits(sources.load(f"{tmp_path}/alone.pt"), X)
     with pytest.raises(InputError, match=r"holds 3 arrays; name one as .*x\.pt:NAME; it has: b, model/w, model/3"):
-        files.load(f"{tmp_path}/x.pt")
+        sources.load(f"{tmp_path}/x.pt")
 
 
 def test_beside_what_cannot_be_described(tmp_path: Path) -> None:
     """A quantized tensor cannot be made without data: then the file is read whole."""
     torch.save({"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "x": C.conj()}, tmp_path / "x.pt")
-    assert same_bits(files.load(f"{tmp_path}/x.pt:x"), C.conj().resolve_conj())
+    assert same_bits(sources.load(f"{tmp_path}/x.pt:x"), C.conj().resolve_conj())
     with pytest.raises(InputError, match="holds a quantized tensor, expected a dense one"):
-        files.load(f"{tmp_path}/x.pt:q")
+        sources.load(f"{tmp_path}/x.pt:q")
 
 
 def test_the_older_format_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(X, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     monkeypatch.setattr(memory, "available", lambda: 100)
     with pytest.raises(InputError, match=r"can only be read whole: [\d,]+ bytes of memory needed, 100 available"):
-        files.load(f"{tmp_path}/x.pt")
+        sources.load(f"{tmp_path}/x.pt")
 
 
 def refused(folder: Path) -> dict[str, str]:
@@ -202,7 +203,7 @@ def test_nothing_is_read_but_what_is_asked_for(tmp_path: Path, monkeypatch: pyte
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", counted)
-    with files.opened(f"{tmp_path}/x.pt") as array:
+    with sources.opened(f"{tmp_path}/x.pt") as array:
         out = torch.empty(1000, 5, dtype=torch.int64)
         array.read(Box((0, 7), (1000, 5)), out, 10_000)
     assert torch.equal(out, torch.arange(7000, 12000).view(5, 1000).t())
@@ -218,4 +219,4 @@ def test_a_description_without_end(tmp_path: Path) -> None:
                 member.write(bytes(2**20))
         archive.writestr("archive/version", b"3\n")
     with pytest.raises(InputError, match="its description is longer than"):
-        files.load(f"{tmp_path}/x.pt")
+        sources.load(f"{tmp_path}/x.pt")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hpcdist.call import Call, show_shape
-from hpcdist.checks import shard_call, split_call
+from hpcdist.collectives.concat import Concat
+from hpcdist.collectives.gather import Gather
+from hpcdist.collectives.split import Split
 from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.validation.call import Call, show_shape
+from hpcdist.validation.local import shard_call, split_call
 
 
 class _Wrapper(torch.Tensor):
@@ -37,22 +41,27 @@ class _Index:
         return self.value
 
 
+def _team(rank: int) -> Any:
+    """As much of a team of two as the checks look at."""
+    return SimpleNamespace(rank=rank, size=2)
+
+
 def _concat(x: Any, dim: Any = 0, route: Any = "auto", out: Any = None) -> Call:
-    return shard_call("concat", x, dim, None, route, out, 0, 2)
+    return shard_call(Concat(x, dim, route, out), _team(0))
 
 
 def _gather(root: Any = 0, out: Any = None, rank: int = 0) -> Call:
-    return shard_call("gather", torch.zeros(2, 3), 0, root, "auto", out, rank, 2)
+    return shard_call(Gather(torch.zeros(2, 3), 0, root, "auto", out), _team(rank))
 
 
 def _split(x: Any, dim: Any = 0, root: Any = 0, counts: Any = None, out: Any = None, rank: int = 0) -> Call:
-    return split_call(x, dim, root, counts, "auto", out, rank, 2, False)
+    return split_call(Split(x, dim, root, counts, "auto", out, False), rank, 2, False)
 
 
 def test_a_shard_is_described() -> None:
     call = _concat(torch.zeros(2, 3, 4, dtype=torch.int16), -2)
     assert call.problem is None
-    assert (call.dim, call.said_dim, call.root, call.extent, call.out_extent) == (1, 1, -1, 3, -1)
+    assert (call.dim, call.dim_arg, call.root, call.extent, call.out_extent) == (1, 1, -1, 3, -1)
     assert call.tensor == (torch.int16, 3, (2, -1, 4))
     assert call.kind == MemoryKind.CPU
 
@@ -149,9 +158,9 @@ def test_a_tensor_without_memory_of_its_own(x: torch.Tensor) -> None:
 def test_a_receiver_of_split_follows_the_root() -> None:
     call = _split(None, dim=-1, rank=1)
     assert call.problem is None
-    assert (call.tensor, call.extent, call.out_extent, call.said_dim) == (None, -1, -1, -1)
+    assert (call.tensor, call.extent, call.out_extent, call.dim_arg) == (None, -1, -1, -1)
     assert call.kind == MemoryKind.FOLLOWS_CPU
-    assert split_call(None, 0, 0, None, "auto", None, 1, 2, True).kind == MemoryKind.FOLLOWS
+    assert split_call(Split(None, 0, 0, None, "auto", None, False), 1, 2, True).kind == MemoryKind.FOLLOWS
 
 
 def test_counts_of_any_kind_of_integer_are_the_same_counts() -> None:

@@ -262,7 +262,7 @@ def test_the_result_that_differs_is_found(all_: str, output: str, tmp_path: Path
     np.save(tmp_path / "x.npy", np.arange(10))
     code = f"""
         import runpy, sys
-        from hpcdist import outputs
+        from hpcdist.commands import outputs
         for kind in (outputs._Flat, outputs._Staged):
             kind.put = lambda self, row, piece, put=kind.put: put(self, row, piece.flip(0))
         sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / output)!r}, "--verify"]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist import commit
-from hpcdist.commit import Commit
 from hpcdist.errors import FileError
+from hpcdist.files import commit
+from hpcdist.files.commit import Commit
 
 
 def test_the_name_holds_the_old_file_until_the_end(tmp_path: Path) -> None:

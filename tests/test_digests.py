@@ -8,8 +8,7 @@ import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import digests
-from hpcdist.control import objects
+from hpcdist.control import digests, objects
 
 pytestmark = pytest.mark.mpi
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launch import launcher, run
 
-from hpcdist.launcher import without_launcher
+from hpcdist.comm.launcher import without_launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 110  # seconds for one of pip's commands, on a machine that may be busy

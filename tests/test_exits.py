@@ -161,13 +161,13 @@ def test_nothing_keeps_a_job_from_ending() -> None:
     """Not the search for who is gone, nor what tells the others; nor a hook that fails."""
     code = """
     import sys, hpcdist as hd
-    from hpcdist import abort
+    from hpcdist.process import abort
     world = hd.init()
     def fail(*_): raise KeyError("on the way to the end")
     if world.rank == 1:
         abort.at_end(fail, fail)
         abort.tidy = fail
-        hd.exits = sys.modules["hpcdist.exits"]
+        hd.exits = sys.modules["hpcdist.process.exits"]
         hd.exits._last_hook = fail
         raise ValueError("connection reset")
     world.comm.Barrier()

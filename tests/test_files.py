@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -16,20 +15,21 @@ from cases import assert_refused
 from safetensors.torch import save_file
 
 import hpcdist as hd
-from hpcdist import files, outputs
-from hpcdist.buffers import BARE, DTYPES, as_bytes
+from hpcdist.comm.groups import Group
+from hpcdist.comm.team import Team
+from hpcdist.commands import outputs
+from hpcdist.commands import sources as files
 from hpcdist.errors import FileError, InputError, RankError
-from hpcdist.groups import Group
 from hpcdist.layout import Box
-from hpcdist.team import Team
+from hpcdist.tensors.storage import BARE, DTYPES, as_bytes
 
 
 def save(x: torch.Tensor, path: str) -> None:
     """Write a tensor as the commands do, on one rank."""
     from mpi4py import MPI
 
-    nobody: Any = SimpleNamespace(provisional={}, ended_groups={})  # a world without other ranks
-    team = Team(MPI.COMM_SELF.Dup(), Group(nobody, 0, [0], MPI.COMM_SELF))
+    nowhere: Any = None  # what writes needs no settings
+    team = Team(MPI.COMM_SELF.Dup(), Group(0, [0], {}, MPI.COMM_SELF), nowhere)
     out = outputs.create(team, "test", path, tuple(x.shape), x.dtype, 64)
     for row in out.mine():
         out.put(row, x[out.pieces[row].slices()].contiguous())

@@ -17,8 +17,8 @@ from launch import mpirun
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import handle as handles
-from hpcdist.handle import Handle
+from hpcdist.runtime import background as handles
+from hpcdist.runtime.background import Handle
 
 ROUTES = ("mpi", "gloo", "hdf5")
 

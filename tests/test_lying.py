@@ -26,10 +26,12 @@ from cases import assert_refused
 from launch import mpirun, run
 
 import hpcdist as hd
-from hpcdist import command, files, memory
+from hpcdist import memory
+from hpcdist.commands import sources
 from hpcdist.errors import FileError, InputError
+from hpcdist.files.h5 import record_dtype
+from hpcdist.runtime import cli
 from hpcdist.staging.contents import describe
-from hpcdist.staging.format import record_dtype
 
 X = np.arange(6)
 
@@ -91,9 +93,9 @@ def test_npy_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for by_library in (False, True):
-            assert files.load("2.npy", by_library).tolist() == [0, 0]
+            assert sources.load("2.npy", by_library).tolist() == [0, 0]
     with pytest.raises(InputError) as caught:
-        files.load("digits.npy")
+        sources.load("digits.npy")
     assert len(str(caught.value)) < 400
     assert not (tmp_path / "HACKED").exists()
 
@@ -128,15 +130,15 @@ def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "header.npz": "its header has 4,294,967,295 bytes",
         },
     )
-    with files.opened("data.npz") as array:
+    with sources.opened("data.npz") as array:
         out = torch.ones(5, dtype=torch.uint8)
-        array.read(files.layout.Box((2**20,), (5,)), out, 100)
+        array.read(sources.layout.Box((2**20,), (5,)), out, 100)
         assert out.tolist() == [0] * 5
     monkeypatch.setattr(memory, "available", lambda: 2**20)
     with pytest.raises(
         InputError, match=r"data\.npz: can only be verified whole: 1,073,741,952 bytes of memory needed"
     ):
-        files.load("data.npz", by_library=True)
+        sources.load("data.npz", by_library=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
     assert not (tmp_path / "HACKED").exists()
 
@@ -221,17 +223,17 @@ def test_hdf5_bombs_loops_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for by_library in (False, True):
         with pytest.raises(InputError, match=r"x: is stored in chunks of 536,870,912 bytes, which HDF5 reads whole"):
-            files.load("bomb.h5:x", by_library)
+            sources.load("bomb.h5:x", by_library)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
     assert_refused(tmp_path, {"bomb.h5:arrays": "holds no array 'arrays'"})
     with h5py.File("loop.h5", "w") as file:
         file["a/x"] = X
         file["a/again"], file["a/root"] = file["a"], file["/"]
-    assert files.load("loop.h5").tolist() == files.load("loop.h5:a/root/a/again/x").tolist() == X.tolist()
+    assert sources.load("loop.h5").tolist() == sources.load("loop.h5:a/root/a/again/x").tolist() == X.tolist()
     with h5py.File("names.h5", "w") as file:
         h5py.h5d.create(file.id, b"a\xff", h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple((3,)))
         file["n\nl"] = X
-    assert files.load("names.h5:n\nl").tolist() == X.tolist()
+    assert sources.load("names.h5:n\nl").tolist() == X.tolist()
     assert_refused(tmp_path, {"names.h5:a\udcff": "has a name that is not UTF-8"})
     for depth in (500, 1500):
         with h5py.File(f"{depth}.h5", "w", libver="latest") as file:
@@ -239,7 +241,7 @@ def test_hdf5_bombs_loops_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for _ in range(depth):
                 group = h5py.h5g.create(group, b"a")
             h5py.h5d.create(group, b"x", h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple((3,)))
-    assert files.describe("500.h5").shape == (3,)
+    assert sources.describe("500.h5").shape == (3,)
     assert_refused(tmp_path, {"1500.h5": "more than 1,000 groups within each other"})
 
 
@@ -303,7 +305,7 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path: Path) -> None:
         import hpcdist as hd, os
         with hd.init(device="cpu") as world:
             for inputs, output in (("s*.npy", "s.npy"), ("t*.pt", "t.h5"), ("s*.npy", None)):
-                module = import_module("hpcdist.gather.__main__")
+                module = import_module("hpcdist.commands.gather")
                 args = [inputs, "--verify", "--window", "1K", *(["-o", output] if output else [])]
                 now = len(os.listdir("/proc/self/fd"))
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max(64, now + 20), 2**12))
@@ -318,7 +320,7 @@ def test_little_shared_memory_is_told_before_mpi_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 256, 256, 256, 0, 0, 0, 0, 255)))
-    command._look_at_shm("hpcdist.gather")
+    cli._look_at_shm("hpcdist.gather")
     text = "/dev/shm has 1.0 MiB free: MPI may end with a bus error; see python -m hpcdist.doctor"
     assert capsys.readouterr().err == f"hpcdist.gather: warning: {text}\n"
 

@@ -9,7 +9,9 @@ import torch
 from collective import Findings, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import buffers, memory, results
+from hpcdist import memory
+from hpcdist.collectives import results
+from hpcdist.tensors import storage
 
 pytestmark = pytest.mark.mpi
 
@@ -58,7 +60,7 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         if world.rank == last:
-            patch.setattr(buffers.Blocks, "landing", landing)
+            patch.setattr(storage.Blocks, "landing", landing)
         if world.world_size > 1:
             error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(3)))
             findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)

@@ -18,10 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import hpcdist as hd
-from hpcdist import files
-from hpcdist.buffers import BARE, copyable
-from hpcdist.concat import __main__ as concat_command
-from hpcdist.gather import __main__ as gather_command
+from hpcdist.commands import concat as concat_command
+from hpcdist.commands import gather as gather_command
+from hpcdist.commands import sources
+from hpcdist.tensors.storage import BARE, copyable
 
 # --- what is written into a caller's tensor --------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ def test_staging_and_commands_do_not_depend_on_the_default_device(world: hd.Worl
             told = ["--verify", "--window", "1024", "-o", str(folder / f"y{suffix}"), str(path)]
             status = gather_command.main(world, gather_command.parser().parse_args(told))
             findings.check(status in (0, None), f"{suffix}: status {status}")
-            findings.same(files.load(str(folder / f"y{suffix}")), whole, suffix)
+            findings.same(sources.load(str(folder / f"y{suffix}")), whole, suffix)
     findings.settle()
 
 
@@ -414,6 +414,6 @@ def test_commands_on_dtypes_that_torch_cannot_copy(world: hd.World, folder: Path
             command = concat_command if "--all" in more else gather_command
             asked = command.parser().parse_args([word for word in told if word != "--all"])
             findings.check(command.main(world, asked) in (0, None), f"{dim} {more}")
-            got = files.load(str(out).format(rank=world.rank))
+            got = sources.load(str(out).format(rank=world.rank))
             findings.same(got, torch.cat([copyable(x)] * 2, int(dim)).view(dtype), f"{dim} {more}")
     findings.settle()

@@ -23,11 +23,15 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import matching, packing, post, transfers, tree
+from hpcdist.comm import matching
 from hpcdist.errors import HpcdistError
-from hpcdist.post import Arrival
+from hpcdist.files import h5
+from hpcdist.p2p import engine as post
+from hpcdist.p2p import transfers
+from hpcdist.p2p.engine import Arrival
 from hpcdist.routes.hdf5 import Stage
-from hpcdist.staging import format
+from hpcdist.tensors import message as packing
+from hpcdist.tensors import tree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
@@ -212,7 +216,7 @@ def test_one_header_message_at_most(world: hd.World, monkeypatch: pytest.MonkeyP
         def __getattr__(self, name: str) -> Any:
             return getattr(self.comm, name)
 
-    engine, (after, before) = world.engine, _peers(world)
+    engine, (after, before) = world.context, _peers(world)
     monkeypatch.setattr(engine, "header_comm", Spy(engine.header_comm, "header"))
     monkeypatch.setattr(engine, "data_comm", Spy(engine.data_comm, "data"))
     handle = hd.isend([torch.full((k % 7,), k) for k in range(1000)], after)
@@ -300,7 +304,7 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
     interruptions = 0
     for line in range(80):
         handle = hd.isend(line, after, 3)
-        arrival = Arrival(world.engine.unexpected, world.everyone, before, 3)
+        arrival = Arrival(world.context.unexpected, world.context.everyone, before, 3)
         world.comm.Barrier()
         interruptions += _interrupted(arrival.wait, line)
         arrival.give_back()
@@ -309,7 +313,7 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
         handle.wait(30)
     findings.check(interruptions > 25, f"{interruptions} lines")
     world.comm.Barrier()
-    findings.check(world.engine.unexpected._of_key.get(0, []) == [], "a message came twice")
+    findings.check(world.context.unexpected._of_key.get(0, []) == [], "a message came twice")
     findings.settle()
 
 
@@ -394,7 +398,7 @@ def test_damaged_messages(world: hd.World, text: bytes, envelope: str) -> None:
     after, before = _peers(world)
     number, length = (-2 if envelope.startswith("of") else 2), len(text) + envelope.startswith("longer")
     sent = struct.pack("<qqqq", 0, 0, number, length) + text
-    request = world.engine.header_comm.Isend([sent[:20] if envelope == "short" else sent, MPI.BYTE], after, 0)
+    request = world.context.header_comm.Isend([sent[:20] if envelope == "short" else sent, MPI.BYTE], after, 0)
     try:
         hd.recv(before)
         findings.check(False, "no error")
@@ -421,7 +425,7 @@ def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, mon
     except HpcdistError as error:
         findings.check("no such folder" in str(error), error)
     change_settings(monkeypatch, world, staging=str(folder))
-    monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
+    monkeypatch.setattr(h5, "_unseen", lambda place: "another file by that name on this rank")
     handle = hd.isend(big, after, route="hdf5")
     for step in (lambda: hd.recv(before), lambda: handle.wait(30)):
         try:

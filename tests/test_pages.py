@@ -11,8 +11,9 @@ from collective import Findings
 
 import hpcdist as hd
 from hpcdist import layout
+from hpcdist.files.raw import Ints, page_size
 from hpcdist.layout import run_boxes, whole
-from hpcdist.pages import Edges, Ints, Pages, page_size
+from hpcdist.staging.pages import Edges, Pages
 
 PAGE = 64
 
@@ -65,7 +66,7 @@ def test_each_page_is_written_by_one_rank(seed: int, world: hd.World, tmp_path: 
 @pytest.mark.parametrize("length", [1, 7, PAGE - 1])
 def test_short_runs(length: int, world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' rows in turn, each less than a page: several turns of them, and more than memory is to hold."""
-    monkeypatch.setattr("hpcdist.pages._ROUND", 500)
+    monkeypatch.setattr("hpcdist.staging.pages._ROUND", 500)
     findings, size, rows = Findings(world.comm), world.world_size, 200
     expected = np.random.default_rng(length).integers(0, 256, 5 + rows * length * size, np.uint8)
     expected[:5] = 0

@@ -47,10 +47,13 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import abort, agree, checks, packing, plan
-from hpcdist import transfers as sending
-from hpcdist.buffers import copyable, row_major
+from hpcdist.collectives import transfer as plan
+from hpcdist.p2p import transfers as sending
+from hpcdist.process import abort
 from hpcdist.routes import c10d, mpi
+from hpcdist.tensors import message as packing
+from hpcdist.tensors.storage import copyable, row_major
+from hpcdist.validation import collective, local
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
@@ -98,7 +101,13 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 
 LIMITS = [
-    *((packing, "SMALL", 128), (packing, "INLINE", 16), (plan, "AT_ONCE", 48), (mpi, "LIMIT", 48), (mpi, "DIRECT", 48)),
+    *(
+        (packing, "SMALL", 128),
+        (packing, "INLINE", 16),
+        (plan, "AT_ONCE", 48),
+        (mpi, "LIMIT", 48),
+        (mpi, "DIRECT", 48),
+    ),
     *((sending, "PIECE", 96), (plan, "PIECE", 96), (mpi, "PIECE", 96), (c10d, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
@@ -175,14 +184,14 @@ def _drawn_by_all(world: hd.World, case: object) -> None:
     """Compare what the ranks have drawn; a rank that is not here any more does not come either."""
     digest = blake2b(repr(case).encode(errors="surrogatepass"), digest_size=8).hexdigest()
     try:
-        agree.exchange(world.team, checks.Call("example", options=(("case", digest),)))
+        collective.exchange(world.team, local.Call("example", options=(("case", digest),)))
     except hd.RankError as error:
         raise DrawsDifferError(str(error)) from None
 
 
 def _told(world: hd.World, problem: str | None) -> str:
     """What is wrong on any rank. Those that are in a verb still, while one has failed, come out of it."""
-    agree.leave(world.team)
+    collective.leave(world.team)
     found = world.comm.allgather(problem)
     return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from cases import whole_of
 
-from hpcdist import layout, raw
+from hpcdist import layout
+from hpcdist.files import raw
+from hpcdist.files.raw import Raw
 from hpcdist.layout import Box
-from hpcdist.raw import Raw
 
 
 def random_box(draw: random.Random, shape: tuple[int, ...]) -> Box:

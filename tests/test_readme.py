@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from launch import mpirun
 
-from hpcdist.buffers import DTYPES
-from hpcdist.formats import FORMATS
+from hpcdist.commands.formats import FORMATS
+from hpcdist.tensors.storage import DTYPES
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist import dtensor
-from hpcdist import plan as plans
+from hpcdist.collectives import transfer as plans
 from hpcdist.routes import mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
@@ -99,7 +99,7 @@ def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, mo
             monkeypatch.setattr(module, name, value)
     elif limits == "as they are":
         monkeypatch.setattr(plans, "AT_ONCE", 0)
-    world.team.memo.pop("plans", None)  # what is remembered was made under other limits
+    world.team.plans.clear()  # what is remembered was made under other limits
     findings, size = Findings(world.comm), world.world_size
     for dtype in (torch.float32, torch.complex64, torch.uint8):
         for name in strides_for(dtype):
@@ -116,7 +116,7 @@ def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, mo
                     findings.check(got is out, "out is returned")
                     findings.same(out, expected, f"{name} {src} to {dst} into a {form} out")
                     findings.same(around, untouched, "written besides out")
-    world.team.memo.pop("plans", None)
+    world.team.plans.clear()
     findings.settle()
 
 
@@ -366,5 +366,5 @@ def test_many_plans_are_forgotten(world: hd.World) -> None:
         x = whole_of((turn % 70 + 1, 2), torch.int32)
         got = hd.redistribute(x, hd.Replicate(), hd.Split(1))
         findings.same(got, _part(x, hd.Split(1), world.rank, world.world_size), f"turn {turn}")
-    findings.check(len(world.team.memo["plans"]) <= 64, len(world.team.memo["plans"]))
+    findings.check(len(world.team.plans) <= 64, len(world.team.plans))
     findings.settle()

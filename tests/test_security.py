@@ -11,9 +11,9 @@ import pytest
 from launch import mpirun
 
 import hpcdist
-from hpcdist.commit import private_folder
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
+from hpcdist.files.commit import private_folder
 
 ROOT = Path(hpcdist.__file__).parent
 # What mpi4py sends as pickles: its methods that begin with a small letter.
@@ -47,7 +47,7 @@ def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
                     "leaders",
                     "header_comm",
                     "data_comm",
-                    "back_comm",
+                    "background_comm",
                     "private",
                 ):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {owner}.{node.func.attr}")

@@ -254,7 +254,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
         with hd.init(device="cpu") as world:
             folder = world.staging
             for name, (what, args, _) in {MISTAKES!r}.items():
-                module = import_module(f"hpcdist.{{what}}.__main__")
+                module = import_module(f"hpcdist.commands.{{what}}")
                 asked = module.parser().parse_args([str(arg) for arg in args])
                 world.settings = replace(world.settings, staging=asked.staging or folder)
                 try:
@@ -303,7 +303,7 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
         ("doctor", ["--staging", ""], "--staging: expected a name, got an empty one"),
     ]
     for what, args, text in wrong:
-        module = import_module(f"hpcdist.{what}.__main__")
+        module = import_module(f"hpcdist.commands.{what}")
         with pytest.raises(SystemExit) as ended:
             module.main(args) if what == "jobscript" else module.parser().parse_args(args)
         err = capsys.readouterr().err
@@ -351,7 +351,7 @@ def test_verify_reads_in_another_way(tmp_path: Path) -> None:
     code = """
         import json, hpcdist as hd
         from importlib import import_module
-        from hpcdist import raw
+        from hpcdist.files import raw
         read_runs = raw.Raw._read_runs
         def misread(self, fetch, box, out):
             read_runs(self, fetch, box, out)
@@ -364,7 +364,7 @@ def test_verify_reads_in_another_way(tmp_path: Path) -> None:
                         ("gather", ["-o", "y.npy"]), ("gather", ["-o", "y.h5", "--route", "mpi"]), ("gather", []),
                         ("concat", ["-o", "y{rank}.h5"]), ("split", ["-o", "y{rank}.safetensors"]),
                     ):
-                        module = import_module(f"hpcdist.{what}.__main__")
+                        module = import_module(f"hpcdist.commands.{what}")
                         asked = module.parser().parse_args([f"x{suffix}", "--verify", "--json", *args])
                         status = module.main(world, asked)
                         if world.rank == 0:

@@ -15,7 +15,8 @@ from collective import Findings, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import packing, structures
+from hpcdist.collectives import structures
+from hpcdist.tensors import message
 
 pytestmark = pytest.mark.mpi
 
@@ -37,7 +38,7 @@ class Batch:
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """From which size on tensors travel by themselves: as it is, or so low that almost all do."""
     if request.param == "low":
-        monkeypatch.setattr(packing, "SMALL", 16)
+        monkeypatch.setattr(message, "SMALL", 16)
 
 
 def _mine(rank: int, size: int, case: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d
 
 import hpcdist as hd
 from hpcdist.routes import mpi
-from hpcdist.team import team_of
 
 pytestmark = pytest.mark.mpi
 
@@ -27,22 +26,22 @@ def test_the_world_is_one_team(world: hd.World) -> None:
     """Whatever it is called: no second communicator is made for it."""
     findings = Findings(world.comm)
     for group in (None, world.comm, MPI.COMM_WORLD, world.group, dist.group.WORLD):
-        findings.check(team_of(group, world) is world.team, f"{group!r}")
+        findings.check(world.context.team_of(group) is world.team, f"{group!r}")
     findings.settle()
 
 
 def test_a_group_keeps_its_team(world: hd.World) -> None:
     comm, group = world.comm.Split(0, -world.rank), dist.new_group([0])
     findings = Findings(world.comm)
-    findings.check(team_of(comm, world) is team_of(comm, world), "communicator")
+    findings.check(world.context.team_of(comm) is world.context.team_of(comm), "communicator")
     if world.rank == 0:
-        findings.check(team_of(group, world) is team_of(group, world), "torch group")
+        findings.check(world.context.team_of(group) is world.context.team_of(group), "torch group")
     findings.settle()
 
 
 def test_ranks_in_the_order_of_the_communicator(world: hd.World) -> None:
     size = world.world_size
-    team = team_of(world.comm.Split(0, -world.rank), world)
+    team = world.context.team_of(world.comm.Split(0, -world.rank))
     findings = Findings(world.comm)
     findings.check(team.rank == size - 1 - world.rank, f"rank {team.rank}")
     findings.check(team.size == size, f"size {team.size}")
@@ -54,10 +53,10 @@ def test_ranks_in_the_order_of_the_communicator(world: hd.World) -> None:
 def test_a_copy_of_a_communicator_has_a_team_of_its_own(world: hd.World) -> None:
     """The team hangs on one communicator: MPI must not copy it to a duplicate that outlives it."""
     comm = world.comm.Split(0, -world.rank)
-    first = team_of(comm, world)
+    first = world.context.team_of(comm)
     copy = comm.Dup()
     comm.Free()
-    second = team_of(copy, world)
+    second = world.context.team_of(copy)
     alone = world.world_size == 1  # in reverse it is still the world
     assert_on_all_ranks(world.comm, alone or second is not first, "one team for two communicators")
     x = torch.tensor([copy.rank])
@@ -84,7 +83,7 @@ def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[An
     """What is sent in one arrives in that one, and two threads on two groups do not get each other's data."""
     findings, size = Findings(world.comm), world.world_size
     one, other = twins
-    teams = {id(team_of(group, world)) for group in (None, one, other)}
+    teams = {id(world.context.team_of(group)) for group in (None, one, other)}
     findings.check(len(teams) == 3, "a team for two groups")
     after, before = (world.rank + 1) % size, (world.rank - 1) % size
     handles = [hd.isend(f"in {i}", after, group=group) for i, group in enumerate((None, one, other))]
@@ -175,7 +174,7 @@ def test_groups_end_in_any_order(world: hd.World) -> None:
         hd.concat(torch.tensor([world.rank]), group=comm, async_op=True).wait(30)
     for comm in comms if world.rank % 2 else reversed(comms):
         comm.Free()
-    assert_on_all_ranks(world.comm, not [team for team in world.teams if team.group.freed], "a team is left")
+    assert_on_all_ranks(world.comm, not [group for group in world.context.teams if group.freed], "a team is left")
 
 
 def test_destroyed_groups_give_their_communicators_back(world: hd.World) -> None:
@@ -189,7 +188,7 @@ def test_destroyed_groups_give_their_communicators_back(world: hd.World) -> None
         findings.check(result.tolist() == list(range(world.world_size)), result)
         groups.append(group)  # that it is still referred to makes no difference
         dist.destroy_process_group(group)
-    kept = [team for team in world.teams if team.group.ended]
+    kept = [group for group in world.context.teams if group.ended]
     findings.check(len(kept) <= 1, f"{len(kept)} teams of groups that are gone")
     try:
         hd.concat(torch.tensor([world.rank]), group=groups[0])
@@ -217,7 +216,7 @@ def test_messages_never_meet_the_users(world: hd.World, order: int, monkeypatch:
     monkeypatch.setattr(mpi, "LIMIT", 10)  # sends and receives in pieces, which such a receive could take
     findings = Findings(world.comm)
     comm = world.comm if order == 1 else world.comm.Split(0, -world.rank)
-    own = team_of(comm, world).comm
+    own = world.context.team_of(comm).comm
     findings.check(MPI.Comm.Compare(own, comm) == MPI.CONGRUENT, "the library talks on the user's communicator")
     findings.settle()
     size, extents = comm.size, (2,) * comm.size

@@ -18,10 +18,10 @@ import torch
 from cases import DTYPES, STRIDES, copy_of, same_bits, strides_for, whole_of
 from torch import Tensor
 
-from hpcdist import buffers, packing, tree
-from hpcdist.buffers import copyable
 from hpcdist.errors import HpcdistError
-from hpcdist.packing import Contents, Header
+from hpcdist.tensors import message, storage, tree
+from hpcdist.tensors.message import Contents, Header
+from hpcdist.tensors.storage import copyable
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -98,9 +98,9 @@ def _round_trip(value: Any, allow_pickle: bool = False) -> Any:
     """Through the bytes that would travel."""
     parts = tree.flatten(value, allow_pickle)
     contents = Contents.of(parts.tensors)
-    header = Header(packing.encode(parts.spec, contents, number=1))
+    header = Header(message.encode(parts.spec, contents, number=1))
     assert header.more == {"number": 1}
-    packed = packing.pack(parts.tensors, contents)
+    packed = message.pack(parts.tensors, contents)
     assert packed.numel() == header.packed
     places = header.unpack(packed, torch.device("cpu"))
     for i in header.large:
@@ -184,7 +184,7 @@ def test_tensors_of_every_kind() -> None:
         for shape in [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 1, 1, 1)]:
             found.append(whole_of(shape, dtype, salt=turn))
         found.extend(STRIDES[name](whole_of((3, 4), dtype)) for name in strides_for(dtype))
-        found.append(whole_of((packing.SMALL // dtype.itemsize + turn,), dtype))
+        found.append(whole_of((message.SMALL // dtype.itemsize + turn,), dtype))
     before = [copy_of(x) for x in found]
     got = _round_trip(found)
     assert len(got) == len(found)
@@ -282,7 +282,7 @@ def test_what_is_more_than_its_memory() -> None:
 
 def test_named_dims_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a torch that has them, before 2.13."""
-    monkeypatch.setattr(buffers, "_NAMED", True)
+    monkeypatch.setattr(storage, "_NAMED", True)
     monkeypatch.setattr(Tensor, "has_names", lambda x: True, raising=False)
     with pytest.raises(TypeError, match="x has named dims, whose names would be lost"):
         tree.flatten(torch.ones(2))

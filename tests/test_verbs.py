@@ -18,7 +18,7 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist import layout
-from hpcdist.buffers import BARE
+from hpcdist.tensors.storage import BARE
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 

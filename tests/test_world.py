@@ -12,9 +12,9 @@ import pytest
 import torch
 from launch import mpirun, run
 
-from hpcdist import launcher
-from hpcdist.devices import shared_gpu
-from hpcdist.launcher import alone, without_launcher
+from hpcdist.comm import launcher
+from hpcdist.comm.devices import shared_gpu
+from hpcdist.comm.launcher import alone, without_launcher
 
 HEAD = """
     import os, socket, sys, time
@@ -372,7 +372,7 @@ def test_communicators_that_come_and_go_leave_nothing_behind() -> None:
         comm = world.comm.Split(0, -world.rank)
         hd.concat(torch.tensor(world.rank), group=comm)
         comm.Free()
-    assert len(world.teams) == 1
+    assert len(world.context.teams) == 1
     say("ok")
     """,
     )
@@ -398,7 +398,7 @@ def test_gloo_on_some_ranks_first_and_then_on_all() -> None:
 
 def test_the_host_name_need_not_resolve(tmp_path: Path) -> None:
     """Addresses come from the interfaces; the name is only a hint."""
-    from hpcdist import rendezvous
+    from hpcdist.comm import rendezvous
 
     addresses = rendezvous._addresses()
     assert not any(address.startswith("127.") for address in addresses)

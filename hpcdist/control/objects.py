@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpcdist import activity
 from hpcdist.control import codec
 from hpcdist.errors import HpcdistError, RankError
-from hpcdist.watch import record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,7 +77,7 @@ def broadcast(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int =
     told, not_encoded = codec.decode(broadcast_bytes(comm, text, root))
     value: Any
     value, problem = told or (None, not_encoded)
-    record.touch()
+    activity.touch()
     try:
         raise_problems(what, {} if problem is None else {root: problem}, cause)
     finally:
@@ -96,7 +96,7 @@ def all_gather(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]
     """
     mine, cause = _attempt(step)
     outcomes: list[tuple[T, str | None]] = all_gather_object(comm, mine, what)
-    record.touch()
+    activity.touch()
     try:
         raise_problems(what, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, cause)
     finally:

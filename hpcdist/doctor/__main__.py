@@ -7,14 +7,14 @@ import sys
 import time
 from typing import IO, NoReturn
 
-from hpcdist.command import path
 from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
 from hpcdist.doctor.findings import report, status
-from hpcdist.doctor.ward import watch
-from hpcdist.output import printing
-from hpcdist.watch.limits import deadline
-from hpcdist.world import environ
+from hpcdist.doctor.supervisor import watch
+from hpcdist.process.streams import printing
+from hpcdist.runtime.cli import path
+from hpcdist.runtime.world import environ
+from hpcdist.watch.deadlines import deadline
 
 _LIMIT = 60.0
 _FIRST_SECONDS = 3  # for which a rank that fails leaves the word to rank 0, which may have failed alike

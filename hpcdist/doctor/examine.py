@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcdist import staging, world
+from hpcdist import staging
 from hpcdist.control import objects
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
 from hpcdist.doctor.findings import Facts, Finding, by_value, each, ranks_text
-from hpcdist.doctor.ward import Line
+from hpcdist.doctor.supervisor import Line
 from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
-from hpcdist.world import World
+from hpcdist.runtime import world
+from hpcdist.runtime.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcdist.command import show_bytes
 from hpcdist.doctor.findings import Facts, Finding, by_node, by_value, each, ranks_text
 from hpcdist.errors import reason
+from hpcdist.runtime.cli import show_bytes
 
 __all__ = ["PREFIX", "gather", "judge", "look", "put", "try_folder"]
 

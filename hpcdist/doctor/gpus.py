@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcdist import devices
+from hpcdist.comm import devices
 from hpcdist.doctor.findings import Facts, Finding, by_node, by_value, each, ranks_text
 from hpcdist.errors import reason
 

@@ -7,12 +7,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hpcdist import launcher
+from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts, Finding, by_node, by_value, each, ranks_text
-from hpcdist.doctor.ward import Line
+from hpcdist.doctor.supervisor import Line
 from hpcdist.errors import reason
-from hpcdist.watch.limits import deadline
+from hpcdist.watch.deadlines import deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI

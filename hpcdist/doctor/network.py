@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hpcdist import rendezvous
+from hpcdist.comm import rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts, Finding, by_node, each
 

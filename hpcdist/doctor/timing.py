@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from hpcdist.concat import concat
+from hpcdist.collectives.concat import concat
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Finding
-from hpcdist.doctor.ward import Line
+from hpcdist.doctor.supervisor import Line
 from hpcdist.errors import HpcdistError
-from hpcdist.gather.compare import placed, timed
 from hpcdist.routes import select
-from hpcdist.world import World
+from hpcdist.runtime.cli import placed, timed
+from hpcdist.runtime.world import World
 
 __all__ = ["gather", "judge"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.world import World
+from hpcdist.runtime.world import World
 
 __all__ = ["main"]
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from hpcdist.command import path
 from hpcdist.errors import InputError, reason
 from hpcdist.jobscript import KINDS, LAUNCHERS, MPIS, Shape, write
-from hpcdist.output import printing
+from hpcdist.process.streams import printing
+from hpcdist.runtime.cli import path
 
 BAD_INPUT = 2
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
 __all__ = ["Alltoall", "Ints", "Message", "Route"]
 

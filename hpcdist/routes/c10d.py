@@ -17,12 +17,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from hpcdist import layout
-from hpcdist.buffers import as_bytes
 from hpcdist.routes.base import Ints, Message
 from hpcdist.routes.exchange import Exchange
+from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
 __all__ = ["GLOO", "NCCL", "PIECE"]
 

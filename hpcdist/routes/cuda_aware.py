@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
 __all__ = ["mpi_takes_gpu_memory"]
 
@@ -37,13 +37,13 @@ def mpi_takes_gpu_memory(team: Team) -> bool:
     """
     from mpi4py import MPI
 
-    if "cuda_aware" not in team.memo:
+    if team.cuda_aware is None:
         node = team.comm.Split_type(MPI.COMM_TYPE_SHARED)
         works = array("b", [node.rank != 0 or _try(team.settings.child_environ)])
         node.Free()
         team.comm.Allreduce(MPI.IN_PLACE, [works, MPI.SIGNED_CHAR], op=MPI.MIN)
-        team.memo["cuda_aware"] = bool(works[0])
-    return bool(team.memo["cuda_aware"])
+        team.cuda_aware = bool(works[0])
+    return team.cuda_aware
 
 
 def _try(environ: Mapping[str, str]) -> bool:

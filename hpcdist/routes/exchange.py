@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hpcdist.buffers import as_bytes
 from hpcdist.routes.base import Alltoall, Ints, Message
+from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
 __all__ = ["Exchange"]
 

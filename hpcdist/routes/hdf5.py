@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcdist import abort, layout, raw
-from hpcdist.buffers import as_bytes
-from hpcdist.commit import check_folder, lock, sweep
+from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
-from hpcdist.pages import page_size
+from hpcdist.files import h5, raw
+from hpcdist.files.commit import check_folder, lock, sweep
+from hpcdist.files.h5 import Dataset, Layout
+from hpcdist.files.raw import page_size
+from hpcdist.process import abort
 from hpcdist.routes.base import Ints, Message
 from hpcdist.routes.exchange import Exchange
-from hpcdist.staging import format
-from hpcdist.staging.format import Dataset, Layout
+from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
 __all__ = ["HDF5_ROUTE", "Stage", "fetch"]
 
@@ -100,7 +101,7 @@ class _File:
             self.close()
 
     def _open(self) -> tuple[int, int]:
-        format.look(self._place)
+        h5.look(self._place)
         self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
         found = os.fstat(self.fd)
         return found.st_dev, found.st_ino
@@ -152,7 +153,7 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
     if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
         raise FileError(f"{path}: not a staging file")
     place = Layout(path, bytes.fromhex(token), token_at, 0, [start], 0, 1)
-    format.look(place)
+    h5.look(place)
     _each(place, messages, os.O_RDONLY, raw.read_at)
 
 
@@ -207,8 +208,8 @@ class Stage:
         try:
             lock(self._fd)  # for as long as it is held, nobody sweeps the file
             dataset = Dataset("messages", (nbytes,), torch.uint8, [])
-            plan, align = format.summary([dataset], {}, ""), page_size(Path(folder))
-            self.place = format.create(Path(self.path), [dataset], plan, {}, align)
+            plan, align = h5.summary([dataset], {}, ""), page_size(Path(folder))
+            self.place = h5.create(Path(self.path), [dataset], plan, {}, align)
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):

@@ -18,7 +18,7 @@ from hpcdist.routes.base import Alltoall, Ints, Message
 from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
 __all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "PIECE", "Views"]
 

@@ -11,9 +11,9 @@ from hpcdist.routes.base import Route
 from hpcdist.tensors.dtypes import MemoryKind
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
-__all__ = ["NAMES", "ROUTES", "agreed", "best", "load"]
+__all__ = ["ROUTES", "agreed", "best", "load"]
 
 # A route's name -> where it is made; the module is imported when the route is first selected.
 ROUTES = {
@@ -22,9 +22,6 @@ ROUTES = {
     "mpi": ("hpcdist.routes.mpi", "MPI_ROUTE"),
     "hdf5": ("hpcdist.routes.hdf5", "HDF5_ROUTE"),
 }
-
-
-NAMES = ("auto", *ROUTES)  # what a caller may pass as ``route=``
 
 
 @cache
@@ -43,10 +40,10 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     Raises:
         RankError: on every rank, if the route that was named cannot be used here or with these data.
     """
-    key = ("route", name, kinds)
-    if key not in team.memo:
-        team.memo[key] = _select(verb, name, team, [kind == MemoryKind.CUDA for kind in kinds])
-    route: Route = team.memo[key]
+    key = (name, kinds)
+    if key not in team.routes:
+        team.routes[key] = _select(verb, name, team, [kind == MemoryKind.CUDA for kind in kinds])
+    route: Route = team.routes[key]
     return route
 
 

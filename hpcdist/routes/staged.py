@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.buffers import as_bytes
 from hpcdist.routes.base import Ints, Message, Route
 from hpcdist.routes.exchange import Exchange
+from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
-    from hpcdist.team import Team
+    from hpcdist.comm.team import Team
 
 __all__ = ["WINDOW", "Staged"]
 

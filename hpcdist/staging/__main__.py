@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from hpcdist import layout
-from hpcdist.command import Meter, Parser, run, show_bytes, table
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError
-from hpcdist.regular import shown
+from hpcdist.files.regular import shown
+from hpcdist.runtime.cli import Meter, Parser, run, show_bytes, table
+from hpcdist.runtime.world import World
 from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
-from hpcdist.world import World
 
 _DAMAGED = 1  # the exit status if a piece is not what was written
 _SHOWN = 20  # damaged pieces

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from hpcdist import layout
-from hpcdist.buffers import DTYPES, bits
 from hpcdist.errors import FileError, reason
+from hpcdist.files.h5 import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
+from hpcdist.files.raw import Raw
+from hpcdist.files.regular import check_regular
 from hpcdist.layout import Box
-from hpcdist.raw import Raw
-from hpcdist.regular import check_regular
 from hpcdist.staging import journal
 from hpcdist.staging.boxes import Corners, Listed
-from hpcdist.staging.format import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
 from hpcdist.staging.links import elsewhere, hard_path
+from hpcdist.tensors.storage import DTYPES, bits
 
 __all__ = ["Contents", "Stored", "describe", "read_box"]
 

@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hpcdist.buffers import bits
 from hpcdist.layout import Box
+from hpcdist.tensors.storage import bits
 
 __all__ = ["Scratch", "incoming", "outgoing"]
 

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, digests, raw, world
-from hpcdist.buffers import written
-from hpcdist.call import Call
-from hpcdist.control import objects
+from hpcdist import activity
+from hpcdist.comm.team import Team
+from hpcdist.control import digests, objects
 from hpcdist.errors import FileError, listed, reason
+from hpcdist.files import raw
 from hpcdist.layout import Box
+from hpcdist.process import abort
+from hpcdist.runtime import world
 from hpcdist.staging.boxes import BoxSequence
 from hpcdist.staging.contents import Contents, describe
 from hpcdist.staging.host import Scratch
@@ -29,8 +31,9 @@ from hpcdist.staging.pieces import deliver
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
 from hpcdist.staging.wants import Ask, find_wants, plan_load, read_apart
-from hpcdist.team import Team, team_of
-from hpcdist.watch import record
+from hpcdist.tensors.storage import written
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -97,17 +100,17 @@ def load(
         >>> hd.staging.load("x.h5", "data", box=((rank, 0), (1, 2)))
         tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
     """
-    team = team_of(group, world.current())
+    team = world.current().context.team_of(group)
     call = Call(VERB)
     ask = Ask()
     try:
-        checks.runs()
+        local.runs()
         ask = _ask(path, name, dim, counts, box, out, window, readers, verify, team.size)
         target = torch.device("cpu" if device is None else device)
     except Exception as error:  # the other ranks are to hear of it
-        call.problem = checks.problem_of(error)
-    with record.InCall(VERB, team), abort.InStep(VERB, team.size):
-        agree.exchange(team, call)
+        call.problem = local.problem_of(error)
+    with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
+        collective.exchange(team, call)
         same = digests.same(team.comm, VERB, ask.same, ask.same, objects.first_difference)
         own = objects.all_gather_object(team.comm, (ask.box, ask.out))
         asks = [Ask(same, *each) for each in own]
@@ -135,13 +138,13 @@ def _ask(
     path: Any, name: Any, dim: Any, counts: Any, box: Any, out: Any, window: Any, readers: Any, verify: Any, size: int
 ) -> Ask:
     if name is not None and not isinstance(name, str):
-        raise checks.WrongError(f"name must be a string or None, got {name!r}")
+        raise local.WrongError(f"name must be a string or None, got {name!r}")
     if index(window) < 1:
-        raise checks.WrongError(f"window is {window}, expected a number of bytes >= 1")
+        raise local.WrongError(f"window is {window}, expected a number of bytes >= 1")
     if readers is not None and not 1 <= index(readers) <= size:
-        raise checks.WrongError(f"readers is {readers}, expected 1 to {size} in a group of {size} ranks")
+        raise local.WrongError(f"readers is {readers}, expected 1 to {size} in a group of {size} ranks")
     if box is not None and (dim != 0 or counts is not None):
-        raise checks.WrongError("box is given, and so is dim or counts: a box says it all")
+        raise local.WrongError("box is given, and so is dim or counts: a box says it all")
     if counts is not None and not isinstance(counts, str):
         counts = tuple(index(c) for c in counts)
     same = {
@@ -160,7 +163,7 @@ def _ask(
         mine = Box(tuple(index(o) for o in offset), tuple(index(n) for n in shape))
     kept = None
     if out is not None:
-        checks.tensor(out, 0, "out")
+        local.tensor(out, 0, "out")
         kept = (out.dtype, tuple(out.shape))
     return Ask(same, mine, kept)
 

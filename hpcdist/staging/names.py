@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcdist.checks import WrongError
 from hpcdist.errors import listed
-from hpcdist.staging.format import DTYPE_ATTRIBUTE, GROUP
+from hpcdist.files.h5 import DTYPE_ATTRIBUTE, GROUP
+from hpcdist.validation.local import WrongError
 
 __all__ = ["SINGLE", "check_attrs", "flatten", "nest"]
 

@@ -12,14 +12,15 @@ from typing import overload
 import numpy as np
 from torch import Tensor
 
-from hpcdist import abort, layout
-from hpcdist.buffers import as_bytes, bits
-from hpcdist.checks import WrongError
+from hpcdist import layout
+from hpcdist.comm.team import Team
+from hpcdist.files.raw import Ints
 from hpcdist.layout import Box
-from hpcdist.pages import Ints
+from hpcdist.process import abort
 from hpcdist.staging.boxes import BoxSequence, Copies, CutShards, Grid, Integers, Shards, summed
 from hpcdist.staging.host import Scratch
-from hpcdist.team import Team
+from hpcdist.tensors.storage import as_bytes, bits
+from hpcdist.validation.local import WrongError
 
 __all__ = [
     "PIECE",

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch.distributed as dist
 
-from hpcdist import world
+from hpcdist.runtime import world
 from hpcdist.staging.readfile import ReadFile
 from hpcdist.staging.saving import WINDOW
 from hpcdist.staging.writefile import WriteFile
-from hpcdist.team import team_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -75,4 +74,4 @@ def open(
         return ReadFile(os.fsdecode(path), window)
     if mode != "w":
         raise ValueError(f"mode is {mode!r}, expected 'r' or 'w'")
-    return WriteFile(team_of(group, world.current()), path, tensors, attrs, window)
+    return WriteFile(world.current().context.team_of(group), path, tensors, attrs, window)

@@ -11,16 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hpcdist import layout, raw
+from hpcdist import activity, layout
 from hpcdist.errors import FileError
+from hpcdist.files import h5, raw
+from hpcdist.files.raw import memory
+from hpcdist.files.regular import open_regular
 from hpcdist.layout import Box
-from hpcdist.raw import memory
-from hpcdist.regular import open_regular
-from hpcdist.staging import format
 from hpcdist.staging.contents import Stored, read_box
 from hpcdist.staging.host import incoming
 from hpcdist.staging.pieces import PIECE
-from hpcdist.watch import record
 
 __all__ = ["Reader", "checksum_of", "damage", "opened"]
 
@@ -31,7 +30,7 @@ def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
     Raises:
         OSError, EOFError: it cannot be read.
     """
-    digest = format.digest()
+    digest = h5.digest()
     buffer = memoryview(bytearray(raw.BLOCK))
     start, left = where.place(box), box.size() * where.dtype.itemsize
     while left:
@@ -109,7 +108,7 @@ class Reader:
         self._report(target.nbytes)
 
     def _report(self, nbytes: int) -> None:
-        record.touch()
+        activity.touch()
         if self.progress is not None:
             self.progress(nbytes)
 
@@ -138,7 +137,7 @@ class Reader:
         if where is None:
             buffer = torch.empty(box.shape, dtype=self.stored.dtype, device="cpu")
             read_box(self.path, self.stored.place, box, buffer, self.window, self.fd)
-            digest = format.digest()
+            digest = h5.digest()
             digest.update(memory(buffer))
             self._compare(row, digest.intdigest())
             return
@@ -172,7 +171,7 @@ class Reader:
         for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
             read_box(self.path, self.stored.place, part, target, self.window, self.fd)
             if row is not None:
-                digest = format.digest()
+                digest = h5.digest()
                 digest.update(memory(target))
                 self._compare(row, digest.intdigest())
             self._report(target.nbytes)
@@ -180,7 +179,7 @@ class Reader:
 
 def _read_whole(fd: int, place: int, into: memoryview) -> int:
     """Read a run of the file; its checksum."""
-    digest = format.digest()
+    digest = h5.digest()
     raw.read_at(fd, place, into, digest)
     return int(digest.intdigest())
 

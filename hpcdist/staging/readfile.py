@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist import checks
-from hpcdist.buffers import written
-from hpcdist.eager import recorded
 from hpcdist.errors import FileError, listed, reason
+from hpcdist.files import h5
 from hpcdist.layout import Box
-from hpcdist.staging import format
 from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.links import hard_path
 from hpcdist.staging.reader import Reader, opened
+from hpcdist.tensors.eager import recorded
+from hpcdist.tensors.storage import written
+from hpcdist.validation import local
 
 __all__ = ["ReadFile", "inside"]
 
@@ -60,7 +60,7 @@ class ReadFile:
             if place is None:
                 raise FileError(f"{self._contents.path}: holds no {name!r}")
             found = dict(file[place or "/"].attrs)
-        return {key: value for key, value in found.items() if key != format.DTYPE_ATTRIBUTE}
+        return {key: value for key, value in found.items() if key != h5.DTYPE_ATTRIBUTE}
 
     def read(
         self,
@@ -98,8 +98,8 @@ class ReadFile:
         inside(box, stored.shape)
         if out is not None:
             try:
-                checks.tensor(out, 0, "out")
-            except checks.WrongError as error:
+                local.tensor(out, 0, "out")
+            except local.WrongError as error:
                 raise ValueError(str(error)) from error
         if out is None:
             target = torch.empty(box.shape, dtype=stored.dtype, device="cpu" if device is None else device)

@@ -15,19 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, digests, layout, world
-from hpcdist.call import Call
-from hpcdist.commit import check_target
-from hpcdist.control import objects
+from hpcdist import activity, layout
+from hpcdist.comm.team import Team
+from hpcdist.control import digests, objects
+from hpcdist.files.commit import check_target
+from hpcdist.files.h5 import Dataset
+from hpcdist.process import abort
+from hpcdist.runtime import world
 from hpcdist.staging import writers as ways
 from hpcdist.staging.boxes import Integers
-from hpcdist.staging.format import Dataset
 from hpcdist.staging.host import Scratch, outgoing
 from hpcdist.staging.names import check_attrs, flatten
 from hpcdist.staging.pieces import Plan, check_shape, collect, plan_save
 from hpcdist.staging.saving import WINDOW, Options, Saving
-from hpcdist.team import Team, team_of
-from hpcdist.watch import record
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -110,18 +112,18 @@ def save(
         >>> h5py.File("x.h5")["data"][:, 0]
         array([1, 2, 2])
     """
-    team = team_of(group, world.current())
+    team = world.current().context.team_of(group)
     call = Call(VERB)
     flat: dict[str, Tensor] = {}
     ask = _Ask({}, {})
     options = Options()
     try:
-        checks.runs()
+        local.runs()
         given = flatten(tensors)
         dims = _dims(dim, given)
         for name, x in given.items():
             along = dims[name]
-            shard, at = checks.tensor(x, along or 0, name)
+            shard, at = local.tensor(x, along or 0, name)
             flat[name] = shard.view(x.shape) if along is None else shard
             ask.shards[name] = (x.dtype, None if along is None else at, tuple(flat[name].shape))
         options = _options(window, writer, align, hints, resume, attrs, progress)
@@ -134,9 +136,9 @@ def save(
         ask.same.update(writer=options.writer, window=options.window, align=align, resume=resume)
         ask.same.update(hints=dict(options.hints))
     except Exception as error:  # the other ranks are to hear of it
-        call.problem = checks.problem_of(error)
-    with record.InCall(VERB, team), abort.InStep(VERB, team.size):
-        agree.exchange(team, call)
+        call.problem = local.problem_of(error)
+    with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
+        collective.exchange(team, call)
         datasets, plans = _agree(team, ask, attrs or {})
         saving = Saving(
             team, VERB, target, datasets, lambda i, elements: plans[i].owners_at(datasets[i].shape, elements), options
@@ -178,21 +180,21 @@ def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
     dims = flatten(dim)
     if set(dims) != set(given):
         odd = sorted(set(dims) ^ set(given))[0]
-        raise checks.WrongError(f"dim and tensors have different names: {odd!r} is in one of them only")
+        raise local.WrongError(f"dim and tensors have different names: {odd!r} is in one of them only")
     return dims
 
 
 def _options(window: Any, writer: Any, align: Any, hints: Any, resume: Any, attrs: Any, progress: Any) -> Options:
     for name, value in (("window", window), ("align", align)):
         if value is not None and (index(value) < 1):
-            raise checks.WrongError(f"{name} is {value}, expected a number of bytes >= 1")
+            raise local.WrongError(f"{name} is {value}, expected a number of bytes >= 1")
     if writer not in ways.NAMES:
-        raise checks.WrongError(f"writer is {writer!r}, expected one of {', '.join(ways.NAMES)}")
+        raise local.WrongError(f"writer is {writer!r}, expected one of {', '.join(ways.NAMES)}")
     reason = ways.missing(writer)
     if reason is not None:
-        raise checks.WrongError(f"writer {writer} cannot be used: {reason}")
+        raise local.WrongError(f"writer {writer} cannot be used: {reason}")
     if hints and ways.active(writer)[0] != "mpio":
-        raise checks.WrongError(f"hints are for MPI-IO, and the writer is posix ({ways.active(writer)[1]})")
+        raise local.WrongError(f"hints are for MPI-IO, and the writer is posix ({ways.active(writer)[1]})")
     told = {str(k): str(v) for k, v in (hints or {}).items()}
     own = dict((attrs or {}).get("", {}))
     return Options(writer, index(window), align, told, bool(resume), attrs=own, progress=progress)
@@ -202,18 +204,18 @@ def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, 
     """h5py's arguments for the filters of chunks; none if nothing is to be compressed."""
     if compression is None:
         if chunks is not None:
-            raise checks.WrongError("chunks is given without compression: tensors are contiguous then")
+            raise local.WrongError("chunks is given without compression: tensors are contiguous then")
         return {}, None
     if isinstance(compression, Mapping):
         filters = dict(compression)
     elif compression == "gzip" or (isinstance(compression, int) and 0 <= compression <= 9):
         filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
     else:
-        raise checks.WrongError(f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
+        raise local.WrongError(f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
     if "scaleoffset" in filters:
-        raise checks.WrongError("compression with scaleoffset is lossy: what is loaded would not be what was saved")
+        raise local.WrongError("compression with scaleoffset is lossy: what is loaded would not be what was saved")
     if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
-        raise checks.WrongError(f"chunks is {chunks}, expected an extent >= 1 for each dim")
+        raise local.WrongError(f"chunks is {chunks}, expected an extent >= 1 for each dim")
     return filters, None if chunks is None else tuple(index(c) for c in chunks)
 
 
@@ -221,7 +223,7 @@ def _writers(count: Any, size: int) -> int:
     if count is None:
         return size
     if not 1 <= index(count) <= size:
-        raise checks.WrongError(f"writers is {count}, expected 1 to {size} in a group of {size} ranks")
+        raise local.WrongError(f"writers is {count}, expected 1 to {size} in a group of {size} ranks")
     return index(count)
 
 
@@ -241,7 +243,7 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
             shape = (*shape[:dim], _sum(along), *shape[dim + 1 :])
         try:
             check_shape(shape, dtype.itemsize)
-        except checks.WrongError as error:
+        except local.WrongError as error:
             problems.append(f"{name!r} {error}")
             continue
         chunks = None
@@ -258,7 +260,7 @@ def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tup
     for name, (shape, dtype, dim, along, chunks) in wanted.items():
         try:
             plan = plan_save(shape, dtype.itemsize, dim, along, same["window"], same["writers"], chunks)
-        except checks.WrongError as error:
+        except local.WrongError as error:
             objects.raise_problems(VERB, {0: f"{name!r} {error}"})
             raise
         filters = same["compression"] if chunks else {}

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist import layout
-from hpcdist.commit import Commit, check_target, sync
+from hpcdist import activity, layout
+from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, RankError, reason
+from hpcdist.files import h5
+from hpcdist.files.commit import Commit, check_target, sync
+from hpcdist.files.h5 import Dataset, Layout
+from hpcdist.files.raw import Ints, Raw, memory, write_at
 from hpcdist.layout import Box
-from hpcdist.pages import Edges, Ints, Owner, Pages
-from hpcdist.raw import Raw, memory, write_at
-from hpcdist.staging import contents, format, journal, writers
-from hpcdist.staging.format import Dataset, Layout
+from hpcdist.staging import contents, journal, writers
 from hpcdist.staging.journal import Journal
+from hpcdist.staging.pages import Edges, Owner, Pages
 from hpcdist.staging.reader import checksum_of
-from hpcdist.team import Team
-from hpcdist.watch import record as watch
 
 __all__ = ["WINDOW", "Options", "Saving"]
 
@@ -96,7 +96,7 @@ class Saving:
         self._journal: Journal | None = None
         self._writers: list[writers.Writer] = []
         try:
-            objects.all_gather(team.comm, verb, lambda: format.look(self.layout))
+            objects.all_gather(team.comm, verb, lambda: h5.look(self.layout))
             objects.all_gather(team.comm, verb, self._open_writer)
         except BaseException:
             self._give_up()
@@ -119,16 +119,16 @@ class Saving:
         journal with its length, if there is to be one."""
         nbytes = sum(d.nbytes() for d in self.datasets if d.chunks is None)
         check_target(self._target, 0)
-        plan = format.summary(self.datasets, self._options.attrs, self._options.source)
+        plan = h5.summary(self.datasets, self._options.attrs, self._options.source)
         commit = self._commit = Commit(self._target, self._options.resume)
         try:
             check_target(self._target, nbytes - commit.part.stat().st_blocks * 512)
             if commit.resumed and _left(commit.part) == plan:
                 commit.journal.touch()
                 notes = str(commit.journal), commit.journal.stat().st_size
-                return format.find_layout(commit.part), journal.read(commit.journal), notes
-            align = format.alignment_of(commit.part.parent, self._options.align)
-            made = format.create(commit.part, self.datasets, plan, self._options.attrs, align)
+                return h5.find_layout(commit.part), journal.read(commit.journal), notes
+            align = h5.alignment_of(commit.part.parent, self._options.align)
+            made = h5.create(commit.part, self.datasets, plan, self._options.attrs, align)
             sync(commit.part, forget=True)  # before another rank opens it, and writes there
             if self._options.resume:
                 commit.journal.write_bytes(b"")
@@ -179,7 +179,7 @@ class Saving:
         """
         if self.problem is None:
             try:
-                data, digest = memory(piece), format.digest()
+                data, digest = memory(piece), h5.digest()
                 if not self._has(i, row, data):
                     at, rank = self.raw(i).place(self.datasets[i].pieces[row]), self.team.rank
                     self._pages.write(rank, at, data, self._writers[0].write, self._edges, digest)
@@ -205,7 +205,7 @@ class Saving:
     def _has(self, i: int, row: int, data: memoryview) -> bool:
         if (i, row) not in self.done:
             return False
-        digest = format.digest()
+        digest = h5.digest()
         digest.update(data)
         if int(digest.intdigest()) == self.done[i, row]:
             return True
@@ -221,7 +221,7 @@ class Saving:
         try:
             self._writers[0].write_filtered(i, box, data)
             if row is not None and data is not None:
-                digest = format.digest()
+                digest = h5.digest()
                 digest.update(data)
                 self.record(i, row, digest.intdigest())
         except Exception as error:
@@ -240,7 +240,7 @@ class Saving:
             self.problem = f"{self._target}: writing failed: {reason(error)}"
 
     def _report(self, nbytes: int) -> None:
-        watch.touch()
+        activity.touch()
         try:
             if self._options.progress is not None:
                 self._options.progress(nbytes)
@@ -301,11 +301,11 @@ class Saving:
     def _complete(self, written: Sequence[Ints]) -> None:
         """On rank 0: the tables of pieces, the mark, and the name."""
         assert self._commit is not None
-        tables = format.filled(self.datasets, written)
+        tables = h5.filled(self.datasets, written)
         fd = os.open(self.layout.path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             write_at(fd, self.layout.table, memoryview(tables))
-            write_at(fd, self.layout.state, memoryview(format.COMPLETE))
+            write_at(fd, self.layout.state, memoryview(h5.COMPLETE))
         finally:
             os.close(fd)
         self._commit.finish()

@@ -14,8 +14,8 @@ import torch
 
 from hpcdist import layout
 from hpcdist.errors import listed
+from hpcdist.files.raw import SHORT
 from hpcdist.layout import Box
-from hpcdist.raw import SHORT
 from hpcdist.staging.boxes import BoxSequence, Chosen, Copies, Corners, Grid, Integers, Listed, Shards, summed
 from hpcdist.staging.contents import Stored
 from hpcdist.staging.pieces import PIECE, Plan, owners_of

@@ -15,25 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import abort, agree, checks, layout
-from hpcdist.buffers import DTYPES, row_major
-from hpcdist.call import Call
-from hpcdist.commit import check_target
+from hpcdist import activity, layout
+from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, listed
+from hpcdist.files import h5
+from hpcdist.files.commit import check_target
+from hpcdist.files.h5 import Dataset
+from hpcdist.files.raw import Ints, forget, memory, read_at
 from hpcdist.layout import Box
-from hpcdist.pages import Ints
-from hpcdist.raw import forget, memory, read_at
-from hpcdist.staging import format
-from hpcdist.staging.format import Dataset
+from hpcdist.process import abort
 from hpcdist.staging.names import check_attrs, flatten
 from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
 from hpcdist.staging.reader import checksum_of
 from hpcdist.staging.readfile import inside
 from hpcdist.staging.saving import Options, Saving
 from hpcdist.staging.written import Written, joined, starts_of
-from hpcdist.team import Team
-from hpcdist.watch import record
+from hpcdist.tensors.storage import DTYPES, row_major
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call
 
 __all__ = ["WriteFile"]
 
@@ -55,14 +55,14 @@ class WriteFile:
         try:
             target, limit = os.fsdecode(path), index(window)
             if limit < 1:
-                raise checks.WrongError(f"window is {window}, expected a number of bytes >= 1")
+                raise local.WrongError(f"window is {window}, expected a number of bytes >= 1")
             specs = {name: _spec(name, spec, limit) for name, spec in flatten(tensors or {}).items()}
             check_attrs(attrs, specs)
             given = {name: dict(values) for name, values in (attrs or {}).items()}
         except Exception as error:  # the other ranks are to hear of it
-            call.problem = checks.problem_of(error)
-        with record.InCall(VERB, team), abort.InStep(VERB, team.size):
-            agree.exchange(team, call)
+            call.problem = local.problem_of(error)
+        with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
+            collective.exchange(team, call)
             asks = objects.all_gather_object(team.comm, (target, limit, specs))
             odd = {rank: f"path, window or tensors differ from those of rank 0: {ask}" for rank, ask in enumerate(asks)}
             objects.raise_problems(VERB, {rank: text for rank, text in odd.items() if asks[rank] != asks[0]})
@@ -106,7 +106,7 @@ class WriteFile:
         inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise ValueError(f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
-        held = row_major(checks.tensor(x, 0, "x")[0].cpu()).view(x.shape)
+        held = row_major(local.tensor(x, 0, "x")[0].cpu()).view(x.shape)
         starts, length = starts_of(box, dataset.shape)
         data = memory(held)
         self._saving.write_runs(i, starts, length * x.itemsize, data)
@@ -122,12 +122,12 @@ class WriteFile:
             self._open = False
             self._saving.drop()
             return
-        with record.InCall("staging.close", self._team), abort.InStep("staging.close", self._team.size):
+        with activity.InCall("staging.close", self._team), abort.InStep("staging.close", self._team.size):
             self._finish()
 
     def _finish(self) -> None:
         try:
-            agree.exchange(self._team, Call("staging.close"))
+            collective.exchange(self._team, Call("staging.close"))
         except BaseException:
             self._saving.drop()
             raise
@@ -185,7 +185,7 @@ class WriteFile:
         for box, expected in self._wrote[i].boxes():
             if not any(box.meet(piece).size() for piece in pieces):
                 continue
-            digest = format.digest()
+            digest = h5.digest()
             for part in layout.boxes(box, max(1, window // where.dtype.itemsize)):
                 got = torch.empty(part.shape, dtype=where.dtype, device="cpu")
                 where.read(partial(read_at, fd), part, got, window)
@@ -218,14 +218,14 @@ def _spec(name: str, spec: Any, window: int) -> tuple[tuple[int, ...], torch.dty
         shape, dtype = spec
         extents = tuple(index(n) for n in shape)
     except (TypeError, ValueError):
-        raise checks.WrongError(f"{name!r} is {spec!r}, expected (shape, dtype)") from None
+        raise local.WrongError(f"{name!r} is {spec!r}, expected (shape, dtype)") from None
     if dtype not in DTYPES:
-        raise checks.WrongError(f"{name!r} has dtype {dtype}, which cannot be stored")
+        raise local.WrongError(f"{name!r} has dtype {dtype}, which cannot be stored")
     if min(extents, default=0) < 0 or any(isinstance(n, bool) for n in shape):
-        raise checks.WrongError(f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
+        raise local.WrongError(f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
     try:
         check_shape(extents, dtype.itemsize)
         check_pieces(extents, dtype.itemsize, max(1, min(PIECE, window) // dtype.itemsize))
-    except checks.WrongError as error:
-        raise checks.WrongError(f"{name!r} {error}") from None
+    except local.WrongError as error:
+        raise local.WrongError(f"{name!r} {error}") from None
     return extents, dtype

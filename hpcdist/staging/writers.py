@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hpcdist import layout, raw
+from hpcdist import layout
 from hpcdist.control import codec
 from hpcdist.errors import FileError
+from hpcdist.files import raw
+from hpcdist.files.h5 import Dataset, Layout, stored_dtype
+from hpcdist.files.raw import Digest
 from hpcdist.layout import Box
-from hpcdist.raw import Digest
-from hpcdist.staging.format import Dataset, Layout, stored_dtype
 
 if TYPE_CHECKING:
     from mpi4py import MPI

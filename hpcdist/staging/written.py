@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from hpcdist import layout
+from hpcdist.files import h5
+from hpcdist.files.h5 import Dataset
+from hpcdist.files.raw import Ints
 from hpcdist.layout import Box
-from hpcdist.pages import Ints
-from hpcdist.staging import format
-from hpcdist.staging.format import Dataset
 
 __all__ = ["Written", "joined", "starts_of"]
 
@@ -41,7 +41,7 @@ class Written:
     def add(self, box: Box, starts: Ints, length: int, data: memoryview) -> None:
         """A box has been written: runs of `length` elements."""
         self._runs.append((starts, length))
-        digest = format.digest()
+        digest = h5.digest()
         digest.update(data)
         self._boxes.extend((*box.offset, *box.shape))
         self._digests.append(digest.intdigest())
@@ -53,7 +53,7 @@ class Written:
         while data:
             row = bisect_right(self._firsts, start) - 1
             if start == self._firsts[row]:
-                self._digest = format.digest()
+                self._digest = h5.digest()
             elif start != self._next:
                 self._digest = None
             end = self._firsts[row] + self._pieces[row].size()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
-from hpcdist.watch.record import ANYBODY, NOBODY, Entry
+from hpcdist.activity import ANYBODY, NOBODY, Entry
 
 __all__ = ["GONE", "WAITS", "Report", "Thread", "chain", "gets_on", "missing", "of_json", "table", "verdict"]
 

@@ -14,11 +14,12 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from hpcdist import abort, exits
+from hpcdist import activity
+from hpcdist.activity import ENDED, Entry, Lane
 from hpcdist.errors import HangError
-from hpcdist.watch import look, record
-from hpcdist.watch.record import ENDED, Entry, Lane
-from hpcdist.watch.survey import Survey
+from hpcdist.process import abort, exits
+from hpcdist.watch import procfs
+from hpcdist.watch.status_query import Survey
 from hpcdist.watch.table import GONE, Report, chain, gets_on, table, verdict
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Waits:
 
     def add(self, seconds: float) -> None:
         """So much time has passed."""
-        for lane in record.lanes:
+        for lane in activity.lanes:
             at = (lane.begun, lane.touched)
             before, waited = self._waited.get(lane, (None, 0.0))
             busy = lane.begun > lane.finished and not lane.patient
@@ -57,11 +58,11 @@ class Waits:
 
     def over(self, limit: float) -> list[Lane]:
         """The lanes whose call has waited for that long."""
-        return [lane for lane in record.lanes if self.of(lane) >= limit]
+        return [lane for lane in activity.lanes if self.of(lane) >= limit]
 
     def seconds(self) -> list[float]:
         """Of each lane."""
-        return [self.of(lane) for lane in record.lanes]
+        return [self.of(lane) for lane in activity.lanes]
 
 
 class Watch:
@@ -241,7 +242,7 @@ class Watch:
 
     def _join_in(self, other: int) -> None:
         """Another rank raises, and ends the job: what waits here raises with it."""
-        for lane in record.lanes:
+        for lane in activity.lanes:
             call = lane.current()
             if call is not None and not lane.patient:
                 self._show(lane, f"{call.text} has waited, see what rank {other} says")
@@ -250,11 +251,11 @@ class Watch:
 
     def _peers(self, number: int) -> list[int]:
         """The world's ranks of a team; of one that this rank is not in, those of all."""
-        return record.peers.get(number, self._survey.ranks)
+        return activity.peers.get(number, self._survey.ranks)
 
     def _show(self, lane: Lane, text: str) -> None:
-        frame = look.frames().get(lane.thread)
-        exits.show(HangError(text), frame and record.outside(frame))
+        frame = procfs.frames().get(lane.thread)
+        exits.show(HangError(text), frame and activity.outside(frame))
 
     def _mourn(self) -> None:
         """A neighbour has died: unless the whole job ends, tell of it, and end it."""

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from launch import DEADLINE, Job
 
-from hpcdist.launcher import without_launcher
+from hpcdist.comm.launcher import without_launcher
 
 TESTS = Path(__file__).resolve().parent.parent
 NETWORK = "10.77.0.0/24"

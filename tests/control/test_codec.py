@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hpcdist.control.codec import decode, encode
+from hpcdist.files.h5 import Dataset
 from hpcdist.layout import Box
 from hpcdist.routes.base import Alltoall
-from hpcdist.staging.format import Dataset
 
 VALUES = [
     *(None, True, 0, -(2**70), 1.5, float("inf"), "", "é\n\0", b"", b"\0\xff", [], (), {}),
@@ -74,7 +74,7 @@ def test_other_kinds_are_refused(value: Any) -> None:
         ["c", "hpcdist.staging.host", "torch"],
         ["c", "hpcdist.not.there", "Box"],
         ["c", "hpcdist.layout.box", "Box", ["offset", []]],
-        ["c", "hpcdist.abort", "job", ["status", 3]],
+        ["c", "hpcdist.process.abort", "job", ["status", 3]],
         ["c", "hpcdistx", "Box"],
         ["y", "load"],
         ["a", "O", [1], "AAAAAAAAAAA="],

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hpcdist as hd
-from hpcdist.buffers import DTYPES, as_bytes
 from hpcdist.routes import cuda_aware, staged
+from hpcdist.tensors.storage import DTYPES, as_bytes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import packing, transfers
+from hpcdist.p2p import transfers
 from hpcdist.routes import staged
+from hpcdist.tensors import message
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 
@@ -39,10 +40,10 @@ def test_redistribute(gpu_world: hd.World, window: int, monkeypatch: pytest.Monk
         assert plan(x.t().contiguous().t(), out) is out and _equal(out, expected), (route, src, dst)
 
 
-@pytest.mark.parametrize("small", [packing.SMALL, 16])
+@pytest.mark.parametrize("small", [message.SMALL, 16])
 def test_structures(gpu_world: hd.World, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the GPU and of the host side by side; each arrives where it was, on the receiver's own GPU."""
-    monkeypatch.setattr(packing, "SMALL", small)
+    monkeypatch.setattr(message, "SMALL", small)
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
     mine = {
         "gpu": torch.full((rank + 1, 40), rank, device=device),

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from hpcdist.comm.team import Team
 from hpcdist.routes import c10d
-from hpcdist.team import Team
 
 __all__ = ["STAND_IN"]
 

@@ -16,11 +16,10 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import raw
+from hpcdist.comm.team import Team
+from hpcdist.files import h5, raw
 from hpcdist.routes import c10d, hdf5, mpi, select, staged
 from hpcdist.routes.base import Alltoall, Route
-from hpcdist.staging import format
-from hpcdist.team import Team, team_of
 from hpcdist.tensors.dtypes import MemoryKind
 
 pytestmark = pytest.mark.mpi
@@ -56,7 +55,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def _team(world: hd.World, order: int) -> Team:
     """All ranks, in the order of the world or in reverse."""
-    return world.team if order > 0 else team_of(_reversed(world), world)
+    return world.team if order > 0 else world.context.team_of(_reversed(world))
 
 
 _reverse: list[object] = []
@@ -264,8 +263,8 @@ def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
     seen: list[tuple[str, int]] = []
-    look = format.look
-    monkeypatch.setattr(format, "look", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), look(p)))
+    look = h5.look
+    monkeypatch.setattr(h5, "look", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), look(p)))
     whole = hd.concat(torch.full((2,), world.rank), route="hdf5")
     findings = Findings(world.comm)
     findings.same(whole, torch.arange(world.world_size).repeat_interleave(2), "concat")
@@ -289,7 +288,7 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
     refused("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
     if world.rank == world.world_size - 1:
-        monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
+        monkeypatch.setattr(h5, "_unseen", lambda place: "another file by that name on this rank")
     refused("the folder is not shared by all nodes")
     monkeypatch.undo()
     change_settings(monkeypatch, world, staging=str(folder))

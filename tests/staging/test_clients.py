@@ -18,8 +18,9 @@ from conftest import WRITERS
 from safetensors.torch import load_file
 
 import hpcdist as hd
-from hpcdist import outputs, staging
-from hpcdist.raw import memory
+from hpcdist import staging
+from hpcdist.commands import outputs
+from hpcdist.files.raw import memory
 
 pytestmark = pytest.mark.mpi
 

@@ -18,8 +18,10 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from conftest import WRITERS
 
 import hpcdist as hd
-from hpcdist import outputs, staging
-from hpcdist.staging import format, writers
+from hpcdist import staging
+from hpcdist.commands import outputs
+from hpcdist.files import h5
+from hpcdist.staging import writers
 
 pytestmark = pytest.mark.mpi
 
@@ -296,7 +298,7 @@ def test_what_is_lost_with_the_power(path: str, world: hd.World, folder: Path, m
             result = call(*args, **kwargs)
             about = os.readlink(f"/proc/self/fd/{args[0]}") if name != "replace" else str(args[0])
             if about.endswith(".part"):
-                mark = name == "pwrite" and bytes(args[1]) == format.COMPLETE
+                mark = name == "pwrite" and bytes(args[1]) == h5.COMPLETE
                 steps.append((time.monotonic(), world.rank, "mark" if mark else name))
             return result
 

@@ -17,9 +17,10 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from conftest import WRITERS
 
 import hpcdist as hd
-from hpcdist import commit, raw, staging
-from hpcdist.commit import Commit
-from hpcdist.staging import format, journal
+from hpcdist import staging
+from hpcdist.files import commit, h5, raw
+from hpcdist.files.commit import Commit
+from hpcdist.staging import journal
 
 pytestmark = pytest.mark.mpi
 
@@ -218,9 +219,9 @@ def test_a_folder_that_is_not_shared(world: hd.World, folder: Path, monkeypatch:
     for case in ("none", "another"):
         if world.rank == last(world):
             if case == "none":
-                monkeypatch.setattr(format, "_unseen", lambda place: "not seen by this rank")
+                monkeypatch.setattr(h5, "_unseen", lambda place: "not seen by this rank")
             else:
-                monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
+                monkeypatch.setattr(h5, "_unseen", lambda place: "another file by that name on this rank")
         monkeypatch.setattr(commit, "PATIENCE", 0.2)
         writes: list[int] = []
         monkeypatch.setattr(raw, "write_at", lambda *a, seen=writes: seen.append(1))
@@ -279,7 +280,7 @@ def test_resume(dim: int, writer: str, world: hd.World, folder: Path, monkeypatc
     names = sorted([left.name, left.with_suffix(".journal").name, "whole.h5"])
     assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == names, os.listdir(folder))
     done = calls[:4]
-    place = format.find_layout(left)
+    place = h5.find_layout(left)
     if world.rank == 0:
         assert len(journal.read(left.with_suffix(".journal"))) == 4 * world.world_size
         with left.open("r+b") as file:  # a piece that was complete is damaged by now

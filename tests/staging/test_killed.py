@@ -19,7 +19,7 @@ import pytest
 import torch
 from launch import Job, mpirun
 
-from hpcdist.commit import Commit
+from hpcdist.files.commit import Commit
 from hpcdist.layout import whole
 from hpcdist.staging import contents, writers
 from hpcdist.staging.reader import Reader, opened
@@ -32,7 +32,8 @@ PROGRAM = """
     import json, os, signal, sys, time
     import h5py, torch
     import hpcdist as hd
-    from hpcdist import agree, staging
+    from hpcdist.validation import collective as agree
+    from hpcdist import staging
     from hpcdist.control import objects
 
     said = json.loads(sys.argv[1])

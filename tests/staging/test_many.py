@@ -13,7 +13,7 @@ from conftest import WRITERS
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.staging import format
+from hpcdist.files import h5
 from hpcdist.staging.reader import Reader
 
 pytestmark = pytest.mark.mpi
@@ -49,7 +49,7 @@ def test_a_table_of_pieces_in_any_order(order: str, world: hd.World, folder: Pat
     if world.rank == 0:
         with h5py.File(folder / "x.h5", "r+") as file:
             table = file["_hpcdist/pieces"]
-            rows = np.frombuffer(table[()].tobytes(), format.record_dtype(2))
+            rows = np.frombuffer(table[()].tobytes(), h5.record_dtype(2))
             assert len(rows) > 10
             chosen = (
                 np.arange(len(rows))[::-1] if order == "reversed" else np.random.default_rng(1).permutation(len(rows))

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdist import layout
+from hpcdist.files.h5 import records
+from hpcdist.files.raw import SHORT, Raw
 from hpcdist.layout import Box
-from hpcdist.raw import SHORT, Raw
 from hpcdist.staging import boxes, wants
 from hpcdist.staging.contents import Stored
-from hpcdist.staging.format import records
 from hpcdist.staging.pieces import Plan, owners_of, plan_save, shard_boxes
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -15,7 +15,8 @@ import torch
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import files, staging
+from hpcdist import staging
+from hpcdist.commands import sources
 from hpcdist.errors import FileError, InputError
 
 pytestmark = pytest.mark.mpi
@@ -96,7 +97,7 @@ def test_no_other_file_than_the_one_that_is_named_is_read(world: hd.World, folde
         assert_on_all_ranks(world.comm, text in str(error), error)
         for by_library in (False, True):
             with pytest.raises(InputError) as caught:
-                files.load(f"{path}:{name}", by_library)
+                sources.load(f"{path}:{name}", by_library)
             assert text in str(caught.value)
         if ":" not in spec:
             error = raises_on_all_ranks(world.comm, hd.RankError, lambda p=path: staging.load(p))

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpcdist.watch import record
-from hpcdist.watch.record import ANYBODY, NOBODY, Board, Entry, InCall, start
+from hpcdist import activity
+from hpcdist.activity import ANYBODY, NOBODY, Board, Entry, InCall, start
+from hpcdist.watch.datagrams import KEY, Wire
 from hpcdist.watch.table import WAITS, Report, Thread, chain, gets_on, missing, of_json, table, verdict
-from hpcdist.watch.wire import KEY, Wire
 
 TEAM = 77
 CALL = Entry(100.0, TEAM, 5, "concat() at train.py:12")
@@ -149,7 +149,7 @@ def test_the_record_of_calls() -> None:
 
 def test_a_lane_belongs_to_one_thread() -> None:
     """Also of threads that Python's threading does not know, as torch's; and of more than there are lanes."""
-    board, team, count = Board(1), _Team(), record._LANES + 6
+    board, team, count = Board(1), _Team(), activity._LANES + 6
     start(board, 0)
     begun, go_on = threading.Semaphore(0), threading.Event()
 
@@ -165,20 +165,20 @@ def test_a_lane_belongs_to_one_thread() -> None:
         for i in range(count):
             _thread.start_new_thread(call, (f"call {i}", ended))
         assert all(begun.acquire(timeout=30) for _ in range(count))
-        found = [entry.text for lane in record.lanes if (entry := lane.current()) is not None]
+        found = [entry.text for lane in activity.lanes if (entry := lane.current()) is not None]
         go_on.set()
         assert all(ended.acquire(timeout=30) for _ in range(count))
         return found
 
     try:
         assert sorted(round_(count)) == sorted(f"call {i}" for i in range(count))
-        assert len(board.read(0).lanes) == record._LANES
+        assert len(board.read(0).lanes) == activity._LANES
         assert all(lane.call is None and lane.last is not None for lane in board.read(0).lanes)
         deadline = time.monotonic() + 30
-        while len(record._free) < count and time.monotonic() < deadline:
+        while len(activity._free) < count and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread's own ends after it
         assert sorted(round_(count)) == sorted(f"call {i}" for i in range(count))
-        assert len(record.lanes) == count
+        assert len(activity.lanes) == count
     finally:
         start(None)
 
@@ -212,8 +212,8 @@ def test_over_udp() -> None:
 
 def test_what_is_kept_for_each_place_is_bounded() -> None:
     """A program may make its code as it runs."""
-    for turn in range(record._MOST_PLACES + 100):
-        text = eval(compile("where('concat')", f"made-{turn}.py", "eval"), {"where": record.where})
+    for turn in range(activity._MOST_PLACES + 100):
+        text = eval(compile("where('concat')", f"made-{turn}.py", "eval"), {"where": activity.where})
         assert text.decode() == f"concat() at made-{turn}.py:1"
-    assert len(record._texts) <= record._MOST_PLACES
-    assert len(record._inside) <= record._MOST_PLACES
+    assert len(activity._texts) <= activity._MOST_PLACES
+    assert len(activity._inside) <= activity._MOST_PLACES

@@ -1,0 +1,1 @@
+"""The verbs that all ranks of a group call together."""

@@ -1,0 +1,127 @@
+"""The verb concat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcdist.collectives import results
+from hpcdist.collectives.run import Operation, run
+from hpcdist.collectives.structures import Join
+from hpcdist.comm.team import Team
+from hpcdist.routes import select
+from hpcdist.routes.base import Alltoall
+from hpcdist.runtime import world
+from hpcdist.tensors.storage import blocks, row_major, summed_in
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Agreed
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["concat"]
+
+
+def concat(
+    x: Any,
+    dim: int = 0,
+    *,
+    group: dist.ProcessGroup | MPI.Comm | None = None,
+    route: str = "auto",
+    out: torch.Tensor | None = None,
+    allow_pickle: bool = False,
+    async_op: bool = False,
+) -> Any:
+    """Bring the shards of all ranks together along `dim`, in rank order, on every rank.
+
+    Collective over `group`. What ``torch.cat`` does with the list of all shards: extents along `dim` may differ and
+    may be zero; nothing is padded, and no rank needs to know another's. The shard is not changed.
+
+    A structure of tensors is brought together part by part. The ranks' lists are added up, ``list + list``, each item
+    as it is: they may be of different lengths, and of tensors of different shapes. Of tuples, dicts, named tuples and
+    dataclasses, which must be alike, the parts are: tensors and numpy arrays joined along `dim`, lists added up,
+    single values (numbers, strings, bytes, None) made a list of all ranks' values. A tensor from a GPU arrives on the
+    receiver's own GPU, or on the CPU if it has none. Structures travel without pickle.
+
+    Args:
+        x: this rank's shard: a tensor of any shape, dtype, strides, on the CPU or a GPU. Dtype, number of dims and the
+            extents besides `dim` must agree on all ranks. A 0-d tensor counts as one row, so that they are stacked to
+            a 1-d tensor. Or a structure of tensors.
+        dim: the dimension to join along; may be negative. Must agree.
+        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
+        out: memory for the result, of its shape, dtype and device; each rank is free to give it. Not for structures,
+            and not where a gradient is needed. Autograd counts it as written in place.
+        allow_pickle: whether other objects in a structure may travel as pickles, which can run any code where they
+            are read. Must agree.
+        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
+
+    Returns:
+        On every rank a contiguous tensor on x's device that the rank owns (or `out`). Along dim 0 the data arrive at
+        their final place, and no memory besides the result is taken; along another dim there is one layout copy. Where
+        a gradient is needed on any rank, it flows back to the shards (of tensors, not of structures), as the sum over
+        all ranks; every rank has to call backward. (Where all ranks compute the same loss from the whole, each
+        counts: divide by their number. hpcdist/examples/column_parallel.py shows it.)
+
+    Raises:
+        RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
+            the next call can succeed.
+        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it.
+
+    Example, on 3 ranks::
+
+        >>> x = torch.full((2, rank), rank)    # rank 0 holds no column
+        >>> hd.concat(x, dim=1)
+        tensor([[1, 2, 2],                     # on every rank
+                [1, 2, 2]])
+        >>> hd.concat({"x": x[0], "names": ["a"] * rank, "loss": 0.5})
+        {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
+    """
+
+    team = world.current().context.team_of(group)
+    if isinstance(x, Tensor):
+        return run(Concat(x, dim, route, out), team, async_op)
+    return run(Join("concat", x, dim, None, False, route, out, allow_pickle), team, async_op)
+
+
+class Concat(Operation):
+    """The shards of all ranks, joined on every rank."""
+
+    name = "concat"
+    root, rooted = None, False
+
+    def __init__(self, x: Tensor, dim: int, route: str, out: Tensor | None) -> None:
+        self.x, self.dim, self.route, self.out = x, dim, route, out
+
+    def validate(self, team: Team) -> Call:
+        return local.shard_call(self, team)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
+        self._route = select.agreed(self.name, call.route, team, agreed.kinds)
+        assert call.x is not None
+        self._shard, self._dest, self._agreed = call.x, call.out, agreed
+        self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
+
+    def forward(self, team: Team) -> Tensor:
+        cut, shard = self._blocks, self._shard
+        take = lambda: cut.recv_buffer(self._dest, shard.device)  # noqa: E731
+        whole, buffer = results.allocate(self.name, team, [cut.nbytes()] * team.size, take, self._agreed)
+        self._route.allgatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs)
+        cut.unpack(buffer, whole)
+        return whole if self.out is None else self.out
+
+    def backward(self, team: Team, grad: Tensor) -> Tensor:
+        # Every rank has a gradient for every shard: each brings them to their ranks, which add them up in rank order.
+        cut, size = self._blocks, team.size
+        mine, longest = cut.counts[team.rank], max(cut.counts)
+        parts = self._shard.new_empty((size, *self._shard.shape))
+        recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
+        total = max(cut.nbytes(), longest * size)
+        what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
+        self._route.alltoallv(team, cut.pack(grad), parts, what)
+        return parts.to(summed_in(parts.dtype)).sum(0).to(parts.dtype)

@@ -1,0 +1,117 @@
+"""The verb gather."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcdist.collectives import results
+from hpcdist.collectives.run import Operation, run
+from hpcdist.collectives.structures import Join
+from hpcdist.comm.team import Team
+from hpcdist.routes import select
+from hpcdist.runtime import world
+from hpcdist.tensors.storage import blocks, row_major
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Agreed
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["gather"]
+
+
+def gather(
+    x: Any,
+    dim: int = 0,
+    root: int = 0,
+    *,
+    group: dist.ProcessGroup | MPI.Comm | None = None,
+    route: str = "auto",
+    out: torch.Tensor | None = None,
+    allow_pickle: bool = False,
+    async_op: bool = False,
+) -> Any:
+    """Bring the shards of all ranks together along `dim`, in rank order, on the root.
+
+    Collective over `group`. Extents along `dim` may differ and may be zero; nothing is padded, and no rank needs to
+    know another's. The shard is not changed.
+
+    Args:
+        x: this rank's shard: a tensor of any shape, dtype, strides, on the CPU or a GPU. Dtype, number of dims and the
+            extents besides `dim` must agree on all ranks. A 0-d tensor counts as one row, so that they are stacked to
+            a 1-d tensor. Or a structure of tensors, see :func:`hpcdist.concat`.
+        dim: the dimension to join along; may be negative. Must agree.
+        root: the rank in `group` that receives. Must agree.
+        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
+        out: on the root, memory for the result, of its shape, dtype and device; not where a gradient is needed.
+            Autograd counts it as written in place.
+        allow_pickle: whether other objects in a structure may travel as pickles. Must agree.
+        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
+
+    Returns:
+        On the root a contiguous tensor on x's device that it owns (or `out`), elsewhere None. Along dim 0 the data
+        arrive at their final place; along another dim the root makes one layout copy. Where a gradient is needed on
+        any rank, it flows back to the shards (of tensors, not of structures); the other ranks then get a tensor
+        without elements in place of None, and every rank has to call backward, there as ``result.sum().backward()``.
+
+    Raises:
+        RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
+            the next call can succeed.
+        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it.
+
+    Example, on 3 ranks::
+
+        >>> x = torch.full((rank,), rank)      # rank 0 holds nothing
+        >>> hd.gather(x)
+        tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
+    """
+
+    team = world.current().context.team_of(group)
+    if isinstance(x, Tensor):
+        return run(Gather(x, dim, root, route, out), team, async_op)
+    return run(Join("gather", x, dim, root, True, route, out, allow_pickle), team, async_op)
+
+
+class Gather(Operation):
+    """The shards of all ranks, joined on the root."""
+
+    name = "gather"
+    rooted = True
+
+    def __init__(self, x: Tensor, dim: int, root: int, route: str, out: Tensor | None) -> None:
+        self.x, self.dim, self.root, self.route, self.out = x, dim, root, route, out
+
+    def validate(self, team: Team) -> Call:
+        return local.shard_call(self, team)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
+        self._route = select.agreed(self.name, call.route, team, agreed.kinds)
+        assert call.x is not None
+        self._shard, self._dest, self._agreed = call.x, call.out, agreed
+        self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
+
+    def forward(self, team: Team) -> Tensor | None:
+        cut, shard, is_root = self._blocks, self._shard, team.rank == self.root
+        sizes = [cut.nbytes() if rank == self.root else 0 for rank in range(team.size)]
+        take = (lambda: cut.recv_buffer(self._dest, shard.device)) if is_root else lambda: (shard, shard)
+        whole, buffer = results.allocate(self.name, team, sizes, take, self._agreed)
+        if not is_root:
+            self._route.gatherv(team, row_major(shard), None, cut.counts, cut.displs, self.root)
+            return shard.new_empty(0) if self.grad else None
+        self._route.gatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs, self.root)
+        cut.unpack(buffer, whole)
+        return whole if self.out is None else self.out
+
+    def backward(self, team: Team, grad: Tensor) -> Tensor:
+        cut = self._blocks
+        part = cut.shard(team.rank, self._shard.device)
+        messages = cut.pack(grad) if team.rank == self.root else None
+        self._route.scatterv(team, messages, part, cut.counts, cut.displs, self.root)
+        return part

@@ -1,0 +1,260 @@
+"""The verb redistribute: a tensor from one layout to another."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcdist.collectives import autograd, results
+from hpcdist.collectives import run as driver
+from hpcdist.collectives.run import Operation
+from hpcdist.collectives.transfer import Transfer, make_transfer
+from hpcdist.comm.team import Team
+from hpcdist.control import objects
+from hpcdist.errors import HpcdistError
+from hpcdist.layout import Layout
+from hpcdist.routes import select
+from hpcdist.runtime import world
+from hpcdist.tensors.eager import recorded
+from hpcdist.tensors.storage import copyable, overlap
+from hpcdist.validation import local
+from hpcdist.validation.call import LOST, Call
+from hpcdist.validation.collective import Agreed
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Plan", "plan_redistribute", "redistribute"]
+
+_KEPT = 64  # plans that a team remembers
+Shape = tuple[int, ...]
+
+
+def redistribute(
+    x: Tensor,
+    src: Layout,
+    dst: Layout,
+    *,
+    group: dist.ProcessGroup | MPI.Comm | None = None,
+    route: str = "auto",
+    out: Tensor | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Bring a tensor from one layout to another: each rank gives its part in `src` and gets its part in `dst`.
+
+    Collective over `group`. A rank sends to another just what that one needs and does not have; nothing is padded.
+    Where a message is one run of memory, it is sent from and received into its place; else it is packed once.
+
+    Args:
+        x: this rank's part of the tensor in `src`: any dtype and strides, on the CPU or a GPU. Dtype and number of
+            dims must agree.
+        src: the layout of the parts: Split, Block, Replicate or Boxes. Where it names no counts, they are what the
+            ranks hold. Must agree.
+        dst: the layout to bring it to. Where it names no counts, the block rule. Must agree.
+        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
+        out: memory for the result, of its shape, dtype and device; each rank is free to give it.
+        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
+
+    Returns:
+        This rank's part in `dst`: contiguous memory that it owns (or `out`), on x's device. Where a gradient is
+        needed on any rank, it flows back: to the rank from which an element was taken (of several that hold copies,
+        to one of them), as the sum over all ranks that have got it; every rank has to call backward.
+
+    Raises:
+        RankError: on every rank, if an argument is wrong on one of them, or the parts are none of a tensor in `src`.
+            Nothing has moved, and the next call can succeed.
+        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it.
+
+    Example, on 2 ranks::
+
+        >>> rows = torch.tensor([[0, 1, 2, 3]]) + 4 * rank       # row `rank` of a 2 x 4 tensor
+        >>> hd.redistribute(rows, hd.Split(0), hd.Split(1))
+        tensor([[0, 1],       # on rank 0; [[2, 3], [6, 7]] on rank 1
+                [4, 5]])
+    """
+
+    return driver.run(Redistribute(x, src, dst, route, out), world.current().context.team_of(group), async_op)
+
+
+def plan_redistribute(
+    x: Tensor,
+    src: Layout,
+    dst: Layout,
+    *,
+    group: dist.ProcessGroup | MPI.Comm | None = None,
+    route: str = "auto",
+) -> Plan:
+    """Work a redistribution out once, to execute it many times: see :func:`redistribute`.
+
+    Collective over `group`. Nothing of `x` is sent or kept; it shows shape, dtype, device, and whether a gradient is
+    needed.
+
+    Returns:
+        The plan: call it with tensors like `x`.
+
+    Raises:
+        RankError: as redistribute.
+
+    Example::
+
+        >>> to_columns = hd.plan_redistribute(x, hd.Split(0), hd.Split(1))
+        >>> for x in batches:
+        ...     columns = to_columns(x)
+    """
+
+    team = world.current().context.team_of(group)
+    op = Redistribute(x, src, dst, route, None)
+    op.name = "plan_redistribute"
+    driver.plan(op, team)
+    team.plans_made += 1
+    return Plan(op, team, team.plans_made)
+
+
+class Redistribute(Operation):
+    """A tensor from one layout to another.
+
+    Attributes:
+        moves: what this rank sends and receives, once it is planned.
+    """
+
+    name = "redistribute"
+
+    def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any) -> None:
+        self.x, self.src, self.dst, self.route, self.out = x, src, dst, route, out
+
+    def validate(self, team: Team) -> Call:
+        return local.layout_call(self)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        shapes, outs = _shapes(team, call)
+        assert call.x is not None
+        self._shard, self._dest = call.x, call.out
+        key = (self.src, self.dst, shapes, call.x.dtype, call.route, agreed.kinds)
+        moves: Transfer | None = team.plans.get(key)
+        if moves is None:
+            route = select.agreed(self.name, call.route, team, agreed.kinds)
+            moves = make_transfer(self.name, team, route, self.src, self.dst, shapes, call.x)
+            team.plans[key] = moves
+            if len(team.plans) > _KEPT:
+                team.plans.popitem(last=False)
+        self.moves = moves
+        self._check_out(outs)
+
+    def _check_out(self, outs: Sequence[Shape | None]) -> None:
+        given = {rank: shape for rank, shape in enumerate(outs) if shape is not None}
+        wanted = [box.shape for box in self.moves.boxes]
+        odd = {r: f"out has shape {got}, expected {wanted[r]}" for r, got in given.items() if got != wanted[r]}
+        objects.raise_problems(self.name, odd)
+        objects.raise_problems(self.name, dict.fromkeys(given, LOST) if self.grad else {})
+
+    def forward(self, team: Team) -> Tensor:
+        shard, dest = self._shard, self._dest
+        make = lambda: torch.empty(self.moves.box.shape, dtype=shard.dtype, device=shard.device)  # noqa: E731
+        y = results.allocate(self.name, team, self.moves.sizes, make if dest is None else lambda: dest)
+        apart = copyable(shard).clone() if dest is not None and overlap(dest, shard) else shard
+        self.moves.run(team, apart, y)
+        return y if self.out is None else self.out
+
+    def backward(self, team: Team, grad: Tensor) -> Tensor:
+        return self.moves.back(team, grad)
+
+
+class Plan:
+    """A redistribution that all ranks have agreed on; made by :func:`plan_redistribute`.
+
+    Attributes:
+        shape: of the whole tensor.
+        box: this rank's part of it in the new layout.
+        sent, received: bytes that this rank sends to and receives from others.
+    """
+
+    def __init__(self, op: Redistribute, team: Team, number: int) -> None:
+        moves = op.moves
+        self.shape, self.box = moves.shape, moves.box
+        self.sent, self.received = moves.source.nbytes, moves.dest.nbytes
+        self._op, self._team = op, team
+        self._number = number  # of those that the team's ranks have made
+        self._like = moves.source.shape, op.x.dtype, op.x.device
+        op.x = None  # nothing of it is kept
+        del op._shard
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Any:
+        """Execute it. Collective; the ranks agree that all are well, and then just the data move.
+
+        Args:
+            x: this rank's part, of the shape, dtype and device that the plan was made for; any strides. Whether a
+                gradient is needed must agree with that, too.
+            out, async_op: as for :func:`redistribute`.
+
+        Returns:
+            As :func:`redistribute`.
+
+        Raises:
+            RankError: on every rank, if `x` or `out` is not like that on one of them, or they call different plans.
+                Nothing has moved, and the next call can succeed.
+            HpcdistError: the plan's world has ended, or its group was freed.
+        """
+
+        if self._team.freed:
+            raise HpcdistError("the world of this plan has ended, or its group was freed: make a new plan")
+        if (reason := recorded()) is not None:
+            raise HpcdistError(f"a plan of redistribute(): {reason}")
+        op = _Planned(self, x, out)
+        return driver.run(op, self._team, async_op)
+
+
+class _Planned(Redistribute):
+    """A call of a plan: the ranks agree that all are well, and then just the data move."""
+
+    name = "a plan of redistribute"
+
+    def __init__(self, plan: Plan, x: Tensor, out: Tensor | None) -> None:
+        op = plan._op
+        super().__init__(x, op.src, op.dst, op.route, out)
+        self.moves, self._of, self._planned_grad = op.moves, plan, op.grad
+
+    def validate(self, team: Team) -> Call:
+        call = local.layout_call(self)
+        problem = call.problem or self._unlike(call)
+        return Call(self.name, x=call.x, out=call.out, options=(("the plan", self._of._number),), problem=problem)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        assert call.x is not None
+        self._shard, self._dest = call.x, call.out
+        self.grad = self._planned_grad and torch.is_grad_enabled()
+        if self._planned_grad and not self.grad:
+            autograd.count(team)
+
+    def _unlike(self, call: Call) -> str | None:
+        shape, dtype, device = self._of._like
+        for name, tensor, wanted in (("x", call.x, shape), ("out", call.out, self.moves.box.shape)):
+            if tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.device) != (wanted, dtype, device):
+                got = _show(tuple(tensor.shape), tensor.dtype, tensor.device)
+                return f"{name} is {got}, and the plan was made for {_show(wanted, dtype, device)}"
+        if call.grad and not self._planned_grad:
+            return "x requires a gradient, and the plan was made for tensors that do not"
+        return None
+
+
+def _shapes(team: Team, call: Call) -> tuple[tuple[Shape, ...], list[Shape | None]]:
+    """The shapes of all parts, and of the memory for the results where it is given. Collective; one small Allgather."""
+    from mpi4py import MPI
+
+    assert call.x is not None
+    ndim = call.x.dim()
+    given = [-1] * ndim if call.out is None else call.out.shape
+    mine = array("q", [call.out is not None, *call.x.shape, *given])
+    all_ = array("q", bytes(mine.itemsize * len(mine) * team.size))
+    team.comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
+    rows = [tuple(all_[start : start + len(mine)]) for start in range(0, len(all_), len(mine))]
+    return tuple(row[1 : 1 + ndim] for row in rows), [row[1 + ndim :] if row[0] else None for row in rows]
+
+
+def _show(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
+    return f"a {dtype} tensor of shape {tuple(shape)} on {device}"

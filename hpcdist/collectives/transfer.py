@@ -1,0 +1,259 @@
+"""One redistribution, planned: which box goes where, and how it lies in memory on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from hpcdist import layout
+from hpcdist.comm.team import Team
+from hpcdist.control import objects
+from hpcdist.errors import RankError
+from hpcdist.layout import Box, Layout
+from hpcdist.routes.base import Alltoall, Message, Route
+from hpcdist.tensors.storage import copyable, summed_in
+
+__all__ = ["Side", "Transfer", "Views", "make_transfer"]
+
+Shape = tuple[int, ...]
+PIECE = 2**30  # bytes of a message at most, where MPI takes it from its place
+AT_ONCE = 2**20  # bytes: if no rank has more, all messages are one call of MPI
+
+
+@runtime_checkable
+class Views(Protocol):
+    """A route that takes elements from and to any places of host memory: see routes/mpi.py."""
+
+    def views_of(self, x: Tensor, views: Sequence[Tensor | None]) -> Any: ...
+
+    def alltoallw(self, team: Team, send: Tensor, sends: Any, recv: Tensor, recvs: Any) -> None: ...
+
+    def exchange_views(
+        self, team: Team, sends: list[Message], recvs: list[Message], meanwhile: Callable[[], None]
+    ) -> None: ...
+
+
+class Side:
+    """What one rank has to do with all others in its own tensor: the messages it sends, or those it receives.
+
+    Attributes:
+        shape: of this rank's tensor.
+        boxes: of it, for each rank: what a message consists of.
+        counts, displs: of the messages in bytes, packed one behind the other; those of the rank to itself are empty.
+        places: where the messages lie in the tensor, if each is one run of its memory; else None.
+    """
+
+    def __init__(self, held: Box, parts: Sequence[tuple[int, Box]], rank: int, size: int, itemsize: int) -> None:
+        self.shape = held.shape
+        self.boxes: list[list[Box]] = [[] for _ in range(size)]
+        for peer, box in parts:
+            self.boxes[peer].append(box.seen_from(held.offset))
+        self.own, self.boxes[rank] = self.boxes[rank], []
+        self.counts = [itemsize * sum(box.size() for box in boxes) for boxes in self.boxes]
+        self.displs = layout.displs(self.counts)
+        self.places = self._places(itemsize)
+        self._datatypes: Any = None
+
+    def _places(self, itemsize: int) -> list[int] | None:
+        places = []
+        for boxes in self.boxes:
+            if not boxes:
+                places.append(0)
+                continue
+            _, count, starts = layout.runs(boxes[0], self.shape)
+            if len(boxes) > 1 or count > 1:
+                return None
+            places.append(next(starts) * itemsize)
+        return places
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(self.counts)
+
+    def displs_in(self, messages: Tensor, x: Tensor) -> list[int]:
+        """Where each message starts in `messages`, which are in `x` itself or packed."""
+        return self.places if messages is x and self.places is not None else self.displs
+
+    def buffer(self, x: Tensor) -> Tensor:
+        """Where messages may lie so that they are in `x`: there, if that can be, else memory for them packed."""
+        if self.places is not None and x.is_contiguous():
+            return x
+        return torch.empty(self.nbytes // x.itemsize, dtype=x.dtype, device=x.device)
+
+    def views(self, x: Tensor) -> list[Message]:
+        """(rank, the part of `x`), each of at most PIECE bytes."""
+        return [
+            (rank, x[piece.slices()])
+            for rank, boxes in enumerate(self.boxes)
+            for box in boxes
+            for piece in layout.boxes(box, PIECE // x.itemsize)
+        ]
+
+    def datatypes(self, x: Tensor, way: Views, rank: int) -> Any:
+        """What `way` takes for one box a rank, its own too, of a contiguous tensor; made once."""
+        if self._datatypes is None:
+            boxes = [*self.boxes[:rank], self.own, *self.boxes[rank + 1 :]]
+            self._datatypes = way.views_of(x, [x[of_one[0].slices()] if of_one else None for of_one in boxes])
+        return self._datatypes
+
+    def pack(self, x: Tensor, messages: Tensor) -> None:
+        if messages is not x:
+            for part, box in self._pairs(messages):
+                part.copy_(x[box.slices()])
+
+    def unpack(self, messages: Tensor, x: Tensor) -> None:
+        if messages is not x:
+            for part, box in self._pairs(messages):
+                x[box.slices()].copy_(part)
+
+    def add(self, messages: Tensor, x: Tensor) -> None:
+        """Add to `x`, where several messages may have a part for one place."""
+        for part, box in self._pairs(messages):
+            x[box.slices()].add_(part.to(x.dtype))
+
+    def _pairs(self, messages: Tensor) -> list[tuple[Tensor, Box]]:
+        """(the part of the packed messages, the box of the tensor that it is)."""
+        every = [box for boxes in self.boxes for box in boxes]
+        parts = torch.split(messages, [box.size() for box in every]) if every else ()
+        return [(part.view(box.shape), box) for part, box in zip(parts, every, strict=True)]
+
+
+class Transfer:
+    """A tensor from layout to layout, as one rank takes part in it: which box goes where, over which route.
+
+    Over MPI and in host memory, MPI takes the elements from where they are and puts them where they belong, by
+    datatypes: of all ways measured the fastest, and without memory for messages (benchmarks/redistribute.py). Over the
+    other routes messages that are not one run of memory are packed.
+
+    Attributes:
+        route: over which the data move.
+        shape: of the whole tensor.
+        boxes, box: what each rank has of it in the new layout; of this rank.
+        source, dest: the messages this rank sends from its part, and those it receives into the new one.
+        sizes: bytes of host memory that each rank's new part takes.
+        longest, total: see :class:`hpcdist.routes.base.Alltoall`; of both directions.
+        single: no rank sends or receives more than one box with another.
+        views: the route takes elements from and to any places of memory, as :class:`Views` says.
+    """
+
+    def __init__(
+        self, route: Route, shape: Shape, boxes: Sequence[Box], rank: int, source: Side, dest: Side, facts: Facts
+    ) -> None:
+        self.route = route
+        self.shape, self.boxes, self.box = shape, boxes, boxes[rank]
+        self.source, self.dest = source, dest
+        self.longest = max(fact.longest for fact in facts)
+        self.total = max(fact.total for fact in facts)
+        self.single = all(fact.single for fact in facts)
+        self.views = isinstance(route, Views) and all(fact.on_host for fact in facts)
+        self.sizes = [box.size() * fact.itemsize * fact.on_host for box, fact in zip(boxes, facts, strict=True)]
+
+    def run(self, team: Team, x: Tensor, y: Tensor) -> None:
+        """Fill `y`, this rank's new part, from `x`, the part that it has; any strides. Collective."""
+        views: Any = self.route
+        x, y = copyable(x), copyable(y)
+        if self.views and self.longest:
+            if self.single and self.total <= AT_ONCE:
+                self._at_once(team, views, x, y)
+            else:
+                sends, recvs = self.source.views(x), self.dest.views(y)
+                views.exchange_views(team, sends, recvs, lambda: self._copy_own(x, y))
+            return
+        self._copy_own(x, y)
+        if self.longest:
+            buffer = self.dest.buffer(y)
+            self._send(team, self.source, x, self.dest, buffer, y)
+            self.dest.unpack(buffer, y)
+
+    def _at_once(self, team: Team, way: Views, x: Tensor, y: Tensor) -> None:
+        """In one call: what is small is copied sooner than many are made."""
+        x = x.contiguous()
+        buffer = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+        way.alltoallw(
+            team, x, self.source.datatypes(x, way, team.rank), buffer, self.dest.datatypes(buffer, way, team.rank)
+        )
+        if buffer is not y:
+            y.copy_(buffer)
+
+    def _copy_own(self, x: Tensor, y: Tensor) -> None:
+        for box, into in zip(self.source.own, self.dest.own, strict=True):
+            y[into.slices()].copy_(x[box.slices()])
+
+    def back(self, team: Team, grad: Tensor) -> Tensor:
+        """The transpose: of the gradient of `y`, on every rank, that of `x`. Collective.
+
+        What several ranks have received of one element is added up.
+        """
+        x = grad.new_zeros(self.source.shape, dtype=summed_in(grad.dtype))
+        for box, into in zip(self.source.own, self.dest.own, strict=True):
+            x[box.slices()].add_(grad[into.slices()].to(x.dtype))
+        if self.longest:
+            messages = torch.empty(self.source.nbytes // grad.itemsize, dtype=grad.dtype, device=x.device)
+            self._send(team, self.dest, grad, self.source, messages, x)
+            self.source.add(messages, x)
+        return x.to(grad.dtype)
+
+    def _send(self, team: Team, source: Side, x: Tensor, dest: Side, into: Tensor, y: Tensor) -> None:
+        out = source.buffer(x)
+        source.pack(x, out)
+        counts = source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y)
+        self.route.alltoallv(team, out, into, Alltoall(*counts, self.longest, self.total))
+
+
+class Fact(NamedTuple):
+    """What the other ranks have to know of one: the longest message, the most bytes in all, whether it has at most one
+    box with each, whether its data are in host memory, the bytes of an element, and how many elements of its new part
+    no rank holds."""
+
+    longest: int
+    total: int
+    single: bool
+    on_host: bool
+    itemsize: int
+    missing: int
+
+
+Facts = Sequence[Fact]
+
+
+def make_transfer(
+    verb: str, team: Team, route: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor
+) -> Transfer:
+    """Find what this rank sends and receives. Collective; two small Allgathers.
+
+    Args:
+        shapes: of the parts of all ranks.
+        x: this rank's part.
+
+    Raises:
+        RankError: on every rank: the parts are none of a tensor in `src`, or it cannot be laid out as `dst`.
+    """
+    name = "src"
+    try:
+        shape, source = src.held(shapes)
+        name = "dst"
+        dest = dst.boxes(shape, team.size)
+    except ValueError as wrong:  # on all ranks alike
+        raise RankError(verb, dict.fromkeys(range(team.size), f"{name}: {wrong}")) from None
+    moves = layout.overlaps(source, dest, team.rank)
+    sides = (
+        Side(source[team.rank], moves.sends, team.rank, team.size, x.itemsize),
+        Side(dest[team.rank], moves.recvs, team.rank, team.size, x.itemsize),
+    )
+    mine = Fact(
+        longest=max(max(side.counts) for side in sides),
+        total=max(max(side.nbytes, x.itemsize * layout.whole(side.shape).size()) for side in sides),
+        single=all(len(boxes) <= 1 for side in sides for boxes in (*side.boxes, side.own)),
+        on_host=not x.is_cuda,
+        itemsize=x.itemsize,
+        missing=moves.missing,
+    )
+    facts = objects.all_gather_object(team.comm, mine)
+    text = "src: no rank holds {} of the {} elements of its new part"
+    missing = {rank: fact.missing for rank, fact in enumerate(facts) if fact.missing}
+    objects.raise_problems(verb, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
+    return Transfer(route, shape, dest, team.rank, *sides, facts)

@@ -1,0 +1,210 @@
+"""What the teams of one job share: which groups there are, who has a team, and the way of messages between two ranks.
+
+A context and its teams are what UCC calls by these names (https://openucx.github.io/ucc).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hpcdist import activity
+from hpcdist.comm.groups import Group, is_alive
+from hpcdist.comm.settings import Settings
+from hpcdist.comm.team import Stoppable, Team
+from hpcdist.errors import HpcdistError, RankError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcdist.comm.matching import Unexpected
+
+__all__ = ["Context"]
+
+
+class Context:
+    """The ranks of one job and the groups that they form, from init() to finalize(). Collective over `private`.
+
+    Args:
+        private: a communicator of all ranks, which belongs to the library from here on.
+        comm, torch_group: the same ranks, as the user has them.
+        settings: of the job.
+
+    Attributes:
+        team, everyone: all ranks.
+        teams: of the groups that have been used together so far.
+        header_comm, data_comm: the ways of messages between two ranks: for what is sent first, and for what follows.
+        unexpected: the messages that have come and were not asked for yet.
+        most_tag: the largest tag that this MPI allows.
+        engine: what sends and receives messages in the background, once there was one.
+    """
+
+    def __init__(
+        self, private: MPI.Intracomm, comm: MPI.Intracomm, torch_group: dist.ProcessGroup, settings: Settings
+    ) -> None:
+        from mpi4py import MPI
+
+        from hpcdist.comm.matching import Unexpected  # which imports MPI
+
+        self.comm = comm
+        self.torch_group: dist.ProcessGroup | None = torch_group
+        self.settings = settings
+        self.rank: int = private.rank
+        self.everyone = Group(private.rank, range(private.size), {})
+        self.team = Team(private, self.everyone, settings)
+        self.teams = {self.everyone: self.team}
+        self.header_comm, self.data_comm = private.Dup(), private.Dup()
+        self.unexpected: Unexpected = Unexpected(self.header_comm)
+        self.most_tag = int(self.data_comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.engine: Stoppable | None = None
+        self._left: dict[tuple[int, str], Any] = {}
+
+    def group_of(self, given: dist.ProcessGroup | MPI.Comm | None) -> Group:
+        """The group that the caller means; all ranks for None. Nothing is communicated.
+
+        Raises:
+            TypeError: `given` is neither a torch group nor a communicator; on this rank alone, since nothing tells
+                which ranks to agree with.
+            ValueError: this rank is not in it, or it has been destroyed.
+            HpcdistError: it has ranks that are not in hpcdist's world.
+        """
+        if given is None:
+            return self.everyone
+        from mpi4py import MPI
+
+        if isinstance(given, MPI.Intracomm):
+            return _of_comm(given, self)
+        if isinstance(given, dist.ProcessGroup):
+            return _of_torch(given, self)
+        if given == MPI.COMM_NULL or given == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {self.rank} of the world is not in the group that it passed")
+        raise TypeError(f"group must be a torch ProcessGroup or an mpi4py Intracomm, got {type(given).__name__}")
+
+    def team_of(self, given: dist.ProcessGroup | MPI.Comm | None) -> Team:
+        """The team of a torch group or an mpi4py communicator; the whole world for None.
+
+        Each communicator and each torch group has a team of its own, also where several have the same ranks.
+        Collective over the group when it is first used.
+
+        Raises:
+            TypeError, ValueError, HpcdistError: as :meth:`group_of`.
+            RankError: on every rank, if messages sent before cannot be told from those of another group.
+        """
+        group = self.group_of(given)
+        team = self.teams.get(group)
+        if team is None:
+            self._dismiss_ended()
+            activity.peers[group.provisional_key] = group.peers
+            with activity.InCall("the first use of a group", _Coming(group)):
+                comm = self._communicator(given, group)
+                try:
+                    team = self.teams[group] = Team(comm, group, self.settings)
+                except RankError:
+                    comm.Free()
+                    raise
+        return team
+
+    def _communicator(self, given: Any, group: Group) -> MPI.Intracomm:
+        """A new communicator of the ranks of a group. Collective over it."""
+        from mpi4py import MPI
+
+        if isinstance(given, MPI.Intracomm):
+            return given.Dup()
+        whole = self.team.comm
+        all_ = whole.Get_group()
+        part = all_.Incl(group.peers)
+        # The tag keeps apart the groups that several threads make at once.
+        comm = whole.Create_group(part, (group.key or 0) % 2**15)
+        all_.Free()
+        part.Free()
+        return comm
+
+    def forget(self, group: Group) -> None:
+        """Free what belongs to a group that has ended. Nothing is communicated."""
+        if group.key is not None:
+            self.unexpected.drop(group.key)
+        group.release()
+        team = self.teams.pop(group, None)
+        if team is not None:
+            self._left.update(team.free())
+
+    def _dismiss_ended(self) -> None:
+        """Free the teams of torch groups that have been destroyed: torch tells nobody when that happens."""
+        for group in [group for group in self.teams if group.ended]:
+            self.forget(group)
+
+    def free(self, messages: bool) -> None:
+        """Free all teams, and the communicators of `messages` between two ranks. Collective over the world."""
+        if messages:
+            self.header_comm.Free()
+            self.data_comm.Free()
+        for team in self.teams.values():
+            self._left.update(team.free())
+        self.teams.clear()
+        for _, group in sorted(self._left.items()):  # those of NCCL: the same order on all ranks
+            group.shutdown()
+        self._left.clear()
+
+
+class _Coming:
+    """A team that is being made, which is the first thing that its ranks do together."""
+
+    def __init__(self, group: Group) -> None:
+        self.number = group.provisional_key
+
+    def next_call(self) -> int:
+        return 0
+
+
+_torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Context, Group]] = weakref.WeakKeyDictionary()
+_keyval: int | None = None  # the MPI attribute under which a communicator keeps its context and Group
+
+
+def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
+    global _keyval
+    from mpi4py import MPI
+
+    if comm == MPI.COMM_NULL:
+        raise ValueError(f"rank {context.rank} of the world is not in the communicator that it passed (COMM_NULL)")
+    if _keyval is None:
+        _keyval = MPI.Comm.Create_keyval(delete_fn=_freed)
+    kept = comm.Get_attr(_keyval)
+    if isinstance(kept, tuple) and kept[0] is context:
+        found: Group = kept[1]
+        return found
+    whole = context.team.comm
+    if comm == context.comm and MPI.Comm.Compare(comm, whole) == MPI.CONGRUENT:  # torch may have another order
+        group = context.everyone
+    else:
+        part, all_ = comm.Get_group(), whole.Get_group()
+        peers = MPI.Group.Translate_ranks(part, None, all_)
+        part.Free()
+        all_.Free()
+        if MPI.UNDEFINED in peers:
+            raise HpcdistError("the communicator has ranks that are not in hpcdist's world")
+        group = Group(comm.rank, peers, context.everyone.provisional, comm)
+    comm.Set_attr(_keyval, (context, group))
+    return group
+
+
+def _freed(comm: MPI.Comm, keyval: int, kept: tuple[Context, Group]) -> None:
+    """MPI calls it when the user frees a communicator."""
+    context, group = kept
+    if group is not context.everyone:
+        context.forget(group)
+
+
+def _of_torch(given: dist.ProcessGroup, context: Context) -> Group:
+    if not is_alive(given):
+        raise ValueError("the group has been destroyed (torch.distributed.destroy_process_group)")
+    kept, group = _torch_groups.get(given, (None, context.everyone))
+    if kept is not context:
+        if given is context.torch_group:
+            group = context.everyone
+        else:
+            ranks = dist.get_process_group_ranks(given)
+            group = Group(ranks.index(context.rank), ranks, context.everyone.provisional, given)
+        _torch_groups[given] = context, group
+    return group

@@ -1,0 +1,231 @@
+"""How the ranks of an MPI job find each other, and torch's store: no port is ever chosen before it is bound."""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, with types
+
+from hpcdist.comm import launcher
+from hpcdist.control import objects
+from hpcdist.errors import LaunchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Meeting", "Nodes", "in_torch_order", "interface", "interfaces", "job", "meet", "open_store"]
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+_CONNECT_SECONDS = (0.5, 3)  # an address that does not answer by then is not the one to use, if another one does
+
+
+@dataclass
+class Meeting:
+    """Where the ranks of a job find each other.
+
+    Attributes:
+        host: an address of rank 0's host that every rank has just connected to.
+        own: this host's address in that same network, "127.0.0.1" on one node.
+        listener: on rank 0, the socket to which they did.
+    """
+
+    host: str
+    own: str
+    listener: socket.socket | None
+
+
+def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
+    """Find an address of rank 0's host that all ranks reach. Collective over `comm`.
+
+    The kernel picks the port when rank 0 binds it, and MPI tells the others, so that two jobs started at once on one
+    host cannot collide. On one node rank 0 listens on the loopback interface alone; else on all of them.
+
+    Raises:
+        LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
+    """
+    listener: list[socket.socket] = []
+
+    def serve() -> tuple[int, list[str], str]:
+        host = "127.0.0.1" if nodes == 1 else "0.0.0.0"
+        listener.append(socket.create_server((host, 0), backlog=max(128, comm.size)))
+        addresses = ["127.0.0.1"] if nodes == 1 else _addresses()
+        return listener[0].getsockname()[1], addresses, secrets.token_hex()
+
+    port, addresses, token = objects.broadcast(comm, "init", serve)
+    with _answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
+        for seconds in _CONNECT_SECONDS:
+            ask = partial(_local_address, port=port, token=token, seconds=seconds)
+            reached = list(threads.map(ask, addresses))
+            everywhere = [
+                all(rank)
+                for rank in zip(*objects.all_gather_object(comm, [r is not None for r in reached]), strict=True)
+            ]
+            if any(everywhere):
+                break
+    if not any(everywhere):
+        for socket_ in listener:
+            socket_.close()
+        raise LaunchError(
+            f"no address of rank 0's host is reached by all {comm.size} ranks: tried {addresses}, port {port}. "
+            "A firewall between the nodes, or no common network?"
+        )
+    chosen = everywhere.index(True)
+    return Meeting(addresses[chosen], reached[chosen] or "", listener[0] if listener else None)
+
+
+def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
+    """A TCPStore on rank 0, to which every rank is connected, on the address by which they have met. Collective over
+    `comm`."""
+    stores: list[Store] = []
+
+    def serve() -> int:
+        assert meeting.listener is not None
+        meeting.listener.close()  # it may listen on all interfaces, which a store is not to do
+        listener = socket.create_server((meeting.host, 0), backlog=max(128, comm.size))
+        port: int = listener.getsockname()[1]
+        # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
+        fd = listener.detach()
+        stores.append(
+            TCPStore(meeting.host, port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+        )
+        return port
+
+    port = objects.broadcast(comm, "init", serve)
+    return stores[0] if stores else TCPStore(meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
+
+
+def interface(meeting: Meeting) -> str | None:
+    """The network interface by which this rank reaches rank 0; None where it cannot be told."""
+    return next((name for name, own in interfaces().items() if own == meeting.own), None)
+
+
+class Nodes:
+    """The nodes of a communicator, in the order of the lowest rank on each. Collective.
+
+    Attributes:
+        local: a communicator of the ranks of this node.
+        mine, count: the index of this node, and the number of nodes.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        leaders = objects.all_gather_object(comm, objects.all_gather_object(self.local, comm.rank)[0])
+        order = sorted(set(leaders))
+        self.mine, self.count = order.index(leaders[comm.rank]), len(order)
+
+
+def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:
+    """Return the communicator of the job: COMM_WORLD if `comm` is None. Starts MPI, if nobody has.
+
+    Raises:
+        LaunchError: there is no MPI, it has ended, or the launcher is that of another MPI.
+        TypeError: `comm` is no communicator, or does not hold this rank.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI") from error
+    if MPI.Is_finalized():
+        raise LaunchError("MPI has ended in this process (MPI.Finalize), and cannot be started again")
+    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
+        raise TypeError(f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        alone = launcher.alone(environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
+        if alone is not None:
+            raise LaunchError(alone)
+    return comm
+
+
+def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
+    mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    all_ = objects.all_gather_object(comm, mine)
+    if all(entry is None for entry in all_):
+        return comm.Dup()
+    sizes = sorted({entry[1] for entry in all_ if entry is not None} - {comm.size})
+    if sizes:
+        raise LaunchError(
+            f"torch.distributed was started before hpcdist.init() with {sizes[0]} ranks, where MPI has {comm.size}. "
+            "hpcdist's ranks are MPI's. Start the program with mpirun or srun, and leave torch.distributed to "
+            "hpcdist.init(), or initialise it with the ranks of the communicator that hpcdist.init() is given"
+        )
+    ranks = sorted(entry[0] for entry in all_ if entry is not None)
+    if ranks != list(range(comm.size)):
+        raise LaunchError(
+            "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
+            f"MPI rank: {all_}"
+        )
+    ordered = comm.Split(0, dist.get_rank())
+    assert isinstance(ordered, type(comm))
+    return ordered
+
+
+def _addresses() -> list[str]:
+    """This host's IPv4 addresses that others might reach; those that its name stands for come first."""
+    mine = [address for address in interfaces().values() if not address.startswith("127.")]
+    try:
+        named = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    except socket.gaierror:
+        named = []
+    return sorted(dict.fromkeys(mine), key=lambda address: address not in named)
+
+
+def interfaces() -> dict[str, str]:
+    """interface -> IPv4 address, for those that have one."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # an interface without an IPv4 address
+                found[name] = socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
+    return found
+
+
+@contextmanager
+def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
+    """Rank 0 says `token` to whoever connects: an address that other hosts have too, docker0's, may lead elsewhere."""
+    over = threading.Event()
+
+    def answer(server: socket.socket) -> None:
+        server.settimeout(0.01)
+        while not over.is_set():
+            with suppress(OSError):  # nobody came, or is gone again
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(token.encode())
+        server.settimeout(None)
+
+    threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in listener]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _local_address(address: str, port: int, token: str, seconds: float) -> str | None:
+    """The address of this host from which `address` is reached, if it is rank 0 who answers there."""
+    try:
+        with socket.create_connection((address, port), seconds) as connection:
+            answer = connection.recv(len(token), socket.MSG_WAITALL)
+            return str(connection.getsockname()[0]) if answer == token.encode() else None
+    except OSError:
+        return None

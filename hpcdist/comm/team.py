@@ -1,0 +1,165 @@
+"""The ranks of one call: communicators of the library's own, and torch backends made when a route first needs one."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpcdist import activity
+from hpcdist.comm.groups import Group
+from hpcdist.comm.settings import Settings
+from hpcdist.errors import RankError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["HeaderBuffers", "Stoppable", "Team"]
+
+_FREE, _OWN, _OTHERS = range(3)  # whose the provisional key of a communicator's ranks is
+
+
+class Stoppable(Protocol):
+    """Work in a thread of its own."""
+
+    def stop(self) -> bool:
+        """End it; whether some of it is left undone."""
+
+
+class HeaderBuffers:
+    """The memory in which the ranks of a team exchange a header of `nbytes` bytes each, and what the latest one said.
+
+    Attributes:
+        own, all: this rank's header, and those of all ranks one after the other.
+        send, recv: the same, as mpi4py takes them.
+        last, agreed: the headers that were last agreed on, and what they meant.
+    """
+
+    def __init__(self, nbytes: int, size: int) -> None:
+        from mpi4py import MPI
+
+        self.own = bytearray(nbytes)
+        self.all = bytearray(nbytes * size)
+        self.send = [self.own, MPI.BYTE]
+        self.recv = [self.all, nbytes, MPI.BYTE]
+        self.last = b""
+        self.agreed: Any = None
+
+
+class Team:
+    """Some ranks of the world, in the order of a communicator.
+
+    All library traffic goes over communicators made here, so that it never meets the user's messages, nor those of
+    another group of the same ranks. Collective over `comm`.
+
+    Args:
+        comm: a communicator of these ranks, which belongs to the library from here on.
+        group: the group of the caller that the team is for.
+        settings: of the job.
+        foreground: the team in whose background this one works; None for one in the foreground.
+
+    Attributes:
+        rank, size: of this process in the team, and the number of its ranks.
+        peers: the world's rank of each rank of the team, which is also torch.distributed's.
+        foreground: the team itself; of a team that works in the background of another, that one.
+        number: by which a record tells teams apart; the same on all ranks. That of a background team is one more.
+        calls: the verbs begun so far, in the foreground and (True) with async_op; of a background team, those of the
+            foreground before the one at hand.
+        torch_groups: the team's torch backends by name, see :mod:`hpcdist.routes.c10d`.
+        background_comm: the communicator of the team that works in the background of this one; None if this is one.
+        background: the thread that runs calls with async_op, once there is one.
+        headers: memory for what the ranks compare before a call, once there was one.
+        routes: the routes chosen so far, by name and the kinds of memory of all ranks.
+        cuda_aware: whether MPI takes GPU memory on all ranks; None if that was not tried yet.
+        plans, plans_made: the redistributions planned so far, the latest ones; how many the user has asked for.
+        results: how many results a gradient flows back from.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, group: Group, settings: Settings, foreground: Team | None = None) -> None:
+        self.comm = comm
+        self.group = group
+        self.settings = settings
+        self.foreground = foreground or self
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.peers = group.peers
+        self.calls = {False: 0, True: 0}
+        self._begun = 0
+        self.torch_groups: dict[str, Any] = {}
+        self.number: int = _agree_on_keys(comm, group) if foreground is None else foreground.number + 1
+        self.background_comm = comm.Dup() if foreground is None else None
+        self.background: Stoppable | None = None
+        self.headers: HeaderBuffers | None = None
+        self.routes: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self.cuda_aware: bool | None = None
+        self.plans: OrderedDict[Any, Any] = OrderedDict()
+        self.plans_made = self.results = 0
+        activity.peers[self.number] = self.peers
+
+    def next_call(self) -> int:
+        """The number of a call that begins now, of this team's."""
+        self._begun += 1
+        return self._begun
+
+    @property
+    def freed(self) -> bool:
+        from mpi4py import MPI
+
+        return bool(self.comm == MPI.COMM_NULL)
+
+    def free(self) -> dict[tuple[int, str], Any]:
+        """Free the communicators and the torch backends; once is enough.
+
+        No rank waits for another one: programs end their groups in different orders on different ranks.
+
+        Returns:
+            The torch backends that all ranks must end together, by the team's number and their name.
+        """
+        if self.freed:
+            return {}
+        if self.background is not None:
+            self.background.stop()
+            self.background = None
+        gloo = self.torch_groups.pop("gloo", None)
+        if gloo is not None:
+            gloo.shutdown()
+        left = {(self.number, name): group for name, group in self.torch_groups.items()}
+        self.torch_groups.clear()
+        self.routes.clear()
+        self.plans.clear()
+        for number in (self.number, self.number + 1):
+            activity.peers.pop(number, None)
+        if self.background_comm is not None:
+            self.background_comm.Free()
+        self.comm.Free()
+        return left
+
+
+def _agree_on_keys(comm: MPI.Intracomm, group: Group) -> int:
+    """The team's number, and the group's key if it has none yet. Collective; one small Allgather.
+
+    Where messages have gone from rank to rank already, the key they have is kept.
+
+    Raises:
+        RankError: on every rank, if on one of them that key is another communicator's.
+    """
+    from mpi4py import MPI
+
+    holder = group.provisional.get(group.provisional_key)
+    mine = array("q", [2 * secrets.randbits(60) + 2, _FREE if holder is None else _OWN if holder is group else _OTHERS])
+    all_ = array("q", bytes(mine.itemsize * 2 * comm.size))
+    comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
+    holders = all_[1::2]
+    if _OWN in holders:
+        problem = (
+            "send or recv was called here with another communicator of these ranks, and on other ranks with this one"
+        )
+        taken = {rank: problem for rank, whose in enumerate(holders) if whose == _OTHERS}
+        if taken:
+            raise RankError("the first use of a group", taken)
+        group.provisional[group.provisional_key] = group
+        group.key = group.provisional_key
+    elif group.key is None:
+        group.key = all_[0] + 1
+    return all_[0]

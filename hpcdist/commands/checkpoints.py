@@ -1,0 +1,231 @@
+"""The files of torch.save: which tensors one holds, and where their bytes lie.
+
+torch itself reads the description of a zip archive, from a copy of the archive that has no data in it. Each tensor is
+then read from its member of the archive a box at a time: stored or deflated, of either byte order, of any strides, with
+the lazy conjugate and negative bits. What cannot be described without data is read whole: torch's older format, and
+files that hold a quantized or nested tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import warnings
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pickle import UnpicklingError
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hpcdist import memory
+from hpcdist.commands.arrays import Opened, pick
+from hpcdist.errors import InputError
+from hpcdist.files.raw import Fetch, Raw, read_at, read_from, read_strided
+from hpcdist.files.regular import open_regular
+from hpcdist.layout import Box
+from hpcdist.tensors.storage import bits
+
+__all__ = ["array", "load", "opened", "tensors"]
+
+_MOST = 2**28  # bytes of a description: more than any real one has, and what a forged one cannot exceed
+_MOST_NAMES = 2**18
+_LOCAL = 30  # bytes of a member's own header, before its name and its extra field
+_UNSWAPPED = {torch.uint16, torch.uint32, torch.uint64, torch.complex32}  # torch.load leaves these as they are
+
+
+@contextmanager
+def opened(path: str, name: str | None) -> Iterator[Opened]:
+    """A tensor of a file: by its name, the only one, or one that was saved alone.
+
+    Raises:
+        InputError: the file, or the tensor, is not of a kind that can be read.
+    """
+    with open(path, "rb") as file:
+        zipped = file.read(2) == b"PK"
+    if zipped:
+        with zipfile.ZipFile(path) as archive:
+            described = _Description(path, archive)
+            held = described.held
+            if held is not None:
+                key, x = array(path, held, name)
+                with described.fetched(key, x) as found:
+                    yield found
+                return
+    nbytes, free = os.path.getsize(path), memory.available()
+    if nbytes > free:
+        raise InputError(f"{path}: can only be read whole: {nbytes:,} bytes of memory needed, {free:,} available")
+    key, x = load(path, name)
+
+    def read(box: Box, out: Tensor, window: int) -> None:
+        bits(out).copy_(bits(x[box.slices()]))
+
+    yield Opened(key, tuple(x.shape), x.dtype, read)
+
+
+def load(path: str, name: str | None, mmap: bool = False) -> tuple[str, Tensor]:
+    """A tensor of a file as torch.load gives it, with the lazy bits resolved, on the host; and its name."""
+    key, x = array(path, _loaded(path, path, map_location="cpu", mmap=mmap), name)
+    return key, x.resolve_conj().resolve_neg()
+
+
+def _loaded(path: str, source: str | io.BytesIO, **how: Any) -> Any:
+    """What torch loads without running any code that is in a file. An InputError if there is some, or it is damaged."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle that is none of torch's
+            return torch.load(source, weights_only=True, **how)
+    except UnpicklingError as error:  # torch advises to run the code
+        found = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
+        what = f"it holds Python objects ({found[1]}), which are not loaded" if found else "its description is damaged"
+        raise InputError(f"{path}: cannot be read: {what}") from error
+
+
+def array(path: str, held: object, name: str | None) -> tuple[str, Tensor]:
+    """The tensor that is meant, of what a file holds, and its name."""
+    if isinstance(held, Tensor):
+        if name is not None:
+            raise InputError(f"{path}: holds a tensor without a name, and no array {name!r}")
+        return "", _dense(path, held.detach())
+    if not isinstance(held, dict):
+        raise InputError(f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
+    found = tensors(path, held)
+    key = pick(path, name, list(found))
+    return key, _dense(path, found[key].detach())
+
+
+def tensors(path: str, held: dict[Any, Any]) -> dict[str, Tensor]:
+    """The tensors of nested dicts by their path: ``{"model": {"w": x}}`` -> ``{"model/w": x}``."""
+    found: dict[str, Tensor] = {}
+    seen = set()
+    left: deque[tuple[str, dict[Any, Any]]] = deque([("", held)])
+    while left:
+        if len(found) + len(left) > _MOST_NAMES:  # a forged one may hold the next dict twice, and so on
+            raise InputError(f"{path}: cannot be read: it holds more than {_MOST_NAMES:,} dicts and tensors")
+        prefix, part = left.popleft()
+        seen.add(id(part))
+        for key, value in part.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Tensor):
+                if name in found:
+                    raise InputError(f"{path}: cannot be read: two of its tensors have the name {name!r}")
+                found[name] = value
+            elif isinstance(value, dict) and id(value) not in seen:  # a forged one may hold itself
+                left.append((f"{name}/", value))
+    return found
+
+
+def _dense(path: str, x: Tensor) -> Tensor:
+    kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+    if kind != "strided":
+        raise InputError(f"{path}: holds a {kind} tensor, expected a dense one")
+    return x
+
+
+class _Member(NamedTuple):
+    """The data of a storage: a member of the archive, and where they lie in the file if they are stored as they are."""
+
+    info: zipfile.ZipInfo
+    start: int | None
+
+
+class _Description:
+    """What an archive of torch.save holds.
+
+    Attributes:
+        held: the object that was saved, its tensors on the device "meta"; None if it cannot be had without data.
+    """
+
+    def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
+        self._path = path
+        self._archive = archive
+        names = archive.namelist()
+        roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(roots) != 1 or len(set(names)) < len(names):
+            raise InputError(f"{path}: cannot be read: not an archive of torch.save")
+        self._root = roots[0]
+        order = archive.read(f"{self._root}byteorder") if f"{self._root}byteorder" in names else b"little"
+        if order not in (b"little", b"big"):
+            raise InputError(f"{path}: cannot be read: its byte order is {order[:20]!r}")
+        self._swapped = order == b"big"
+        copy, self._names = self._without_data()
+        try:
+            self.held: object | None = _loaded(path, copy, map_location="meta")
+        except NotImplementedError:  # torch has no way to make one on "meta"
+            self.held = None
+
+    def _without_data(self) -> tuple[io.BytesIO, dict[int, str]]:
+        """The archive without data and byte order, and the member whose data begin at each of its offsets."""
+        data, own = f"{self._root}data/", [f"{self._root}{name}" for name in ("byteorder", ".format_version")]
+        if sum(i.file_size for i in self._archive.infolist() if not i.filename.startswith(data)) > _MOST:
+            raise InputError(f"{self._path}: cannot be read: its description is longer than {_MOST:,} bytes")
+        copy = io.BytesIO()
+        with zipfile.ZipFile(copy, "w") as bare:
+            for name in self._archive.namelist():
+                if name not in own:
+                    bare.writestr(name, b"" if name.startswith(data) else self._archive.read(name))
+            starts = {info.header_offset + len(info.FileHeader()): info.filename for info in bare.infolist()}
+        copy.seek(0)
+        return copy, starts
+
+    @contextmanager
+    def fetched(self, key: str, x: Tensor) -> Iterator[Opened]:
+        """A tensor of the description, for reading."""
+        info, start = self._member(x)
+        size = x.itemsize
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+        if (x.storage_offset() + last + 1) * size > info.file_size:
+            raise InputError(f"{self._path}: cannot be read: a tensor is larger than its data")
+        if self._swapped and x.dtype in _UNSWAPPED:
+            raise InputError(f"{self._path}: cannot be read: big-endian {x.dtype}, which torch itself misreads")
+        where = Raw(self._path, (start or 0) + int(x.storage_offset()) * size, tuple(x.shape), x.dtype, self._swapped)
+        if start is None:
+            with self._archive.open(info) as file:
+                yield Opened(key, where.shape, where.dtype, _reader(x, where, partial(read_from, file)))
+            return
+        fd = open_regular(self._path)
+        try:
+            yield Opened(key, where.shape, where.dtype, _reader(x, where, partial(read_at, fd)))
+        finally:
+            os.close(fd)
+
+    def _member(self, x: Tensor) -> _Member:
+        offset = getattr(x.untyped_storage(), "_checkpoint_offset", None)
+        if offset is None:
+            raise InputError(f"{self._path}: holds a tensor without data")
+        info = self._archive.getinfo(self._names[offset])
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            return _Member(info, None)
+        with open(self._path, "rb") as file:
+            file.seek(info.header_offset)
+            head = file.read(_LOCAL)
+        if len(head) < _LOCAL or head[:4] != b"PK\3\4":
+            raise InputError(f"{self._path}: cannot be read: {info.filename} is not where the archive says")
+        start = info.header_offset + _LOCAL + int.from_bytes(head[26:28], "little")
+        start += int.from_bytes(head[28:30], "little")
+        if start + info.file_size > os.path.getsize(self._path):
+            raise InputError(f"{self._path}: cannot be read: it ends in the middle of its data")
+        return _Member(info, start)
+
+
+def _reader(x: Tensor, where: Raw, fetch: Fetch) -> Callable[[Box, Tensor, int], None]:
+    """What reads boxes of a tensor: by its strides, and with the bits that make it conjugate or negative."""
+    strides = None if x.is_contiguous() else x.stride()
+    conj, neg = x.is_conj(), x.is_neg()
+
+    def read(box: Box, out: Tensor, window: int) -> None:
+        if strides is None:
+            where.read(fetch, box, out, window)
+        else:
+            read_strided(where, strides, fetch, box, out, window)
+        if conj:
+            torch.view_as_real(out)[..., 1].neg_()
+        if neg:
+            out.neg_()
+
+    return cast(Callable[[Box, Tensor, int], None], read)

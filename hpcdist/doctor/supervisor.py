@@ -1,0 +1,181 @@
+"""The examination runs in a child process: what hangs it, or kills it, is a finding, and not the doctor's end.
+
+The child is forked before MPI starts and takes this process's place in the job, as a program does that is started by
+a shell script under mpirun. A thread could not watch it: an MPI library that hangs may never give Python its turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
+
+from hpcdist.doctor.findings import Facts, Finding
+from hpcdist.process import abort
+
+__all__ = ["Line", "Outcome", "watch"]
+
+_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
+_BUG = "report it as a bug of hpcdist"
+_KILL_SECONDS = 2  # a process that waits for a dead file system cannot be killed
+
+
+class _TerminatedError(Exception):
+    """The launcher ends this process."""
+
+
+def _end(*_: object) -> NoReturn:
+    raise _TerminatedError
+
+
+class Line:
+    """The examining process's line to the one that watches it."""
+
+    def __init__(self, fd: int, limit: float) -> None:
+        self._fd = fd
+        self._limit = limit
+
+    def stage(self, name: str, fix: str, together: bool = False) -> None:
+        """From here on it is `name` that hangs, if something does, and `fix` may help.
+
+        What the ranks do `together` may take twice as long: a rank that hangs alone is to be found first.
+        """
+        self._say({"stage": [name, fix], "seconds": self._limit * (2 if together else 1)})
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        """These are findings, whatever comes next."""
+        self._say({"findings": [asdict(finding) for finding in findings]})
+
+    def facts(self, ranks: Sequence[Facts]) -> None:
+        """This is what is known of these ranks by now."""
+        self._say({"facts": list(ranks)})
+
+    def done(self) -> None:
+        self._say({"done": True})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message, default=str).encode() + b"\n"
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+@dataclass
+class Outcome:
+    """What an examination has told until it ended.
+
+    Attributes:
+        facts: of each rank; of this one alone, if it did not come to ask the others.
+        findings: by it, and if it did not end well, one about that.
+        done: it ended well.
+        terminated: it did not, because the launcher ended this process.
+    """
+
+    facts: list[Facts]
+    findings: list[Finding] = field(default_factory=list)
+    done: bool = False
+    terminated: bool = False
+    stage: str = "the start"
+    fix: str = ""
+    deadline: float = 0.0
+
+    def take(self, message: dict[str, Any]) -> None:
+        """One message of the examining process."""
+        self.findings += [Finding(**finding) for finding in message.get("findings", [])]
+        new = {_who(facts): facts for facts in message.get("facts", [])}
+        self.facts = [new.pop(_who(facts), facts) for facts in self.facts] + list(new.values())
+        self.done = message.get("done", self.done)
+        if "stage" in message:
+            self.stage, self.fix = message["stage"]
+            self.deadline = time.monotonic() + message["seconds"]
+
+
+def _who(facts: Facts) -> tuple[str, int]:
+    return facts["host"], facts["pid"]  # the rank may only be known later
+
+
+def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcome:
+    """Run `examine` in a child process; it has `limit` seconds for each stage that it announces.
+
+    Returns:
+        What it told. Always: a child that hangs is killed.
+    """
+    there, here = os.pipe()
+    abort.flush()  # or both processes print what is in their buffers
+    child = os.fork()
+    if child == 0:
+        os.close(there)
+        _child(examine, Line(here, limit))
+    os.close(here)
+    outcome = Outcome([facts], deadline=time.monotonic() + limit)
+    end = None
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        if not _listen(there, outcome):
+            end = f"has not ended in time (--limit {limit:g})"
+            os.kill(child, signal.SIGKILL)
+        ended = _ended(child)
+    except _TerminatedError:
+        os.kill(child, signal.SIGKILL)
+        outcome.terminated = True
+        end = "the launcher has ended the job meanwhile; what the other ranks printed may tell why"
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if end is None and not outcome.done:
+        how = f"killed its process by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
+        end = f"{how}; what it printed may tell why"
+    if end is not None:
+        outcome.done = False
+        text = f"rank {outcome.facts[0]['rank']} on {facts['host']}: {end}"
+        outcome.findings.append(Finding(outcome.stage, "broken", text, outcome.fix or _BUG))
+    return outcome
+
+
+def _listen(fd: int, outcome: Outcome) -> bool:
+    """Take all messages of the child until it ends; False if it hangs."""
+    rest = b""
+    while select.select([fd], [], [], max(0.0, outcome.deadline - time.monotonic()))[0]:
+        data = os.read(fd, 2**16)
+        if not data:
+            return True
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            outcome.take(json.loads(line))
+    return False
+
+
+def _ended(child: int) -> int:
+    """The exit status of a process that is ending, or minus the signal that killed it."""
+    end = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < end:
+        pid, code = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(code)
+        time.sleep(0.005)
+    return -signal.SIGKILL
+
+
+def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
+    status = 1
+    leave = os._exit  # which hpcdist.init() replaces
+    # An MPI_Abort would end the processes that watch before they could tell anything.
+    abort.job = lambda status, *_, **__: leave(status)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process it knows
+    try:
+        examine(line)
+        line.done()
+        status = 0
+    except BaseException:  # nothing of the program that was forked is to run here
+        traceback.print_exc()
+    finally:
+        abort.flush()
+        leave(status)

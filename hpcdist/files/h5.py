@@ -1,0 +1,285 @@
+"""What is in a staging file: ordinary HDF5 datasets, and beside them a small group that says what has been written.
+
+    /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
+      @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits
+    /_hpcdist          attribute version: 2
+      state            uint8[1]: 1 once the file is complete
+      token            uint8[16]: by which the ranks of one save know that they see the same file
+      plan             uint8[n]: what was to be written, for a save that goes on with it
+      pieces           uint8[n]: a table for each tensor, one behind the other, of its pieces: offset, shape, checksum,
+                       rank, and whether it is written (in version 1 a group with a dataset I for the I-th tensor)
+
+All of it is laid out before the first data are written, and from then on only the contents of datasets change: a job
+that dies leaves a file that HDF5 can still read. Ranks write data, and rank 0 the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcdist.errors import FileError, reason
+from hpcdist.files.commit import patiently
+from hpcdist.files.raw import Ints, page_size
+from hpcdist.layout import Box
+from hpcdist.tensors.storage import BARE, DTYPES
+
+__all__ = [
+    *("ALIGNMENT", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset", "Layout", "Table"),
+    *(
+        "alignment_of",
+        "create",
+        "digest",
+        "filled",
+        "find_layout",
+        "look",
+        "record_dtype",
+        "records",
+        "stored_dtype",
+        "summary",
+    ),
+]
+
+GROUP = "_hpcdist"
+DTYPE_ATTRIBUTE = "torch_dtype"
+COMPLETE = b"\x01"
+VERSION = 2
+NUMPY = {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
+NUMPY -= {torch.complex32, *BARE}
+_RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
+_ELEMENT = 16  # bytes: of the largest dtype
+ALIGNMENT = 2**20  # bytes: datasets of this size and more begin at a multiple of it, or of the file system's block
+
+Table = np.ndarray[Any, np.dtype[np.void]]
+
+
+def digest() -> Any:
+    """A new checksum of a piece: XXH3, 64 bits."""
+    import xxhash
+
+    return xxhash.xxh3_64()
+
+
+def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """How a dtype is stored: as numpy's own, or as raw bits."""
+    if dtype in NUMPY:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    return np.dtype(_RAW_BITS[dtype.itemsize])
+
+
+def record_dtype(ndim: int) -> np.dtype[np.void]:
+    """A row of the table of pieces of a tensor; a 0-d tensor counts as 1-d."""
+    n = (max(1, ndim),)
+    return np.dtype(
+        [("offset", "<i8", n), ("shape", "<i8", n), ("xxh3_64", "<u8"), ("rank", "<i4"), ("written", "<i4")]
+    )
+
+
+def records(boxes: Sequence[Box], ndim: int) -> Table:
+    """An empty table for these pieces."""
+    table = np.zeros(len(boxes), record_dtype(ndim))
+    if boxes and ndim:
+        table["offset"], table["shape"] = [b.offset for b in boxes], [b.shape for b in boxes]
+    else:
+        table["shape"] = 1
+    return table
+
+
+def filled(datasets: Sequence[Dataset], written: Sequence[Ints]) -> bytes:
+    """The tables of pieces of a complete file, as they are stored.
+
+    Args:
+        written: for each rank the rows (dataset, piece, bits of the checksum) of what it has written.
+    """
+    tables = [records(d.pieces, len(d.shape)) for d in datasets]
+    for rank, rows in enumerate(written):
+        for i in np.unique(rows[:, 0]):
+            mine = rows[rows[:, 0] == i]
+            found = tables[i][mine[:, 1]]
+            found["xxh3_64"] = mine[:, 2].view(np.uint64)
+            found["rank"], found["written"] = rank, 1
+            tables[i][mine[:, 1]] = found
+    return b"".join(table.tobytes() for table in tables)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A tensor that is to be written.
+
+    Attributes:
+        name: its path in the file.
+        shape, dtype: of the whole tensor.
+        chunks: the shape of a chunk, if it is compressed.
+        filters: h5py's arguments for the filters of the chunks.
+        pieces: the boxes that are written, and checked, one at a time.
+        attrs: HDF5 attributes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Box]
+    chunks: tuple[int, ...] | None = None
+    filters: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in a file that is being written: byte offsets; of a compressed tensor, None.
+
+    Attributes:
+        page: the bytes of a page, of which each is written by one rank: see :mod:`hpcdist.staging.pages`.
+    """
+
+    path: str
+    token: bytes
+    token_at: int
+    state: int
+    data: list[int | None]
+    table: int
+    page: int
+
+
+def alignment_of(folder: Path, asked: int | None) -> int:
+    """The alignment of datasets in bytes: as asked, or a multiple of the file system's preferred block (on Lustre
+    that is the stripe)."""
+    return asked or max(ALIGNMENT, os.stat(folder).st_blksize)
+
+
+def create(
+    path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], attrs: Mapping[str, Any], align: int
+) -> Layout:
+    """Lay out a file for these datasets; the data are not there yet. `attrs` are those of the file itself."""
+    import h5py
+
+    # HDF5 does not survive a write that fails: let a limit on file sizes show before it is used.
+    plain = [d.nbytes() for d in datasets if d.chunks is None]
+    os.truncate(path, sum(nbytes + (align if nbytes >= align else 0) for nbytes in plain))
+    large = [d for d in datasets if d.chunks is None and d.nbytes() >= align]
+    with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, locking=False) as file:
+        for dataset in large:
+            _create_dataset(file, dataset)
+    # All others begin where any dtype's elements may: a border between pages is then one between elements.
+    with h5py.File(path, "r+", alignment_threshold=1, alignment_interval=_ELEMENT, locking=False) as file:
+        file.attrs.update(attrs)
+        for dataset in datasets:
+            made = file[dataset.name] if dataset in large else _create_dataset(file, dataset)
+            made.attrs.update(dataset.attrs)
+            if dataset.dtype not in NUMPY:
+                made.attrs[DTYPE_ATTRIBUTE] = str(dataset.dtype).removeprefix("torch.")
+        group = file.create_group(GROUP)
+        group.attrs["version"] = VERSION
+        tables = b"".join(records(d.pieces, len(d.shape)).tobytes() for d in datasets)
+        contents = {"state": b"\0", "token": os.urandom(16), "plan": json.dumps(plan).encode(), "pieces": tables}
+        for name, content in contents.items():
+            made = _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1"))
+            if content:
+                made.write_direct(np.frombuffer(content, np.uint8))
+        return _layout(path, file, [d.name for d in datasets])
+
+
+def _create_dataset(file: Any, dataset: Dataset) -> Any:
+    if dataset.chunks is None:
+        return _create_plain(file, dataset.name, dataset.shape, stored_dtype(dataset.dtype))
+    return file.create_dataset(
+        dataset.name, dataset.shape, stored_dtype(dataset.dtype), chunks=dataset.chunks, **dataset.filters
+    )
+
+
+def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """A contiguous dataset whose place is known at once, and which HDF5 fills with nothing."""
+    from h5py import h5d, h5p, h5s, h5t
+
+    made = h5p.create(h5p.DATASET_CREATE)
+    made.set_layout(h5d.CONTIGUOUS)
+    made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    made.set_fill_time(h5d.FILL_TIME_NEVER)
+    links = h5p.create(h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+    h5d.create(file.id, name.encode(), h5t.py_create(dtype, logical=True), space, made, links)
+    return file[name]
+
+
+def find_layout(path: Path) -> Layout:
+    """Where things lie in a file that create() has made."""
+    import h5py
+
+    with h5py.File(path, "r", locking=False) as file:
+        plan = json.loads(bytes(file[GROUP]["plan"][()]))
+        return _layout(path, file, [d["name"] for d in plan["datasets"]])
+
+
+def _layout(path: Path, file: Any, names: Sequence[str]) -> Layout:
+    group = file[GROUP]
+    token = group["token"]
+    return Layout(
+        str(path),
+        bytes(token[()]),
+        token.id.get_offset(),
+        group["state"].id.get_offset(),
+        [_offset(file[name]) for name in names],
+        _offset(group["pieces"]) or 0,
+        page_size(path.parent),
+    )
+
+
+def look(place: Layout) -> None:
+    """Does this rank see the file that another one has laid out, and may it write there?
+
+    Caches of names and attributes may be some seconds behind: the token is what counts, read again until then.
+
+    Raises:
+        FileError: it does not: the folder is another one on this node.
+    """
+    path, problem = place.path, patiently(lambda: _unseen(place))
+    if problem is not None:
+        raise FileError(f"{path}: {problem}: the folder is not shared by all nodes")
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise FileError(f"{path}: cannot be written by this rank")
+
+
+def _unseen(place: Layout) -> str | None:
+    try:
+        with open(place.path, "rb") as file:
+            file.seek(place.token_at)
+            return None if file.read(len(place.token)) == place.token else "another file by that name on this rank"
+    except FileNotFoundError:
+        return "not seen by this rank"
+    except OSError as error:
+        return f"cannot be read by this rank ({reason(error)})"
+
+
+def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What is written, and in which pieces: two saves with the same summary can go on with each other's file."""
+    details = repr(([(d.pieces, d.filters, _told(d.attrs)) for d in datasets], _told(attrs), source))
+    return {
+        "datasets": [
+            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
+            | {"pieces": len(d.pieces)}
+            for d in datasets
+        ],
+        "details": hashlib.sha256(details.encode()).hexdigest(),
+    }
+
+
+def _told(attrs: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Attributes as text, long arrays whole: numpy leaves out the middle."""
+    return [(name, (x.dtype.str, x.tolist()) if isinstance(x, np.ndarray) else x) for name, x in sorted(attrs.items())]
+
+
+def _offset(dataset: Any) -> int | None:
+    return dataset.id.get_offset() if dataset.chunks is None else None

@@ -1,0 +1,221 @@
+"""Arrays that lie in a file as plain bytes, at an offset: reading and writing boxes of them. One process.
+
+Every system call is positioned, so that any number of processes work on one file at once; memory that is not asked
+for stays within the caller's window. A checksum is taken block by block, while the block is in the cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist import layout
+from hpcdist.layout import Box
+from hpcdist.tensors.storage import as_bytes, bits
+
+__all__ = [
+    *("BLOCK", "SHORT", "Digest", "Fetch", "Ints", "Raw"),
+    *("forget", "memory", "page_size", "read_at", "read_from", "read_strided", "start_writeback", "write_at"),
+]
+
+Fetch = Callable[[int, memoryview], None]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is hashed and copied without going to memory twice
+SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
+
+_LARGEST = 2**16  # bytes: a preferred block may be a stripe of many MiB, which nobody caches as one page
+_SPARSE = 8  # so many times what is asked for is read in one go
+
+
+class Digest(Protocol):
+    """What takes a checksum: one of hashlib's or xxhash's objects."""
+
+    def update(self, data: memoryview, /) -> object: ...
+
+
+def page_size(folder: Path) -> int:
+    """The bytes that the ranks are not to share: those of a page of memory, or of the file system's block."""
+    return max(mmap.PAGESIZE, min(os.stat(folder).st_blksize, _LARGEST))
+
+
+def memory(x: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor."""
+    return memoryview(as_bytes(x).numpy())  # type: ignore[arg-type]
+
+
+def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None) -> None:
+    """Fill `into` from the file.
+
+    Raises:
+        OSError: the file cannot be read; EOFError: it ends before.
+    """
+    done, step = 0, len(into) if digest is None else BLOCK
+    while done < len(into):
+        block = into[done : done + step]
+        got = os.preadv(fd, [block], offset + done)
+        if got == 0:
+            raise EOFError(f"the file ends at byte {offset + done}, in the middle of the data")
+        if digest is not None:
+            digest.update(block[:got])
+        done += got
+
+
+def read_from(file: IO[bytes], offset: int, into: memoryview) -> None:
+    """Fill `into` from a file that may have to be decompressed up to there.
+
+    Raises:
+        OSError: the file cannot be read; EOFError: it ends before.
+    """
+    file.seek(offset)
+    done = 0
+    while done < len(into):
+        got = file.readinto(into[done : done + 2**20])  # type: ignore[attr-defined]
+        if not got:
+            raise EOFError("it ends in the middle of its data")
+        done += got
+
+
+def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = None) -> None:
+    """Write all of `data` at `offset`.
+
+    Raises:
+        OSError: it cannot be written; how much of it was is unknown.
+    """
+    done, step = 0, len(data) if digest is None else BLOCK
+    while done < len(data):
+        block = data[done : done + step]
+        put = os.pwrite(fd, block, offset + done)
+        if digest is not None:
+            digest.update(block[:put])
+        done += put
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have Linux begin to bring what was just written to the disk, so that the sync at the end finds less to do.
+
+    It is what the advice does for dirty pages, which also stay in the cache (mm/fadvise.c); elsewhere it does nothing.
+    """
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def forget(fd: int) -> None:
+    """Have the system drop what it holds of a file, so that it is read from where it is."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """An array in a file.
+
+    Attributes:
+        path, offset: the file, and the first byte of the array in it.
+        shape, dtype: of the array.
+        swapped: it is stored in the other byte order.
+        fortran: the first dim is the one that varies fastest, as in numpy's Fortran order.
+    """
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    swapped: bool = False
+    fortran: bool = False
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def place(self, box: Box) -> int:
+        """The byte of the file at which a box begins that is one run."""
+        _, _, starts = layout.runs(box, self.shape)
+        return self.offset + next(starts) * self.dtype.itemsize
+
+    def read(self, fetch: Fetch, box: Box, out: Tensor, window: int) -> None:
+        """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
+
+        `fetch` fills memory from an offset of the file, as ``partial(read_at, fd)`` does.
+        Straight into place if `out` is contiguous and the box consists of runs of SHORT bytes or more; else by way of
+        a buffer of at most `window` bytes, with what lies between short runs.
+        """
+        if self.fortran:
+            turned = Raw(self.path, self.offset, self.shape[::-1], self.dtype, self.swapped)
+            dims = tuple(reversed(range(out.dim())))
+            turned.read(fetch, Box(box.offset[::-1], box.shape[::-1]), out.permute(dims), window)
+            return
+        if box.size() == 0:
+            return
+        cover = self._cover(box)
+        if cover == box and out.is_contiguous():
+            self._read_runs(fetch, box, out)
+            return
+        for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
+            held = part.meet(box)
+            if held.size():
+                buffer = torch.empty(part.shape, dtype=self.dtype, device="cpu")
+                self._read_runs(fetch, part, buffer)
+                bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
+
+    def _cover(self, box: Box) -> Box:
+        """The box, with its short runs made longer by all that lies between them."""
+        length, count, _ = layout.runs(box, self.shape)
+        dim = len(self.shape)
+        while count > 1 and length * self.dtype.itemsize < SHORT and dim > 0:
+            dim -= 1
+            offset = (*box.offset[:dim], *(0,) * (len(self.shape) - dim))
+            box = Box(offset, (*box.shape[:dim], *self.shape[dim:]))
+            length, count, _ = layout.runs(box, self.shape)
+        return box
+
+    def _read_runs(self, fetch: Fetch, box: Box, out: Tensor) -> None:
+        """Read a box run by run into contiguous memory."""
+        target = memory(out)
+        length, _, starts = layout.runs(box, self.shape)
+        size = length * self.dtype.itemsize
+        for i, start in enumerate(starts):
+            fetch(self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size])
+        if self.swapped:
+            part = self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
+            flat = as_bytes(out).view(-1, part)
+            flat.copy_(flat.flip(1))
+
+    def write(self, fd: int, box: Box, x: Tensor) -> None:
+        """Write a contiguous CPU tensor as a box, run by run."""
+        source = memory(x)
+        length, _, starts = layout.runs(box, self.shape)
+        size = length * self.dtype.itemsize
+        for i, start in enumerate(starts if box.size() else ()):
+            write_at(fd, self.offset + start * self.dtype.itemsize, source[i * size : (i + 1) * size])
+
+
+def read_strided(where: Raw, strides: Sequence[int], fetch: Fetch, box: Box, out: Tensor, window: int) -> None:
+    """Read a box of an array whose elements are not in order: of dim d, `strides[d]` elements from one to the next.
+
+    In host memory of at most `window` bytes; what lies between the elements is read, too, where it is little.
+    """
+    first = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
+    reach = [(n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)]
+    span, size = 1 + sum(reach), where.dtype.itemsize
+    if box.size() == 0:
+        return
+    if span == 1 or (span * size <= window and (span * size <= SHORT or span <= _SPARSE * box.size())):
+        buffer = torch.empty(span, dtype=where.dtype, device="cpu")
+        run = Raw(where.path, where.offset + first * size, (span,), where.dtype, where.swapped)
+        run.read(fetch, layout.whole((span,)), buffer, window)
+        bits(out).copy_(bits(buffer).as_strided(box.shape, strides))
+        return
+    dim = reach.index(max(reach))
+    half = box.shape[dim] // 2
+    for start, extent in ((0, half), (half, box.shape[dim] - half)):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim], shape[dim] = offset[dim] + start, extent
+        part = out.narrow(dim, start, extent)
+        read_strided(where, strides, fetch, Box(tuple(offset), tuple(shape)), part, window)

@@ -1,0 +1,1 @@
+"""send and recv: structures from one rank to another."""

@@ -1,0 +1,175 @@
+"""The steps by which a structure goes from rank to rank, through MPI or a file: see :mod:`hpcdist.p2p.engine`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist import layout
+from hpcdist.comm.context import Context
+from hpcdist.comm.groups import Group
+from hpcdist.comm.matching import Envelope, bytes_of, sealed
+from hpcdist.errors import FileError, HpcdistError, reason
+from hpcdist.p2p.engine import DONE, Arrival, Aside, Departure, Requests
+from hpcdist.process import abort
+from hpcdist.routes.hdf5 import Stage, fetch
+from hpcdist.runtime.engine import Steps
+from hpcdist.tensors.message import Contents, Header, Messages, bounded, encode, opened
+from hpcdist.tensors.storage import as_bytes, row_major
+from hpcdist.tensors.tree import Tree, finished, rebuild
+
+__all__ = ["CHUNK", "PIECE", "Outgoing", "by_file", "by_mpi", "receive"]
+
+PIECE = 2**30  # bytes a message at most, from host memory
+CHUNK = 2**26  # bytes a message at most, from a GPU: it passes through pinned memory of that size
+_ANSWER = 1024  # bytes at most, of what went wrong while a file was read
+
+
+class Outgoing(NamedTuple):
+    """Who sends what to whom: the group's key, the world's rank of the receiver, the tag, the message's number."""
+
+    context: Context
+    key: int
+    dest: int
+    tag: int
+    number: int
+
+    def departure(self, made: Aside[Any] | None = None) -> Departure:
+        """The moment when it may be sent."""
+        return Departure((self.key, self.dest, self.tag), made)
+
+    def send_first(self, content: Tensor) -> list[MPI.Request]:
+        """Begin to send the header with the small tensors."""
+        envelope, *apart = sealed(self.key, self.tag, self.number, content)
+        first = self.context.header_comm.Isend([bytes_of(envelope), MPI.BYTE], self.dest, 0)
+        return [first, *(request for x in apart for request in self.send(x))]
+
+    def send(self, x: Tensor) -> list[MPI.Request]:
+        """Begin to send bytes in host memory, in pieces."""
+        comm, pieces = self.context.data_comm, layout.pieces(x.numel(), PIECE)
+        return [comm.Isend([bytes_of(x[at : at + n]), MPI.BYTE], self.dest, self.number) for at, n in pieces]
+
+
+def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
+    """The header with the small tensors, and each large one behind it."""
+    messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
+    large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
+    longest = max((x.numel() for x in large if x.is_cuda), default=0)
+    room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, device="cpu", pin_memory=longest > 0)
+    yield outgoing.departure()
+    # From here on nothing takes memory: who has got the header depends on what follows.
+    requests = outgoing.send_first(messages.first)
+    for x in large:
+        if x.is_cuda:
+            for start, length in layout.pieces(x.numel(), CHUNK):
+                room[:length].copy_(x[start : start + length])
+                yield Requests(outgoing.send(room[:length]))
+        else:
+            requests += outgoing.send(x)
+    yield Requests(requests)
+    yield DONE
+
+
+def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
+    """The header with the small tensors; the large ones are in a file by then, which goes when they have been read."""
+    context, sizes = outgoing.context, [contents.nbytes[i] for i in contents.large]
+    stages: list[Stage] = []
+
+    def write() -> Messages:
+        stages.append(Stage(context.settings.staging, sum(sizes)))
+        large = [as_bytes(row_major(tree.tensors[i].cpu())) for i in contents.large]
+        stages[0].write(list(zip(layout.displs(sizes), large, strict=True)))
+        header = encode(tree.spec, contents, file=stages[0].ticket(context.settings.one_system))
+        return Messages(tree.tensors, contents, header)
+
+    try:
+        written = Aside(write)
+        answer = bytearray(_ANSWER)
+        yield outgoing.departure(written)
+        messages = written.result()
+        requests = outgoing.send_first(messages.first)
+        for rest in messages.rest:
+            requests += outgoing.send(rest)
+        requests.append(context.data_comm.Irecv([answer, MPI.BYTE], outgoing.dest, outgoing.number + 1))
+        yield Requests(requests)
+    finally:
+        for stage in stages:
+            stage.remove()
+    yield DONE
+    problem = answer.rstrip(b"\0").decode(errors="replace")
+    if problem:
+        raise FileError(f"send(): rank {outgoing.dest}: {problem}")
+
+
+def receive(context: Context, group: Group, arrival: Arrival, allow_pickle: bool) -> Steps[tuple[Any, int]]:
+    """Receive the message that `arrival` waits for; its structure, and the rank in `group` that sent it."""
+    yield arrival
+    (envelope,) = arrival.taken
+    giver, device, comm = group.peers.index(envelope.source), context.settings.device, context.data_comm
+    if not 0 <= envelope.number < context.most_tag:
+        raise HpcdistError(f"a message of rank {giver} is damaged: it has the number {envelope.number}")
+    incoming = partial(_from_mpi, comm, envelope.source, envelope.number)
+    with abort.Transfer("recv", group.size if envelope.content is None else 1):
+        bounded(envelope.nbytes)
+        content = envelope.content
+        if content is None:
+            content = torch.empty(envelope.nbytes, dtype=torch.uint8, device="cpu")
+            yield from incoming([(content, False)])
+    header, packed = opened(content)
+    with abort.Transfer("recv", group.size if header.large or packed is None else 1):
+        bounded(sum(header.nbytes))
+        if packed is None:
+            packed = torch.empty(header.packed, dtype=torch.uint8, device="cpu")
+            yield from incoming([(packed, False)])
+        places = header.unpack(packed, device)
+        places.update({i: header.room(i, device) for i in header.large})
+    if "file" in header.more:
+        yield from _from_file(comm, envelope, header, places)
+    else:
+        yield from incoming([(as_bytes(places[i]), header.metas[i].cuda) for i in header.large])
+    yield DONE
+    return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle)), giver
+
+
+def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[Tensor, bool]]) -> Steps[None]:
+    """Receive what follows a header; what comes from a GPU in chunks."""
+    requests = []
+    for x, from_gpu in large:
+        for start, length in layout.pieces(x.numel(), CHUNK if from_gpu else PIECE):
+            place = x[start : start + length]
+            room = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True) if x.is_cuda else place
+            request = comm.Irecv([bytes_of(room), MPI.BYTE], source, number)
+            if x.is_cuda:
+                yield Requests([request])
+                place.copy_(room)
+            else:
+                requests.append(request)
+    yield Requests(requests)
+
+
+def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, places: dict[int, Tensor]) -> Steps[None]:
+    """Read the large tensors, and tell the sender, which keeps the file until then."""
+    problem = ""
+
+    def read() -> None:
+        starts = layout.displs([header.nbytes[i] for i in header.large])
+        for start, i in zip(starts, header.large, strict=True):
+            dtype, shape = places[i].dtype, places[i].shape
+            host = places[i] if places[i].is_cpu else torch.empty(shape, dtype=dtype, device="cpu")
+            fetch(header.more["file"], [(start, as_bytes(host))])
+            places[i] = host.to(places[i].device)
+
+    fetched = Aside(read)
+    yield fetched
+    try:
+        fetched.result()
+    except Exception as error:  # whatever it is: the sender waits for an answer
+        problem = reason(error)
+    answer = bytearray(problem.encode(errors="backslashreplace")[:_ANSWER])
+    yield Requests([comm.Isend([answer, MPI.BYTE], envelope.source, envelope.number + 1)])
+    if problem:
+        raise FileError(f"recv(): {problem}")

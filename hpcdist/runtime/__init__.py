@@ -1,0 +1,1 @@
+"""From an MPI job to torch.distributed, and what goes on in the background."""

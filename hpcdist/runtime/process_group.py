@@ -1,0 +1,73 @@
+"""torch.distributed's own process group of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from hpcdist.comm import rendezvous
+from hpcdist.control import objects
+from hpcdist.watch.deadlines import deadline
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["agree_on", "start"]
+
+
+def start(
+    comm: MPI.Intracomm,
+    meeting: rendezvous.Meeting,
+    own_gpus: bool,
+    backend: str | None,
+    timeout: timedelta,
+    environ: MutableMapping[str, str],
+) -> tuple[dist.ProcessGroup, bool]:
+    """Start torch.distributed, or take it as it runs. Collective over `comm`.
+
+    Args:
+        environ: the environment, to which the interfaces for gloo and NCCL are added where the user names none.
+
+    Returns:
+        The group of all ranks, and whether it was started here.
+    """
+    started = not dist.is_initialized()
+    if started:
+        interface = rendezvous.interface(meeting)
+        if interface is not None:  # else gloo takes what the host's name stands for, on Debian 127.0.1.1
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            if meeting.host == "127.0.0.1":  # or NCCL's own rendezvous would listen on another one
+                environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if own_gpus else "gloo"),
+            store=rendezvous.open_store(comm, meeting, timeout),
+            rank=comm.rank,
+            world_size=comm.size,
+            timeout=timeout,
+        )
+    elif meeting.listener is not None:
+        meeting.listener.close()
+    group = dist.group.WORLD
+    assert group is not None
+    return group, started
+
+
+def agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | None) -> timedelta:
+    """Check what init() was given on all ranks; the timeout. Collective."""
+
+    def check() -> tuple[str | None, float]:
+        if backend is not None and not isinstance(backend, str):
+            raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+        if backend is not None:
+            dist.BackendConfig(dist.Backend(backend))
+        return backend, deadline(timeout, said)
+
+    given = objects.all_gather(comm, "init", check)
+    names = [name for name, _ in given]
+    objects.raise_problems(
+        "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
+    )
+    return timedelta(seconds=given[0][1])

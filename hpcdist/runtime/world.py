@@ -1,0 +1,321 @@
+"""init() and World: an MPI job becomes a torch.distributed job. The only reader of the environment."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hpcdist import activity
+from hpcdist.comm import devices, launcher, rendezvous
+from hpcdist.comm.context import Context
+from hpcdist.comm.settings import Settings
+from hpcdist.comm.team import Team
+from hpcdist.control import objects
+from hpcdist.errors import HpcdistError
+from hpcdist.files.commit import private_folder
+from hpcdist.memory import capacity
+from hpcdist.process import abort, exits, forks, streams
+from hpcdist.runtime import background, process_group
+from hpcdist.validation import collective
+from hpcdist.validation.call import Call
+from hpcdist.watch.deadlines import FirstMeeting
+from hpcdist.watch.watcher import Watch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+__all__ = ["World", "current", "environ", "finalize", "init", "is_first", "staging_folder"]
+
+
+@dataclass(eq=False, kw_only=True)
+class World:
+    """The ranks of this job, as :func:`init` found them.
+
+    Attributes:
+        rank, world_size: of this process, and the number of processes; the same for MPI and torch.distributed.
+        local_rank: the rank among the processes of this node, from 0.
+        node: the index of this node, in the order of the lowest rank on each.
+        comm: the communicator that init() was given, or COMM_WORLD.
+        group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
+        settings: the device, the deadline, the staging folder, and what else does not change.
+        context: the library's own communicators; not for user code.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    comm: MPI.Intracomm
+    group: dist.ProcessGroup = field(repr=False)
+    settings: Settings
+    context: Context = field(repr=False)
+    _watch: Watch = field(repr=False)
+    _owns_group: bool = field(repr=False)
+    _asked: tuple[Any, ...] = field(repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors belong: one GPU a rank, or the CPU."""
+        return self.settings.device
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self.settings.nodes
+
+    @property
+    def timeout(self) -> timedelta:
+        """The deadline of every call."""
+        return self.settings.timeout
+
+    @property
+    def staging(self) -> str:
+        """The folder through which route "hdf5" moves data; rank 0's is used."""
+        return self.settings.staging
+
+    @property
+    def team(self) -> Team:
+        """All ranks, as the library's own calls know them; not for user code."""
+        return self.context.team
+
+    def finalize(self) -> None:
+        """End torch.distributed, if init() started it, and free the library's communicators; MPI stays up.
+
+        Collective over the world. It happens by itself at the end of the program. A second call does nothing.
+
+        Raises:
+            RankError: on all ranks, if another rank calls a verb instead.
+        """
+        if _world is self:
+            with activity.InCall("finalize", self.team), abort.InStep("finalize", self.world_size):
+                collective.exchange(
+                    self.team, Call(collective.LEAVE)
+                )  # refused, it can be repeated: nothing else has begun
+                for done in background.leaving(self.context.teams.values()):
+                    done.wait()
+            self._close()
+
+    def _close(self) -> None:
+        global _world
+        _world = None
+        atexit.unregister(_leave)
+        background.report_failures()
+        with activity.InCall("finalize", self.team):
+            engine = self.context.engine
+            left = objects.all_gather_object(self.team.comm, engine is not None and engine.stop())
+        self.context.free(messages=not any(left))  # else new ones could meet what still comes
+        self._watch.stop()
+        if self._owns_group:
+            # Without references left, gloo's threads end here; one that lives on when Python ends aborts the process.
+            self.group = None  # type: ignore[assignment]
+            self.context.torch_group = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finalize()
+        else:
+            exits.note(error)  # the other ranks may wait for this one: nothing collective can be done here
+
+
+_world: World | None = None
+
+
+def environ() -> Mapping[str, str]:
+    """The environment, for those who look at it before there is a world."""
+    return os.environ
+
+
+def is_first() -> bool:
+    """Whether the launcher calls this process number 0; known before MPI begins."""
+    return launcher.number(os.environ) == 0
+
+
+def current() -> World:
+    """The world that init() made.
+
+    Raises:
+        HpcdistError: init() has not been called, or this is a child process.
+    """
+    if _world is None:
+        why = forks.refusal()
+        raise HpcdistError(why or "hpcdist is not initialised: call hpcdist.init() first, on every rank")
+    return _world
+
+
+def init(
+    comm: MPI.Intracomm | None = None,
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+    staging: str | os.PathLike[str] | None = None,
+) -> World:
+    """Start torch.distributed on the processes of an MPI job, however they were launched.
+
+    Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
+    process without a launcher. MPI, and torch.distributed, are used as they are where they already run. From here on,
+    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (CPython shows a
+    ``raise SystemExit(n)`` to nobody: it is noticed in a ``with hpcdist.init()`` block, or when others call a verb.)
+
+    Args:
+        comm: the processes that take part; COMM_WORLD if None.
+        device: this rank's device. By default GPU number local_rank of the visible ones, or the CPU where the node has
+            none. "cpu" on all ranks keeps the job off the GPUs.
+        backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
+            every rank has its own GPU, else "gloo". Not used, like `timeout`, if torch.distributed already runs.
+        timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
+            A rank that waits longer for another one ends the job, with a table of what each rank is at. The end of the
+            program is such a call: no rank may work on alone for longer than that. Also torch.distributed's timeout.
+        staging: the folder for the files of route "hdf5", which all nodes must share; by default what HPCDIST_STAGING
+            says, else on one node a folder of the user's for temporary files, and on several the current folder.
+
+    Returns:
+        The :class:`World`; the same one again at a second call with no or the same arguments.
+
+    Raises:
+        LaunchError: on every rank that can know of it: the launcher does not belong to the MPI library, two ranks
+            share a GPU that NCCL is to use, nodes that cannot reach each other, a child process that was forked while
+            MPI ran. The message says what to do.
+        RankError: on every rank, if an argument is wrong on one of them.
+        TypeError: on this rank, for a `comm` that is none or does not hold it.
+        ValueError: on this rank, if the world exists and the arguments differ from those it was made with.
+
+    Example::
+
+        import hpcdist as hd
+
+        with hd.init() as world:        # mpirun -n 4 python program.py
+            print(world.rank, world.world_size, world.device)   # 0 4 cuda:0, 1 4 cuda:1, ...
+    """
+    global _world
+    asked = (comm, device, backend, timeout, None if staging is None else os.fspath(staging))
+    if _world is not None:
+        if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
+            raise ValueError("hpcdist is already initialised with other arguments; call finalize() first")
+        return _world
+    _world = _make(*asked)
+    atexit.register(_leave)
+    return _world
+
+
+def finalize() -> None:
+    """Finalize the current world, if there is one: see :meth:`World.finalize`."""
+    if _world is not None:
+        _world.finalize()
+
+
+def _forget() -> None:
+    """In a child process: the job is its parent's."""
+    global _world
+    _world = None
+    atexit.unregister(_leave)
+    why = forks.refusal()
+    activity.refuse(None if why is None else lambda: HpcdistError(why))
+
+
+def _leave() -> None:
+    """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
+    from mpi4py import MPI
+
+    exits.check()  # handlers run last come first: abort's own would come too late
+    if _world is None:
+        return
+    if MPI.Is_finalized():
+        _world._watch.stop()
+        return
+    with activity.InCall("", _world.team, text=b"the end of its program"):
+        backgrounds = background.leaving(
+            _world.context.teams.values()
+        )  # which answer the calls with async_op of ranks that go on
+        collective.leave(_world.team)
+        for done in backgrounds:
+            done.wait()
+    _world._close()
+
+
+def _make(
+    comm: MPI.Intracomm | None,
+    device: torch.device | str | None,
+    backend: str | None,
+    timeout: timedelta | float | None,
+    staging: str | None,
+) -> World:
+    streams.reserve()
+    forks.claim(os.environ, launcher.has_rank(os.environ))
+    comm = rendezvous.job(comm, os.environ)
+    if comm.size > 1:
+        exits.arm()
+    said = os.environ.get("HPCDIST_TIMEOUT")
+    with FirstMeeting(timeout, said, comm.size):
+        private = rendezvous.in_torch_order(comm)
+        nodes = rendezvous.Nodes(private)
+        limit = process_group.agree_on(private, backend, timeout, said)
+        meeting = rendezvous.meet(private, nodes.count)
+        watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
+    try:
+        with activity.InCall("init", None):
+            shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
+            chosen, own_gpus = devices.choose(private, nodes.local.rank, device, backend, shared)
+            group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
+            places = objects.all_gather_object(private, (nodes.mine, capacity()))
+    except BaseException:
+        watch.stop()
+        raise
+    if comm.size > 1:
+        exits.arm()  # again: torch has set a hook of its own
+    settings = Settings(
+        device=chosen,
+        own_gpus=own_gpus,
+        timeout=limit,
+        nodes=nodes.count,
+        one_system=watch.one_system,
+        node_of=tuple(node for node, _ in places),
+        memory=tuple(nbytes for _, nbytes in places),
+        staging=os.path.abspath(staging or staging_folder(nodes.count)),
+        child_environ=launcher.without_launcher(os.environ),
+    )
+    context = Context(private, comm, group, settings)
+    background.prepare(context.team)
+    world = World(
+        rank=private.rank,
+        world_size=private.size,
+        local_rank=nodes.local.rank,
+        node=nodes.mine,
+        comm=comm,
+        group=group,
+        settings=settings,
+        context=context,
+        _watch=watch,
+        _owns_group=owns_group,
+        _asked=(comm, device, backend, timeout, staging),
+    )
+    nodes.local.Free()
+    exits.at_fork(_forget)
+    return world
+
+
+def staging_folder(nodes: int) -> str:
+    """Where route hdf5 stages what it moves, if the caller does not say."""
+    try:
+        return os.environ.get("HPCDIST_STAGING") or (
+            private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd()
+        )
+    except FileNotFoundError:  # there is none, which is for the route to complain about if it is used
+        return "/tmp"

@@ -1,0 +1,231 @@
+"""No two ranks write the same page of a file: clients of a shared file system may write back whole pages, each its own.
+
+What of a rank's bytes lies in a page that others write, too, travels over MPI to the one rank that owns the page. Pages
+with anything but data, such as headers and tables, belong to rank 0, which has made the file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hpcdist.files.raw import Digest, Ints
+
+if TYPE_CHECKING:
+    from hpcdist.comm.team import Team
+
+__all__ = ["Edges", "Owner", "Pages"]
+
+_ROUND = 2**23  # bytes of edges that a rank sends at a time
+
+Owner = Callable[[int, Ints], Ints]
+Write = Callable[[int, memoryview, Digest | None], object]
+
+
+class Pages:
+    """Which rank writes which page of a file; the same on all ranks.
+
+    Args:
+        size: of a page, in bytes.
+        places: (first byte, bytes) of each array in the file, in any order.
+        owner: the ranks that write the pieces of array i which hold these bytes, counted from the array's first.
+    """
+
+    def __init__(self, size: int, places: Sequence[tuple[int, int]], owner: Owner) -> None:
+        self.size = size
+        self._owner = owner
+        self._order = sorted((i for i, (_, nbytes) in enumerate(places) if nbytes), key=lambda i: places[i][0])
+        self._starts = np.array([places[i][0] for i in self._order], np.int64)
+        joined: list[list[int]] = []  # first and end byte of data without a gap
+        for i in self._order:
+            start, nbytes = places[i]
+            if joined and joined[-1][1] == start:
+                joined[-1][1] += nbytes
+            else:
+                joined.append([start, start + nbytes])
+        self._spans = np.array(joined, np.int64).reshape(-1, 2)
+
+    def owners(self, pages: Ints) -> Ints:
+        """The ranks that write the pages which begin at these bytes."""
+        found = np.zeros(len(pages), np.int64)
+        data = np.flatnonzero(self._all_data(pages))
+        arrays = np.searchsorted(self._starts, pages[data], "right") - 1
+        for k in np.unique(arrays):
+            of = data[arrays == k]
+            found[of] = self._owner(self._order[k], pages[of] - self._starts[k])
+        return found
+
+    def _all_data(self, pages: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of the pages that begin at these bytes hold nothing but data."""
+        if not len(self._spans):
+            return np.zeros(len(pages), np.bool_)
+        k = np.searchsorted(self._spans[:, 0], pages, "right") - 1
+        found: np.ndarray[Any, np.dtype[np.bool_]] = (k >= 0) & (pages + self.size <= self._spans[k, 1])
+        return found
+
+    def cut(self, start: int, end: int) -> list[tuple[int, int, int | None]]:
+        """A run of the file as (first byte, end, owner): up to the first border between pages, from there to the last
+        one, and behind it; the owner is None where the run has its pages to itself."""
+        if start == end:
+            return []
+        first, last = -(-start // self.size) * self.size, end // self.size * self.size
+        if first > last:  # within one page
+            return [(start, end, int(self.owners(np.array([last]))[0]))]
+        parts = [(start, first), (first, last), (last, end)]
+        left, right = self.owners(np.array([first - self.size, last]))
+        cut = [(*part, owner) for part, owner in zip(parts, (int(left), None, int(right)), strict=True)]
+        return [part for part in cut if part[0] < part[1]]
+
+    def write(
+        self, rank: int, place: int, data: memoryview, write: Write, edges: Edges, digest: Digest | None = None
+    ) -> None:
+        """Write a run of the file on this rank, but for what lies in pages of others: that is kept.
+
+        Args:
+            digest: takes the checksum of all of it.
+        """
+        for start, end, owner in self.cut(place, place + len(data)):
+            part = data[start - place : end - place]
+            if owner in (None, rank):
+                write(start, part, digest)
+                continue
+            edges.add(np.array([[start, end - start, owner]]), part)
+            if digest is not None:
+                digest.update(part)
+
+    def keep(self, places: Ints, nbytes: int, data: memoryview, edges: Edges) -> None:
+        """Keep runs of `nbytes` each, less than a page, for the owners of their pages."""
+        first = np.minimum(nbytes, (places // self.size + 1) * self.size - places)
+        rows = np.stack([places, first, places + first, nbytes - first], axis=1).reshape(-1, 2)
+        rows = rows[rows[:, 1] > 0]
+        owners = self.owners(rows[:, 0] // self.size * self.size)
+        edges.add(np.concatenate([rows, owners[:, None]], axis=1), data)
+
+
+class Edges:
+    """What this rank has to write into pages of other ranks. Kept in memory up to `limit` bytes, then in `folder`."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._data = tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder))  # noqa: SIM115
+        self._tables: list[Ints] = []
+        self._failed: Exception | None = None
+
+    def add(self, rows: Ints, data: memoryview) -> None:
+        """Keep runs that follow each other in `data`: a row for each, of its place in the file, bytes and owner."""
+        try:
+            self._data.write(data)
+        except Exception as error:  # how much of it is there is unknown
+            self._failed = self._failed or error
+            raise
+        self._tables.append(rows)
+
+    def settle(self, team: Team, write: Write) -> Exception | None:
+        """Bring everything to its owner, which writes it. Collective.
+
+        Returns:
+            What went wrong on this rank, if anything: the others have got what they were to get.
+        """
+        table = np.concatenate([np.empty((0, 3), np.int64), *([] if self._failed else self._tables)])
+        self._data.seek(0)
+        ends = np.cumsum(table[:, 1])
+        turns = _turns(ends)
+        problem = self._failed
+        most = array("q", [0] * team.size)
+        team.comm.Allgather([array("q", [len(turns)]), _int64()], [most, _int64()])
+        for turn in range(max(most)):
+            first, end = turns[turn] if turn < len(turns) else (0, 0)
+            rows = table[first:end]
+            data = np.frombuffer(self._data.read(int(rows[:, 1].sum())), np.uint8)
+            arrived = _exchanged(team, rows, data)
+            try:
+                for place, run in _joined(arrived):
+                    write(place, run, None)
+            except Exception as error:  # told to all when no rank waits for this one
+                problem = problem or error
+        self.close()
+        return problem
+
+    def close(self) -> None:
+        """Once more does nothing."""
+        self._data.close()
+        self._tables.clear()
+
+
+def _int64() -> Any:
+    from mpi4py import MPI
+
+    return MPI.INT64_T
+
+
+def _turns(ends: Ints) -> list[tuple[int, int]]:
+    """Rows that are sent at a time: (first, end), of _ROUND bytes, or of one row."""
+    turns, first, sent = [], 0, 0
+    while first < len(ends):
+        end = max(first + 1, int(np.searchsorted(ends, sent + _ROUND, "right")))
+        turns.append((first, end))
+        first, sent = end, int(ends[end - 1])
+    return turns
+
+
+def _exchanged(team: Team, rows: Ints, data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[Ints, Any]]:
+    """Send each row to its owner: (places and lengths, the bytes) of what has come, by sender. Collective."""
+    from hpcdist.routes.mpi import MPI_ROUTE
+
+    order = np.argsort(rows[:, 2], kind="stable")
+    rows, data = rows[order], _permuted(data, rows[:, 1], order)
+    bounds = np.searchsorted(rows[:, 2], np.arange(team.size + 1))
+    starts = np.concatenate([[0], np.cumsum(rows[:, 1])])
+    messages = []
+    for rank in range(team.size):
+        first, end = bounds[rank], bounds[rank + 1]
+        head = np.concatenate([[end - first], rows[first:end, :2].ravel()]).astype(np.int64)
+        content = data[starts[first] : starts[end]]
+        messages.append(np.concatenate([head.view(np.uint8), content]) if end > first else content)
+    lengths = array("q", [len(message) for message in messages])
+    coming = array("q", bytes(8 * team.size))
+    team.comm.Alltoall([lengths, _int64()], [coming, _int64()])
+    got = [np.empty(n, np.uint8) for n in coming]
+    sends = [(r, torch.from_numpy(m)) for r, m in enumerate(messages) if len(m) and r != team.rank]
+    recvs = [(r, torch.from_numpy(block)) for r, block in enumerate(got) if len(block) and r != team.rank]
+    got[team.rank] = messages[team.rank]
+    MPI_ROUTE.exchange(team, sends, recvs, 0)
+    return [_opened(block) for block in got if len(block)]
+
+
+def _opened(message: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Ints, Any]:
+    count = int(message[:8].view(np.int64)[0])
+    head = 8 + 16 * count
+    return message[8:head].view(np.int64).reshape(-1, 2), message[head:]
+
+
+def _joined(arrived: list[tuple[Ints, Any]]) -> list[tuple[int, memoryview]]:
+    """What has come as runs of the file in order: neighbours are one."""
+    if not arrived:
+        return []
+    rows = np.concatenate([rows for rows, _ in arrived])
+    order = np.argsort(rows[:, 0], kind="stable")
+    data = _permuted(np.concatenate([data for _, data in arrived]), rows[:, 1], order)
+    rows = rows[order]
+    ends = np.cumsum(rows[:, 1])
+    breaks = np.flatnonzero(rows[1:, 0] != rows[:-1, 0] + rows[:-1, 1]) + 1
+    firsts = np.concatenate([[0], breaks])
+    stops = ends[np.concatenate([breaks, [len(rows)]]) - 1]
+    return [
+        (int(rows[first, 0]), data[int(ends[first] - rows[first, 1]) : int(stop)].data)
+        for first, stop in zip(firsts, stops, strict=True)
+    ]
+
+
+def _permuted(data: np.ndarray[Any, Any], lengths: Ints, order: Ints) -> np.ndarray[Any, Any]:
+    """Runs of these lengths, which follow each other in `data`, in another order."""
+    if len(order) < 2 or bool((order[1:] > order[:-1]).all()):
+        return data
+    starts, taken = (np.cumsum(lengths) - lengths)[order], lengths[order]
+    shifts = starts - (np.cumsum(taken) - taken)
+    return data[np.repeat(shifts, taken) + np.arange(len(data))]

@@ -1,0 +1,222 @@
+"""Tensors of any number, shape and dtype as a message: a header, the small ones packed, the large ones by themselves.
+
+What a header says is checked before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from hpcdist import memory
+from hpcdist.errors import HpcdistError
+from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
+
+__all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "opened", "pack"]
+
+SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
+_MAX_DIMS = 64  # torch's own limit
+_ALIGN = 16  # bytes: of the largest dtype
+INLINE = 2**24  # bytes of small tensors that travel with the header
+_CODES = {code: dtype for dtype, code in DTYPES.items()}
+
+
+class Meta(NamedTuple):
+    """What memory a tensor needs."""
+
+    dtype: torch.dtype
+    cuda: bool
+    shape: tuple[int, ...]
+
+
+class Contents:
+    """The tensors of a message.
+
+    Attributes:
+        metas: the tensors, by their number.
+        nbytes: of each.
+        large: the numbers of those that travel by themselves.
+    """
+
+    def __init__(self, metas: list[Meta]) -> None:
+        self.metas = metas
+        sizes = {dtype: dtype.itemsize for dtype in {meta[0] for meta in metas}}
+        self.nbytes = [prod(shape) * sizes[dtype] for dtype, _, shape in metas]
+        self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= SMALL]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Contents:
+        facts = [x.dtype for x in tensors], [x.is_cuda for x in tensors], [x.shape for x in tensors]
+        return cls(list(map(Meta._make, zip(*facts, strict=True))))
+
+    @cached_property
+    def sections(self) -> list[tuple[torch.dtype, list[int]]]:
+        """The small tensors of each dtype, the largest items first, so that all begin where they may."""
+        found: dict[torch.dtype, list[int]] = {}
+        for i, (nbytes, (dtype, _, _)) in enumerate(zip(self.nbytes, self.metas, strict=True)):
+            if nbytes < SMALL:
+                found.setdefault(dtype, []).append(i)
+        return sorted(found.items(), key=lambda item: (-item[0].itemsize, DTYPES[item[0]]))
+
+    @cached_property
+    def packed(self) -> int:
+        """Bytes of all small tensors packed: a multiple of 16, so that what follows begins where any tensor may."""
+        return -(-(sum(self.nbytes) - sum(self.nbytes[i] for i in self.large)) // _ALIGN) * _ALIGN
+
+    def is_large(self, i: int) -> bool:
+        return self.nbytes[i] >= SMALL
+
+    def large_of(self, on_gpu: bool) -> list[int]:
+        """The numbers of the large tensors in one kind of memory."""
+        return [i for i in self.large if self.metas[i].cuda == on_gpu]
+
+    def unpack(self, packed: Tensor, device: torch.device) -> dict[int, Tensor]:
+        """The small tensors, each in memory of its own: those from a GPU on `device`, the others on the host."""
+        found, start = {}, 0
+        for dtype, numbers in self.sections:
+            itemsize = dtype.itemsize
+            sizes = [self.nbytes[i] // itemsize for i in numbers]
+            end = start + sum(sizes) * itemsize
+            section = copyable(packed[start:end].view(dtype))
+            # It returns the parts, whatever torch's annotation says.
+            parts: Any = torch.split_with_sizes_copy(section, sizes)  # type: ignore[func-returns-value]
+            if section.dtype != dtype:
+                parts = [part.view(dtype) for part in parts]
+            for i, part in zip(numbers, parts, strict=True):
+                _, cuda, shape = self.metas[i]
+                x = part if len(shape) == 1 else part.view(shape)
+                found[i] = x.to(device) if cuda else x
+            start = end
+        return found
+
+    def room(self, i: int, device: torch.device) -> Tensor:
+        """New memory for a tensor."""
+        meta = self.metas[i]
+        return torch.empty(meta.shape, dtype=meta.dtype, device=device if meta.cuda else "cpu")
+
+
+def encode(spec: Any, contents: Contents, **more: object) -> bytes:
+    """The header of a structure, with more that its receiver has to know."""
+    metas = contents.metas
+    tensors = [DTYPES[meta[0]] for meta in metas], [meta[1] for meta in metas], [meta[2] for meta in metas]
+    return json.dumps({"spec": spec, "tensors": tensors, "more": more}, separators=(",", ":")).encode()
+
+
+class Header(Contents):
+    """What a message says of itself.
+
+    Attributes:
+        spec, more: the description of the structure, and what else the sender has said.
+
+    Raises:
+        HpcdistError: it is damaged, or (if `bound`) announces more than this host has memory.
+    """
+
+    def __init__(self, text: bytes, bound: bool = True) -> None:
+        try:
+            content = json.loads(text)
+            self.spec: Any = content["spec"]
+            self.more: dict[str, Any] = content["more"]
+            metas = _metas(*content["tensors"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
+        super().__init__(metas)
+        if bound:
+            bounded(sum(self.nbytes))
+
+
+def bounded(nbytes: int) -> None:
+    """To be asked before memory is taken because a message says so.
+
+    Raises:
+        HpcdistError: this host does not have so much.
+    """
+    if nbytes > INLINE and nbytes > (most := memory.capacity()[0]):
+        raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than there is memory here ({most})")
+
+
+def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[Meta]:
+    """The tensors of a header: of each the dtype's number, whether it is on a GPU, and its shape.
+
+    Raises:
+        ValueError, KeyError, TypeError: there are no such tensors.
+    """
+    extents = list(chain.from_iterable(shapes))
+    kinds = set(map(type, codes)), set(map(type, cuda)), set(map(type, extents))
+    if not (kinds[0] <= {int} and kinds[1] <= {bool} and kinds[2] <= {int}):
+        raise TypeError("a tensor is described by other things than numbers")
+    if min(extents, default=0) < 0 or max(extents, default=0) >= 2**63:
+        raise ValueError("a tensor has an extent that none can have")
+    if max(map(len, shapes), default=0) > _MAX_DIMS:
+        raise ValueError(f"a tensor has more than {_MAX_DIMS} dims")
+    dtypes = [_CODES[code] for code in codes]
+    return list(map(Meta._make, zip(dtypes, cuda, map(tuple, shapes), strict=True)))
+
+
+def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
+    """The small tensors, as bytes behind each other in host memory."""
+    sections = []
+    for dtype, numbers in contents.sections:
+        of_one = [bits(tensors[i]) if dtype in BARE else tensors[i] for i in numbers]
+        if any(x.is_cuda for x in of_one):
+            of_one = _fetched(of_one)
+        sections.append(as_bytes(_flatten_dense_tensors(of_one)))  # type: ignore[no-untyped-call]
+    rest = contents.packed - sum(map(len, sections))
+    return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8, device="cpu")])
+
+
+def _fetched(tensors: list[Tensor]) -> list[Tensor]:
+    """With those on a GPU brought to the host, all in one copy."""
+    on_gpu = [x for x in tensors if x.is_cuda]
+    flat = _flatten_dense_tensors(on_gpu).cpu()  # type: ignore[no-untyped-call]
+    parts = iter(flat.split([x.numel() for x in on_gpu]))
+    return [next(parts) if x.is_cuda else x for x in tensors]
+
+
+class Messages:
+    """A structure as messages from one rank to another, but for the large tensors.
+
+    Attributes:
+        first: the length of the header, the header, and the small tensors.
+        rest: the small tensors by themselves, if they are many: one message or none.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], contents: Contents, text: bytes) -> None:
+        packed = pack(tensors, contents)
+        inline = contents.packed <= INLINE
+        start = _small_from(len(text))
+        self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8, device="cpu")
+        begin = len(text).to_bytes(8, "little") + text
+        self.first[: len(begin)] = of_bytes(begin)
+        if inline:
+            self.first[start:] = packed
+        self.rest = [] if inline else [packed]
+
+
+def opened(first: Tensor) -> tuple[Header, Tensor | None]:
+    """The header of :class:`Messages`, and the small tensors packed; None if they come by themselves.
+
+    Raises:
+        HpcdistError: it is damaged. What it announces has not been looked at yet.
+    """
+    length = int.from_bytes(first[:8].numpy().tobytes(), "little")
+    if length > first.numel() - 8:
+        raise HpcdistError(f"a message is damaged: {length} bytes of header in {first.numel()}")
+    header = Header(first[8 : 8 + length].numpy().tobytes(), bound=False)
+    packed = first[_small_from(length) :]
+    if header.packed <= INLINE and packed.numel() != header.packed:
+        raise HpcdistError(f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced")
+    return header, packed if header.packed <= INLINE else None
+
+
+def _small_from(length: int) -> int:
+    """Where the small tensors begin, behind a header of this length: where any tensor may."""
+    return -(-(8 + length) // _ALIGN) * _ALIGN

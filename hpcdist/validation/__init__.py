@@ -1,0 +1,1 @@
+"""Is a call right: on this rank, and on all ranks together?"""
