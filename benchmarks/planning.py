@@ -45,7 +45,7 @@ def peers(plan: Any, rank: int) -> int:
     pieces = [plan.pieces[row] for row in plan.rows(rank)]
     if plan.straight:
         return len(pieces)
-    sources = sum(len(plan.held.meeting(box)) for box in pieces)
+    sources = sum(len(plan.held.intersecting(box)) for box in pieces)
     return sources + sum(len(plan.met(rank, round_)) for round_ in plan.rounds)
 
 
@@ -105,7 +105,7 @@ def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
     for key, stored in datasets.items():
         stored = replace(stored)  # as load() does, for what is worked out of a table is not kept
         if read_apart(stored, wants[key], None):
-            found += len(stored.boxes.meeting(wants[key][asked.ranks // 2])) if table else 1
+            found += len(stored.boxes.intersecting(wants[key][asked.ranks // 2])) if table else 1
         else:
             found += peers(plan_load(stored, wants[key], WINDOW, asked.ranks, None)[0], asked.ranks // 2)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])

@@ -117,7 +117,7 @@ def test_meet_runs_and_shares() -> None:
         shape = tuple(draw.randrange(1, 6) for _ in range(draw.randrange(1, 4)))
         one, other, index = random_box(draw, shape), random_box(draw, shape), np.arange(np.prod(shape)).reshape(shape)
         both = np.intersect1d(index[one.slices()], index[other.slices()])
-        met = one.meet(other)
+        met = one.intersect(other)
         assert met.size() == len(both)
         assert not met.size() or index[met.slices()].reshape(-1).tolist() == both.tolist()
         length, count, first = layout.runs(one, shape)
@@ -127,6 +127,6 @@ def test_meet_runs_and_shares() -> None:
             assert length * count == one.size()
     for extent, parts in itertools.product((0, 1, 7), (1, 2, 5)):
         for takers in range(1, parts + 1):
-            cut = layout.shares(extent, parts, takers)
+            cut = layout.block_ranges(extent, parts, takers)
             assert [i for first, end in cut for i in range(first, end)] == list(range(extent))
             assert sum(end > first for first, end in cut) == min(takers, extent)

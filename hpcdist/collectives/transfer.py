@@ -51,7 +51,7 @@ class Side:
         self.shape = held.shape
         self.boxes: list[list[Box]] = [[] for _ in range(size)]
         for peer, box in parts:
-            self.boxes[peer].append(box.seen_from(held.offset))
+            self.boxes[peer].append(box.relative_to(held.offset))
         self.own, self.boxes[rank] = self.boxes[rank], []
         self.counts = [itemsize * sum(box.size() for box in boxes) for boxes in self.boxes]
         self.displs = layout.displs(self.counts)

@@ -166,9 +166,9 @@ class _Checked:
         reader = Reader(self._path, self._fd, self._stored, window, None)
         # What is read whole is compared on the way: pieces of a run, and those that only HDF5 can read.
         on_the_way = self._stored.raw is None or layout.runs(box, self._stored.shape)[1] == 1
-        for row in self._stored.boxes.meeting(box).tolist():
+        for row in self._stored.boxes.intersecting(box).tolist():
             piece = self._stored.boxes[row]
-            if row not in self._checked and not (on_the_way and piece.meet(box) == piece):
+            if row not in self._checked and not (on_the_way and piece.intersect(box) == piece):
                 reader.check(row)
             self._checked.add(row)
         reader.read(box, out)

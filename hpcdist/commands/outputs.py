@@ -90,11 +90,11 @@ class _Staged:
         self._saving = saving
         self._team = saving.team
         self.pieces = saving.datasets[0].pieces
-        saving.prove([layout.share(len(self.pieces), self._team.size, self._team.rank)])
+        saving.prove([layout.block_range(len(self.pieces), self._team.size, self._team.rank)])
         self.kept = len(saving.done)
 
     def mine(self) -> list[int]:
-        mine = layout.share(len(self.pieces), self._team.size, self._team.rank)
+        mine = layout.block_range(len(self.pieces), self._team.size, self._team.rank)
         return [row for row in mine if (0, row) not in self._saving.done]
 
     def put(self, row: int, piece: Tensor) -> None:
@@ -160,7 +160,7 @@ class _Flat:
             raise
 
     def mine(self) -> list[int]:
-        return list(layout.share(len(self.pieces), self._team.size, self._team.rank))
+        return list(layout.block_range(len(self.pieces), self._team.size, self._team.rank))
 
     def put(self, row: int, piece: Tensor) -> None:
         if self._problem is None:

@@ -64,7 +64,7 @@ def _split(world: World, data: Inputs, names: Names, args: argparse.Namespace) -
     """Each rank writes its share of the parts. Collective."""
     extents = layout.counts_of(args.counts, data.shape[data.dim], len(names))
     boxes = shard_boxes(data.shape, data.dim, extents)
-    mine = layout.share(len(names), world.world_size, world.rank)
+    mine = layout.block_range(len(names), world.world_size, world.rank)
     resume = data.fingerprint() if args.resume else None
     seconds: list[float] = []
     with Joined(data, args.window // 2) as joined:
@@ -98,7 +98,7 @@ def _write(
     """Write one part, a box of the array, on this rank alone."""
 
     def read(box: Box, out: Any) -> None:
-        joined.read(box.moved(part.offset), out)
+        joined.read(box.shift(part.offset), out)
 
     written = streaming.to_file(world, team, "split", read, target, part.shape, data.dtype, window, resume)
     seconds.append(written.seconds)
@@ -134,7 +134,7 @@ def parser() -> Parser:
     p.add_argument("--parts", type=int, help="how many parts (default: one a rank)")
     p.add_argument("--dim", type=int, default=0, help="the dimension to cut along (default 0)")
     p.add_argument(
-        "--counts", choices=sorted(layout.RULES), default="block",
+        "--counts", choices=sorted(layout.PARTITIONS), default="block",
         help="block: parts differ by at most one row (default); chunk: as torch.chunk does it",
     )  # fmt: skip
     gather.add_common(p)

@@ -257,7 +257,7 @@ def verify(data: Inputs, parts: Sequence[tuple[str, Box]], window: int) -> tuple
 
 def _same(data: Inputs, source: Source, box: Box, held: Opened, whole: Box, window: int) -> bool:
     """Whether a file, which is `whole` of the array, holds what an input does, which is `box` of it."""
-    common = box.meet(whole)
+    common = box.intersect(whole)
     if common.size() == 0:
         return True
     with data.opened_by_library(source) as array:
@@ -266,9 +266,9 @@ def _same(data: Inputs, source: Source, box: Box, held: Opened, whole: Box, wind
         for part in _blocks(common, data.dtype, window):
             got = torch.empty(part.shape, dtype=data.dtype, device="cpu")
             expected = torch.empty_like(got)
-            held.read(part.seen_from(whole.offset), got, window)
+            held.read(part.relative_to(whole.offset), got, window)
             if source.shape:
-                array.read(part.seen_from(box.offset), expected, window)
+                array.read(part.relative_to(box.offset), expected, window)
             else:  # one row of the whole
                 array.read(Box((), ()), expected.view(()), window)
             if not equal(got, expected):

@@ -158,7 +158,7 @@ class Raw:
             self._read_runs(fetch, box, out)
             return
         for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
-            held = part.meet(box)
+            held = part.intersect(box)
             if held.size():
                 buffer = torch.empty(part.shape, dtype=self.dtype, device="cpu")
                 self._read_runs(fetch, part, buffer)

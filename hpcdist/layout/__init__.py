@@ -6,10 +6,20 @@ The layouts say where each rank's part of a tensor lies; the rest is what they, 
 from hpcdist.layout.box import Box, boxes, grid_boxes, run_boxes, runs, whole
 from hpcdist.layout.layouts import Block, Boxes, Layout, Replicate, Split
 from hpcdist.layout.overlaps import Overlaps, overlaps
-from hpcdist.layout.rules import RULES, balance, block, chunk, counts_of, displs, pieces, share, shares
+from hpcdist.layout.partition import (
+    PARTITIONS,
+    balance,
+    block,
+    block_range,
+    block_ranges,
+    chunk,
+    counts_of,
+    displs,
+    pieces,
+)
 
 __all__ = [
-    "RULES",
+    "PARTITIONS",
     "Block",
     "Box",
     "Boxes",
@@ -19,6 +29,8 @@ __all__ = [
     "Split",
     "balance",
     "block",
+    "block_range",
+    "block_ranges",
     "boxes",
     "chunk",
     "counts_of",
@@ -28,7 +40,5 @@ __all__ = [
     "pieces",
     "run_boxes",
     "runs",
-    "share",
-    "shares",
     "whole",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from hpcdist.layout.rules import pieces
+from hpcdist.layout.partition import pieces
 
 __all__ = ["Box", "boxes", "grid_boxes", "run_boxes", "runs", "whole"]
 
@@ -22,7 +22,7 @@ class Box(NamedTuple):
 
     def slices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
         """The index of the box in a tensor; in one that itself begins at `origin` of the whole, if that is given."""
-        start = self.seen_from(origin).offset if origin else self.offset
+        start = self.relative_to(origin).offset if origin else self.offset
         return tuple(slice(o, o + n) for o, n in zip(start, self.shape, strict=True))
 
     def is_in(self, shape: Sequence[int]) -> bool:
@@ -31,12 +31,12 @@ class Box(NamedTuple):
             o >= 0 and n >= 0 and o + n <= extent for o, n, extent in zip(self.offset, self.shape, shape, strict=True)
         )
 
-    def meet(self, other: Box) -> Box:
+    def intersect(self, other: Box) -> Box:
         """What two boxes have in common; of size 0 if nothing.
 
         Example::
 
-            >>> Box((0, 2), (4, 4)).meet(Box((3, 0), (4, 4)))
+            >>> Box((0, 2), (4, 4)).intersect(Box((3, 0), (4, 4)))
             Box(offset=(3, 2), shape=(1, 2))
         """
         low = tuple(map(max, self.offset, other.offset))
@@ -52,7 +52,7 @@ class Box(NamedTuple):
             >>> Box((0,), (10,)).without(Box((3,), (2,)))
             [Box(offset=(0,), shape=(3,)), Box(offset=(5,), shape=(5,))]
         """
-        common = self.meet(other)
+        common = self.intersect(other)
         if not common.size():
             return [self]
         rest, left = [], self
@@ -70,11 +70,11 @@ class Box(NamedTuple):
         offset = (*self.offset[:dim], start, *self.offset[dim + 1 :])
         return Box(offset, (*self.shape[:dim], end - start, *self.shape[dim + 1 :]))
 
-    def moved(self, by: Sequence[int]) -> Box:
+    def shift(self, by: Sequence[int]) -> Box:
         """The same box `by` further on: what it is in a whole, if it is a box of a part that begins there."""
         return Box(tuple(o + at for o, at in zip(self.offset, by, strict=True)), self.shape)
 
-    def seen_from(self, origin: Sequence[int]) -> Box:
+    def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box in a tensor that begins at `origin` of the whole."""
         return Box(tuple(o - at for o, at in zip(self.offset, origin, strict=True)), self.shape)
 
@@ -112,7 +112,7 @@ def _cut(box: Box, dim: int, step: int) -> Iterator[Box]:
     for lead in _indices(box.shape[:dim]):
         for start, length in pieces(box.shape[dim], step):
             at = (*lead, start, *(0,) * (len(box.shape) - dim - 1))
-            yield Box(at, (*(1,) * dim, length, *box.shape[dim + 1 :])).moved(box.offset)
+            yield Box(at, (*(1,) * dim, length, *box.shape[dim + 1 :])).shift(box.offset)
 
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

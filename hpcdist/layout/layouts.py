@@ -10,7 +10,7 @@ from operator import index
 from typing import Protocol
 
 from hpcdist.layout.box import Box, whole
-from hpcdist.layout.rules import RULES, counts_of, displs
+from hpcdist.layout.partition import PARTITIONS, counts_of, displs
 
 __all__ = ["Block", "Boxes", "Layout", "Replicate", "Split"]
 
@@ -231,8 +231,8 @@ def _set(value: object, name: str, content: object) -> None:
 
 def _counts(counts: str | Iterable[int] | None) -> Counts:
     if counts is None or isinstance(counts, str):
-        if counts is not None and counts not in RULES:
-            raise ValueError(f"counts names no rule: expected one of {sorted(RULES)}, got {counts!r}")
+        if counts is not None and counts not in PARTITIONS:
+            raise ValueError(f"counts names no rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
         return counts
     return tuple(index(count) for count in counts)
 

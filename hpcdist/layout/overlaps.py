@@ -66,7 +66,7 @@ class _Sharing:
         own = self.source[taker]
         rest = [wanted] if wanted.size() else []
         for box in sorted(self.holders, key=lambda box: box != own):
-            common = [part for part in (left.meet(box) for left in rest) if part.size()]
+            common = [part for part in (left.intersect(box) for left in rest) if part.size()]
             if common:
                 giver = self._giver(box, taker)
                 yield from ((giver, part) for part in common)
@@ -75,7 +75,7 @@ class _Sharing:
 
     def only(self, wanted: Box, taker: int, giver: int) -> Iterator[tuple[int, Box]]:
         """What `taker` gets of one rank: a short way to it if the boxes are apart."""
-        common = wanted.meet(self.source[giver])
+        common = wanted.intersect(self.source[giver])
         if common.size() and self._giver(self.source[giver], taker) == giver:
             yield giver, common
 
@@ -99,6 +99,6 @@ def _apart(boxes: list[Box]) -> bool:
         for other in ordered[i + 1 :]:
             if other.offset[dim] >= end:
                 break
-            if box.meet(other).size():
+            if box.intersect(other).size():
                 return False
     return True

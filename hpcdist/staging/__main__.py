@@ -99,7 +99,7 @@ def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
     pieces = [(stored, row) for stored in contents.datasets.values() for row in range(len(stored.boxes))]
     if contents.plan is None:
         raise InputError(f"{args.file}: not written by hpcdist: it holds no checksums")
-    mine = [pieces[i] for i in layout.share(len(pieces), world.world_size, world.rank)]
+    mine = [pieces[i] for i in layout.block_range(len(pieces), world.world_size, world.rank)]
     damaged: list[str] = []
 
     def check() -> None:

@@ -30,7 +30,7 @@ class BoxSequence(Sequence[Box], ABC):
         """The i-th box, for 0 <= i < len()."""
 
     @abstractmethod
-    def meeting(self, box: Box) -> Integers:
+    def intersecting(self, box: Box) -> Integers:
         """Which of the boxes have an element in common with `box`, in ascending order."""
 
     @overload
@@ -66,8 +66,8 @@ class Copies(BoxSequence):
     def box(self, i: int) -> Box:
         return self._whole
 
-    def meeting(self, box: Box) -> Integers:
-        return np.arange(self._size if box.meet(self._whole).size() else 0)
+    def intersecting(self, box: Box) -> Integers:
+        return np.arange(self._size if box.intersect(self._whole).size() else 0)
 
 
 class Shards(BoxSequence):
@@ -86,8 +86,8 @@ class Shards(BoxSequence):
         start, end = int(self.displs[i]), int(self.displs[i + 1])
         return layout.whole(self.shape).narrow(self.dim, start, end)
 
-    def meeting(self, box: Box) -> Integers:
-        common = box.meet(layout.whole(self.shape))
+    def intersecting(self, box: Box) -> Integers:
+        common = box.intersect(layout.whole(self.shape))
         if not common.size():
             return _NONE
         first = common.offset[self.dim]
@@ -130,8 +130,8 @@ class Grid(BoxSequence):
         ends = zip(offset, shape, self._cell, self.shape, starts, strict=True)
         return Box(starts, tuple(min((o + n) * c, extent) - start for o, n, c, extent, start in ends))
 
-    def meeting(self, box: Box) -> Integers:
-        common = box.meet(layout.whole(self.shape))
+    def intersecting(self, box: Box) -> Integers:
+        common = box.intersect(layout.whole(self.shape))
         if not common.size():
             return _NONE
         rows = np.zeros(1, np.int64)
@@ -169,8 +169,8 @@ class CutShards(BoxSequence):
             self._shards.dim, start, min(start + self._step, int(displs[shard + 1]))
         )
 
-    def meeting(self, box: Box) -> Integers:
-        common = box.meet(layout.whole(self._shards.shape))
+    def intersecting(self, box: Box) -> Integers:
+        common = box.intersect(layout.whole(self._shards.shape))
         if not common.size():
             return _NONE
         first = common.offset[self._shards.dim]
@@ -227,7 +227,7 @@ class Listed(BoxSequence):
     def box(self, i: int) -> Box:
         return Box(tuple(self.corners.offsets[i].tolist()), tuple(self.corners.shapes[i].tolist()))
 
-    def meeting(self, box: Box) -> Integers:
+    def intersecting(self, box: Box) -> Integers:
         if not box.size():
             return _NONE
         low, high = 0, len(self)
@@ -287,8 +287,8 @@ class Chosen(BoxSequence):
     def box(self, i: int) -> Box:
         return self._boxes.box(int(self._rows[i]))
 
-    def meeting(self, box: Box) -> Integers:
-        return np.flatnonzero(np.isin(self._rows, self._boxes.meeting(box), assume_unique=True))
+    def intersecting(self, box: Box) -> Integers:
+        return np.flatnonzero(np.isin(self._rows, self._boxes.intersecting(box), assume_unique=True))
 
 
 def summed(counts: Sequence[int] | Integers) -> Integers:

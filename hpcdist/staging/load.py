@@ -245,7 +245,7 @@ def _read(
             box = plan.pieces[row]
             piece = scratch.take(box.shape, stored.dtype)
             in_table = None if rows is None or reader.verify is False else int(rows[row])
-            if (reader.verify and rows is not None) or len(wants.meeting(box)):
+            if (reader.verify and rows is not None) or len(wants.intersecting(box)):
                 with _kept(problems):
                     reader.fill(box, in_table, piece)
         deliver(team, plan, piece, out, round_, scratch)

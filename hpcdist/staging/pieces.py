@@ -159,7 +159,7 @@ class Plan:
     def met(self, rank: int, round_: Round) -> list[tuple[int, int]]:
         """(owner, piece) for the pieces of a round of which a part lies in the box of `rank`."""
         if rank not in self._met:
-            rows = self.pieces.meeting(self.held[rank])
+            rows = self.pieces.intersecting(self.held[rank])
             owners = self.owners.of(rows)
             turns = rows - self.owners.bounds[owners]
             order = np.argsort(turns, kind="stable")
@@ -229,7 +229,7 @@ def owners_of(pieces: int, size: int, takers: int) -> Owners:
 
 @lru_cache(maxsize=64)
 def _shared(pieces: int, size: int, takers: int) -> Integers:
-    """What layout.shares() says, as the first piece of each rank, and the number of all."""
+    """What layout.block_ranges() says, as the first piece of each rank, and the number of all."""
     counts = np.zeros(size, np.int64)
     quotient, rest = divmod(pieces, takers)
     chosen = np.arange(takers)
@@ -253,7 +253,7 @@ def collect(team: Team, plan: Plan, x: Tensor, round_: Round, scratch: Scratch) 
     for owner, row in plan.met(me, round_):
         if owner != me and isinstance(plan.held, Copies):
             continue  # it has all of it itself
-        part = plan.pieces[row].meet(mine)
+        part = plan.pieces[row].intersect(mine)
         block = scratch.on_host(x[part.slices(mine.offset)])
         if owner == me:
             own = (part, block)
@@ -265,7 +265,7 @@ def collect(team: Team, plan: Plan, x: Tensor, round_: Round, scratch: Scratch) 
     if me in round_:
         box = plan.pieces[round_[me]]
         piece = scratch.take(box.shape, x.dtype)
-        sources = [] if isinstance(plan.held, Copies) else plan.held.meeting(box).tolist()
+        sources = [] if isinstance(plan.held, Copies) else plan.held.intersecting(box).tolist()
         parts = [(source, plan.held[source]) for source in sources if source != me]
         places, recvs = _places(piece, box, parts, scratch)
         if own is not None:
@@ -290,7 +290,7 @@ def _places(
     copied where the place is not contiguous, and (rank, bytes to receive into)."""
     places, recvs = [], []
     for source, other in others:
-        part = box.meet(other)
+        part = box.intersect(other)
         place = block = whole[part.slices(box.offset)]
         if not place.is_contiguous() or place.is_cuda:
             block = scratch.take(part.shape, whole.dtype)
@@ -309,9 +309,9 @@ def deliver(team: Team, plan: Plan, piece: Tensor | None, out: Tensor, round_: R
     if me in round_:
         assert piece is not None
         box = plan.pieces[round_[me]]
-        for dest in plan.held.meeting(box).tolist():
+        for dest in plan.held.intersecting(box).tolist():
             want = plan.held[dest]
-            part = box.meet(want)
+            part = box.intersect(want)
             block = piece[part.slices(box.offset)]
             if dest == me:
                 place = out[part.slices(want.offset)]

@@ -88,7 +88,7 @@ class Reader:
             rows = [None] * len(parts)
             if self.verify:
                 self._check(want)
-        local = [part.seen_from(want.offset) for part in parts]
+        local = [part.relative_to(want.offset) for part in parts]
         for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
             self.fill(part, row, target)
 
@@ -115,9 +115,9 @@ class Reader:
     def _pieces(self, want: Box, limit: int) -> tuple[list[int | None], list[Box]]:
         """What a run of the dataset is read in: (a piece's number where the whole piece is read, the part)."""
         found: list[tuple[int | None, Box]] = []
-        for row in self.stored.boxes.meeting(want).tolist():
+        for row in self.stored.boxes.intersecting(want).tolist():
             piece = self.stored.boxes[row]
-            part = piece.meet(want)
+            part = piece.intersect(want)
             if part == piece and part.size() <= limit:
                 found.append((row, part))
                 continue
@@ -128,7 +128,7 @@ class Reader:
 
     def _check(self, want: Box) -> None:
         """Check every piece that a box touches."""
-        for row in self.stored.boxes.meeting(want).tolist():
+        for row in self.stored.boxes.intersecting(want).tolist():
             self.check(row)
 
     def check(self, row: int) -> None:
@@ -167,7 +167,7 @@ class Reader:
         else:
             parts = list(layout.boxes(want, limit))
             rows = [None] * len(parts)
-        local = [part.seen_from(want.offset) for part in parts]
+        local = [part.relative_to(want.offset) for part in parts]
         for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
             read_box(self.path, self.stored.place, part, target, self.window, self.fd)
             if row is not None:

@@ -159,7 +159,7 @@ def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
     if plan.straight:
         rows = plan.rows(team.rank)
         origin = plan.held[team.rank].offset
-        parts = [plan.pieces[row].seen_from(origin) for row in rows]
+        parts = [plan.pieces[row].relative_to(origin) for row in rows]
         for row, piece in zip(rows, outgoing(x, parts), strict=True):
             saving.put(i, row, piece)
         return

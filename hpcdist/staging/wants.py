@@ -169,7 +169,7 @@ def plan_load(
     else:
         pieces = Grid(stored.shape, max(1, min(PIECE, window // (2 * readers)) // itemsize))
     if isinstance(wants, Listed) and not (verify and rows is not None):
-        chosen = pieces.meeting(wants.corners.cover)  # a piece in the midst of these may be wanted by none
+        chosen = pieces.intersecting(wants.corners.cover)  # a piece in the midst of these may be wanted by none
         if len(chosen) < len(pieces):
             pieces, rows = Chosen(pieces, chosen), None if rows is None else chosen
     return Plan(pieces, owners_of(len(pieces), size, takers), wants, straight=False), rows

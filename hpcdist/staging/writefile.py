@@ -145,7 +145,7 @@ class WriteFile:
         """Every element once: each rank looks at its share of the elements. Collective."""
         for dataset, wrote in zip(self._saving.datasets, self._wrote, strict=True):
             n = layout.whole(dataset.shape).size()
-            share = layout.share(n, self._team.size, self._team.rank)
+            share = layout.block_range(n, self._team.size, self._team.rank)
             runs = joined(_shared_out(self._team, wrote.runs(), n))
             ends, starts = [share.start, *runs[:, 1].tolist()], [*runs[:, 0].tolist(), share.stop]
             for end, start in zip(ends, starts, strict=True):
@@ -183,7 +183,7 @@ class WriteFile:
         """Whether what this rank has written of these pieces is in the file."""
         where, window = self._saving.raw(i), self._window
         for box, expected in self._wrote[i].boxes():
-            if not any(box.meet(piece).size() for piece in pieces):
+            if not any(box.intersect(piece).size() for piece in pieces):
                 continue
             digest = h5.digest()
             for part in layout.boxes(box, max(1, window // where.dtype.itemsize)):
@@ -198,7 +198,7 @@ def _shared_out(team: Team, runs: Ints, elements: int) -> Ints:
     """What all ranks have of this rank's share of the elements. Collective."""
     from mpi4py import MPI
 
-    shares = [layout.share(elements, team.size, rank) for rank in range(team.size)]
+    shares = [layout.block_range(elements, team.size, rank) for rank in range(team.size)]
     parts = []
     for share in shares:
         first = np.searchsorted(runs[:, 1], share.start, "right")

@@ -26,7 +26,7 @@ FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 
 
 def meeting(every: Sequence[Box], box: Box) -> list[int]:
-    return [i for i, other in enumerate(every) if other.meet(box).size()]
+    return [i for i, other in enumerate(every) if other.intersect(box).size()]
 
 
 @st.composite
@@ -44,7 +44,7 @@ def check_same(found: boxes.BoxSequence, expected: Sequence[Box], box: Box) -> N
         assert found[-1] == expected[-1]
     with pytest.raises(IndexError):
         found[len(expected)]
-    assert found.meeting(box).tolist() == meeting(expected, box)
+    assert found.intersecting(box).tolist() == meeting(expected, box)
 
 
 @settings(max_examples=100, deadline=None)
@@ -85,7 +85,7 @@ def test_listed_boxes_in_any_order(data: st.DataObject, shape: tuple[int, ...], 
     filled = [i for i, box in enumerate(every) if box.size()]
     assert [(lengths[i], counts[i]) for i in filled] == [layout.runs(every[i], shape)[:2] for i in filled]
     cover = listed.corners.cover
-    assert all(box.meet(cover) == box for box in every if box.size())
+    assert all(box.intersect(cover) == box for box in every if box.size())
     rows = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(every)))) if every else st.just(set()))), int)
     check_same(boxes.Chosen(listed, rows), [every[row] for row in rows], data.draw(a_box(shape)))
 
@@ -114,7 +114,7 @@ def listed_plan(
     pieces = list(layout.boxes(layout.whole(shape), limit))
     if chunks is not None:
         pieces = list(layout.grid_boxes(shape, chunks, limit)) if prod(shape) else []
-    shares = layout.shares(len(pieces), len(extents), writers)
+    shares = layout.block_ranges(len(pieces), len(extents), writers)
     return pieces, [rank for rank, (low, end) in enumerate(shares) for _ in range(low, end)], straight
 
 
@@ -149,7 +149,7 @@ def check_rounds(plan: Plan, pieces: list[Box], owners: list[int]) -> None:
         for rank in range(size):
             assert round_.get(rank) == dict(round_).get(rank)
             mine = plan.held[rank]
-            expected = [(owner, row) for owner, row in round_.items() if pieces[row].meet(mine).size()]
+            expected = [(owner, row) for owner, row in round_.items() if pieces[row].intersect(mine).size()]
             assert plan.met(rank, round_) == expected
     assert sorted(done) == list(range(len(pieces)))
     assert [list(plan.rows(r)) for r in range(size)] == [
@@ -161,7 +161,7 @@ def check_rounds(plan: Plan, pieces: list[Box], owners: list[int]) -> None:
 def test_owners_are_those_of_the_shares() -> None:
     for pieces, size, takers in itertools.product((0, 1, 5, 12), (1, 3, 5), (1, 2, 3, 5)):
         if takers <= size:
-            shares = layout.shares(pieces, size, takers)
+            shares = layout.block_ranges(pieces, size, takers)
             expected = [rank for rank, (low, end) in enumerate(shares) for _ in range(low, end)]
             assert list(owners_of(pieces, size, takers)) == expected
 
@@ -195,7 +195,7 @@ def test_the_plan_of_a_load(data: st.DataObject, shape: tuple[int, ...], size: i
     check_rounds(plan, pieces, list(plan.owners))
     for want in expected:
         assert want is not None
-        assert sum(piece.meet(want).size() for piece in pieces) == want.size()
+        assert sum(piece.intersect(want).size() for piece in pieces) == want.size()
     long_runs = [layout.runs(want, shape)[:2] for want in expected if want is not None and want.size()]
     little = not verify and 2 * sum(want.size() for want in expected if want is not None) < prod(shape)
     well = all(count == 1 or little or not (verify or length * 4 < SHORT) for length, count in long_runs)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["RULES", "balance", "block", "chunk", "counts_of", "displs", "pieces", "share", "shares"]
+__all__ = ["PARTITIONS", "balance", "block", "block_range", "block_ranges", "chunk", "counts_of", "displs", "pieces"]
 
 
 def block(extent: int, parts: int) -> list[int]:
@@ -71,7 +71,7 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
     return [end - start for start, end in pairwise([*cuts, len(weights)])]
 
 
-RULES = {"block": block, "chunk": chunk}
+PARTITIONS = {"block": block, "chunk": chunk}
 
 
 def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> list[int]:
@@ -81,9 +81,9 @@ def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> li
         ValueError: the name is unknown, or the counts are not `parts` integers >= 0 with the sum `extent`.
     """
     if counts is None or isinstance(counts, str):
-        rule = RULES.get("block" if counts is None else counts)
+        rule = PARTITIONS.get("block" if counts is None else counts)
         if rule is None:
-            raise ValueError(f"counts names no rule: expected one of {sorted(RULES)}, got {counts!r}")
+            raise ValueError(f"counts names no rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
         return rule(extent, parts)
     values = [int(c) for c in counts]
     if len(values) != parts:
@@ -117,23 +117,23 @@ def pieces(extent: int, limit: int) -> list[tuple[int, int]]:
     return [(start, min(limit, extent - start)) for start in range(0, extent, limit)]
 
 
-def share(extent: int, parts: int, rank: int) -> range:
+def block_range(extent: int, parts: int, rank: int) -> range:
     """Which of `extent` things are a rank's, if all of `parts` ranks share them by the block rule.
 
     Example::
 
-        >>> share(5, 3, 1)
+        >>> block_range(5, 3, 1)
         range(2, 4)
     """
-    return range(*shares(extent, parts, parts)[rank])
+    return range(*block_ranges(extent, parts, parts)[rank])
 
 
-def shares(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:
+def block_ranges(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:
     """Share `extent` things by the block rule among `takers` of `parts` ranks, evenly spread: (first, end) a rank.
 
     Example::
 
-        >>> shares(10, 4, 2)       # ranks 0 and 2
+        >>> block_ranges(10, 4, 2)       # ranks 0 and 2
         [(0, 5), (5, 5), (5, 10), (10, 10)]
     """
     chosen = {taker * parts // takers for taker in range(takers)}
