@@ -55,12 +55,12 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
     findings = Findings(world.comm)
     last = world.world_size - 1
 
-    def landing(*args: Any) -> Any:
+    def recv_buffer(*args: Any) -> Any:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch:
         if world.rank == last:
-            patch.setattr(storage.Blocks, "landing", landing)
+            patch.setattr(storage.Blocks, "recv_buffer", recv_buffer)
         if world.world_size > 1:
             error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(3)))
             findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)

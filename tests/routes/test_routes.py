@@ -16,6 +16,7 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist.comm import settings
 from hpcdist.comm.team import Team
 from hpcdist.files import h5, raw
 from hpcdist.routes import c10d, hdf5, mpi, select, staged
@@ -39,7 +40,7 @@ ROUTES: dict[str, Route] = {
 def rules() -> Iterator[None]:
     """The stand-in for NCCL asserts its rules; its groups are made anew for each test, to see their first use."""
     yield
-    for team in hd.current().teams:
+    for team in hd.current().context.teams.values():
         STAND_IN.forget(team)
 
 
@@ -252,7 +253,7 @@ def test_every_route_has_the_five_operations() -> None:
         route = select.load(name)
         for operation in ("missing", "carries", "gatherv", "scatterv", "allgatherv", "alltoallv", "exchange"):
             assert callable(getattr(route, operation)), (name, operation)
-    assert ("auto", *select.ROUTES) == select.NAMES
+    assert ("auto", *select.ROUTES) == settings.ROUTES
 
 
 def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
