@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.errors import RankError
-from hpcdist.tensors.tree import TENSORS, Tree, dataclass_of, mapped, named_tuple_of, rebuild
+from hpcdist.tensors.tree import TENSORS, Node, Tree, node_of, rebuild
 
 __all__ = ["cut", "merge", "same"]
 
@@ -56,45 +55,33 @@ def merge(
     def alone(rank: int, spec: Any) -> Any:
         return rebuild(spec, lambda kind, i: leaf(rank, kind, i))
 
-    def inner(parts: Sequence[Any], where: str) -> Any:
-        return merge(verb, parts, join, leaf, path + where)
-
-    kind = kinds[0]
-    if kind in ("x", "n"):
-        return join(kind, path, [spec[1] for spec in specs])
-    if kind == "s":
+    if kinds[0] in ("x", "n"):
+        return join(kinds[0], path, [spec[1] for spec in specs])
+    if kinds[0] == "s":
         return [alone(rank, spec) for rank, spec in enumerate(specs)]
-    if kind == "l":
-        return [alone(rank, part) for rank, spec in enumerate(specs) for part in spec[1:]]
-    if kind == "t":
-        same(verb, path, "has", [f"{len(spec) - 1} items" for spec in specs])
-        return tuple(inner([spec[1 + i] for spec in specs], f"[{i}]") for i in range(len(specs[0]) - 1))
-    if kind in ("d", "o"):
-        return _merge_dicts(verb, specs, inner, path)
-    same(verb, path, "is of class", [spec[1] for spec in specs])
-    if specs[0][1] == _PACKED:
+    nodes = [node for spec in specs if (node := node_of(spec)) is not None]
+    first = nodes[0]
+    if first.kind == "l":
+        return [alone(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
+    same(verb, path, "is of class", [node.cls for node in nodes])
+    if first.cls == _PACKED:
         raise RankError(verb, dict.fromkeys(range(len(specs)), f"{path} {_WHOLE}"))
-    if kind == "N":
-        same(verb, path, "has", [f"{len(spec) - 2} fields" for spec in specs])
-        parts = [inner([spec[2 + i] for spec in specs], f"[{i}]") for i in range(len(specs[0]) - 2)]
-        return named_tuple_of(specs[0][1], parts)
-    same(verb, path, "has", [f"the fields {[name for name, _ in spec[2:]]}" for spec in specs])
-    names = [name for name, _ in specs[0][2:]]
-    return dataclass_of(
-        specs[0][1], [(name, inner([dict(spec[2:])[name] for spec in specs], f".{name}")) for name in names]
-    )
+    same(verb, path, "has", [_shown_names(node) for node in nodes])
+    places = [{repr(name): i for i, name in enumerate(node.names)} for node in nodes]  # dicts may differ in order
+    merged = []
+    for i, name in enumerate(first.names):
+        parts = [node.parts[place[repr(name)]] for node, place in zip(nodes, places, strict=True)]
+        merged.append(merge(verb, parts, join, leaf, path + first.label(i)))
+    return first.build(merged)
 
 
-def _merge_dicts(verb: str, specs: Sequence[Any], inner: Callable[[Sequence[Any], str], Any], path: str) -> Any:
-    """Key by key, in the order of rank 0."""
-    dicts = [{rebuild(key, _no_tensor): part for key, part in spec[1:]} for spec in specs]
-    same(verb, path, "has", [f"the keys {sorted(keys, key=repr)}" for keys in dicts])
-    merged = [(key, inner([parts[key] for parts in dicts], f"[{key!r:.40}]")) for key in dicts[0]]
-    return dict(merged) if specs[0][0] == "d" else OrderedDict(merged)
-
-
-def _no_tensor(kind: str, number: int) -> Any:
-    raise ValueError("a key of a dict holds a tensor")
+def _shown_names(node: Node) -> str:
+    """What the parts of a node are, as two ranks compare it."""
+    if node.kind == "D":
+        return f"the fields {list(node.names)}"
+    if node.kind in ("d", "o"):
+        return f"the keys {sorted(node.names, key=repr)}"
+    return f"{len(node.parts)} {'items' if node.kind == 't' else 'fields'}"
 
 
 def _kind(spec: Any) -> str:
@@ -155,13 +142,16 @@ class _Cutter:
         if kind == "l":
             start, length = self._share(len(spec) - 1, path)
             return ["l", *map(self._all, spec[1 + start : 1 + start + length])]
-        return mapped(spec, lambda part, name: self._cut(part, path + name))
+        node = node_of(spec)
+        assert node is not None  # a leaf is one of the above
+        return node.spec([self._cut(part, path + node.label(i)) for i, part in enumerate(node.parts)])
 
-    def _all(self, spec: Any, name: str = "") -> Any:
+    def _all(self, spec: Any) -> Any:
         """All of a part, with tensors numbered anew."""
         if isinstance(spec, list) and spec[0] in TENSORS:
             return self._take(spec[0], self.whole.tensors[spec[1]])
-        return mapped(spec, self._all)
+        node = node_of(spec)
+        return spec if node is None else node.spec([self._all(part) for part in node.parts])
 
     def _take(self, kind: str, x: Tensor) -> Any:
         self.tensors.append(x)

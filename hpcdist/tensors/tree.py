@@ -18,7 +18,7 @@ import dataclasses
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,16 +30,78 @@ from torch import Tensor
 from hpcdist.errors import HpcdistError, reason
 from hpcdist.tensors import storage
 
-__all__ = [
-    *("TENSORS", "Leaf", "Tree", "classes_in", "dataclass_of", "find_class", "finished", "flatten", "mapped"),
-    "named_tuple_of",
-    "rebuild",
-]
+__all__ = ["TENSORS", "Leaf", "Node", "Tree", "classes_in", "find_class", "finished", "flatten", "node_of", "rebuild"]
 
 MAX_DEPTH = 100  # levels: what is deeper contains itself, or is no data
 _JSON_INT = 2**63
 TENSORS = ("x", "n", "g", "b", "a", "p")
+CONTAINERS = ("l", "t", "N", "D", "d", "o")
+_PAIRS = ("D", "d", "o")  # each part of them follows its name or key
 _ARRAYS = (np.ndarray, np.memmap)  # other classes mean more than their elements: a mask, another way to multiply
+
+
+class Node(NamedTuple):
+    """What holds others in a structure, as its description has it.
+
+    Attributes:
+        kind: one of CONTAINERS.
+        cls: the class of a named tuple or dataclass, as find_class() takes it; else empty.
+        names: of the parts: their numbers, the names of fields, or the descriptions of keys.
+        parts: the values, or their descriptions.
+    """
+
+    kind: str
+    cls: str
+    names: Sequence[Any]
+    parts: Sequence[Any]
+
+    def label(self, i: int) -> str:
+        """The name of a part as it is written after that of the whole."""
+        if self.kind == "D":
+            return f".{self.names[i]}"
+        return f"[{self.names[i]!r:.40}]" if self.kind in _PAIRS else f"[{i}]"
+
+    def spec(self, parts: Sequence[Any]) -> list[Any]:
+        """The description with these parts."""
+        head = [self.kind, self.cls] if self.cls else [self.kind]
+        return head + ([[n, p] for n, p in zip(self.names, parts, strict=True)] if self.kind in _PAIRS else [*parts])
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """The object whose parts have these values.
+
+        Raises:
+            TypeError: its class is not known here, or has other fields.
+        """
+        if self.kind == "l":
+            return list(values)
+        if self.kind == "t":
+            return tuple(values)
+        if self.kind == "N":
+            return _named_tuple(self.cls, values)
+        if self.kind == "D":
+            return _dataclass(self.cls, list(zip(self.names, values, strict=True)))
+        pairs = zip([rebuild(key, _no_tensor) for key in self.names], values, strict=True)
+        return dict(pairs) if self.kind == "d" else OrderedDict(pairs)
+
+
+def node_of(spec: Any) -> Node | None:
+    """The node that a description stands for; None for a leaf.
+
+    Raises:
+        ValueError, TypeError: the description is damaged.
+    """
+    if not isinstance(spec, list) or spec[0] not in CONTAINERS:
+        return None
+    kind, *parts = spec
+    cls = str(parts.pop(0)) if kind in ("N", "D") else ""
+    if kind not in _PAIRS:
+        return Node(kind, cls, range(len(parts)), parts)
+    names = [name for name, _ in parts]
+    return Node(kind, cls, names, [part for _, part in parts])
+
+
+def _no_tensor(kind: str, number: int) -> Any:
+    raise ValueError("a key of a dict holds a tensor")
 
 
 class Tree(NamedTuple):
@@ -96,21 +158,19 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
         except _RefusedError:
             if not allow_pickle:
                 raise
-    parts = _parts(value, kind)
-    if parts is not None:
-        head, names, inner = parts
+    node = _node(value, kind)
+    if node is not None:
         found = []
-        for at, part in enumerate(inner):
+        for i, part in enumerate(node.parts):
             try:
                 found.append(_flatten(part, tensors, allow_pickle, depth + 1))
             except _RefusedError as refused:
-                refused.path.append(f"[{at}]" if names is None else names[at])
+                fields = getattr(kind, "_fields", None)
+                refused.path.append(f".{fields[i]}" if fields else node.label(i))
                 raise
-        if head[0] in ("d", "o"):
-            return [*head, *([_key(key), spec] for key, spec in zip(value, found, strict=True))]
-        if head[0] == "D":
-            return [*head, *([name[1:], spec] for name, spec in zip(names or (), found, strict=True))]
-        return [*head, *found]
+        if node.kind in ("d", "o"):
+            node = node._replace(names=[_key(key) for key in node.names])
+        return node.spec(found)
     if not allow_pickle:
         raise _RefusedError(
             f"is a {kind.__module__}.{kind.__qualname__}, which is not sent; expected tensors, numpy arrays, "
@@ -120,20 +180,20 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
     return _tensor("p", storage.of_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), tensors)
 
 
-def _parts(value: Any, kind: type) -> tuple[list[str], list[str] | None, Iterable[Any]] | None:
-    """Of what holds others: how its description begins, what its parts are called (None: numbers), and the parts."""
+def _node(value: Any, kind: type) -> Node | None:
+    """What holds others, with its keys themselves as names; None for a leaf."""
     if kind is list or kind is tuple:
-        return ["l" if kind is list else "t"], None, value
+        return Node("l" if kind is list else "t", "", range(len(value)), value)
     if kind is dict or kind is OrderedDict:
-        return ["d" if kind is dict else "o"], [f"[{key!r:.40}]" for key in value], value.values()
+        return Node("d" if kind is dict else "o", "", list(value), list(value.values()))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         _nothing_beside(value, kind, ())
-        return ["N", _class_name(kind)], [f".{name}" for name in kind._fields], value
+        return Node("N", _class_name(kind), range(len(value)), value)
     plain = "__new__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}
     if dataclasses.is_dataclass(value) and plain and not isinstance(value, torch.nn.Module):
         names = [field.name for field in dataclasses.fields(value)]
         _nothing_beside(value, kind, names)
-        return ["D", _class_name(kind)], [f".{name}" for name in names], [getattr(value, name) for name in names]
+        return Node("D", _class_name(kind), names, [getattr(value, name) for name in names])
     return None
 
 
@@ -199,27 +259,12 @@ def find_class(name: str) -> type:
     return found  # type: ignore[no-any-return]
 
 
-def mapped(spec: Any, step: Callable[[Any, str], Any]) -> Any:
-    """The description with `step` done to each of the parts of its first level; that gets a part and its name in it."""
-    if not isinstance(spec, list):
-        return spec
-    kind, *parts = spec
-    if kind in ("l", "t"):
-        return [kind, *(step(part, f"[{i}]") for i, part in enumerate(parts))]
-    if kind == "N":
-        return [kind, parts[0], *(step(part, f"[{i}]") for i, part in enumerate(parts[1:]))]
-    if kind == "D":
-        return [kind, parts[0], *([name, step(part, f".{name}")] for name, part in parts[1:])]
-    if kind in ("d", "o"):
-        return [kind, *([key, step(part, f"[{key!r:.40}]")] for key, part in parts)]
-    return spec
-
-
 def classes_in(spec: Any) -> set[str]:
     """The names of all classes in a description."""
-    found = {str(spec[1])} if isinstance(spec, list) and spec[0] in ("N", "D") else set()
-    mapped(spec, lambda part, name: found.update(classes_in(part)))
-    return found
+    node = node_of(spec)
+    if node is None:
+        return set()
+    return ({node.cls} if node.cls else set()).union(*map(classes_in, node.parts))
 
 
 Leaf = Callable[[str, int], Any]  # (kind, number of the tensor) -> what takes its place
@@ -233,34 +278,27 @@ def rebuild(spec: Any, leaf: Leaf) -> Any:
     """
     if not isinstance(spec, list):
         return spec
-    kind, *parts = spec
+    kind = spec[0]
     if kind in TENSORS:
-        return leaf(kind, parts[0])
+        return leaf(kind, spec[1])
     if kind == "z":
-        return complex(parts[0], parts[1])
+        return complex(spec[1], spec[2])
     if kind == "i":
-        return int(parts[0], 16)
-    if kind in ("l", "t"):
-        values = [rebuild(part, leaf) for part in parts]
-        return values if kind == "l" else tuple(values)
-    if kind in ("d", "o"):
-        pairs = [(rebuild(key, leaf), rebuild(part, leaf)) for key, part in parts]
-        return dict(pairs) if kind == "d" else OrderedDict(pairs)
-    if kind == "N":
-        return named_tuple_of(parts[0], [rebuild(part, leaf) for part in parts[1:]])
-    if kind == "D":
-        return dataclass_of(parts[0], [(name, rebuild(part, leaf)) for name, part in parts[1:]])
-    raise ValueError(f"a description of a structure has the unknown kind {kind!r:.40}")
+        return int(spec[1], 16)
+    node = node_of(spec)
+    if node is None:
+        raise ValueError(f"a description of a structure has the unknown kind {kind!r:.40}")
+    return node.build([rebuild(part, leaf) for part in node.parts])
 
 
-def named_tuple_of(name: str, values: Sequence[Any]) -> Any:
+def _named_tuple(name: str, values: Sequence[Any]) -> Any:
     kind: Any = find_class(name)
     if len(values) != len(kind._fields):
         raise TypeError(f"{name} has {len(kind._fields)} fields here, and {len(values)} elsewhere")
     return tuple.__new__(kind, values)
 
 
-def dataclass_of(name: str, fields: Sequence[tuple[str, Any]]) -> Any:
+def _dataclass(name: str, fields: Sequence[tuple[str, Any]]) -> Any:
     """An object with these fields, as copying makes one: its __init__ does not run."""
     kind = find_class(name)
     known = {field.name for field in dataclasses.fields(kind)}
