@@ -117,11 +117,11 @@ def test_a_failure_in_the_middle_of_a_transfer_ends_the_job() -> None:
     """No memory for the result on one rank: the others are in the transfer already."""
     code = """
         import torch, hpcdist as hd
-        from hpcdist.tensors import storage as buffers
+        from hpcdist.tensors import blocks
         world = hd.init()
         if world.rank == 1:
             def fail(*args): raise MemoryError("none left")
-            buffers.Blocks.landing = fail
+            blocks.Blocks.recv_buffer = fail
         hd.concat(torch.ones(3))
         print("survived")
     """

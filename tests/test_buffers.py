@@ -7,8 +7,8 @@ import pytest
 import torch
 from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, starts, strides_for, whole_of
 
-from hpcdist.tensors import storage
-from hpcdist.tensors.storage import Blocks, as_bytes, overlap, plain, row_major
+from hpcdist.tensors.blocks import blocks
+from hpcdist.tensors.storage import as_bytes, overlap, plain, row_major
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -97,48 +97,48 @@ def test_blocks_against_plain_indexing(case: str, size: int) -> None:
         for dim in range(len(shape)):
             whole = whole_of((*shape[:dim], sum(extents), *shape[dim + 1 :]), torch.float32)
             shards = [part(whole, dim, extents, rank) for rank in range(size)]
-            blocks = Blocks(shape, dim, extents, torch.float32)
-            assert blocks.shape == whole.shape
-            assert blocks.counts == [shard.nbytes for shard in shards]
-            assert blocks.displs == starts(tuple(blocks.counts))
-            assert blocks.nbytes() == whole.nbytes
+            cut = blocks(shape, dim, extents, torch.float32)
+            assert cut.shape == whole.shape
+            assert cut.counts == [shard.nbytes for shard in shards]
+            assert cut.displs == starts(tuple(cut.counts))
+            assert cut.nbytes == whole.nbytes
             messages = torch.cat([as_bytes(shard.contiguous()) for shard in shards])
-            assert torch.equal(as_bytes(blocks.pack(whole)), messages)
-            assert torch.equal(as_bytes(blocks.pack(STRIDES["transposed"](whole))), messages)
+            assert torch.equal(as_bytes(cut.pack(whole)), messages)
+            assert torch.equal(as_bytes(cut.pack(STRIDES["transposed"](whole))), messages)
             outs = [None, torch.empty_like(whole), STRIDES["transposed"](torch.empty_like(whole))]
             for out in outs:
-                result, landing = blocks.landing(out, CPU)
+                result, landing = cut.recv_buffer(out, CPU)
                 as_bytes(landing).copy_(messages)
-                blocks.unpack(landing, result)
+                cut.unpack(landing, result)
                 assert same_bits(result, whole), (shape, dim, extents)
                 assert out is None or result is out
             for rank, shard in enumerate(shards):
-                memory = blocks.shard(rank, CPU)
+                memory = cut.part(rank, CPU)
                 assert (memory.shape, memory.dtype) == (shard.shape, shard.dtype)
                 assert memory.is_contiguous()
 
 
 def test_no_copy_where_the_messages_are_the_whole() -> None:
     whole = whole_of((6, 4), torch.int32)
-    joined = Blocks((2, 4), 0, (2, 4), torch.int32)
+    joined = blocks((2, 4), 0, (2, 4), torch.int32)
     assert joined.pack(whole).data_ptr() == whole.data_ptr()
-    result, landing = joined.landing(None, CPU)
+    result, landing = joined.recv_buffer(None, CPU)
     assert landing is result
-    one_holds_all = Blocks((6, 4), 1, (0, 4), torch.int32)
+    one_holds_all = blocks((6, 4), 1, (0, 4), torch.int32)
     assert one_holds_all.pack(whole).data_ptr() == whole.data_ptr()
-    across = Blocks((6, 1), 1, (1, 3), torch.int32)
+    across = blocks((6, 1), 1, (1, 3), torch.int32)
     assert across.pack(whole).data_ptr() != whole.data_ptr()
 
 
 def test_blocks_beyond_an_int() -> None:
     """Counts and displacements are exact where an int32 or int64 product of shapes could wrap."""
-    blocks = Blocks((1, 2**20), 0, (2**15, 2**15, 2**15), torch.float64)
-    assert blocks.counts == [2**38] * 3
-    assert blocks.displs == [0, 2**38, 2**39]
-    assert blocks.nbytes() == 3 * 2**38
+    cut = blocks((1, 2**20), 0, (2**15, 2**15, 2**15), torch.float64)
+    assert cut.counts == [2**38] * 3
+    assert cut.displs == [0, 2**38, 2**39]
+    assert cut.nbytes == 3 * 2**38
 
 
 def test_plans_are_remembered() -> None:
     arguments = ((2, 4), 0, (2, 4), torch.int32)
-    assert storage.blocks(*arguments) is storage.blocks(*arguments)
-    assert storage.blocks(*arguments) is not storage.blocks((2, 4), 0, (2, 4), torch.float32)
+    assert blocks(*arguments) is blocks(*arguments)
+    assert blocks(*arguments) is not blocks((2, 4), 0, (2, 4), torch.float32)

@@ -11,7 +11,7 @@ from collective import Findings, change_settings, raises_on_all_ranks
 import hpcdist as hd
 from hpcdist import memory
 from hpcdist.collectives import results
-from hpcdist.tensors import storage
+from hpcdist.tensors import blocks
 
 pytestmark = pytest.mark.mpi
 
@@ -60,7 +60,7 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         if world.rank == last:
-            patch.setattr(storage.Blocks, "recv_buffer", recv_buffer)
+            patch.setattr(blocks.Blocks, "recv_buffer", recv_buffer)
         if world.world_size > 1:
             error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(3)))
             findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)

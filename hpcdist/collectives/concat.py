@@ -15,7 +15,8 @@ from hpcdist.comm.team import Team
 from hpcdist.routes import select
 from hpcdist.routes.base import Alltoall
 from hpcdist.runtime import world
-from hpcdist.tensors.storage import blocks, row_major, summed_in
+from hpcdist.tensors.blocks import blocks
+from hpcdist.tensors.storage import row_major, summed_in
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
@@ -110,7 +111,7 @@ class Concat(Operation):
     def forward(self, team: Team) -> Tensor:
         cut, shard = self._blocks, self._shard
         take = lambda: cut.recv_buffer(self._dest, shard.device)  # noqa: E731
-        whole, buffer = results.allocate(self.name, team, [cut.nbytes()] * team.size, take, self._agreed)
+        whole, buffer = results.allocate(self.name, team, [cut.nbytes] * team.size, take, self._agreed)
         self._route.allgatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs)
         cut.unpack(buffer, whole)
         return whole if self.out is None else self.out
@@ -121,7 +122,7 @@ class Concat(Operation):
         mine, longest = cut.counts[team.rank], max(cut.counts)
         parts = self._shard.new_empty((size, *self._shard.shape))
         recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
-        total = max(cut.nbytes(), longest * size)
+        total = max(cut.nbytes, longest * size)
         what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
         self._route.alltoallv(team, cut.pack(grad), parts, what)
         return parts.to(summed_in(parts.dtype)).sum(0).to(parts.dtype)

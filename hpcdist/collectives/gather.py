@@ -14,7 +14,8 @@ from hpcdist.collectives.structures import Join
 from hpcdist.comm.team import Team
 from hpcdist.routes import select
 from hpcdist.runtime import world
-from hpcdist.tensors.storage import blocks, row_major
+from hpcdist.tensors.blocks import blocks
+from hpcdist.tensors.storage import row_major
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
@@ -99,7 +100,7 @@ class Gather(Operation):
 
     def forward(self, team: Team) -> Tensor | None:
         cut, shard, is_root = self._blocks, self._shard, team.rank == self.root
-        sizes = [cut.nbytes() if rank == self.root else 0 for rank in range(team.size)]
+        sizes = [cut.nbytes if rank == self.root else 0 for rank in range(team.size)]
         take = (lambda: cut.recv_buffer(self._dest, shard.device)) if is_root else lambda: (shard, shard)
         whole, buffer = results.allocate(self.name, team, sizes, take, self._agreed)
         if not is_root:
@@ -111,7 +112,7 @@ class Gather(Operation):
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
         cut = self._blocks
-        part = cut.shard(team.rank, self._shard.device)
+        part = cut.part(team.rank, self._shard.device)
         messages = cut.pack(grad) if team.rank == self.root else None
         self._route.scatterv(team, messages, part, cut.counts, cut.displs, self.root)
         return part

@@ -19,8 +19,9 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.routes import select
 from hpcdist.runtime import background, world
+from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.dtypes import MemoryKind
-from hpcdist.tensors.storage import DTYPES, Blocks, blocks, copyable, overlap, row_major
+from hpcdist.tensors.storage import DTYPES, copyable, overlap, row_major
 from hpcdist.tensors.tree import finished, rebuild
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import LOST, SHARED, Call
@@ -118,7 +119,8 @@ class Split(Operation):
             objects.raise_problems(self.name, dict.fromkeys(given, problem))
             self._structure = Distribution(team, call, agreed.kinds)
             return
-        collective.check_out(self.name, agreed, cut.extents)
+        extents = [box.shape[call.dim_arg] for (box,) in cut.boxes]
+        collective.check_out(self.name, agreed, extents)
         self._route = select.agreed(self.name, call.route, team, agreed.kinds)
         self._blocks, self._root, self._agreed = cut, call.root, agreed
         self._whole, self._dest = call.x, call.out
@@ -130,7 +132,7 @@ class Split(Operation):
         if self._structure is not None:
             return self._structure.forward(team)
         cut, dest = self._blocks, self._dest
-        take = (lambda: cut.shard(team.rank, self._device)) if dest is None else lambda: dest
+        take = (lambda: cut.part(team.rank, self._device)) if dest is None else lambda: dest
         part = results.allocate(self.name, team, cut.counts, take, self._agreed)
         buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
         messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +14,7 @@ from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.layout import Box, Layout
 from hpcdist.routes.base import Alltoall, Message, Route
+from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, summed_in
 
 __all__ = ["Side", "Transfer", "Views", "make_transfer"]
@@ -37,52 +37,20 @@ class Views(Protocol):
     ) -> None: ...
 
 
-class Side:
-    """What one rank has to do with all others in its own tensor: the messages it sends, or those it receives.
+class Side(Blocks):
+    """What one rank exchanges with all others in its own tensor: the messages it sends, or those it receives.
 
     Attributes:
-        shape: of this rank's tensor.
-        boxes: of it, for each rank: what a message consists of.
-        counts, displs: of the messages in bytes, packed one behind the other; those of the rank to itself are empty.
-        places: where the messages lie in the tensor, if each is one run of its memory; else None.
+        own: the boxes of the rank's message to itself, which is not among the others.
     """
 
-    def __init__(self, held: Box, parts: Sequence[tuple[int, Box]], rank: int, size: int, itemsize: int) -> None:
-        self.shape = held.shape
-        self.boxes: list[list[Box]] = [[] for _ in range(size)]
+    def __init__(self, held: Box, parts: Sequence[tuple[int, Box]], rank: int, size: int, dtype: torch.dtype) -> None:
+        boxes: list[list[Box]] = [[] for _ in range(size)]
         for peer, box in parts:
-            self.boxes[peer].append(box.relative_to(held.offset))
-        self.own, self.boxes[rank] = self.boxes[rank], []
-        self.counts = [itemsize * sum(box.size() for box in boxes) for boxes in self.boxes]
-        self.displs = layout.displs(self.counts)
-        self.places = self._places(itemsize)
+            boxes[peer].append(box.relative_to(held.offset))
+        self.own, boxes[rank] = boxes[rank], []
+        super().__init__(held.shape, boxes, dtype)
         self._datatypes: Any = None
-
-    def _places(self, itemsize: int) -> list[int] | None:
-        places = []
-        for boxes in self.boxes:
-            if not boxes:
-                places.append(0)
-                continue
-            _, count, starts = layout.runs(boxes[0], self.shape)
-            if len(boxes) > 1 or count > 1:
-                return None
-            places.append(next(starts) * itemsize)
-        return places
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(self.counts)
-
-    def displs_in(self, messages: Tensor, x: Tensor) -> list[int]:
-        """Where each message starts in `messages`, which are in `x` itself or packed."""
-        return self.places if messages is x and self.places is not None else self.displs
-
-    def buffer(self, x: Tensor) -> Tensor:
-        """Where messages may lie so that they are in `x`: there, if that can be, else memory for them packed."""
-        if self.places is not None and x.is_contiguous():
-            return x
-        return torch.empty(self.nbytes // x.itemsize, dtype=x.dtype, device=x.device)
 
     def views(self, x: Tensor) -> list[Message]:
         """(rank, the part of `x`), each of at most PIECE bytes."""
@@ -93,33 +61,12 @@ class Side:
             for piece in layout.boxes(box, PIECE // x.itemsize)
         ]
 
-    def datatypes(self, x: Tensor, way: Views, rank: int) -> Any:
-        """What `way` takes for one box a rank, its own too, of a contiguous tensor; made once."""
+    def datatypes(self, x: Tensor, route: Views, rank: int) -> Any:
+        """What `route` takes for one box a rank, its own too, of a contiguous tensor; made once."""
         if self._datatypes is None:
             boxes = [*self.boxes[:rank], self.own, *self.boxes[rank + 1 :]]
-            self._datatypes = way.views_of(x, [x[of_one[0].slices()] if of_one else None for of_one in boxes])
+            self._datatypes = route.views_of(x, [x[of_one[0].slices()] if of_one else None for of_one in boxes])
         return self._datatypes
-
-    def pack(self, x: Tensor, messages: Tensor) -> None:
-        if messages is not x:
-            for part, box in self._pairs(messages):
-                part.copy_(x[box.slices()])
-
-    def unpack(self, messages: Tensor, x: Tensor) -> None:
-        if messages is not x:
-            for part, box in self._pairs(messages):
-                x[box.slices()].copy_(part)
-
-    def add(self, messages: Tensor, x: Tensor) -> None:
-        """Add to `x`, where several messages may have a part for one place."""
-        for part, box in self._pairs(messages):
-            x[box.slices()].add_(part.to(x.dtype))
-
-    def _pairs(self, messages: Tensor) -> list[tuple[Tensor, Box]]:
-        """(the part of the packed messages, the box of the tensor that it is)."""
-        every = [box for boxes in self.boxes for box in boxes]
-        parts = torch.split(messages, [box.size() for box in every]) if every else ()
-        return [(part.view(box.shape), box) for part, box in zip(parts, every, strict=True)]
 
 
 class Transfer:
@@ -169,12 +116,12 @@ class Transfer:
             self._send(team, self.source, x, self.dest, buffer, y)
             self.dest.unpack(buffer, y)
 
-    def _at_once(self, team: Team, way: Views, x: Tensor, y: Tensor) -> None:
+    def _at_once(self, team: Team, route: Views, x: Tensor, y: Tensor) -> None:
         """In one call: what is small is copied sooner than many are made."""
         x = x.contiguous()
         buffer = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
-        way.alltoallw(
-            team, x, self.source.datatypes(x, way, team.rank), buffer, self.dest.datatypes(buffer, way, team.rank)
+        route.alltoallw(
+            team, x, self.source.datatypes(x, route, team.rank), buffer, self.dest.datatypes(buffer, route, team.rank)
         )
         if buffer is not y:
             y.copy_(buffer)
@@ -198,8 +145,7 @@ class Transfer:
         return x.to(grad.dtype)
 
     def _send(self, team: Team, source: Side, x: Tensor, dest: Side, into: Tensor, y: Tensor) -> None:
-        out = source.buffer(x)
-        source.pack(x, out)
+        out = source.pack(x)
         counts = source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y)
         self.route.alltoallv(team, out, into, Alltoall(*counts, self.longest, self.total))
 
@@ -241,8 +187,8 @@ def make_transfer(
         raise RankError(verb, dict.fromkeys(range(team.size), f"{name}: {wrong}")) from None
     moves = layout.overlaps(source, dest, team.rank)
     sides = (
-        Side(source[team.rank], moves.sends, team.rank, team.size, x.itemsize),
-        Side(dest[team.rank], moves.recvs, team.rank, team.size, x.itemsize),
+        Side(source[team.rank], moves.sends, team.rank, team.size, x.dtype),
+        Side(dest[team.rank], moves.recvs, team.rank, team.size, x.dtype),
     )
     mine = Fact(
         longest=max(max(side.counts) for side in sides),

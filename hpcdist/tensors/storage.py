@@ -6,18 +6,14 @@ know too, and leave the bits as they are.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hpcdist import layout
-
 __all__ = [
-    *("BARE", "DTYPES", "Blocks", "as_bytes", "bits", "blocks", "copyable", "of_bytes", "overlap", "plain"),
+    *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "of_bytes", "overlap", "plain"),
     *("problem", "row_major", "summed_in", "written"),
 ]
 
@@ -146,81 +142,3 @@ def _span(x: Tensor) -> tuple[int, int]:
         return start, start + x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return start, start + (last + 1) * x.itemsize if x.numel() else start
-
-
-@lru_cache(maxsize=256)
-def blocks(shape: tuple[int, ...], dim: int, extents: tuple[int, ...], dtype: torch.dtype) -> Blocks:
-    """The :class:`Blocks` of these arguments; made once for calls that repeat."""
-    return Blocks(shape, dim, extents, dtype)
-
-
-class Blocks:
-    """A whole tensor, cut along `dim` into one block a rank; each block travels as one message.
-
-    Args:
-        shape: the shape of a block; its entry at `dim` is ignored.
-        dim: the dimension that is cut, >= 0.
-        extents: the length of each rank's block along `dim`.
-        dtype: of the tensor.
-
-    Attributes:
-        shape: of the whole tensor.
-        counts, displs: of each rank's message, in bytes, in rank order and without gaps.
-        joined: the messages one after the other are the whole tensor in memory, so that nothing has to be copied.
-    """
-
-    __slots__ = ("_offsets", "counts", "dim", "displs", "dtype", "extents", "joined", "shape")
-
-    def __init__(self, shape: tuple[int, ...], dim: int, extents: tuple[int, ...], dtype: torch.dtype) -> None:
-        total = sum(extents)
-        self.dim = dim
-        self.dtype = dtype
-        self.extents = extents
-        self.shape = (*shape[:dim], total, *shape[dim + 1 :])
-        outer = prod(shape[:dim])
-        row = outer * prod(shape[dim + 1 :]) * dtype.itemsize
-        self.counts = [extent * row for extent in extents]
-        self._offsets = layout.displs(extents)
-        self.displs = [offset * row for offset in self._offsets]
-        self.joined = outer == 1 or max(extents) == total
-
-    def nbytes(self) -> int:
-        return self.displs[-1] + self.counts[-1]
-
-    def shard(self, rank: int, device: torch.device) -> Tensor:
-        """Memory for the block of `rank`."""
-        shape = list(self.shape)
-        shape[self.dim] = self.extents[rank]
-        return torch.empty(shape, dtype=self.dtype, device=device)
-
-    def pack(self, whole: Tensor) -> Tensor:
-        """All messages, in order: a view of `whole` where it lies in memory like that, else one copy."""
-        if self.joined:
-            return row_major(whole)
-        messages = torch.empty(self.nbytes(), dtype=torch.uint8, device=whole.device)
-        for block, part in self._pairs(messages, whole):
-            block.copy_(part)
-        return messages
-
-    def recv_buffer(self, out: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The whole tensor (`out`, or new memory) and where its messages are to arrive: in it, where that can be."""
-        whole = torch.empty(self.shape, dtype=self.dtype, device=device) if out is None else out
-        if self.joined and whole.is_contiguous():
-            return whole, whole
-        return whole, torch.empty(self.nbytes(), dtype=torch.uint8, device=device)
-
-    def unpack(self, messages: Tensor, whole: Tensor) -> None:
-        """Put messages that did not arrive in their final place there: one copy."""
-        if messages is not whole:
-            for block, part in self._pairs(messages, whole):
-                part.copy_(block)
-
-    def _pairs(self, messages: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(a message seen as a block, the part of the whole that it is), for each rank that has one."""
-        pairs = []
-        for rank, extent in enumerate(self.extents):
-            if self.counts[rank]:
-                part = copyable(whole.narrow(self.dim, self._offsets[rank], extent))
-                block = messages.narrow(0, self.displs[rank], self.counts[rank]).view(part.dtype).view(part.shape)
-                pairs.append((block, part))
-        return pairs
