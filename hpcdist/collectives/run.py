@@ -72,29 +72,28 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     else:
         team.calls[False] += 1
         with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-            result = _attached(op, team, _execute(op, team))
+            result = _execute(op, team)
+            if op.grad:
+                result = autograd.attach(op, team, result)
     return result if op.out is None else written(op.out, result)
 
 
 def plan(op: Operation, team: Team) -> None:
     """Take an operation as far as its plan, and keep it there. Collective over the team."""
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-        _plan(op, team)
+        _execute(op, team, planned_only=True)
 
 
-def _plan(op: Operation, team: Team) -> None:
+def _execute(op: Operation, team: Team, planned_only: bool = False) -> Any:
     call = op.validate(team)
     agreed = collective.exchange(team, call)
     op.grad = agreed.grad
     with abort.Transfer(op.name, team.size):
         op.plan(team, call, agreed)
-
-
-def _execute(op: Operation, team: Team) -> Any:
-    _plan(op, team)
-    if op.grad:
-        op.which = autograd.count(team)
-    with abort.Transfer(op.name, team.size):
+        if planned_only:
+            return None
+        if op.grad:
+            op.which = autograd.count(team)
         result = op.forward(team)
     return op.finish(result)
 
