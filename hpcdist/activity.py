@@ -32,7 +32,7 @@ _LANE_SIZE = _LANE.size + 2 * (_ENTRY.size + _TEXT)
 _SLOT = 2**16  # bytes a rank
 
 _TORCH = os.path.join("-packages", "torch", "")
-_HOME = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_HOME = os.path.dirname(__file__) + os.sep
 
 
 class Entry(NamedTuple):

@@ -51,7 +51,8 @@ print("next", hd.concat(x))
     assert job.status != 0
     assert "next" not in job.out
     reasons = ("was interrupted, which leaves this rank out of step", "failed in the middle of a transfer")
-    assert any(f"hpcdist: {verb}() {reason}" in job.err for reason in reasons), job.err
+    name = {"plan": "a plan of redistribute"}.get(verb, verb)
+    assert any(f"hpcdist: {name}() {reason}" in job.err for reason in reasons), job.err
     assert "LateError: too late" in job.err
 
 

@@ -250,17 +250,18 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
         import hpcdist as hd
         from dataclasses import replace
         from importlib import import_module
-        from hpcdist import command
+        from hpcdist.runtime import cli
         with hd.init(device="cpu") as world:
             folder = world.staging
             for name, (what, args, _) in {MISTAKES!r}.items():
                 module = import_module(f"hpcdist.commands.{{what}}")
                 asked = module.parser().parse_args([str(arg) for arg in args])
-                world.settings = replace(world.settings, staging=asked.staging or folder)
+                changed = replace(world.settings, staging=asked.staging or folder)
+                world.settings = world.team.settings = changed
                 try:
                     module.main(world, asked)
                 except hd.HpcdistError as error:
-                    print(f"<{{name}}: {{command._line(error)}}>")
+                    print(f"<{{name}}: {{cli._line(error)}}>")
     """
     job = mpirun(2, code=code, cwd=tmp_path)
     assert job.status == 0, job.err
@@ -303,7 +304,7 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
         ("doctor", ["--staging", ""], "--staging: expected a name, got an empty one"),
     ]
     for what, args, text in wrong:
-        module = import_module(f"hpcdist.commands.{what}")
+        module = import_module(f"hpcdist.commands.{what}" if what in COMMANDS else f"hpcdist.{what}.__main__")
         with pytest.raises(SystemExit) as ended:
             module.main(args) if what == "jobscript" else module.parser().parse_args(args)
         err = capsys.readouterr().err

@@ -100,7 +100,7 @@ def child() -> None:
 
 def in_a_child(end: str) -> None:
     """What a forked child does is its own affair."""
-    assert hd.world._world is None
+    assert sys.modules["hpcdist.runtime.world"]._world is None
     if end == "raise":
         raise RuntimeError("in a child")
     sys.exit(int(end))
