@@ -15,6 +15,7 @@ from cases import part, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 import hpcdist as hd
 from hpcdist.routes import mpi
@@ -326,4 +327,18 @@ def test_torch_distributed_that_has_been_ended(world: hd.World, monkeypatch: pyt
         findings.check(list(error.problems) == [last] and "destroy_process_group" in str(error), error)
         findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "route auto")
     findings.check(hd.concat(torch.ones(1), route="gloo").numel() == world.world_size, "route gloo")
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_device_mesh_is_a_group(world: hd.World) -> None:
+    """Of one dimension; one dim of a larger mesh by its name."""
+    findings, size = Findings(world.comm), world.world_size
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
+    whole = torch.cat([torch.full((rank,), rank) for rank in range(size)])
+    findings.same(hd.concat(torch.full((world.rank,), world.rank), group=mesh["inner"]), whole, "all ranks")
+    findings.same(hd.concat(torch.ones(2), group=mesh["outer"]), torch.ones(2), "this rank alone")
+    findings.check(hd.balance([1.0] * size, group=mesh["inner"]) == [1] * size, "balance")
+    with pytest.raises(ValueError, match=r"group is a DeviceMesh of 2 dims, expected 1: pass mesh\[NAME\]"):
+        hd.concat(torch.ones(2), group=mesh)
     findings.settle()

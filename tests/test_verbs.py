@@ -506,7 +506,9 @@ def test_what_is_no_group(world: hd.World, group: Any) -> None:
     ):
         error = raises_on_all_ranks(world.comm, TypeError, step, same_text=False)
         assert_on_all_ranks(
-            world.comm, "group must be a torch ProcessGroup or an mpi4py Intracomm" in str(error), error
+            world.comm,
+            "group must be a torch ProcessGroup, a 1-d DeviceMesh or an mpi4py" in str(error),
+            error,
         )
     assert_on_all_ranks(world.comm, hd.concat(x).shape == (2 * world.world_size,), "the next call")
 

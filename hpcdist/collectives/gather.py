@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.collectives import results
@@ -21,17 +20,35 @@ from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpcdist.comm.signatures import GroupLike, S, StructureOptions
+    from hpcdist.runtime.background import Handle
 
 __all__ = ["gather"]
 
 
+# fmt: off
+@overload
+def gather(x: Tensor, dim: int = 0, root: int = 0, *,
+           async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> Tensor | None: ...
+@overload
+def gather(x: Tensor, dim: int = 0, root: int = 0, *,
+           async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[Tensor | None]: ...
+@overload
+def gather(x: S, dim: int = 0, root: int = 0, *,
+           async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> S | None: ...
+@overload
+def gather(x: S, dim: int = 0, root: int = 0, *,
+           async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[S | None]: ...
+@overload
+def gather(x: object, dim: int = 0, root: int = 0, *,
+           async_op: bool = False, **options: Unpack[StructureOptions]) -> Any: ...
+# fmt: on
 def gather(
     x: Any,
     dim: int = 0,
     root: int = 0,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     route: str = "auto",
     out: torch.Tensor | None = None,
     allow_pickle: bool = False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import layout as layouts
@@ -13,14 +12,12 @@ from hpcdist.layout import Layout
 from hpcdist.runtime import world
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpcdist.comm.signatures import GroupLike
 
 __all__ = ["balance", "local"]
 
 
-def balance(
-    weights: Sequence[float], parts: int | None = None, *, group: dist.ProcessGroup | MPI.Comm | None = None
-) -> list[int]:
+def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:
     """How many of a list of unequal rows each rank should take so that all have about the same weight.
 
     The counts are for consecutive rows, as Split and split take them. No rank gets more than the heaviest one of the
@@ -41,7 +38,7 @@ def balance(
     return layouts.balance(weights, world.current().context.group_of(group).size if parts is None else parts)
 
 
-def local(x: Tensor, layout: Layout, *, group: dist.ProcessGroup | MPI.Comm | None = None) -> Tensor:
+def local(x: Tensor, layout: Layout, *, group: GroupLike | None = None) -> Tensor:
     """This rank's part of a tensor that every rank holds: a view, and nothing is communicated.
 
     Args:

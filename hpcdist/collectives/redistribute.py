@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.collectives import autograd, results
@@ -27,7 +26,8 @@ from hpcdist.validation.call import LOST, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpcdist.comm.signatures import GroupLike, Options
+    from hpcdist.runtime.background import Handle
 
 __all__ = ["Plan", "plan_redistribute", "redistribute"]
 
@@ -35,12 +35,20 @@ _KEPT = 64  # plans that a team remembers
 Shape = tuple[int, ...]
 
 
+# fmt: off
+@overload
+def redistribute(x: Tensor, src: Layout, dst: Layout, *,
+                 async_op: Literal[False] = False, **options: Unpack[Options]) -> Tensor: ...
+@overload
+def redistribute(x: Tensor, src: Layout, dst: Layout, *,
+                 async_op: Literal[True], **options: Unpack[Options]) -> Handle[Tensor]: ...
+# fmt: on
 def redistribute(
     x: Tensor,
     src: Layout,
     dst: Layout,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     route: str = "auto",
     out: Tensor | None = None,
     async_op: bool = False,
@@ -87,7 +95,7 @@ def plan_redistribute(
     src: Layout,
     dst: Layout,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     route: str = "auto",
 ) -> Plan:
     """Work a redistribution out once, to execute it many times: see :func:`redistribute`.
@@ -184,6 +192,10 @@ class Plan:
         op.x = None  # nothing of it is kept
         del op._shard
 
+    @overload
+    def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: Literal[False] = False) -> Tensor: ...
+    @overload
+    def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: Literal[True]) -> Handle[Tensor]: ...
     def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Any:
         """Execute it. Collective; the ranks agree that all are well, and then just the data move.
 

@@ -66,6 +66,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     Returns:
         The result; with `async_op`, a Handle for it.
     """
+    result: Any
     if async_op:
         result = background(team).submit(op.name, partial(_execute, op), partial(_attached, op, team))
         team.calls[True] += 1

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import layout
@@ -28,20 +27,39 @@ from hpcdist.validation.call import LOST, SHARED, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpcdist.comm.signatures import GroupLike, S, StructureOptions
+    from hpcdist.runtime.background import Handle
 
 __all__ = ["split"]
 
 _MAX_DIMS = 64  # torch's own limit
+Counts: TypeAlias = str | Sequence[int] | None
 
 
+# fmt: off
+@overload
+def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
+          async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> Tensor: ...
+@overload
+def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
+          async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[Tensor]: ...
+@overload
+def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
+          async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> S: ...
+@overload
+def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
+          async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[S]: ...
+@overload
+def split(x: object, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
+          async_op: bool = False, **options: Unpack[StructureOptions]) -> Any: ...
+# fmt: on
 def split(
     x: Any,
     dim: int = 0,
     root: int | None = 0,
-    counts: str | Sequence[int] | None = None,
+    counts: Counts = None,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     route: str = "auto",
     out: torch.Tensor | None = None,
     allow_pickle: bool = False,

@@ -9,6 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
 from hpcdist.comm.groups import Group, is_alive
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdist.comm.matching import Unexpected
+    from hpcdist.comm.signatures import GroupLike
 
 __all__ = ["Context"]
 
@@ -61,11 +63,11 @@ class Context:
         self.engine: Stoppable | None = None
         self._left: dict[tuple[int, str], Any] = {}
 
-    def group_of(self, given: dist.ProcessGroup | MPI.Comm | None) -> Group:
-        """The group that the caller means; all ranks for None. Nothing is communicated.
+    def group_of(self, given: GroupLike | None) -> Group:
+        """The group that the caller means; all ranks for None, those of a one-dimensional DeviceMesh. Nothing is sent.
 
         Raises:
-            TypeError: `given` is neither a torch group nor a communicator; on this rank alone, since nothing tells
+            TypeError: `given` is no torch group, mesh or communicator; on this rank alone, since nothing tells
                 which ranks to agree with.
             ValueError: this rank is not in it, or it has been destroyed.
             HpcdistError: it has ranks that are not in hpcdist's world.
@@ -76,14 +78,20 @@ class Context:
 
         if isinstance(given, MPI.Intracomm):
             return _of_comm(given, self)
+        if isinstance(given, DeviceMesh):
+            if given.ndim != 1:
+                raise ValueError(f"group is a DeviceMesh of {given.ndim} dims, expected 1: pass mesh[NAME] for one")
+            given = given.get_group()
         if isinstance(given, dist.ProcessGroup):
             return _of_torch(given, self)
         if given == MPI.COMM_NULL or given == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"rank {self.rank} of the world is not in the group that it passed")
-        raise TypeError(f"group must be a torch ProcessGroup or an mpi4py Intracomm, got {type(given).__name__}")
+        raise TypeError(
+            f"group must be a torch ProcessGroup, a 1-d DeviceMesh or an mpi4py Intracomm, got {type(given).__name__}"
+        )
 
-    def team_of(self, given: dist.ProcessGroup | MPI.Comm | None) -> Team:
-        """The team of a torch group or an mpi4py communicator; the whole world for None.
+    def team_of(self, given: GroupLike | None) -> Team:
+        """The team of a torch group, a mesh or an mpi4py communicator; the whole world for None.
 
         Each communicator and each torch group has a team of its own, also where several have the same ranks.
         Collective over the group when it is first used.

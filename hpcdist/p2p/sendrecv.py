@@ -8,10 +8,9 @@ meets them. No other rank of the group takes part: a group need not have been us
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.distributed as dist
 
 from hpcdist import activity
 from hpcdist.errors import HpcdistError
@@ -22,9 +21,8 @@ from hpcdist.tensors.message import Contents
 from hpcdist.tensors.tree import flatten
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from hpcdist.comm.context import Context
+    from hpcdist.comm.signatures import GroupLike
     from hpcdist.p2p.engine import Transport
     from hpcdist.p2p.transfers import Outgoing
     from hpcdist.runtime.engine import Steps
@@ -39,7 +37,7 @@ def send(
     dest: int,
     tag: int = 0,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     route: str = "auto",
     allow_pickle: bool = False,
 ) -> None:
@@ -80,7 +78,7 @@ def isend(
     dest: int,
     tag: int = 0,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     route: str = "auto",
     allow_pickle: bool = False,
 ) -> Handle[None]:
@@ -89,11 +87,19 @@ def isend(
     return engine.start("isend", steps, outgoing.dest, receives=False)
 
 
+# fmt: off
+@overload
+def recv(source: int | None = None, tag: int | None = None, *, with_source: Literal[False] = False,
+         group: GroupLike | None = None, allow_pickle: bool = False) -> Any: ...
+@overload
+def recv(source: int | None = None, tag: int | None = None, *, with_source: Literal[True],
+         group: GroupLike | None = None, allow_pickle: bool = False) -> tuple[Any, int]: ...
+# fmt: on
 def recv(
     source: int | None = None,
     tag: int | None = None,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     allow_pickle: bool = False,
     with_source: bool = False,
 ) -> Any:
@@ -125,11 +131,19 @@ def recv(
     return got if with_source else got[0]
 
 
+# fmt: off
+@overload
+def irecv(source: int | None = None, tag: int | None = None, *, with_source: Literal[False] = False,
+          group: GroupLike | None = None, allow_pickle: bool = False) -> Handle[Any]: ...
+@overload
+def irecv(source: int | None = None, tag: int | None = None, *, with_source: Literal[True],
+          group: GroupLike | None = None, allow_pickle: bool = False) -> Handle[tuple[Any, int]]: ...
+# fmt: on
 def irecv(
     source: int | None = None,
     tag: int | None = None,
     *,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
     allow_pickle: bool = False,
     with_source: bool = False,
 ) -> Handle[Any]:

@@ -12,7 +12,6 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import activity
@@ -36,7 +35,7 @@ from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpcdist.comm.signatures import GroupLike
 
 __all__ = ["load"]
 
@@ -57,7 +56,7 @@ def load(
     readers: int | None = None,
     verify: bool | None = None,
     progress: Callable[[int], None] | None = None,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
 ) -> Any:
     """Read each rank's part of the tensors of an HDF5 file, with any number of ranks, whoever wrote it.
 

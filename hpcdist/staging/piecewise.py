@@ -6,15 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch.distributed as dist
-
 from hpcdist.runtime import world
 from hpcdist.staging.readfile import ReadFile
 from hpcdist.staging.saving import WINDOW
 from hpcdist.staging.writefile import WriteFile
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpcdist.comm.signatures import GroupLike
 
 __all__ = ["ReadFile", "WriteFile", "open"]
 
@@ -29,7 +27,7 @@ def open(
     *,
     attrs: Mapping[str, Mapping[str, Any]] | None = None,
     window: int = WINDOW,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
 ) -> WriteFile: ...
 def open(
     path: str | os.PathLike[str],
@@ -38,7 +36,7 @@ def open(
     *,
     attrs: Mapping[str, Mapping[str, Any]] | None = None,
     window: int = WINDOW,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
 ) -> ReadFile | WriteFile:
     """Open a file for piecewise work, when not even a rank's own shard fits in memory.
 

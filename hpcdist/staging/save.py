@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import activity, layout
@@ -32,7 +31,7 @@ from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpcdist.comm.signatures import GroupLike
 
 __all__ = ["save"]
 
@@ -68,7 +67,7 @@ def save(
     hints: Mapping[str, str] | None = None,
     resume: bool = False,
     progress: Callable[[int], None] | None = None,
-    group: dist.ProcessGroup | MPI.Comm | None = None,
+    group: GroupLike | None = None,
 ) -> None:
     """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
 
