@@ -104,7 +104,7 @@ def _round_trip(value: Any, allow_pickle: bool = False) -> Any:
     assert packed.numel() == header.packed
     places = header.unpack(packed, torch.device("cpu"))
     for i in header.large:
-        places[i] = header.room(i, torch.device("cpu"))
+        places[i] = header.recv_buffer(i, torch.device("cpu"))
         copyable(places[i]).copy_(copyable(parts.tensors[i]))
     assert sorted(places) == list(range(len(parts.tensors)))
     return tree.rebuild(header.spec, lambda kind, i: tree.finished(kind, places[i], allow_pickle))

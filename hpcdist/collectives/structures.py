@@ -131,7 +131,7 @@ class _Joins:
                 places[numbers[rank]] = part
         for i in header.large:
             if i not in places:
-                places[i] = header.room(i, device)
+                places[i] = header.recv_buffer(i, device)
         return places
 
     def _part(self, numbers: list[int], rank: int, device: torch.device) -> Tensor:
@@ -250,7 +250,7 @@ class Distribution:
         packed = [pack(tree.tensors, held) for tree, held in zip(call.trees, contents, strict=True)]
         small = _scattered(team, torch.cat(packed) if packed else None, schedule.packed, call.root)
         places = header.unpack(small, device)
-        places.update({i: header.room(i, device) for i in header.large})
+        places.update({i: header.recv_buffer(i, device) for i in header.large})
         for on_gpu, route in self._routes.items():
             for turn, longest in enumerate(schedule.longest[on_gpu]):
                 sends, recvs = _turn(team.rank, call, contents, header, places, on_gpu, turn)

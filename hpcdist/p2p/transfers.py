@@ -18,7 +18,8 @@ from hpcdist.p2p.engine import DONE, Arrival, Aside, Departure, Requests
 from hpcdist.process import abort
 from hpcdist.routes.hdf5 import Stage, fetch
 from hpcdist.runtime.engine import Steps
-from hpcdist.tensors.message import Contents, Header, Messages, bounded, encode, opened
+from hpcdist.tensors.message import Contents, Header, Messages, bounded, encode, parse
+from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes, row_major
 from hpcdist.tensors.tree import Tree, finished, rebuild
 
@@ -59,15 +60,15 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
-    room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, device="cpu", pin_memory=longest > 0)
+    chunk = Scratch(pinned=longest > 0).take([min(CHUNK, longest)], torch.uint8)
     yield outgoing.departure()
     # From here on nothing takes memory: who has got the header depends on what follows.
     requests = outgoing.send_first(messages.first)
     for x in large:
         if x.is_cuda:
             for start, length in layout.pieces(x.numel(), CHUNK):
-                room[:length].copy_(x[start : start + length])
-                yield Requests(outgoing.send(room[:length]))
+                chunk[:length].copy_(x[start : start + length])
+                yield Requests(outgoing.send(chunk[:length]))
         else:
             requests += outgoing.send(x)
     yield Requests(requests)
@@ -109,9 +110,9 @@ def receive(context: Context, group: Group, arrival: Arrival, allow_pickle: bool
     """Receive the message that `arrival` waits for; its structure, and the rank in `group` that sent it."""
     yield arrival
     (envelope,) = arrival.taken
-    giver, device, comm = group.peers.index(envelope.source), context.settings.device, context.data_comm
+    source, device, comm = group.peers.index(envelope.source), context.settings.device, context.data_comm
     if not 0 <= envelope.number < context.most_tag:
-        raise HpcdistError(f"a message of rank {giver} is damaged: it has the number {envelope.number}")
+        raise HpcdistError(f"a message of rank {source} is damaged: it has the number {envelope.number}")
     incoming = partial(_from_mpi, comm, envelope.source, envelope.number)
     with abort.Transfer("recv", group.size if envelope.content is None else 1):
         bounded(envelope.nbytes)
@@ -119,35 +120,35 @@ def receive(context: Context, group: Group, arrival: Arrival, allow_pickle: bool
         if content is None:
             content = torch.empty(envelope.nbytes, dtype=torch.uint8, device="cpu")
             yield from incoming([(content, False)])
-    header, packed = opened(content)
+    header, packed = parse(content)
     with abort.Transfer("recv", group.size if header.large or packed is None else 1):
         bounded(sum(header.nbytes))
         if packed is None:
             packed = torch.empty(header.packed, dtype=torch.uint8, device="cpu")
             yield from incoming([(packed, False)])
         places = header.unpack(packed, device)
-        places.update({i: header.room(i, device) for i in header.large})
+        places.update({i: header.recv_buffer(i, device) for i in header.large})
     if "file" in header.more:
         yield from _from_file(comm, envelope, header, places)
     else:
         yield from incoming([(as_bytes(places[i]), header.metas[i].cuda) for i in header.large])
     yield DONE
-    return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle)), giver
+    return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle)), source
 
 
 def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[Tensor, bool]]) -> Steps[None]:
     """Receive what follows a header; what comes from a GPU in chunks."""
-    requests = []
+    requests, scratch = [], Scratch(pinned=True)
     for x, from_gpu in large:
         for start, length in layout.pieces(x.numel(), CHUNK if from_gpu else PIECE):
             place = x[start : start + length]
-            room = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True) if x.is_cuda else place
-            request = comm.Irecv([bytes_of(room), MPI.BYTE], source, number)
             if x.is_cuda:
-                yield Requests([request])
-                place.copy_(room)
+                scratch.reset()
+                chunk = scratch.take([length], torch.uint8)
+                yield Requests([comm.Irecv([bytes_of(chunk), MPI.BYTE], source, number)])
+                place.copy_(chunk)
             else:
-                requests.append(request)
+                requests.append(comm.Irecv([bytes_of(place), MPI.BYTE], source, number))
     yield Requests(requests)
 
 

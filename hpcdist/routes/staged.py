@@ -11,6 +11,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.routes.base import Ints, Message, Route
 from hpcdist.routes.exchange import Exchange
+from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class Staged(Exchange):
         target = None if recv is None else _Host(recv, blocks)
         for start, step in _rounds(max(counts), team.size):
             now = _lengths(counts, start, step)
-            room = None if target is None else target.room(start, step)
-            self.route.gatherv(team, source.load(start, step), room, now, layout.displs(now), root)
+            buffer = None if target is None else target.buffer(start, step)
+            self.route.gatherv(team, source.load(start, step), buffer, now, layout.displs(now), root)
             if target is not None:
                 target.store(start, step)
 
@@ -57,7 +58,7 @@ class Staged(Exchange):
         for start, step in _rounds(max(counts), team.size):
             now = _lengths(counts, start, step)
             loaded = None if source is None else source.load(start, step)
-            self.route.scatterv(team, loaded, target.room(start, step), now, layout.displs(now), root)
+            self.route.scatterv(team, loaded, target.buffer(start, step), now, layout.displs(now), root)
             target.store(start, step)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
@@ -65,23 +66,23 @@ class Staged(Exchange):
         source, target = _Host(send, [(0, counts[team.rank])]), _Host(recv, blocks)
         for start, step in _rounds(max(counts), team.size):
             now = _lengths(counts, start, step)
-            self.route.allgatherv(team, source.load(start, step), target.room(start, step), now, layout.displs(now))
+            self.route.allgatherv(team, source.load(start, step), target.buffer(start, step), now, layout.displs(now))
             target.store(start, step)
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         source, target = _Host.of([block for _, block in sends]), _Host.of([block for _, block in recvs])
         for start, step in _rounds(longest, team.size):
             out = _at(sends, source.load(start, step), source.lengths(start, step))
-            into = _at(recvs, target.room(start, step), target.lengths(start, step))
+            into = _at(recvs, target.buffer(start, step), target.lengths(start, step))
             self.route.exchange(team, out, into, min(step, longest - start))
             target.store(start, step)
 
 
-def _at(messages: list[Message], room: Tensor, lengths: list[int]) -> list[Message]:
+def _at(messages: list[Message], buffer: Tensor, lengths: list[int]) -> list[Message]:
     """The part of each message that travels in this round, in host memory."""
     starts = layout.displs(lengths)
     return [
-        (rank, room[start : start + length])
+        (rank, buffer[start : start + length])
         for (rank, _), start, length in zip(messages, starts, lengths, strict=True)
         if length
     ]
@@ -107,7 +108,7 @@ class _Host:
     def __init__(self, messages: Tensor, segments: Sequence[Segment]) -> None:
         whole = as_bytes(messages)
         self.parts = [whole[start : start + length] for start, length in segments]
-        self.memory: Tensor | None = None
+        self._scratch: Scratch | None = None
 
     @classmethod
     def of(cls, blocks: Sequence[Tensor]) -> _Host:
@@ -120,33 +121,32 @@ class _Host:
         """How much of each message travels in the round from `start`."""
         return _lengths((part.numel() for part in self.parts), start, step)
 
-    def room(self, start: int, step: int) -> Tensor:
+    def buffer(self, start: int, step: int) -> Tensor:
         """Host memory for one round, packed without gaps."""
-        size = sum(self.lengths(start, step))
-        if self.memory is None:  # the first round moves the most
-            on_gpu = any(part.is_cuda for part in self.parts)
-            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu, device="cpu")
-        return self.memory[:size]
+        if self._scratch is None:
+            self._scratch = Scratch(pinned=any(part.is_cuda for part in self.parts))
+        self._scratch.reset()
+        return self._scratch.take([sum(self.lengths(start, step))], torch.uint8)
 
     def load(self, start: int, step: int) -> Tensor:
         """What this rank sends in the round, in host memory."""
-        room = self.room(start, step)
-        for host, part in self._pairs(room, start, step):
+        buffer = self.buffer(start, step)
+        for host, part in self._pairs(buffer, start, step):
             host.copy_(part, non_blocking=True)
         self._wait()
-        return room
+        return buffer
 
     def store(self, start: int, step: int) -> None:
         """Bring what has arrived in the round to its place."""
-        for host, part in self._pairs(self.room(start, step), start, step):
+        for host, part in self._pairs(self.buffer(start, step), start, step):
             part.copy_(host, non_blocking=True)
         self._wait()
 
-    def _pairs(self, room: Tensor, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, buffer: Tensor, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
         """(host memory, the part of a message that it stands for), for each message that moves in this round."""
         lengths = self.lengths(start, step)
         return [
-            (room[at : at + length], part[start : start + length])
+            (buffer[at : at + length], part[start : start + length])
             for part, at, length in zip(self.parts, layout.displs(lengths), lengths, strict=True)
             if length
         ]

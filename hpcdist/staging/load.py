@@ -24,12 +24,12 @@ from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.staging.boxes import BoxSequence
 from hpcdist.staging.contents import Contents, describe
-from hpcdist.staging.host import Scratch
 from hpcdist.staging.names import SINGLE, nest
 from hpcdist.staging.pieces import deliver
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
 from hpcdist.staging.wants import Ask, find_wants, plan_load, read_apart
+from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import written
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call

@@ -18,7 +18,7 @@ from hpcdist.files.raw import Ints
 from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.staging.boxes import BoxSequence, Copies, CutShards, Grid, Integers, Shards, summed
-from hpcdist.staging.host import Scratch
+from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes, bits
 from hpcdist.validation.local import WrongError
 

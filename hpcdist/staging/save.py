@@ -23,10 +23,11 @@ from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.staging import writers as ways
 from hpcdist.staging.boxes import Integers
-from hpcdist.staging.host import Scratch, outgoing
+from hpcdist.staging.host import outgoing
 from hpcdist.staging.names import check_attrs, flatten
 from hpcdist.staging.pieces import Plan, check_shape, collect, plan_save
 from hpcdist.staging.saving import WINDOW, Options, Saving
+from hpcdist.tensors.pinned import Scratch
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 

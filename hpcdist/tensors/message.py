@@ -20,7 +20,7 @@ from hpcdist import memory
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
-__all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "opened", "pack"]
+__all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "pack", "parse"]
 
 SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
 _MAX_DIMS = 64  # torch's own limit
@@ -97,7 +97,7 @@ class Contents:
             start = end
         return found
 
-    def room(self, i: int, device: torch.device) -> Tensor:
+    def recv_buffer(self, i: int, device: torch.device) -> Tensor:
         """New memory for a tensor."""
         meta = self.metas[i]
         return torch.empty(meta.shape, dtype=meta.dtype, device=device if meta.cuda else "cpu")
@@ -201,7 +201,7 @@ class Messages:
         self.rest = [] if inline else [packed]
 
 
-def opened(first: Tensor) -> tuple[Header, Tensor | None]:
+def parse(first: Tensor) -> tuple[Header, Tensor | None]:
     """The header of :class:`Messages`, and the small tensors packed; None if they come by themselves.
 
     Raises:
