@@ -3,7 +3,7 @@
 Importing this package starts no MPI and reads no environment; :func:`init` does.
 """
 
-from hpcdist import versions  # noqa: F401  # says what is too old, before the other imports trip over it
+from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old
 
 # isort: split
 from hpcdist import layout, staging
@@ -20,38 +20,10 @@ from hpcdist.split import split
 from hpcdist.tensors import eager
 
 __all__ = [
-    "Block",
-    "Box",
-    "Boxes",
-    "FileError",
-    "Handle",
-    "HangError",
-    "HpcdistError",
-    "LaunchError",
-    "Layout",
-    "Plan",
-    "RankError",
-    "Replicate",
-    "Split",
-    "World",
-    "balance",
-    "concat",
-    "current",
-    "finalize",
-    "gather",
-    "init",
-    "irecv",
-    "isend",
-    "layout",
-    "local",
-    "plan_redistribute",
-    "recv",
-    "redistribute",
-    "send",
-    "split",
-    "staging",
-]
-__version__ = "0.1.0"
+    "Block", "Box", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Layout", "Plan",
+    "RankError", "Replicate", "Split", "World", "balance", "concat", "current", "finalize", "gather", "init",
+    "irecv", "isend", "layout", "local", "plan_redistribute", "recv", "redistribute", "send", "split", "staging",
+]  # fmt: skip
 
 eager.not_compiled([balance, concat, current, finalize, gather, init, irecv, isend, local, plan_redistribute, recv])
 eager.not_compiled([redistribute, send, split, Handle, Plan, World, *(vars(staging)[name] for name in staging.__all__)])

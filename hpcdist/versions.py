@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable
 from importlib import metadata
 
-__all__ = ["OLDEST", "problem", "require"]
+__all__ = ["OLDEST", "__version__", "problem", "require"]
+
+__version__ = "0.1.0"
 
 # As in setup.cfg, which has the reasons. pip looks at them when it installs; later installations, PYTHONPATH and a
 # cluster's modules do not.
