@@ -38,9 +38,9 @@ class Blocks:
 
     def _places(self) -> list[int] | None:
         places = []
-        for boxes, count, packed in zip(self.boxes, self.counts, self.displs, strict=True):
+        for boxes, count in zip(self.boxes, self.counts, strict=True):
             if not count:
-                places.append(packed)
+                places.append(0)
                 continue
             _, runs, starts = layout.runs(boxes[0], self.shape)
             if len(boxes) > 1 or runs > 1:
