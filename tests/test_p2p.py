@@ -23,7 +23,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import matching, packing, post, transfers, tree
+from hpcdist import commit, matching, packing, post, transfers, tree
 from hpcdist.errors import HpcdistError
 from hpcdist.post import Arrival
 from hpcdist.routes.hdf5 import Stage
@@ -422,6 +422,7 @@ def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, mon
         findings.check("no such folder" in str(error), error)
     change_settings(monkeypatch, world, staging=str(folder))
     monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
+    monkeypatch.setattr(commit, "PATIENCE", 0.2)
     handle = hd.isend(big, after, route="hdf5")
     for step in (lambda: hd.recv(before), lambda: handle.wait(30)):
         try:

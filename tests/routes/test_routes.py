@@ -16,7 +16,7 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import raw
+from hpcdist import commit, raw
 from hpcdist.routes import c10d, hdf5, mpi, select, staged
 from hpcdist.routes.base import Alltoall, Route
 from hpcdist.staging import format
@@ -288,6 +288,7 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
     change_settings(monkeypatch, world, staging=str(folder / "none"))
     refused("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
+    monkeypatch.setattr(commit, "PATIENCE", 0.2)
     if world.rank == world.world_size - 1:
         monkeypatch.setattr(format, "_unseen", lambda place: "another file by that name on this rank")
     refused("the folder is not shared by all nodes")
