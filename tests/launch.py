@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import shutil
 import signal
@@ -51,6 +52,25 @@ def mpirun(
     """
     args = ("-c", textwrap.dedent(code)) if code else args
     return run([*(launcher(np) if np else []), *(python() if quick else [sys.executable]), *args], cwd=cwd, env=env)
+
+
+def commands(
+    np: int, *lines: Sequence[object], cwd: Path | None = None, env: dict[str, str] | None = None
+) -> list[Job]:
+    """Run commands, each (module, *arguments), one after the other in one job of `np` ranks: see commands.py.
+
+    How each would end as a job of its own. An AssertionError if their job does not end well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = json.dumps([list(map(str, line)) for line in lines])
+        job = mpirun(np, str(Path(__file__).with_name("commands.py")), folder, told, cwd=cwd, env=env)
+        assert job.status == 0, job
+        statuses = [max(of_ranks) for of_ranks in json.loads(job.out)]
+        said = [
+            [Path(folder, f"{i}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
+            for i in range(len(lines))
+        ]
+        return [Job(status, out, err) for status, (out, err) in zip(statuses, said, strict=True)]
 
 
 @functools.cache
