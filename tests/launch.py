@@ -25,7 +25,7 @@ def slowness() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-DEADLINE = 60 * slowness()  # seconds; a job that takes longer hangs
+DEADLINE = 60  # seconds; on a quiet machine, a job that takes longer hangs
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ def launcher(np: int) -> list[str]:
 
 def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:
     """Run a command as the leader of its own session, and end that whole session if the deadline passes."""
+    deadline = DEADLINE * slowness()
     with subprocess.Popen(
         command,
         cwd=cwd,
@@ -123,7 +124,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | N
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=DEADLINE)
+            out, err = process.communicate(timeout=deadline)
         except subprocess.TimeoutExpired as late:
             process.terminate()  # mpirun passes it on to the ranks
             try:
@@ -131,7 +132,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | N
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 out, err = process.communicate()
-            raise AssertionError(f"the job did not end within {DEADLINE} s\n{out}\n{err}") from late
+            raise AssertionError(f"the job did not end within {deadline} s\n{out}\n{err}") from late
         except BaseException:  # Ctrl-C
             os.killpg(process.pid, signal.SIGKILL)
             raise

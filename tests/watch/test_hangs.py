@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import DEADLINE, Job, launcher, mpirun, python
+from launch import DEADLINE, Job, launcher, mpirun, python, slowness
 
 PROGRAM = Path(__file__).with_name("hanging.py")
 
@@ -176,10 +176,10 @@ def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on(tmp_path
         for count, told in enumerate((pids[2:], pids[:1], pids), 1):
             for pid in told:
                 os.kill(pid, signal.SIGUSR2)
-            end = time.monotonic() + DEADLINE
+            end = time.monotonic() + DEADLINE * slowness()
             while said.read_text().count(title) < count and time.monotonic() < end:
                 time.sleep(0.1)
-            time.sleep(1)  # in which the other ranks would print theirs
+            time.sleep(1.5)  # in which the other ranks would print theirs
         os.kill(pids[1], signal.SIGINT)  # rank 1 has waited for that
         out, _ = job.communicate(timeout=40)
     err = said.read_text()
