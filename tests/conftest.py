@@ -52,12 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if _can_run(item, size) and (asked or not item.get_closest_marker("cluster"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
-    slower = slowness()
-    if slower > 1:  # the deadlines are those of a quiet machine
-        for item in kept:
-            own = item.get_closest_marker("timeout")
-            seconds = own.args[0] if own else float(config.getoption("timeout") or config.getini("timeout"))
-            item.add_marker(pytest.mark.timeout(seconds * slower), append=False)
 
 
 def _can_run(item: pytest.Item, size: int) -> bool:
@@ -67,6 +61,15 @@ def _can_run(item: pytest.Item, size: int) -> bool:
     if item.get_closest_marker("large") and size != _LARGE_NEEDS:
         return False
     return item.get_closest_marker("gpu") is None or torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout looks
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """The deadlines are those of a quiet machine."""
+    own = item.get_closest_marker("timeout")
+    seconds = own.args[0] if own else float(item.config.getoption("timeout") or item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(seconds * slowness()), append=False)
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ def slowness() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-DEADLINE = 60 * slowness()  # seconds; a job that takes longer hangs
+DEADLINE = 60  # seconds; on a quiet machine, a job that takes longer hangs
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,25 @@ def mpirun(
     """
     args = ("-c", textwrap.dedent(code)) if code else args
     return run([*(launcher(np) if np else []), *(python() if quick else [sys.executable]), *args], cwd=cwd, env=env)
+
+
+def commands(
+    np: int, *lines: Sequence[object], cwd: Path | None = None, env: dict[str, str] | None = None
+) -> list[Job]:
+    """Run commands, each (module, *arguments), one after the other in one job of `np` ranks: see commands.py.
+
+    How each would end as a job of its own. An AssertionError if their job does not end well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = json.dumps([list(map(str, line)) for line in lines])
+        job = mpirun(np, str(Path(__file__).with_name("commands.py")), folder, told, cwd=cwd, env=env)
+        assert job.status == 0, job
+        statuses = [max(of_ranks) for of_ranks in json.loads(job.out)]
+        said = [
+            [Path(folder, f"{i}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
+            for i in range(len(lines))
+        ]
+        return [Job(status, out, err) for status, (out, err) in zip(statuses, said, strict=True)]
 
 
 @functools.cache
@@ -91,6 +111,7 @@ def launcher(np: int) -> list[str]:
 
 def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:
     """Run a command as the leader of its own session, and end that whole session if the deadline passes."""
+    deadline = DEADLINE * slowness()
     with subprocess.Popen(
         command,
         cwd=cwd,
@@ -103,7 +124,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | N
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=DEADLINE)
+            out, err = process.communicate(timeout=deadline)
         except subprocess.TimeoutExpired as late:
             process.terminate()  # mpirun passes it on to the ranks
             try:
@@ -111,7 +132,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | N
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 out, err = process.communicate()
-            raise AssertionError(f"the job did not end within {DEADLINE} s\n{out}\n{err}") from late
+            raise AssertionError(f"the job did not end within {deadline} s\n{out}\n{err}") from late
         except BaseException:  # Ctrl-C
             os.killpg(process.pid, signal.SIGKILL)
             raise

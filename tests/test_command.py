@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from launch import Job, mpirun
+from launch import Job, commands, mpirun
 from safetensors.torch import load_file, save_file
 
 from hpcdist import __version__
@@ -20,6 +21,11 @@ from hpcdist import __version__
 
 def gather(np_: int, *args: object, cwd: Path | None = None) -> Job:
     return mpirun(np_, "-m", "hpcdist.gather", *map(str, args), cwd=cwd)
+
+
+def gathers(np_: int, *lines: Sequence[object], cwd: Path | None = None) -> list[Job]:
+    """Several gathers, one after the other in one job."""
+    return commands(np_, *(("hpcdist.gather", *line) for line in lines), cwd=cwd)
 
 
 @pytest.fixture
@@ -83,13 +89,13 @@ def test_inputs_keep_their_order(tmp_path: Path) -> None:
     """As given; those of a pattern as one counts, s2 before s10. The report says so."""
     for i in range(12):
         np.save(tmp_path / f"s{i}.npy", np.full(2, i))
-    job = gather(2, "s7.npy", "s1?.npy", "s[0-6].npy", "-o", "y.npy", "--json", "--verify", cwd=tmp_path)
+    named = ("s7.npy", "s1?.npy", "s[0-6].npy", "-o", "y.npy", "--json", "--verify")
+    job, shown = gathers(2, named, ("s?.npy", "s1?.npy"), cwd=tmp_path)
     order = [7, 10, 11, 0, 1, 2, 3, 4, 5, 6]
     assert job.status == 0, job.err
     assert json.loads(job.out)["inputs"] == [f"s{i}.npy" for i in order]
     assert np.load(tmp_path / "y.npy").tolist() == [i for i in order for _ in range(2)]
-    job = gather(2, "s?.npy", "s1?.npy", cwd=tmp_path)
-    assert "order: s0.npy, s1.npy, s2.npy, s3.npy, ..., s11.npy" in job.out, job.err
+    assert "order: s0.npy, s1.npy, s2.npy, s3.npy, ..., s11.npy" in shown.out, shown.err
 
 
 @pytest.mark.once
@@ -97,18 +103,17 @@ def test_along_another_dim_on_all_ranks_over_every_route(tmp_path: Path) -> None
     whole = torch.arange(60.0).view(3, 10, 2)
     for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
         torch.save(part.clone(), tmp_path / f"{i}.pt")
-    for route in ("mpi", "gloo", "hdf5", "auto"):
-        job = gather(
-            3, f"{tmp_path}/?.pt", "--dim", -2, "--all", "--route", route, "-o", tmp_path / "all.npy", "--verify"
-        )
+    routes = ("mpi", "gloo", "hdf5", "auto")
+    asked = [("?.pt", "--dim", -2, "--all", "--route", route, "-o", f"{route}.npy", "--verify") for route in routes]
+    for route, job in zip(routes, gathers(3, *asked, cwd=tmp_path), strict=True):
         assert job.status == 0, job.err
         assert "equal to the inputs" in job.out
         assert "shape (3, 10, 2) on every rank" in job.out
-        assert np.array_equal(np.load(tmp_path / "all.npy"), whole.numpy())
+        assert np.array_equal(np.load(tmp_path / f"{route}.npy"), whole.numpy())
 
 
 def test_compare_runs_every_route_on_the_same_data(shards: Path) -> None:
-    job = gather(2, f"{shards}/*", "--compare", "--json")
+    job, text = gathers(2, (f"{shards}/*", "--compare", "--json"), (f"{shards}/*", "--compare"))
     assert job.status == 0, job.err
     report = json.loads(job.out)
     rows = {row["route"]: row for row in report["routes"]}
@@ -121,19 +126,22 @@ def test_compare_runs_every_route_on_the_same_data(shards: Path) -> None:
     if not torch.cuda.is_available():
         assert "needs a GPU of its own" in rows["nccl"]["refused"]
     assert report["bytes_sent"] == 7 * 4 * 4  # the last two files, rows 4 to 10, go from rank 1 to rank 0
-    text = gather(2, f"{shards}/*", "--compare")
     assert "time (ms)" in text.out
     assert "ratio to best" in text.out
 
 
+@pytest.mark.once
 def test_scalars_are_stacked_and_nothing_at_all_is_gathered(tmp_path: Path) -> None:
     for i in range(3):
         np.save(tmp_path / f"s{i}.npy", np.float32(i))
         np.save(tmp_path / f"e{i}.npy", np.empty((0, 3)))
-    assert gather(2, f"{tmp_path}/s*.npy", "-o", tmp_path / "s.npy", "--verify").status == 0
+    jobs = gathers(2, *((f"{kind}*.npy", "-o", f"{kind}.npy", "--verify") for kind in "se"), cwd=tmp_path)
+    assert [job.status for job in jobs] == [0, 0]
     assert np.load(tmp_path / "s.npy").tolist() == [0, 1, 2]
-    assert gather(2, f"{tmp_path}/e*.npy", "-o", tmp_path / "e.npy", "--verify").status == 0
     assert np.load(tmp_path / "e.npy").shape == (0, 3)
+
+
+NAMES = ((b"out", b"h5"), (b"out", b"npy"), (b"no", b"npy"))
 
 
 @pytest.mark.once
@@ -142,22 +150,22 @@ def test_names_that_no_terminal_can_print(env: dict[str, str], tmp_path: Path) -
     """Bytes that are no UTF-8, letters that ASCII lacks, a newline: read, written and printed, in one line each."""
     np.save(tmp_path / os.fsdecode(b"a\xff.npy"), np.arange(4))
     np.save(tmp_path / "b\né.npy", np.arange(4, 6))
-    for n, out in enumerate((b"out\xff\n\xc3\xa9.h5", b"out\xff\n\xc3\xa9.npy")):
-        args = ["-m", "hpcdist.gather", "[ab]*.npy", "-o", os.fsdecode(out), "--verify", *["--json"] * n]
-        job = mpirun(2, *args, cwd=tmp_path, env=env)
-        assert job.status == 0, job.err
-        if n:
-            assert os.fsencode(json.loads(job.out)["output"]) == out
-        else:
-            assert r"written: out\udcff\n" in job.out
-            assert "equal to the inputs" in job.out.splitlines()[-1]
-    for what in ("ls", "verify"):
-        job = mpirun(0, "-m", "hpcdist.staging", what, os.fsdecode(b"out\xff\n\xc3\xa9.h5"), cwd=tmp_path, env=env)
-        assert job.status == 0, job.err
-    assert r"out\udcff\n" in job.out
-    assert job.out.count("\n") == 1
-    assert np.load(tmp_path / os.fsdecode(out)).tolist() == [0, 1, 2, 3, 4, 5]
-    job = mpirun(2, "-m", "hpcdist.gather", os.fsdecode(b"no\xff\n\xc3\xa9.npy"), cwd=tmp_path, env=env)
+    h5, npy, none = (os.fsdecode(name + b"\xff\n\xc3\xa9." + kind) for name, kind in NAMES)
+    gathering = ("hpcdist.gather", "[ab]*.npy", "--verify", "-o")
+    job = mpirun(2, "-m", *gathering, h5, cwd=tmp_path, env=env)
+    assert job.status == 0, job.err
+    assert r"written: out\udcff\n" in job.out
+    assert "equal to the inputs" in job.out.splitlines()[-1]
+    staging = [("hpcdist.staging", what, h5) for what in ("ls", "verify")]
+    written, job, *both = commands(
+        2, (*gathering, npy, "--json"), ("hpcdist.gather", none), *staging, cwd=tmp_path, env=env
+    )
+    assert written.status == 0, written.err
+    assert os.fsencode(json.loads(written.out)["output"]) == os.fsencode(npy)
+    assert np.load(tmp_path / npy).tolist() == [0, 1, 2, 3, 4, 5]
+    assert [one.status for one in both] == [0, 0], both
+    assert r"out\udcff\n" in both[1].out
+    assert both[1].out.count("\n") == 1
     ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
     assert job.status == 2
     assert len(ours) == 1 and r"no\udcff\n" in ours[0] and "no such file" in ours[0], job.err
@@ -185,8 +193,8 @@ MISTAKES: dict[str, tuple[list[object], str]] = {  # the bad file is met by the 
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path) -> None:
+    """Each mistake in turn, in one job; that a job ends with the status, others see."""
     for name in GOOD:
         np.save(tmp_path / name, np.ones((2, 3)))
     np.save(tmp_path / "3-float32.npy", np.ones((2, 3), np.float32))
@@ -194,31 +202,37 @@ def test_bad_input_is_one_clear_line_and_status_2(mistake: str, tmp_path: Path) 
     np.save(tmp_path / "3-flat.npy", np.ones(3))
     (tmp_path / "3-junk.npy").write_bytes(b"junk")
     before = sorted(tmp_path.iterdir())
-    args, message = MISTAKES[mistake]
-    job = gather(2, *args, cwd=tmp_path)
-    ours = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
-    assert job.status == 2, job.err
-    assert len(ours) == 1, job.err
-    assert message in ours[0]
-    assert "Traceback" not in job.err
-    assert "usage" not in job.err
-    assert job.out == ""
+    jobs = gathers(2, *(args for args, _ in MISTAKES.values()), cwd=tmp_path)
+    for (mistake, (_, message)), job in zip(MISTAKES.items(), jobs, strict=True):
+        assert (job.status, job.out) == (2, ""), f"{mistake}: {job}"
+        assert job.err.startswith("hpcdist.gather: error: ") and job.err.count("\n") == 1, f"{mistake}: {job}"
+        assert message in job.err, f"{mistake}: {job}"
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("output", [(), ("-o", "out.h5"), ("-o", "out.npy")])
-def test_a_route_that_cannot_run_here_is_refused(output: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_route_that_cannot_run_here_is_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         return
     np.save(tmp_path / "x.npy", np.ones(3))
-    job = gather(2, "--route", "nccl", *output, "x.npy", cwd=tmp_path)
-    assert job.status == 2, job.err
-    ours = "hpcdist.gather: error: route nccl needs a GPU of its own for each rank and a torch with NCCL; use route"
-    assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
+    asked = ("--route", "nccl", "x.npy")
+    for job in (
+        gather(2, *asked, cwd=tmp_path),
+        *gathers(2, (*asked, "-o", "o.h5"), (*asked, "-o", "o.npy"), cwd=tmp_path),
+    ):
+        assert job.status == 2, job.err
+        ours = "hpcdist.gather: error: route nccl needs a GPU of its own for each rank and a torch with NCCL; use route"
+        assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
-@pytest.mark.parametrize(("output", "route"), [("out.npy", "auto"), ("out.h5", "auto"), ("out.pt", "mpi")])
+@pytest.mark.parametrize(
+    ("output", "route"),
+    [
+        ("out.h5", "auto"),
+        pytest.param("out.npy", "auto", marks=pytest.mark.once),
+        pytest.param("out.pt", "mpi", marks=pytest.mark.once),
+    ],
+)
 def test_no_space_half_way_leaves_nothing_behind(output: str, route: str, tmp_path: Path) -> None:
     """A write fails, and all ranks end with status 2."""
     np.save(tmp_path / "x.npy", np.arange(3_000_000))
@@ -245,10 +259,9 @@ def test_no_space_half_way_leaves_nothing_behind(output: str, route: str, tmp_pa
 
 @pytest.mark.once
 def test_help_and_the_list_of_commands_are_printed_once() -> None:
-    job = gather(3, "--help")
-    assert job.status == 0
-    assert job.out.count("usage: hpcdist.gather") == 1
-    job = mpirun(3, "-m", "hpcdist")
+    told, job = commands(3, ("hpcdist.gather", "--help"), ("hpcdist",))
+    assert told.status == 0
+    assert told.out.count("usage: hpcdist.gather") == 1
     assert job.status == 0, job.err
     assert job.out.count("python -m hpcdist.gather") == 1
     for line in (f"hpcdist  {' ' * 4}{__version__}", "MPI ", "HDF5 ", "ranks        3 on 1 node"):

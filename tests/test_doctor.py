@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import Job, launcher, run
+from launch import Job, launcher, mpirun, python, run
 
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
 from hpcdist.doctor.examine import judge
@@ -323,14 +323,17 @@ def test_the_report() -> None:
     assert ranks_text([5]) == "rank 5"
 
 
+DOCTOR = ("-m", "hpcdist.doctor")
+
+
 def doctor(np: int, *args: str, env: dict[str, str] | None = None, under: Sequence[str] = ()) -> Job:
     """The doctor on `np` ranks, each started by the command `under`."""
-    return run([*(launcher(np) if np else []), *under, sys.executable, "-m", "hpcdist.doctor", *args], env=env)
+    return run([*(launcher(np) if np else []), *under, *python(), *DOCTOR, *args], env=env)
 
 
 @pytest.mark.parametrize("np", [0, 2])
 def test_a_healthy_job(np: int, tmp_path: Path) -> None:
-    job = doctor(np, "--json", "--staging", str(tmp_path))
+    job = mpirun(np, *DOCTOR, "--json", "--staging", str(tmp_path), quick=False)
     assert job.status == 0, job.err
     told = json.loads(job.out)  # one report, however many ranks
     verdicts = {finding["name"]: finding["verdict"] for finding in told["findings"]}
@@ -421,7 +424,7 @@ def test_what_is_broken_is_found(case: str) -> None:
 @pytest.mark.once
 def test_worlds_of_one_tell_once() -> None:
     """Two processes that a launcher has started of which the MPI library knows nothing."""
-    one = f"{sys.executable} -m hpcdist.doctor"
+    one = shlex.join([*python(), *DOCTOR])
     command = f"PMI_SIZE=2 PMI_RANK=1 {one} & PMI_SIZE=2 PMI_RANK=0 {one}; first=$?; wait $!; echo $first $?"
     job = run(["sh", "-c", command])
     assert "2 worlds of one rank, instead of one of 2" in found(job, "launcher", "srun --mpi=pmix for Open MPI")
@@ -429,16 +432,18 @@ def test_worlds_of_one_tell_once() -> None:
     assert job.out.splitlines()[-1] == "1 0"
 
 
-def patient(folder: Path, **modules: str) -> dict[str, str]:
-    """An environment in which Python finds these modules first."""
-    for name, code in modules.items():
-        (folder / f"{name}.py").write_text(code)
-    return {"PYTHONPATH": str(folder)}
+# In a job whose ranks have done something else before.
+EXAMINE = """
+import runpy, sys
+sys.argv = ["doctor", *sys.argv[1:]]
+runpy.run_module("hpcdist.doctor", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.once
 def test_no_h5py(tmp_path: Path) -> None:
-    job = doctor(2, env=patient(tmp_path, h5py="raise ImportError('no module named h5py, as it were')"))
+    (tmp_path / "h5py.py").write_text("raise ImportError('no module named h5py, as it were')")
+    job = mpirun(2, *DOCTOR, cwd=tmp_path)
     assert "h5py cannot be imported: no module named h5py, as it were" in found(job, "HDF5", "pip install h5py")
     assert found(job, "route hdf5", "staging folder").startswith("broken")
     assert job.status == 1
@@ -453,9 +458,8 @@ fcntl.flock = flock
 
 
 @pytest.mark.once
-def test_a_file_system_without_locks(tmp_path: Path) -> None:
-    env = patient(tmp_path, sitecustomize=UNLOCKED)
-    job = doctor(0, env={**env, "HDF5_USE_FILE_LOCKING": "TRUE"})
+def test_a_file_system_without_locks() -> None:
+    job = mpirun(0, code=UNLOCKED + EXAMINE, env={"HDF5_USE_FILE_LOCKING": "TRUE"})
     assert found(job, "file locking", "export HDF5_USE_FILE_LOCKING=FALSE").startswith("broken")
     assert job.status == 1
 
@@ -473,10 +477,10 @@ os.write = write
 
 @pytest.mark.once
 def test_a_full_staging_folder(tmp_path: Path) -> None:
-    job = doctor(2, "--staging", str(tmp_path), env=patient(tmp_path, sitecustomize=FULL))
+    job = mpirun(2, "-c", FULL + EXAMINE, "--staging", str(tmp_path))
     assert "No space left on device" in found(job, "staging folder", "export HPCDIST_STAGING=FOLDER")
     assert job.status == 1
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] in ([], ["__pycache__"])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.once
@@ -495,8 +499,7 @@ def test_a_job_that_works_but_slowly() -> None:
 @pytest.mark.once
 def test_a_rank_that_never_comes() -> None:
     """MPI_Init waits for it without end, with Python's lock in its hand."""
-    ours = [sys.executable, "-m", "hpcdist.doctor", "--limit", "1"]
-    job = run([*launcher(1), *ours, ":", "-n", "1", "sleep", "50"])
+    job = run([*launcher(1), *python(), *DOCTOR, "--limit", "1", ":", "-n", "1", "sleep", "50"])
     assert "rank 0 on" in found(job, "MPI_Init", "mpirun of the same installation")
     assert "has not ended in time (--limit 1)" in job.out
     assert job.status != 0
@@ -520,7 +523,8 @@ raise ImportError("h5py is not for this test")
 )
 def test_a_rank_that_hangs_or_dies_alone_is_named(ill: str, text: str, tmp_path: Path) -> None:
     limit = "1" if "limit" in text else "20"
-    job = doctor(2, "--limit", limit, env=patient(tmp_path, h5py=HANGS.format(ill)))
+    (tmp_path / "h5py.py").write_text(HANGS.format(ill))
+    job = mpirun(2, *DOCTOR, "--limit", limit, cwd=tmp_path)
     lines = [line for line in job.err.splitlines() if line.startswith("broken") and "rank 1 on" in line]
     assert len(lines) == 1, job.err
     assert text in lines[0]

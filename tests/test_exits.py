@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from launch import Job, launcher, mpirun, run
+from launch import Job, launcher, mpirun, python, run
 
 HARMLESS = """
     import _thread, asyncio, atexit, code, contextlib, os, signal, sys, threading, time, weakref
@@ -114,7 +113,7 @@ def typed(tmp_path: Path, words: str, lines: str) -> Job:
     """A job of two ranks, each with these lines for its standard input."""
     said = tmp_path / "lines"
     said.write_text(textwrap.dedent(lines))
-    return run([*launcher(2), "sh", "-c", f"{shlex.quote(sys.executable)} {words} < {shlex.quote(str(said))}"])
+    return run([*launcher(2), "sh", "-c", f"{shlex.join(python())} {words} < {shlex.quote(str(said))}"])
 
 
 PROGRAM = "import sys, torch, code, hpcdist as hd\nworld = hd.init()\n"

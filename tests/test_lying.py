@@ -100,6 +100,7 @@ def test_npy_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "HACKED").exists()
 
 
+@pytest.mark.once
 def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of numpy: 1 GiB that unpacks from 1 MB, in a header and in data."""
     monkeypatch.chdir(tmp_path)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launch import mpirun, run
+from launch import mpirun, python, run, slowness
 
 import hpcdist
-
-PYTHON = shlex.quote(sys.executable)
-
 
 LOST = {  # what a shell makes of standard output and error
     "staging": ("2>&1 | true", "> /dev/full"),
@@ -31,7 +27,7 @@ def test_a_command_goes_on_when_nobody_reads_it(command: str, tmp_path: Path) ->
         words = f"ls {tmp_path / 'x.h5'}"
         with hpcdist.init():
             hpcdist.staging.save(tmp_path / "x.h5", {f"x{i}": torch.ones(1) for i in range(2000)})
-    start = f"{PYTHON} -m hpcdist.{command} {words}"
+    start = f"{shlex.join(python())} -m hpcdist.{command} {words}"
     pipes = [(to.partition("|")[0], "| true" if "|" in to else "") for to in LOST[command]]
     script = [f"{{ {start} {to}; echo $? >&3; }} {then}" for to, then in pipes]
     job = run(["bash", "-c", "\n".join(["exec 3>&1", *script])])
@@ -80,7 +76,9 @@ ENDS = {
 )
 def test_a_job_without_standard_streams_ends_with_its_status(closed: str, end: str) -> None:
     early, late = CLOSED[closed]
-    job = mpirun(2, code=JOB.format(early=early, late=late, end=ENDS[end]), env={"HPCDIST_TIMEOUT": "4"})
+    job = mpirun(
+        2, code=JOB.format(early=early, late=late, end=ENDS[end]), env={"HPCDIST_TIMEOUT": str(2 * slowness())}
+    )
     assert job.status == (3 if end == "exit" else 1), job.err
     if "descriptor" not in closed:  # there the reason still has a way out
         assert {"raise": "ValueError: mine", "exit": "", "hang": "HangError: recv() at"}[end] in job.err

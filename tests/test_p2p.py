@@ -25,7 +25,7 @@ from torch import Tensor
 import hpcdist as hd
 from hpcdist.comm import matching
 from hpcdist.errors import HpcdistError
-from hpcdist.files import h5
+from hpcdist.files import commit, h5
 from hpcdist.p2p import engine as post
 from hpcdist.p2p import transfers
 from hpcdist.p2p.engine import Arrival
@@ -426,6 +426,7 @@ def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, mon
         findings.check("no such folder" in str(error), error)
     change_settings(monkeypatch, world, staging=str(folder))
     monkeypatch.setattr(h5, "_unseen", lambda place: "another file by that name on this rank")
+    monkeypatch.setattr(commit, "PATIENCE", 0.2)
     handle = hd.isend(big, after, route="hdf5")
     for step in (lambda: hd.recv(before), lambda: handle.wait(30)):
         try:

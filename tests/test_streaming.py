@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from launch import Job, mpirun
+from launch import Job, commands, mpirun
 from safetensors.torch import load_file, save_file
 
 from hpcdist.staging import contents
@@ -113,9 +113,10 @@ def test_split_by_the_rule_of_torch(tmp_path: Path) -> None:
 def test_concat_writes_one_file_or_a_copy_a_rank(tmp_path: Path) -> None:
     for i, part in enumerate(np.split(WHOLE, [1000])):
         np.save(tmp_path / f"s{i}.npy", part)
-    ok(2, "concat", "s?.npy", "-o", "one.h5", "--verify", cwd=tmp_path)
-    report = ok(2, "concat", "s?.npy", "-o", "copy-{rank}.npy", "--verify", "--window", "8K", cwd=tmp_path)
-    assert report["verified"] is True
+    concat = ("hpcdist.concat", "s?.npy", "--verify", "--json", "-o")
+    for job in commands(2, (*concat, "one.h5"), (*concat, "copy-{rank}.npy", "--window", "8K"), cwd=tmp_path):
+        assert job.status == 0, job.err
+        assert json.loads(job.out)["verified"] is True
     for name in ("one.h5", "copy-0.npy", "copy-1.npy"):
         assert np.array_equal(read(tmp_path / name), WHOLE)
     text = run(3, "concat", "s?.npy", cwd=tmp_path)  # in memory, on every rank
@@ -126,10 +127,15 @@ def test_concat_writes_one_file_or_a_copy_a_rank(tmp_path: Path) -> None:
 def test_bf16_through_every_format_that_has_it(tmp_path: Path) -> None:
     x = torch.arange(100).to(torch.bfloat16).view(20, 5)
     torch.save(x, tmp_path / "x.pt")
-    ok(2, "split", "x.pt", "-o", "{rank}.h5", cwd=tmp_path)
-    ok(2, "gather", "?.h5", "-o", "y.safetensors", cwd=tmp_path)
+    *fine, job = commands(
+        2,
+        ("hpcdist.split", "x.pt", "-o", "{rank}.h5"),
+        ("hpcdist.gather", "?.h5", "-o", "y.safetensors"),
+        ("hpcdist.gather", "?.h5", "-o", "y.npy"),
+        cwd=tmp_path,
+    )
+    assert [one.status for one in fine] == [0, 0], fine
     assert torch.equal(load_file(tmp_path / "y.safetensors")["data"], x)
-    job = run(2, "gather", "?.h5", "-o", "y.npy", cwd=tmp_path)
     assert job.status == 2
     assert "a .npy file cannot hold torch.bfloat16; use one of .pt, .safetensors, .h5" in job.err
 
@@ -315,10 +321,16 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
 @pytest.mark.once
 def test_a_damaged_file_is_found_and_its_piece_named(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", WHOLE)
-    ok(2, "gather", "x.npy", "-o", "y.h5", "--window", "40K", cwd=tmp_path)
-    good = run(2, "staging", "verify", "y.h5", cwd=tmp_path)
+    written, good, listed = commands(
+        2,
+        ("hpcdist.gather", "x.npy", "-o", "y.h5", "--window", "40K"),
+        ("hpcdist.staging", "verify", "y.h5"),
+        ("hpcdist.staging", "ls", "y.h5", "--json"),
+        cwd=tmp_path,
+    )
+    assert written.status == 0, written.err
     assert (good.status, "y.h5: 5 pieces, 82.0 KiB: all as they were written" in good.out) == (0, True), good.out
-    report = json.loads(run(2, "staging", "ls", "y.h5", "--json", cwd=tmp_path).out)
+    report = json.loads(listed.out)
     assert report["state"] == "complete"
     assert report["tensors"][0] | {"filters": ""} == {
         "name": "data", "shape": [3000, 7], "dtype": "int32", "bytes": 84000, "pieces": 5, "written": 5, "filters": ""

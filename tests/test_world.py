@@ -406,6 +406,7 @@ def test_the_host_name_need_not_resolve(tmp_path: Path) -> None:
         assert socket.inet_aton(address)
 
 
+@pytest.mark.once
 def test_the_staging_folder_by_argument_environment_and_default(tmp_path: Path) -> None:
     code = """
         import sys, hpcdist as hd
@@ -419,7 +420,7 @@ def test_the_staging_folder_by_argument_environment_and_default(tmp_path: Path) 
         ([], env, there),
         ([], {"TMPDIR": str(tmp_path)}, tmp_path / f"hpcdist-{os.getuid()}"),
     ):
-        job = run([sys.executable, "-c", textwrap.dedent(code), *args], env=environ)
+        job = mpirun(0, "-c", textwrap.dedent(code), *args, env=environ)
         assert job.out.strip() == str(expected), job.err
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from launch import DEADLINE, Job
+from launch import DEADLINE, Job, slowness
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -97,9 +97,10 @@ class Started:
     mark: str  # is in the environment of all that it starts, as _MARK
 
     def wait(self, deadline: float = DEADLINE) -> Job:
-        """How it ended; an AssertionError if it has not within `deadline` seconds, after it was ended by force."""
+        """How it ended; an AssertionError if it has not within `deadline` seconds, or more on a busy machine, after it
+        was ended by force."""
         try:
-            out, err = self.process.communicate(timeout=deadline)
+            out, err = self.process.communicate(timeout=deadline * slowness())
         except subprocess.TimeoutExpired as late:
             self.kill()
             out, err = self.process.communicate()

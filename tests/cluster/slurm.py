@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hosts import Hosts, Started
-from launch import DEADLINE, Job
+from launch import DEADLINE, Job, slowness
 
 CPUS = 8  # of each host, as Slurm is told: more than the machine may have
 GPUS = 2  # of each host, as Slurm is told: any device will do for Slurm, which only counts them
@@ -138,7 +138,7 @@ class Slurm:
         return {"SLURM_CONF": str(self._folder / "slurm.conf")}
 
     def _until(self, what: str, holds: Callable[[], bool], deadline: float = 30) -> None:
-        end = time.monotonic() + deadline
+        end = time.monotonic() + deadline * slowness()
         while not holds():
             dead = [daemon for daemon in self._daemons if daemon.process.poll() is not None]
             if dead or time.monotonic() > end:
@@ -185,7 +185,7 @@ class Slurm:
 
     def wait(self, job: str, deadline: float = DEADLINE) -> Ended:
         """Until a job is over; "7_1" is one of an array. At the deadline it is cancelled: an AssertionError."""
-        end = time.monotonic() + deadline
+        end = time.monotonic() + deadline * slowness()
         while (ended := self._ended(job)) is None:
             if time.monotonic() > end:
                 shown = self._show(job)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launch import slowness
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNS = 9  # one of each fault
@@ -19,7 +20,7 @@ def test_jobs_with_a_fault_end_as_they_should(mpi: str, tmp_path: Path) -> None:
     report = tmp_path / "runs.json"
     python = ROOT / ".venv" / mpi / "bin" / "python"
     command = [python, ROOT / "tests" / "faults.py", "--runs", str(RUNS), "--workers", "3", "--json", report]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280 * slowness())
     runs = json.loads(report.read_text())
     bad = [run for run in runs if run["problems"]]
     shown = [(run["fault"], run["verb"], run["route"], run["problems"], run["output"][-3000:]) for run in bad]

@@ -18,7 +18,7 @@ from torch import Tensor
 import hpcdist as hd
 from hpcdist.comm import settings
 from hpcdist.comm.team import Team
-from hpcdist.files import h5, raw
+from hpcdist.files import commit, h5, raw
 from hpcdist.routes import c10d, hdf5, mpi, select, staged
 from hpcdist.routes.base import Alltoall, Route
 from hpcdist.tensors.dtypes import MemoryKind
@@ -288,6 +288,7 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
     change_settings(monkeypatch, world, staging=str(folder / "none"))
     refused("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
+    monkeypatch.setattr(commit, "PATIENCE", 0.2)
     if world.rank == world.world_size - 1:
         monkeypatch.setattr(h5, "_unseen", lambda place: "another file by that name on this rank")
     refused("the folder is not shared by all nodes")

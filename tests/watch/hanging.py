@@ -71,7 +71,7 @@ def native() -> None:
 
 
 def other() -> None:
-    time.sleep(0.7)  # the others wait for longer, and are the first to raise, on a busy machine, too
+    time.sleep(0.5)  # the others wait for longer, and are the first to raise, on a busy machine, too
     hd.recv(source=0)
 
 
