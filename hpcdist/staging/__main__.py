@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.staging``: what a file holds, and whether it is still what was written."""
+"""The command ``python -m hpcdist.staging``: list a file, and compare it with its checksums."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
 
-_DAMAGED = 1  # the exit status if a piece is not what was written
-_SHOWN = 20  # damaged pieces
+_DAMAGED = 1  # exit status if a piece differs from its checksum
+_MAX_SHOWN = 20  # damaged pieces
 
 
 def main(world: World, args: argparse.Namespace) -> int:
-    """Run the subcommand on the ranks of the world; returns the exit status. Collective."""
+    """Run the subcommand on the ranks of the world; return the exit status. Collective."""
     contents = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
     if args.what == "verify":
         return _verify(world, contents, args)
@@ -61,10 +61,7 @@ def _written(stored: Stored) -> int:
 
 
 def _writers(stored: Stored) -> str:
-    """The ranks that wrote the pieces.
-
-    Example: ``ranks 0 to 3``.
-    """
+    """Return the ranks that wrote the pieces, such as "ranks 0 to 3"."""
     if stored.pieces is None or not _written(stored):
         return ""
     ranks = np.unique(stored.pieces["rank"][stored.pieces["written"] == 1]).tolist()
@@ -95,7 +92,7 @@ def _as_json(contents: Contents) -> dict[str, Any]:
 
 
 def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
-    """Read every piece once, shared out among the ranks. Collective."""
+    """Read every piece once; each rank reads its share. Collective."""
     pieces = [(stored, row) for stored in contents.datasets.values() for row in range(len(stored.boxes))]
     if contents.plan is None:
         raise InputError(f"{args.file}: not written by hpcdist: it holds no checksums")
@@ -125,20 +122,20 @@ def _verdict(path: str, pieces: int, nbytes: int, damaged: list[str]) -> str:
     path, damaged = shown(path), [shown(text) for text in damaged]
     if not damaged:
         return f"{path}: {pieces} pieces, {show_bytes(nbytes)}: all as they were written"
-    more = [f"and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else []
-    return "\n".join([*damaged[:_SHOWN], *more, f"{path}: {len(damaged)} of {pieces} pieces are DAMAGED"])
+    more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
+    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{path}: {len(damaged)} of {pieces} pieces are DAMAGED"])
 
 
 def parser() -> Parser:
-    """The command line of python -m hpcdist.staging."""
+    """Return the parser of python -m hpcdist.staging."""
     p = Parser(
         prog="hpcdist.staging",
-        description="Look at an HDF5 file that hpcdist.staging has written.",
+        description="List or verify an HDF5 file that hpcdist.staging has written.",
         epilog="example: mpirun -n 4 python -m hpcdist.staging verify whole.h5",
     )
     what = p.add_subparsers(dest="what", required=True, metavar="ls|verify")
-    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, who wrote them, and the file's state")
-    verify = what.add_parser("verify", help="compare every piece with its checksum; status 1 if one is damaged")
+    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, their writers, and the state of the file")
+    verify = what.add_parser("verify", help="compare every piece with its checksum; exit status 1 if one is damaged")
     for sub in (ls, verify):
         sub.add_argument("file", metavar="FILE")
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
