@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from hpcdist import layout
 from hpcdist.commands.inputs import Inputs
@@ -34,20 +33,16 @@ class Copies(Command):
 
     verdict = ": {} the inputs"
 
-    def __init__(self, world: World, options: Options, names: Sequence[str]) -> None:
-        super().__init__(world, options)
-        self._names = names
-
     def check(self, data: Inputs) -> None:
         comm = self.world.team.comm
-        own = self._names[self.world.rank]  # perhaps in a folder that only this node has
+        own = self.names[self.world.rank]  # perhaps in a folder that only this node has
         objects.all_gather(comm, "output", lambda: self.check_output(data, own, data.nbytes()))
-        objects.broadcast(comm, "output", lambda: check_distinct(self._names))
+        objects.broadcast(comm, "output", lambda: check_distinct(self.names))
 
     def move(self, data: Inputs) -> Report:
-        parts = [(self._names[self.world.rank], layout.whole(data.shape))]
+        parts = [(self.names[self.world.rank], layout.whole(data.shape))]
         with Joined(data, self.options.window // 2) as joined:
-            report: Report = {"seconds": self.writer(data).write_alone(joined.read, parts)}
+            report = self.writer(data).write_alone(joined.read, parts)
         if self.options.verify:
             step = lambda: verify_files(data, parts, self.options.window)  # noqa: E731
             found = objects.all_gather(self.world.team.comm, "verify", step)

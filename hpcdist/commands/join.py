@@ -45,13 +45,11 @@ class Join(Command):
         report: Report = {"bytes_sent": 0 if options.all_write else self._sent(data)}
         with Joined(data, options.window // 2) as joined:
             if options.all_write:
-                written = writer.write_together(joined.read, options.output, data.shape)
-                report |= {"route": "every rank writes", "seconds": written.seconds}
-                if options.resume:
-                    report |= {"pieces": written.pieces, "pieces_kept": written.kept}
+                report["route"] = "every rank writes"
+                report |= writer.write_together(joined.read, options.output, data.shape)
             else:
-                seconds = writer.write_on_root(joined.read, options.output, data.shape, options.route, options.root)
-                report |= {"route": options.route, "seconds": seconds}
+                report["route"] = options.route
+                report |= writer.write_on_root(joined.read, options.output, data.shape, options.route, options.root)
         if options.verify:
             parts = [(options.output, layout.whole(data.shape))]
             report |= objects.broadcast(

@@ -28,6 +28,7 @@ class Options:
         resume, verify, json, compare: flags of the command line.
         route: name of the route, or "auto".
         everywhere: whether every rank receives the result, in memory; otherwise `root` does.
+        counts: name of the partition that split uses.
     """
 
     verb: str
@@ -42,6 +43,7 @@ class Options:
     compare: bool = False
     everywhere: bool = False
     root: int = 0
+    counts: str = "block"
 
     @classmethod
     def of(cls, verb: str, args: argparse.Namespace, **others: Any) -> Options:

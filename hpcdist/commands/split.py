@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 
 from hpcdist import layout
 from hpcdist.commands.inputs import Inputs
@@ -27,19 +26,13 @@ def main(world: World, args: argparse.Namespace) -> int:
     parts = world.world_size if args.parts is None else args.parts
     if not 1 <= parts <= _MAX_PARTS:
         raise InputError(f"--parts {parts}: expected 1 to {_MAX_PARTS}")
-    options = Options.of("split", args)
-    return run(Split(world, options, file_names(args.output, parts), args.counts))
+    return run(Split(world, Options.of("split", args), file_names(args.output, parts)))
 
 
 class Split(Command):
-    """Split the input into files named `names`; `counts` is the rule for the lengths of the parts."""
+    """Split the input into files of their own."""
 
     verdict = " of the parts, one after the other: {} the input"
-
-    def __init__(self, world: World, options: Options, names: Sequence[str], counts: str) -> None:
-        super().__init__(world, options)
-        self._names = names
-        self._counts = counts
 
     def check(self, data: Inputs) -> None:
         given = self.options.input[0]
@@ -49,9 +42,9 @@ class Split(Command):
             raise InputError(f"{given}: is 0-d: it has no dimension to split along")
 
         def check() -> None:
-            check_distinct(self._names)
+            check_distinct(self.names)
             folders: set[str] = set()
-            for name in self._names:
+            for name in self.names:
                 folder = os.path.dirname(name)
                 self.check_output(data, name, 0 if folder in folders else data.nbytes())
                 folders.add(folder)
@@ -59,12 +52,12 @@ class Split(Command):
         objects.broadcast(self.world.team.comm, "output", check)
 
     def move(self, data: Inputs) -> Report:
-        extents = layout.counts_of(self._counts, data.shape[data.dim], len(self._names))
-        parts = list(zip(self._names, shard_boxes(data.shape, data.dim, extents), strict=True))
+        extents = layout.counts_of(self.options.counts, data.shape[data.dim], len(self.names))
+        parts = list(zip(self.names, shard_boxes(data.shape, data.dim, extents), strict=True))
         mine = layout.block_range(len(parts), self.world.world_size, self.world.rank)
-        report: Report = {"parts": len(parts), "extents": extents}
         with Joined(data, self.options.window // 2) as joined:
-            report["seconds"] = self.writer(data).write_alone(joined.read, [parts[i] for i in mine])
+            report = self.writer(data).write_alone(joined.read, [parts[i] for i in mine])
+        report |= {"parts": len(parts), "extents": extents}
         if self.options.verify:
             step = lambda: verify_files(data, parts, self.options.window)  # noqa: E731
             report |= objects.broadcast(self.world.team.comm, "verify", step)

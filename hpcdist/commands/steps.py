@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from hpcdist.commands import inputs, sources
@@ -22,25 +22,25 @@ _MISMATCH = 1  # exit status if the result differs from the inputs
 
 
 class Command(ABC):
-    """What one command does in each step of :func:`run`. The methods but `text` are collective over the world.
+    """What one command does in the steps of :func:`run`.
 
     Attributes:
         verdict: end of the line on --verify, with {} for "equal to" or "NOT EQUAL to".
+        names: names of the output files, where there are several.
     """
 
     verdict: ClassVar[str]
 
-    def __init__(self, world: World, options: Options) -> None:
-        self.world = world
-        self.options = options
+    def __init__(self, world: World, options: Options, names: Sequence[str] = ()) -> None:
+        self.world, self.options, self.names = world, options, names
 
     @abstractmethod
     def check(self, data: Inputs) -> None:
-        """Raise, on every rank, what would keep the outputs from being written."""
+        """Raise, on every rank, what would keep the outputs from being written. Collective."""
 
     @abstractmethod
     def move(self, data: Inputs) -> Report:
-        """Move the data; return this command's entries of the report, "verified" and "sha256" among them."""
+        """Move the data and verify the result; return this command's entries of the report. Collective."""
 
     @abstractmethod
     def text(self, data: Inputs, report: Report) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from hpcdist.runtime.cli import Meter, placed
 from hpcdist.runtime.world import World
 from hpcdist.tensors.storage import as_bytes
 
-__all__ = ["Joined", "Writer", "Written"]
+__all__ = ["Joined", "Writer"]
 
 _MAX_OPEN = 32  # input files kept open
 _SPARE = 16  # file descriptors left to everything else
@@ -95,20 +95,12 @@ class Joined:
 Read = Callable[[Box, Tensor], object]  # fills the tensor with a box of an array
 
 
-class Written(NamedTuple):
-    """How a file was written: the seconds it took, and the number of its pieces, and of those an earlier run left."""
-
-    seconds: float
-    pieces: int
-    kept: int
-
-
 @dataclass(frozen=True)
 class Writer:
     """Writes arrays to files, with no more than a window of host memory.
 
-    Every method is collective over the world, and raises a RankError on every rank if anything failed on one; existing
-    files are then left as they were.
+    Every method is collective over the world, and returns entries of the report: "seconds", of the slowest rank. It
+    raises a RankError on every rank if anything failed on one; existing files are then left as they were.
 
     Attributes:
         verb: name of the operation, for errors and progress bars.
@@ -123,25 +115,27 @@ class Writer:
     window: int
     source: str | None = None
 
-    def write_together(self, read: Read, path: str, shape: tuple[int, ...]) -> Written:
+    def write_together(self, read: Read, path: str, shape: tuple[int, ...]) -> dict[str, Any]:
         """Write one file: every rank reads and writes its share of the pieces."""
-        written = self._write(self.world.team, read, path, shape)
-        return written._replace(seconds=self._slowest(written.seconds))
+        start = time.perf_counter()
+        out = self._write(self.world.team, read, path, shape)
+        report = self._seconds(start)
+        return report if self.source is None else report | {"pieces": len(out.pieces), "pieces_kept": out.kept}
 
-    def write_alone(self, read: Read, parts: Sequence[tuple[str, Box]]) -> float:
-        """Write files of this rank alone, each holding a box of the array; return the slowest rank's seconds."""
+    def write_alone(self, read: Read, parts: Sequence[tuple[str, Box]]) -> dict[str, Any]:
+        """Write files on this rank alone, each holding a box of the array."""
+        start = time.perf_counter()
 
-        def write() -> float:
+        def write() -> None:
             with _alone(self.world) as team:
-                return sum(self._write(team, _shifted(read, box), path, box.shape).seconds for path, box in parts)
+                for path, box in parts:
+                    self._write(team, _shifted(read, box), path, box.shape)
 
-        return max(objects.all_gather(self.world.team.comm, self.verb, write))
+        objects.all_gather(self.world.team.comm, self.verb, write)
+        return self._seconds(start)
 
-    def write_on_root(self, read: Read, path: str, shape: tuple[int, ...], route: str, root: int) -> float:
-        """Write one file as the root alone; return the slowest rank's seconds.
-
-        Round after round, every rank reads a piece, and the root gathers them over the route and writes them.
-        """
+    def write_on_root(self, read: Read, path: str, shape: tuple[int, ...], route: str, root: int) -> dict[str, Any]:
+        """Write one file in rounds: every rank reads a piece, and the root gathers and writes them."""
         start = time.perf_counter()
         world, comm, size = self.world, self.world.team.comm, self.world.world_size
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -172,14 +166,13 @@ class Writer:
                 meter.add(sum(box.size() for box in boxes) * self.dtype.itemsize)
             problem = next((text for text in objects.all_gather_object(comm, problem) if text is not None), None)
             objects.broadcast(comm, self.verb, lambda: out[0].finish(problem), root)
-        return self._slowest(time.perf_counter() - start)
+        return self._seconds(start)
 
-    def _slowest(self, seconds: float) -> float:
-        return float(max(objects.all_gather_object(self.world.team.comm, seconds)))
+    def _seconds(self, start: float) -> dict[str, Any]:
+        return {"seconds": max(objects.all_gather_object(self.world.team.comm, time.perf_counter() - start))}
 
-    def _write(self, team: Team, read: Read, path: str, shape: tuple[int, ...]) -> Written:
+    def _write(self, team: Team, read: Read, path: str, shape: tuple[int, ...]) -> outputs.Output:
         """Write one file: every rank of the team reads and writes its share of the pieces. Collective over `team`."""
-        start = time.perf_counter()
         resume = self.source is not None
         with self._meter(shape, team.size) as meter:
             out = outputs.create(
@@ -195,7 +188,7 @@ class Writer:
             except InputError as error:
                 problem = str(error)
             out.finish(problem)
-        return Written(time.perf_counter() - start, len(out.pieces), out.kept)
+        return out
 
     def _meter(self, shape: tuple[int, ...], writers: int) -> Meter:
         return Meter(self.world, self.verb, layout.whole(shape).size() * self.dtype.itemsize // writers)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hpcdist.doctor.findings import Facts, Ranks, Verdict, by_node, each, judging, ranks_text, topic
+from hpcdist.doctor.findings import Facts
+from hpcdist.doctor.topics import Ranks, Verdict, by_node, each, judging, ranks_text, topic
 from hpcdist.runtime.cli import plural
 
 __all__ = ["gather", "judge"]

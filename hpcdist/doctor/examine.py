@@ -17,8 +17,9 @@ import torch
 from hpcdist import staging
 from hpcdist.control import objects
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
-from hpcdist.doctor.findings import Facts, Finding, Ranks, Verdict, each, error_of, judging, ranks_text, topic
+from hpcdist.doctor.findings import Facts, Finding
 from hpcdist.doctor.supervisor import Line
+from hpcdist.doctor.topics import Ranks, Verdict, each, error_of, judging, ranks_text, topic
 from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.world import World

@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hpcdist.doctor.findings import Facts, Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, topic
+from hpcdist.doctor.findings import Facts
+from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, topic
 from hpcdist.errors import reason
 from hpcdist.runtime.cli import plural, show_bytes
 
@@ -56,24 +57,40 @@ def try_folder(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"folder": folder, **_space(Path(folder))}
     data = secrets.token_bytes(_TRIAL)
     try:
-        fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+        path, found["locks"] = _make(folder, data)
         try:
-            found["locks"] = _locks(fd)
-            _write_all(fd, data)
-            os.fsync(fd)
             if Path(path).read_bytes() != data:
                 found["error"] = "the data read differ from those written"
         finally:
-            os.close(fd)
             os.unlink(path)
     except OSError as error:
         found["error"] = reason(error)
     return found
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+def put(folder: str) -> tuple[str, bytes] | None:
+    """Make a file for the other nodes to find; return its path and contents, or None if that fails."""
+    data = secrets.token_bytes(16)
+    try:
+        return _make(folder, data)[0], data
+    except OSError:
+        return None
+
+
+def _make(folder: str, data: bytes) -> tuple[str, str | None]:
+    """Make a file that holds `data`; return its path, and why it cannot be locked or None."""
+    fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    try:
+        locks = _locks(fd)
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    return path, locks
 
 
 def _locks(fd: int) -> str | None:
@@ -84,24 +101,6 @@ def _locks(fd: int) -> str | None:
     except OSError as error:
         return f"{errno.errorcode.get(error.errno or 0, error.errno)}: {reason(error)}"
     return None
-
-
-def put(folder: str) -> tuple[str, bytes] | None:
-    """Make a file for the other nodes to find; return its path and contents, or None if that fails."""
-    token = secrets.token_bytes(16)
-    try:
-        fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-    except OSError:
-        return None
-    try:
-        _write_all(fd, token)
-        os.fsync(fd)
-    except OSError:
-        os.unlink(path)
-        return None
-    finally:
-        os.close(fd)
-    return path, token
 
 
 def look(made: tuple[str, bytes] | None) -> bool | None:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.comm import devices
-from hpcdist.doctor.findings import Facts, Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, topic
+from hpcdist.doctor.findings import Facts
+from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, some, topic
 from hpcdist.errors import reason
 
 __all__ = ["gather", "judge"]
@@ -93,9 +94,8 @@ def _gpus(ranks: Ranks) -> Verdict:
         text = f"none on {ranks_text(facts['rank'] for facts in without)}, which work on the CPU"
         fix = "srun --gpus-per-node=N for all nodes; nvidia-smi on that node; look at CUDA_VISIBLE_DEVICES"
         return "warning", text, fix
-    shown = [f"rank {f['rank']}: {g['name']} {g['uuid']}" for f, g in zip(ranks, mine, strict=True) if g][:16]
-    more = f"; and {len(ranks) - 16} more ranks" if len(ranks) > 16 else ""
-    return "ok", "; ".join(shown) + more
+    shown = [f"rank {f['rank']}: {g['name']} {g['uuid']}" for f, g in zip(ranks, mine, strict=True) if g]
+    return "ok", some(shown, 16, "ranks")
 
 
 def _unseen(ranks: Ranks) -> Verdict:

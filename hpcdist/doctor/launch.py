@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from hpcdist.comm import launcher
 from hpcdist.control import objects
-from hpcdist.doctor.findings import Facts, Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, topic
+from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.supervisor import Line
+from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, topic
 from hpcdist.errors import reason
 from hpcdist.runtime.cli import plural
 from hpcdist.watch.deadlines import deadline

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
-from hpcdist.doctor.findings import Facts, Ranks, Verdict, by_node, each, judging, topic
+from hpcdist.doctor.findings import Facts
+from hpcdist.doctor.topics import Ranks, Verdict, by_node, each, judging, some, topic
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,10 +30,7 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def gather() -> Facts:
     """Collect this node's interfaces, and the IPv4 addresses of those that have one."""
-    return {
-        "interfaces": rendezvous.interfaces(),
-        "links": [name for _, name in socket.if_nameindex()],
-    }
+    return {"interfaces": rendezvous.interfaces(), "links": [name for _, name in socket.if_nameindex()]}
 
 
 def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
@@ -48,15 +46,14 @@ def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
         servers = objects.all_gather_object(leaders, (facts["node"], listener.getsockname()[1], token, addresses))
         size, mine = leaders.size, leaders.rank
         steps = range(1, size) if size <= _ALL_PAIRS else [2**k for k in range(size.bit_length()) if 2**k < size]
-        tries = [
-            (servers[(mine + step) % size], address) for step in steps for address in servers[(mine + step) % size][3]
-        ]
+        others = [servers[(mine + step) % size] for step in steps]
+        tries = [(server, address) for server in others for address in server[3]]
         with ThreadPoolExecutor(_THREADS) as pool:
             answers = list(pool.map(lambda a: _reached(a[1], a[0][1], a[0][2]), tries))
         leaders.Barrier()  # all have tried before any stops listening
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-    found: dict[str, dict[str, bool]] = {str(servers[(mine + step) % size][0]): {} for step in steps}
+    found: dict[str, dict[str, bool]] = {str(server[0]): {} for server in others}
     for (server, address), answered in zip(tries, answers, strict=True):
         found[str(server[0])][address] = answered
     return found
@@ -81,14 +78,11 @@ def _reached(address: str, port: int, token: bytes) -> bool:
 
 @topic("interfaces", "interfaces")
 def _interfaces(ranks: Ranks) -> Verdict:
-    nodes = _nodes(ranks)
-
-    def text(facts: Facts) -> str:
-        return ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items()) or "none with an address"
-
-    shown = "; ".join(f"{facts['host']}: {text(facts)}" for facts in nodes[:8])
-    more = f"; and {len(nodes) - 8} more nodes" if len(nodes) > 8 else ""
-    return "ok", shown + more
+    texts = []
+    for facts in _nodes(ranks):
+        found = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
+        texts.append(f"{facts['host']}: {found or 'none with an address'}")
+    return "ok", some(texts, 8, "nodes")
 
 
 def _nodes(ranks: Ranks) -> list[Facts]:
@@ -127,9 +121,8 @@ def _pairs(ranks: Ranks) -> Verdict:
         if not any(_reaches(a, b, address) for address in b["interfaces"].values())
     ]
     if bad:
-        more = f", and {len(bad) - 4} more pairs" if len(bad) > 4 else ""
         fix = "open the nodes' ephemeral ports (net.ipv4.ip_local_port_range) to each other, or exclude such a node"
-        return "broken", ", ".join(bad[:4]) + more, fix
+        return "broken", some(bad, 4, "pairs"), fix
     tried = sum(len(facts.get("reach", {})) for facts in nodes)
     text = f"all {tried} pairs of nodes that were tried reach each other"
     if not good:
@@ -184,8 +177,4 @@ def _named_by(variable: str, value: str, facts: Facts) -> list[str]:
     ]
 
 
-judge = judging(
-    _interfaces,
-    _pairs,
-    *(topic(variable, "interfaces")(partial(_named, variable)) for variable in _VARIABLES),
-)
+judge = judging(_interfaces, _pairs, *(topic(name, "interfaces")(partial(_named, name)) for name in _VARIABLES))
