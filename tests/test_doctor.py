@@ -14,7 +14,7 @@ from launch import Job, launcher, run
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
 from hpcdist.doctor.examine import judge
 from hpcdist.doctor.findings import Facts, Finding, report, status
-from hpcdist.doctor.topics import ranks_text
+from hpcdist.runtime.cli import ranks_text
 
 GIB = 2**30
 

@@ -26,7 +26,7 @@ from hpcdist.commands.sources import Source
 from hpcdist.control import objects
 from hpcdist.errors import InputError, reason
 from hpcdist.layout import Box
-from hpcdist.runtime.cli import Meter, placed
+from hpcdist.runtime.cli import meter, placed
 from hpcdist.runtime.world import World
 from hpcdist.tensors.storage import as_bytes
 
@@ -140,7 +140,7 @@ class Writer:
         world, comm, size = self.world, self.world.team.comm, self.world.world_size
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         gather(placed(world, nothing, route), 0, root, route=route)  # refuses a route before the file exists
-        with _alone(world) as team, self._meter(shape, 1) as meter:
+        with _alone(world) as team, self._meter(shape, 1) as bar:
             share = max(2 * self.dtype.itemsize, self.window // size)
             out: list[outputs.Output] = []
             create = lambda: out.append(outputs.create(team, self.verb, path, shape, self.dtype, share))  # noqa: E731
@@ -163,7 +163,7 @@ class Writer:
                 whole = gather(x, 0, root, route=route, out=memory)
                 if whole is not None:
                     _put(out[0], first, boxes, whole.cpu().view(self.dtype))
-                meter.add(sum(box.size() for box in boxes) * self.dtype.itemsize)
+                bar.update(sum(box.size() for box in boxes) * self.dtype.itemsize)
             problem = next((text for text in objects.all_gather_object(comm, problem) if text is not None), None)
             objects.broadcast(comm, self.verb, lambda: out[0].finish(problem), root)
         return self._seconds(start)
@@ -174,9 +174,9 @@ class Writer:
     def _write(self, team: Team, read: Read, path: str, shape: tuple[int, ...]) -> outputs.Output:
         """Write one file: every rank of the team reads and writes its share of the pieces. Collective over `team`."""
         resume = self.source is not None
-        with self._meter(shape, team.size) as meter:
+        with self._meter(shape, team.size) as bar:
             out = outputs.create(
-                team, self.verb, path, shape, self.dtype, self.window, resume, self.source or "", meter.add
+                team, self.verb, path, shape, self.dtype, self.window, resume, self.source or "", bar.update
             )
             problem = None
             try:
@@ -190,8 +190,8 @@ class Writer:
             out.finish(problem)
         return out
 
-    def _meter(self, shape: tuple[int, ...], writers: int) -> Meter:
-        return Meter(self.world, self.verb, layout.whole(shape).size() * self.dtype.itemsize // writers)
+    def _meter(self, shape: tuple[int, ...], writers: int) -> Any:
+        return meter(self.world, self.verb, layout.whole(shape).size() * self.dtype.itemsize // writers)
 
 
 def _shifted(read: Read, part: Box) -> Read:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.topics import Ranks, Verdict, by_node, each, judging, ranks_text, topic
-from hpcdist.runtime.cli import plural
+from hpcdist.doctor.topics import Ranks, Verdict, by_node, each, grouped, judging, topic
+from hpcdist.runtime.cli import plural, ranks_text
 
 __all__ = ["gather", "judge"]
 
@@ -27,12 +27,8 @@ def gather() -> Facts:
 
 @topic("cores", "cores")
 def _binding(ranks: Ranks) -> Verdict:
-    crowds: list[list[Facts]] = []  # groups of ranks that share fewer cores than they have members
-    for node in by_node(ranks):
-        places: dict[tuple[int, ...], list[Facts]] = {}
-        for facts in node:
-            places.setdefault(tuple(facts["cores"]), []).append(facts)
-        crowds += [here for cores, here in places.items() if len(here) > len(cores)]
+    groups = [group for node in by_node(ranks) for group in grouped(node, lambda facts: tuple(facts["cores"]))]
+    crowds = [group for group in groups if len(group) > len(group[0]["cores"])]
     if not crowds:
         return "ok", _places(ranks)
     crowd = crowds[0]

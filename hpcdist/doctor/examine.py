@@ -19,9 +19,10 @@ from hpcdist.control import objects
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
 from hpcdist.doctor.findings import Facts, Finding
 from hpcdist.doctor.supervisor import Line
-from hpcdist.doctor.topics import Ranks, Verdict, each, error_of, judging, ranks_text, topic
+from hpcdist.doctor.topics import Ranks, Verdict, each, error_of, judging, topic
 from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
+from hpcdist.runtime.cli import ranks_text
 from hpcdist.runtime.world import World
 
 if TYPE_CHECKING:

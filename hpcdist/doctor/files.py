@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, topic
+from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, topic
 from hpcdist.errors import reason
-from hpcdist.runtime.cli import plural, show_bytes
+from hpcdist.runtime.cli import plural, ranks_text, show_bytes
 
 __all__ = ["PREFIX", "gather", "judge", "look", "put", "try_folder"]
 

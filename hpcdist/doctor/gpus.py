@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from hpcdist.comm import devices
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, some, topic
+from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, some, topic
 from hpcdist.errors import reason
+from hpcdist.runtime.cli import ranks_text
 
 __all__ = ["gather", "judge"]
 

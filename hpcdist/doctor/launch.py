@@ -11,9 +11,9 @@ from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.supervisor import Line
-from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, ranks_text, topic
+from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, topic
 from hpcdist.errors import reason
-from hpcdist.runtime.cli import plural
+from hpcdist.runtime.cli import plural, ranks_text
 from hpcdist.watch.deadlines import deadline
 
 if TYPE_CHECKING:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import pairwise
-from typing import Literal, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
 
 from hpcdist.doctor.findings import Facts, Finding
+from hpcdist.runtime.cli import ranks_text
 
-__all__ = ["Ranks", "Verdict", "agree", "by_node", "each", "error_of", "judging", "ranks_text", "some", "topic"]
+__all__ = ["Ranks", "Verdict", "agree", "by_node", "each", "error_of", "grouped", "judging", "some", "topic"]
 
 Ranks = Sequence[Facts]
 Verdict = tuple[Literal["ok"], str] | tuple[Literal["ok", "warning", "broken"], str, str] | None  # text, fix
 Topic = Callable[[Ranks], Finding | None]
-H = TypeVar("H", bound=Hashable)
 
 
 def topic(name: str, *needs: str) -> Callable[[Callable[[Ranks], Verdict]], Topic]:
@@ -43,43 +42,25 @@ def judging(*topics: Topic) -> Callable[[Ranks], list[Finding]]:
     return lambda ranks: [finding for topic in topics if (finding := topic(ranks)) is not None]
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as text.
-
-    Example::
-
-        >>> ranks_text([0, 1, 2, 5])
-        'ranks 0-2, 5'
-    """
-    given = sorted(set(ranks))
-    starts = [given[0], *(b for a, b in pairwise(given) if b > a + 1)]
-    ends = [*(a for a, b in pairwise(given) if b > a + 1), given[-1]]
-    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return f"rank{'s' * (len(given) > 1)} {', '.join(runs)}"
-
-
-def _by_value(ranks: Ranks, value: Callable[[Facts], H]) -> dict[H, list[int]]:
-    """Return value -> the ranks that have it, in the order of their lowest ranks."""
-    found: dict[H, list[int]] = {}
+def grouped(ranks: Ranks, value: Callable[[Facts], Hashable]) -> list[list[Facts]]:
+    """Return the ranks in groups of equal value, in the order of their lowest ranks."""
+    found: dict[Hashable, list[Facts]] = {}
     for facts in ranks:
-        found.setdefault(value(facts), []).append(facts["rank"])
-    return found
+        found.setdefault(value(facts), []).append(facts)
+    return list(found.values())
 
 
 def by_node(ranks: Ranks) -> list[list[Facts]]:
-    """Return the facts of each node's ranks, in the order of their lowest ranks."""
-    found: dict[int, list[Facts]] = {}
-    for facts in ranks:
-        found.setdefault(facts["node"], []).append(facts)
-    return list(found.values())
+    """Return the ranks of each node."""
+    return grouped(ranks, lambda facts: facts["node"])
 
 
 def each(ranks: Ranks, text: Callable[[Facts], str]) -> str:
     """Return the text of the ranks: once if it is the same on all, else each text with its ranks."""
-    found = _by_value(ranks, text)
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{what} ({ranks_text(where)})" for what, where in found.items())
+    if agree(ranks, text):
+        return text(ranks[0])
+    groups = grouped(ranks, text)
+    return "; ".join(f"{text(group[0])} ({ranks_text(facts['rank'] for facts in group)})" for group in groups)
 
 
 def some(texts: Sequence[str], count: int, what: str) -> str:
@@ -89,10 +70,11 @@ def some(texts: Sequence[str], count: int, what: str) -> str:
 
 def agree(ranks: Ranks, value: Callable[[Facts], Hashable]) -> bool:
     """Whether all ranks have the same value."""
-    return len(_by_value(ranks, value)) == 1
+    return len(set(map(value, ranks))) == 1
 
 
 def error_of(ranks: Ranks, key: str) -> tuple[str, list[int]] | None:
     """Return the first error among the facts named `key`, and the ranks that have it; None if there is none."""
-    failed = [facts for facts in ranks if "error" in facts.get(key, {})]
-    return next(iter(_by_value(failed, lambda facts: str(facts[key]["error"])).items()), None)
+    errors = {facts["rank"]: str(facts[key]["error"]) for facts in ranks if "error" in facts.get(key, {})}
+    first = next(iter(errors.values()), None)
+    return None if first is None else (first, [rank for rank, error in errors.items() if error == first])

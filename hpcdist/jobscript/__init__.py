@@ -144,42 +144,38 @@ def _asked(shape: Shape) -> str:
 
 def _check(shape: Shape) -> None:
     """Raise an InputError if no job can have this shape."""
-    for name, value, known in (
-        ("kind", shape.kind, KINDS),
-        ("launcher", shape.launcher, LAUNCHERS),
-        ("mpi", shape.mpi, MPIS),
-    ):
-        if value not in known:
-            raise InputError(f"--{name} {value}: expected one of {', '.join(known)}")
+    for name, known in (("kind", KINDS), ("launcher", LAUNCHERS), ("mpi", MPIS)):
+        value = getattr(shape, name)
+        _require(value in known, name, value, f"expected one of {', '.join(known)}")
+    gpus, ranks = shape.gpus(), shape.ranks()
     for name, count, least in (
         ("nodes", shape.nodes, 1),
-        ("gpus-per-node", shape.gpus(), 1 if shape.kind == "gpu" else 0),
-        ("ntasks-per-node", shape.ranks(), 1),
+        ("gpus-per-node", gpus, 1 if shape.kind == "gpu" else 0),
+        ("ntasks-per-node", ranks, 1),
         ("cpus-per-task", shape.cpus(), 1),
     ):
-        if count < least:
-            raise InputError(f"--{name} {count}: expected at least {least}")
-    gpus, ranks = shape.gpus(), shape.ranks()
-    if gpus > ranks:
-        raise InputError(f"--gpus-per-node {gpus}: more than the {ranks} ranks of a node, each of which uses one GPU")
-    if shape.kind == "gpu" and gpus < ranks:
-        raise InputError(
-            f"--ntasks-per-node {ranks}: more than the {gpus} GPUs of a node, and NCCL takes one rank a GPU"
-        )
+        _require(count >= least, name, count, f"expected at least {least}")
+    too_many = f"more than the {ranks} ranks of a node, each of which uses one GPU"
+    _require(gpus <= ranks, "gpus-per-node", gpus, too_many)
+    too_few = f"more than the {gpus} GPUs of a node, and NCCL takes one rank a GPU"
+    _require(shape.kind != "gpu" or gpus == ranks, "ntasks-per-node", ranks, too_few)
     limit = _seconds(shape.time)
-    if shape.kind == "requeue" and not _MIN_WARNING <= shape.warning < limit:
-        raise InputError(
-            f"--warning {shape.warning}: expected {_MIN_WARNING} seconds at least, and less than the time limit of "
-            f"{limit} seconds"
-        )
-    if not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", shape.array):
-        raise InputError(f"--array {shape.array}: expected indices such as 0-3, 1,5,7 or 0-99%10")
-    for name, text in (("partition", shape.partition), ("account", shape.account), ("name", shape.name)):
-        if text is not None and not re.fullmatch(r"[\w.,+@%-]+", text):
-            raise InputError(f"--{name} {text!r}: expected letters, digits and .,+@%-_")
+    within = f"expected {_MIN_WARNING} seconds at least, and less than the time limit of {limit} seconds"
+    _require(shape.kind != "requeue" or _MIN_WARNING <= shape.warning < limit, "warning", shape.warning, within)
+    indices = re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", shape.array)
+    _require(bool(indices), "array", shape.array, "expected indices such as 0-3, 1,5,7 or 0-99%10")
+    for name in ("partition", "account", "name"):
+        text = getattr(shape, name)
+        right = text is None or bool(re.fullmatch(r"[\w.,+@%-]+", text))
+        _require(right, name, repr(text), "expected letters, digits and .,+@%-_")
     for text in (*shape.modules, shape.venv or "", *(shape.command or ())):
         if "\n" in text:
             raise InputError(f"{text!r}: a line break cannot be in a job script's line")
+
+
+def _require(right: bool, option: str, value: object, problem: str) -> None:
+    if not right:
+        raise InputError(f"--{option} {value}: {problem}")
 
 
 def _seconds(time: str) -> int:

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import IO, Any, NoReturn, TypeVar
 
 import torch
@@ -23,8 +24,8 @@ from hpcdist.runtime import world
 from hpcdist.runtime.world import World
 
 __all__ = [
-    *("BAD_INPUT", "Meter", "Parser", "nbytes", "path", "placed", "plural", "progress"),
-    *("run", "show_bytes", "table", "timed"),
+    *("Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "run", "show_bytes", "table"),
+    "timed",
 ]
 
 T = TypeVar("T")
@@ -55,12 +56,7 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {shown(message)} (--help tells more)\n")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        if message:
-            self._print_message(message, sys.stderr)
-        sys.exit(status)
+        self.exit(BAD_INPUT, f"{self.prog}: error: {shown(message)} (see --help)\n")
 
 
 def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoReturn:
@@ -113,6 +109,12 @@ def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:
     return bar
 
 
+def meter(here: World, what: str, total: int) -> Any:
+    """Return a tqdm bar of `total` bytes for the share of rank 0, on rank 0 if its standard error is a terminal."""
+    what = f"{what} (rank 0 of {here.world_size})" if here.world_size > 1 else what
+    return _bar(here, what, total=total, unit="B", unit_scale=True, unit_divisor=1024)
+
+
 def _bar(here: World, what: str, **options: Any) -> Any:
     from tqdm import tqdm
 
@@ -133,27 +135,6 @@ def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tenso
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     return max(objects.all_gather_object(comm, time.perf_counter() - start)), result
-
-
-class Meter:
-    """A progress bar of bytes, with rate and remaining time, on rank 0 if its standard error is a terminal.
-
-    It shows the share of rank 0 alone, so that drawing it synchronizes nothing.
-    """
-
-    def __init__(self, here: World, what: str, total: int) -> None:
-        what = f"{what} (rank 0 of {here.world_size})" if here.world_size > 1 else what
-        self._bar = _bar(here, what, total=total, unit="B", unit_scale=True, unit_divisor=1024)
-
-    def add(self, nbytes: int) -> None:
-        """Advance the bar by `nbytes`."""
-        self._bar.update(nbytes)
-
-    def __enter__(self) -> Meter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
 
 def nbytes(text: str) -> int:
@@ -183,6 +164,21 @@ def path(text: str) -> str:
 def plural(count: int, what: str) -> str:
     """Return a count with its noun: "1 rank", "2 ranks"."""
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as text.
+
+    Example::
+
+        >>> ranks_text([0, 1, 2, 5])
+        'ranks 0-2, 5'
+    """
+    given = sorted(set(ranks))
+    starts = [given[0], *(b for a, b in pairwise(given) if b > a + 1)]
+    ends = [*(a for a, b in pairwise(given) if b > a + 1), given[-1]]
+    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return f"rank{'s' * (len(given) > 1)} {', '.join(runs)}"
 
 
 def show_bytes(count: float) -> str:

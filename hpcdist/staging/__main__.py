@@ -6,13 +6,11 @@ import argparse
 import json
 from typing import Any
 
-import numpy as np
-
 from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError
 from hpcdist.files.regular import shown
-from hpcdist.runtime.cli import Meter, Parser, run, show_bytes, table
+from hpcdist.runtime.cli import Parser, meter, ranks_text, run, show_bytes, table
 from hpcdist.runtime.world import World
 from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.reader import Reader, opened
@@ -40,7 +38,7 @@ def _listing(contents: Contents) -> str:
             str(stored.dtype).removeprefix("torch."),
             show_bytes(stored.nbytes()),
             "-" if stored.pieces is None else f"{_written(stored)}/{len(stored.pieces)}",
-            _writers(stored) or "-",
+            _writers(stored),
             stored.filters or "contiguous",
         ]
         for stored in contents.datasets.values()
@@ -61,14 +59,10 @@ def _written(stored: Stored) -> int:
 
 
 def _writers(stored: Stored) -> str:
-    """Return the ranks that wrote the pieces, such as "ranks 0 to 3"."""
+    """Return the ranks that wrote the pieces, as text."""
     if stored.pieces is None or not _written(stored):
-        return ""
-    ranks = np.unique(stored.pieces["rank"][stored.pieces["written"] == 1]).tolist()
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks[:8]))}"
+        return "-"
+    return ranks_text(stored.pieces["rank"][stored.pieces["written"] == 1].tolist())
 
 
 def _as_json(contents: Contents) -> dict[str, Any]:
@@ -101,13 +95,13 @@ def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
 
     def check() -> None:
         total = sum(stored.boxes[row].size() * stored.dtype.itemsize for stored, row in mine)
-        with opened(args.file) as fd, Meter(world, "verify", total) as meter:
+        with opened(args.file) as fd, meter(world, "verify", total) as bar:
             for stored, row in mine:
                 try:
                     Reader(args.file, fd, stored, WINDOW, None).check(row)
                 except FileError as error:
                     damaged.append(str(error))
-                meter.add(stored.boxes[row].size() * stored.dtype.itemsize)
+                bar.update(stored.boxes[row].size() * stored.dtype.itemsize)
 
     objects.all_gather(world.team.comm, "verify", check)
     found = [text for texts in objects.all_gather_object(world.team.comm, damaged) for text in texts]
