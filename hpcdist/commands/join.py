@@ -14,7 +14,7 @@ from hpcdist.commands.compare import ROUNDS, compare, route_table
 from hpcdist.commands.inputs import Inputs
 from hpcdist.commands.steps import Command, Report, shortened, speed
 from hpcdist.commands.streaming import Joined
-from hpcdist.commands.verify import verify_files, verify_tensors
+from hpcdist.commands.verify import verify_tensors
 from hpcdist.control import objects
 from hpcdist.layout import Box
 from hpcdist.routes.select import best
@@ -50,12 +50,7 @@ class Join(Command):
             else:
                 report["route"] = options.route
                 report |= writer.write_on_root(joined.read, options.output, data.shape, options.route, options.root)
-        if options.verify:
-            parts = [(options.output, layout.whole(data.shape))]
-            report |= objects.broadcast(
-                self.world.team.comm, "verify", lambda: verify_files(data, parts, options.window), options.root
-            )
-        return report
+        return report | self.verify(data, [(options.output, layout.whole(data.shape))])
 
     def _gather(self, data: Inputs) -> Report:
         """Gather the inputs in memory, and write the output if there is one. Collective."""

@@ -11,7 +11,6 @@ from hpcdist.commands.options import Options, add_common
 from hpcdist.commands.patterns import check_distinct, file_names
 from hpcdist.commands.steps import Command, Report, run, shortened, speed
 from hpcdist.commands.streaming import Joined
-from hpcdist.commands.verify import verify_files
 from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.runtime.cli import Parser, path, show_bytes
@@ -57,11 +56,7 @@ class Split(Command):
         mine = layout.block_range(len(parts), self.world.world_size, self.world.rank)
         with Joined(data, self.options.window // 2) as joined:
             report = self.writer(data).write_alone(joined.read, [parts[i] for i in mine])
-        report |= {"parts": len(parts), "extents": extents}
-        if self.options.verify:
-            step = lambda: verify_files(data, parts, self.options.window)  # noqa: E731
-            report |= objects.broadcast(self.world.team.comm, "verify", step)
-        return report
+        return report | {"parts": len(parts), "extents": extents} | self.verify(data, parts)
 
     def text(self, data: Inputs, report: Report) -> list[str]:
         window = show_bytes(self.options.window)

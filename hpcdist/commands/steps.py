@@ -11,7 +11,10 @@ from hpcdist.commands import inputs, sources
 from hpcdist.commands.inputs import Inputs
 from hpcdist.commands.options import Options
 from hpcdist.commands.streaming import Writer
+from hpcdist.commands.verify import verify_files
+from hpcdist.control import objects
 from hpcdist.files.regular import shown
+from hpcdist.layout import Box
 from hpcdist.runtime.world import World
 
 __all__ = ["Command", "Report", "run", "shortened", "speed"]
@@ -55,6 +58,13 @@ class Command(ABC):
         """Return the writer of this command's outputs."""
         source = data.fingerprint() if self.options.resume else None
         return Writer(self.world, self.options.verb, data.dtype, self.options.window, source)
+
+    def verify(self, data: Inputs, parts: Sequence[tuple[str, Box]]) -> Report:
+        """Compare files with boxes of the inputs, on the root, if --verify is given. Collective."""
+        if not self.options.verify:
+            return {}
+        step = lambda: verify_files(data, parts, self.options.window)  # noqa: E731
+        return objects.broadcast(self.world.team.comm, "verify", step, self.options.root)
 
 
 def run(command: Command) -> int:

@@ -28,19 +28,19 @@ def gather() -> Facts:
 @topic("cores", "cores")
 def _binding(ranks: Ranks) -> Verdict:
     groups = [group for node in by_node(ranks) for group in grouped(node, lambda facts: tuple(facts["cores"]))]
-    crowds = [group for group in groups if len(group) > len(group[0]["cores"])]
-    if not crowds:
+    crowded = [group for group in groups if len(group) > len(group[0]["cores"])]
+    if not crowded:
         return "ok", _places(ranks)
-    crowd = crowds[0]
-    cores, cpus = crowd[0]["cores"], crowd[0]["cpus"]
-    text = f"{ranks_text(f['rank'] for f in crowd)} on {crowd[0]['host']} share {_cores(cores)}"
+    sharing = crowded[0]
+    cores, cpus = sharing[0]["cores"], sharing[0]["cpus"]
+    text = f"{ranks_text(f['rank'] for f in sharing)} on {sharing[0]['host']} share {_cores(cores)}"
     if len(cores) < cpus:
         fix = (
             "one core for each rank: mpirun --bind-to core, srun --cpus-per-task=N --cpu-bind=cores; or look for a "
             "taskset or a container that allows no more"
         )
         return "warning", f"{text}, of the {cpus} of this machine", fix
-    if not all(_yields(facts) for facts in crowd):
+    if not all(_yields(facts) for facts in sharing):
         fix = "as many ranks as cores; or export OMPI_MCA_mpi_yield_when_idle=1, or mpirun --oversubscribe"
         return "warning", f"{text}, and Open MPI waits there without yielding the core", fix
     return "ok", f"{text}; a rank that waits yields its core"
