@@ -1,4 +1,4 @@
-"""``python -m hpcdist``: the commands there are, and the versions in use."""
+"""``python -m hpcdist``: list the commands and the versions in use."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from hpcdist import staging
-from hpcdist.runtime.cli import Parser, run
+from hpcdist.runtime.cli import Parser, plural, run
 from hpcdist.runtime.world import World
 
 _COMMANDS = [
     ["python -m hpcdist.gather", "join arrays from files over the ranks of a job"],
     ["python -m hpcdist.concat", "the same, with the result on every rank"],
-    ["python -m hpcdist.split", "cut an array in a file into parts in files of their own"],
-    ["python -m hpcdist.doctor", "what is wrong with this job, and what to do about it"],
-    ["python -m hpcdist.staging", "ls, verify: what an HDF5 file holds, and whether it is still what was written"],
+    ["python -m hpcdist.split", "split an array in a file into parts in files of their own"],
+    ["python -m hpcdist.doctor", "find what is wrong with this job, and how to fix it"],
+    ["python -m hpcdist.staging", "ls, verify: list an HDF5 file, and compare it with its checksums"],
     ["python -m hpcdist.jobscript", "write a Slurm job script for the shape of a job"],
 ]
 _PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors", "xxhash")
 
 
 def main(world: World, args: argparse.Namespace) -> int:
-    """Print on rank 0; returns the exit status."""
+    """Print on rank 0; return the exit status."""
     import h5py
     from mpi4py import MPI
 
     if world.rank == 0:
-        nccl = _nccl()
         versions = [[name, _version(name)] for name in _PACKAGES]
         versions += [
             ["python", platform.python_version()],
             ["MPI", MPI.Get_library_version().split("\n")[0].strip("\0 ")],
             ["HDF5", f"{h5py.version.hdf5_version} ({'parallel' if h5py.get_config().mpi else 'serial'})"],
             ["staging", f"writer {staging.writer()[0]}: {staging.writer()[1]}; route hdf5 in {world.staging}"],
-            ["NCCL", nccl],
-            ["ranks", f"{world.world_size} on {world.nodes} node{'s' * (world.nodes > 1)}"],
+            ["NCCL", _nccl()],
+            ["ranks", f"{world.world_size} on {plural(world.nodes, 'node')}"],
         ]
         width = max(len(name) for name, _ in versions)
-        print("commands (--help tells more):")
+        print("commands (see their --help):")
         print("\n".join(f"  {command.ljust(27)}  {what}" for command, what in _COMMANDS))
         print("versions in use:")
         print("\n".join(f"  {name.ljust(width)}  {value}" for name, value in versions), flush=True)

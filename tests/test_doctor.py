@@ -13,7 +13,8 @@ from launch import Job, launcher, mpirun, python, run
 
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
 from hpcdist.doctor.examine import judge
-from hpcdist.doctor.findings import Facts, Finding, ranks_text, report, status
+from hpcdist.doctor.findings import Facts, Finding, report, status
+from hpcdist.runtime.cli import ranks_text
 
 GIB = 2**30
 
@@ -152,13 +153,13 @@ MADE_UP = {
     "interface of one node": (
         ("environ.NCCL_SOCKET_IFNAME", "docker0"),
         "NCCL_SOCKET_IFNAME",
-        "broken: NCCL_SOCKET_IFNAME=docker0: a does not reach b by it",
+        "broken: NCCL_SOCKET_IFNAME=docker0: a does not reach b through it",
         "export GLOO_SOCKET_IFNAME=eth0",
     ),
     "loopback": (
         ("environ.GLOO_SOCKET_IFNAME", "lo"),
         "GLOO_SOCKET_IFNAME",
-        "broken: GLOO_SOCKET_IFNAME=lo: a does not reach b by it",
+        "broken: GLOO_SOCKET_IFNAME=lo: a does not reach b through it",
         "unset GLOO_SOCKET_IFNAME",
     ),
     "shm of docker": (
@@ -171,7 +172,7 @@ MADE_UP = {
         ("shm", {"bytes": GIB, "free": 17 * 2**20, "writable": True}, 0),
         "/dev/shm",
         "broken: a: 17.0 MiB free of 1.0 GiB, for 2 ranks",
-        "remove what ended jobs have left",
+        "remove the files of ended jobs",
     ),
     "no shm": (("shm", {"error": "No such file"}, 0), "/dev/shm", "broken: a: No such file", "mount -t tmpfs"),
     "no h5py": (
@@ -317,7 +318,7 @@ def test_the_report() -> None:
         "ok      a       fine",
         "broken  longer  bad",
         "          fix:  mend it",
-        "1 broken, 0 to be warned of, 1 ok",
+        "1 broken, 0 warnings, 1 ok",
     ]
     assert ranks_text([3, 1, 2, 7]) == "ranks 1-3, 7"
     assert ranks_text([5]) == "rank 5"

@@ -49,7 +49,7 @@ WORKED = [
         text-5: 6 of 8 tokens: [500, 501, -1, 503, 504, -1]
         text-6: 3 of 4 tokens: [600, 601, -1]
         accuracy 0.621, loss 0.0379 a token
-        one process finds the same
+        the result of one process is the same
         """,
         marks=pytest.mark.once,
     ),
@@ -96,7 +96,7 @@ WORKED = [
         sent to rank 1: 3 MiB, (768, 1024)
         saved: (384, 1024), (384, 1024)
         loaded: (768, 512), (768, 512)
-        each part as one process makes it
+        each part equals that of one process
         """,
     ),
 ]

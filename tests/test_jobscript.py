@@ -71,7 +71,7 @@ MISTAKES = {
     "--gpus-per-node 8 --ntasks-per-node 4": "--gpus-per-node 8: more than the 4 ranks of a node",
     "--gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
     "--time soon": "--time soon: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds",
-    "--time 0:00": "--time 0:00: expected more than no time",
+    "--time 0:00": "--time 0:00: expected more than 0 seconds",
     "--time 1-": "--time 1-: expected minutes",
     "--kind requeue --time 2": "--warning 120: expected 60 seconds at least, and less than the time limit of 120",
     "--kind requeue --warning 10": "--warning 10: expected 60 seconds at least",

@@ -185,11 +185,11 @@ MISTAKES: dict[str, tuple[str, list[object], str]] = {
     "bad pattern": ("split", ["x.npy", "-o", "{part}.npy"], "{part}.npy: cannot be a pattern"),
     "parts": ("split", ["x.npy", "-o", "{rank}.npy", "--parts", 0], "--parts 0: expected 1 to 1000000"),
     "too many parts": ("split", ["x.npy", "-o", "{rank}.npy", "--parts", 10**12], "--parts 1000000000000: expected 1"),
-    "another field": ("split", ["x.npy", "-o", "{rank.numerator}.npy"], "cannot be a pattern (of another kind)"),
+    "another field": ("split", ["x.npy", "-o", "{rank.numerator}.npy"], "cannot be a pattern (unsupported field)"),
     "a width without end": (
         "split",
         ["x.npy", "-o", "{rank:09999999999d}.npy"],
-        "cannot be a pattern (of another kind)",
+        "cannot be a pattern (unsupported field)",
     ),
     "one file for two parts": (
         "split",

@@ -1,4 +1,4 @@
-"""Every route that can run here, on the same data, in one table."""
+"""Time every route that can run here on the same data, and show them in one table."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hpcdist.runtime.world import World
 
 __all__ = ["ROUNDS", "Move", "compare", "route_table"]
 
-ROUNDS = 5  # timed runs of each route, after one that is not counted
+ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
 Move = Callable[[Tensor, str, Tensor | None], Tensor | None]  # (shard, route, out) -> result
 
 
 def compare(world: World, shard: Tensor, move: Move, nbytes: int) -> tuple[list[dict[str, Any]], Tensor | None]:
-    """Time `move` on each route in turn, into memory that is there already. Collective.
+    """Time `move` on each route in turn, with results in existing memory. Collective.
 
     Returns:
-        A row for each route, on every rank, and the result of route mpi.
+        rows of the table, one for each route, on every rank; and the result of route mpi.
     """
     inputs: dict[str, Tensor] = {}
     results: dict[str, Tensor | None] = {}
@@ -63,7 +63,7 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
 
 
 def route_table(routes: list[dict[str, Any]], bytes_sent: int) -> str:
-    """The rows of compare() as text."""
+    """Return the rows of compare() as text."""
     head = ["route", "time (ms)", "GB/s", "bytes sent", "ratio to best", "same result"]
     rows = [
         [

@@ -1,99 +1,68 @@
-"""The command ``python -m hpcdist.concat``: as hpcdist.gather, with the result on every rank."""
+"""The command ``python -m hpcdist.concat``: join arrays from files, with the result on every rank."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
 
 from hpcdist import layout
-from hpcdist.comm.settings import ROUTES
-from hpcdist.comm.team import Team
-from hpcdist.commands import gather, inputs, sources, streaming
 from hpcdist.commands.inputs import Inputs
-from hpcdist.commands.patterns import Names
+from hpcdist.commands.join import Join
+from hpcdist.commands.options import Options, join_parser
+from hpcdist.commands.patterns import check_distinct, file_names
+from hpcdist.commands.steps import Command, Report, run, speed
+from hpcdist.commands.streaming import Joined
+from hpcdist.commands.verify import verify_files
 from hpcdist.control import objects
-from hpcdist.runtime.cli import Parser, path
+from hpcdist.errors import InputError
+from hpcdist.runtime.cli import Parser
 from hpcdist.runtime.world import World
 
 
 def main(world: World, args: argparse.Namespace) -> int:
-    """Join the inputs on every rank of the world; returns the exit status. Collective."""
-    args.root = 0
-    if args.output is None or args.compare:
-        args.all = True
-        return gather.main(world, args)
-    if "{" not in args.output:
-        args.all = False  # one file, which all ranks write
-        return gather.main(world, args)
-    names = Names(args.output, world.world_size)
-    data = inputs.find(world, args.input, args.dim, args.output)
-    gather.check_output(world, data, names[0], args)
-    specs, size = [source.spec for source in data.sources], 0 if args.resume else data.nbytes()
-    check = lambda: sources.check_output(names[world.rank], data.dtype, size, specs)  # noqa: E731
-    objects.all_gather(world.team.comm, "output", check)  # each in a folder of its own, perhaps
-    objects.broadcast(world.team.comm, "output", names.check)
-    report = _copies(world, data, names, args)
-    if world.rank == 0:
-        print(json.dumps(report) if args.json else _text(report), flush=True)
-    return gather.MISMATCH if report.get("verified") is False else 0
+    """Join the inputs on every rank of the world; return the exit status. Collective."""
+    options = Options.of("concat", args, everywhere=args.output is None or args.compare)
+    if options.output is None or "{" not in options.output:
+        return run(Join(world, options))
+    if options.compare:
+        raise InputError(f"{options.output}: with --compare one file is written, and not one for each rank")
+    return run(Copies(world, options, file_names(options.output, world.world_size)))
 
 
-def _copies(world: World, data: Inputs, names: Names, args: argparse.Namespace) -> dict[str, Any]:
-    """Every rank writes a copy of its own. Collective."""
-    target, seconds = names[world.rank], []
-    resume = data.fingerprint() if args.resume else None
-    with streaming.Joined(data, args.window // 2) as joined:
+class Copies(Command):
+    """Join the inputs in as many files as there are ranks: every rank writes a copy of its own."""
 
-        def write(team: Team) -> None:
-            written = streaming.to_file(
-                world, team, "concat", joined.read, target, data.shape, data.dtype, args.window, resume
-            )
-            seconds.append(written.seconds)
+    verdict = ": {} the inputs"
 
-        streaming.each_alone(world, "concat", [write])
-        report = {
-            "verb": "concat",
-            "ranks": world.world_size,
-            "files": len(data.sources),
-            "inputs": data.names(),
-            "shape": list(data.shape),
-            "dtype": str(data.dtype).removeprefix("torch."),
-            "bytes": data.nbytes(),
-            "seconds": max(objects.all_gather_object(world.team.comm, seconds[0])),
-            "output": args.output,
-        }
-        if args.verify:
-            parts = [(target, layout.whole(data.shape))]
-            step = lambda: streaming.verify(data, parts, args.window)  # noqa: E731
-            found = objects.all_gather(world.team.comm, "verify", step)
-            report |= {"verified": all(right for right, _ in found), "sha256": found[0][1]}
-    return report
+    def check(self, data: Inputs) -> None:
+        comm = self.world.team.comm
+        own = self.names[self.world.rank]  # perhaps in a folder that only this node has
+        objects.all_gather(comm, "output", lambda: self.check_output(data, own, data.nbytes()))
+        objects.broadcast(comm, "output", lambda: check_distinct(self.names))
 
+    def move(self, data: Inputs) -> Report:
+        parts = [(self.names[self.world.rank], layout.whole(data.shape))]
+        with Joined(data, self.options.window // 2) as joined:
+            report = self.writer(data).write_alone(joined.read, parts)
+        if self.options.verify:
+            step = lambda: verify_files(data, parts, self.options.window)  # noqa: E731
+            found = objects.all_gather(self.world.team.comm, "verify", step)
+            report |= found[0] | {"verified": all(one["verified"] for one in found)}
+        return report
 
-def _text(report: dict[str, Any]) -> str:
-    rate = report["ranks"] * report["bytes"] / max(report["seconds"], 1e-9) / 1e9
-    lines = [
-        f"concat: {report['files']} arrays, {report['bytes']:,} bytes of {report['dtype']}",
-        *gather.order(report),
-        f"result: shape {tuple(report['shape'])} in {report['ranks']} files, one a rank",
-        f"every rank writes: {report['seconds'] * 1e3:.2f} ms, {rate:.2f} GB/s",
-    ]
-    return "\n".join([*lines, *gather.outcome(report, ": {} the inputs")])
+    def text(self, data: Inputs, report: Report) -> list[str]:
+        ranks = report["ranks"]
+        return [
+            f"result: shape {tuple(report['shape'])} in {ranks} files, one a rank",
+            speed("every rank writes", report["seconds"], ranks * report["bytes"]),
+        ]
 
 
 def parser() -> Parser:
-    """The command line of python -m hpcdist.concat."""
-    p = Parser(
-        prog="hpcdist.concat",
-        description="Join arrays from files along one dimension, on every rank of an MPI job: as hpcdist.gather, but "
-        "every rank receives the result. With -o NAME one file is written, by all ranks; with -o 'NAME-{rank}' each "
-        "rank writes a copy of its own, for folders that the nodes do not share.",
-        epilog="example: mpirun -n 2 python -m hpcdist.concat 'shards/*.npy' -o '/local/whole-{rank}.npy'",
+    """Return the parser of python -m hpcdist.concat."""
+    return join_parser(
+        "hpcdist.concat",
+        "Join arrays from files along one dimension, on every rank of an MPI job: like hpcdist.gather, but every rank "
+        "receives the result. With -o NAME all ranks write one file; with -o 'NAME-{rank}' each rank writes a copy of "
+        "its own, for folders that the nodes do not share.",
+        "example: mpirun -n 2 python -m hpcdist.concat 'shards/*.npy' -o '/local/whole-{rank}.npy'",
     )
-    gather.add_inputs(p)
-    p.add_argument("-o", "--output", type=path, metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
-    p.add_argument("--route", choices=ROUTES, default="auto", help="how the data travel (default auto)")
-    p.add_argument("--compare", action="store_true", help="time every route that can run here, in one table")
-    gather.add_common(p)
-    return p

@@ -1,5 +1,5 @@
-"""What is wrong with this job, and what to do about it: ``python -m hpcdist.doctor``, under mpirun, srun or alone.
+"""Find what is wrong with a job and how to fix it: ``python -m hpcdist.doctor``, under mpirun, srun or alone.
 
-Facts are gathered on every rank, as plain data; judges make findings of them, and touch nothing. The examination runs
-in a child of each process (:mod:`.ward`), so that the doctor outlives an MPI library that hangs or kills its process.
+Every rank collects facts, which are plain data; topics judge them and have no side effects. The examination runs in a
+child of each process (:mod:`.supervisor`), so that the doctor survives an MPI library that hangs or kills its process.
 """

@@ -1,41 +1,30 @@
-"""``mpirun -n N python -m hpcdist.doctor``: examine a job as it is launched, and say what is wrong and what to do."""
+"""``mpirun -n N python -m hpcdist.doctor``: examine a job as it is launched, and report problems with their fixes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from typing import IO, NoReturn
 
 from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
 from hpcdist.doctor.findings import report, status
 from hpcdist.doctor.supervisor import watch
 from hpcdist.process.streams import printing
-from hpcdist.runtime.cli import path
-from hpcdist.runtime.world import environ
+from hpcdist.runtime.cli import Parser, path
+from hpcdist.runtime.world import environ, is_first
 from hpcdist.watch.deadlines import deadline
 
-_LIMIT = 60.0
-_FIRST_SECONDS = 3  # for which a rank that fails leaves the word to rank 0, which may have failed alike
-_LAST_SECONDS = 1  # mpirun of MPICH ends the others with status 0 once one has ended: let that be rank 0
-_FORWARD_SECONDS = 0.2  # launchers forget what was printed just before the end of a job
+_LIMIT = 60.0  # seconds
+_FIRST_SECONDS = 3  # a rank that fails waits so long for rank 0 to report first: it may have failed in the same way
+_LAST_SECONDS = 1  # rank 0 must end first: MPICH's mpirun ends the others with its status
+_FORWARD_SECONDS = 0.2  # launchers lose what is printed just before the end of a job
 _ABOUT = """
 Examine the job, or the process, that this command runs in: launcher, MPI, cores, GPUs, network, shared memory, HDF5,
 staging folder, and each route. Every line of the report is ok, warning (it works, but slowly or not for everything) or
-broken (something fails or hangs), the latter two with a fix. The exit status is 1 if something is broken, else 0.
+broken (something fails or hangs); warnings and broken lines come with a fix. The exit status is 1 if something is
+broken, else 0.
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Prints on one rank, without asking MPI, which may be what is broken; bad input in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
-
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        if launch.is_first(environ()):
-            super()._print_message(message, file)
 
 
 def _seconds(text: str) -> float:
@@ -46,10 +35,10 @@ def _seconds(text: str) -> float:
 
 
 def main() -> int:
-    """Examine this rank, and print on rank 0, or what has ended the examination of another; returns the exit status."""
+    """Examine this rank; print the report on rank 0, and on another rank why its examination ended early."""
     args = parser().parse_args()
     facts = launch.gather(environ())
-    first = launch.is_first(environ())
+    first = is_first()
     outcome = watch(lambda line: examine(line, facts, args.staging, first, args.limit), facts, args.limit)
     if first:
         findings = [*judge(outcome.facts), *outcome.findings]
@@ -65,14 +54,14 @@ def main() -> int:
     return 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of python -m hpcdist.doctor."""
-    p = _Parser("hpcdist.doctor", description=_ABOUT)
-    p.add_argument("--json", action="store_true", help="the findings as JSON, with the facts of every rank")
-    p.add_argument("--staging", type=path, metavar="FOLDER", help="the staging folder to try, not the usual one")
+def parser() -> Parser:
+    """Return the parser of python -m hpcdist.doctor. It does not ask MPI, which may be what is broken."""
+    p = Parser("hpcdist.doctor", description=_ABOUT, prints=is_first)
+    p.add_argument("--json", action="store_true", help="print the findings as JSON, with the facts of every rank")
+    p.add_argument("--staging", type=path, metavar="FOLDER", help="staging folder to try instead of the default")
     p.add_argument(
         "--limit", type=_seconds, default=_LIMIT, metavar="SECONDS",
-        help="after which a step of the examination hangs (%(default)g)",
+        help="time after which a step of the examination counts as hanging (default %(default)g)",
     )  # fmt: skip
     return p
 

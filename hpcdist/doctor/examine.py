@@ -1,7 +1,7 @@
-"""The examination of a job: what is asked, in which order, on every rank.
+"""Examine a job: the steps of the examination, in order, on every rank.
 
-The facts of a rank: rank, node (its lowest rank), host, environ; mpi, cores, gpu, shm, hdf5, interfaces, as the modules
-of these names gather them; reach and staging on one rank of each node; sees, init, file and cuda_aware.
+The facts of a rank: rank, node (its lowest rank), host, environ; mpi, cores, gpu, shm, hdf5 and interfaces, from the
+modules of this package; reach and staging on one rank of each node; sees, init, file and cuda_aware.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,12 @@ import torch
 from hpcdist import staging
 from hpcdist.control import objects
 from hpcdist.doctor import cores, files, gpus, launch, network, timing
-from hpcdist.doctor.findings import Facts, Finding, by_value, each, ranks_text
+from hpcdist.doctor.findings import Facts, Finding
 from hpcdist.doctor.supervisor import Line
+from hpcdist.doctor.topics import Ranks, Verdict, each, error_of, judging, topic
 from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
+from hpcdist.runtime.cli import ranks_text
 from hpcdist.runtime.world import World
 
 if TYPE_CHECKING:
@@ -30,20 +31,20 @@ if TYPE_CHECKING:
 __all__ = ["examine", "judge", "started"]
 
 
-def judge(ranks: Sequence[Facts]) -> list[Finding]:
-    """What the facts of all ranks come to."""
-    parts = (launch, cores, gpus, network, files)
-    return [*(finding for part in parts for finding in part.judge(ranks)), *started(ranks)]
+def judge(ranks: Ranks) -> list[Finding]:
+    """Return the findings about the facts of all ranks."""
+    parts = (launch.judge, cores.judge, gpus.judge, network.judge, files.judge, started)
+    return [finding for part in parts for finding in part(ranks)]
 
 
 def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: float) -> None:
-    """Examine this rank, and the job as far as the ranks come together. In a process of its own.
+    """Examine this rank, and the job if MPI connects the ranks. Runs in a process of its own.
 
     Args:
-        facts: what is known of this rank; more comes to it.
-        folder: for staging, if one is asked for.
-        first: this process tells for all, if MPI does not join them to one job.
-        limit: seconds for what may hang.
+        facts: facts of this rank, to be completed.
+        folder: staging folder; None for the default.
+        first: whether this process examines its node if MPI does not connect the ranks.
+        limit: seconds for each step that may hang.
     """
     comm = launch.start_mpi(line, facts)
     joined = comm is not None and not facts["mpi"]["alone"]
@@ -65,8 +66,8 @@ def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: fl
 
 
 def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | None, limit: float) -> None:
-    """What the ranks do together. Collective over `comm`."""
-    everyone = _tell(line, comm, facts)
+    """Examine what the ranks do together. Collective over `comm`."""
+    everyone = _share(line, comm, facts)
     nodes = len({other["node"] for other in everyone})
     leads = facts["node"] == facts["rank"]
     leaders = comm.Split(0 if leads else 1, comm.rank)
@@ -77,9 +78,9 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
     leaders.Free()
     folder = objects.all_gather_object(comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
     _try_staging(line, comm, facts, folder, leads)
-    everyone = _tell(line, comm, facts)
+    everyone = _share(line, comm, facts)
     here = _start(line, facts, folder, limit)
-    everyone = _tell(line, comm, facts)
+    everyone = _share(line, comm, facts)
     if here is None or not all("seconds" in other["init"] for other in everyone):
         return
     if any(objects.all_gather_object(here.team.comm, here.device.type == "cuda")):
@@ -87,7 +88,7 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
         facts["cuda_aware"] = mpi_takes_gpu_memory(here.team)
     if all("error" not in other.get("staging", {}) and other["sees"] for other in everyone):
         facts["file"] = _try_file(line, here)
-    _tell(line, comm, facts)
+    _share(line, comm, facts)
     rows = timing.gather(line, here)
     if here.rank == 0:
         line.found(timing.judge(rows))
@@ -95,8 +96,8 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
     here.finalize()
 
 
-def _tell(line: Line, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
-    """The facts of all ranks; rank 0 has them told even if what comes next does not end. Collective."""
+def _share(line: Line, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
+    """Return the facts of all ranks, which rank 0 reports even if the next step hangs. Collective."""
     line.stage("all ranks together", "look for a rank that is stopped, or a node that is overloaded", together=True)
     everyone: list[Facts] = objects.all_gather_object(comm, facts)
     if comm.rank == 0:
@@ -105,11 +106,11 @@ def _tell(line: Line, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
 
 
 def _stage_folder(line: Line) -> None:
-    line.stage("staging folder", "a file system that does not answer: df FOLDER; export HPCDIST_STAGING=another")
+    line.stage("staging folder", "a file system that does not respond: df FOLDER; export HPCDIST_STAGING=another")
 
 
 def _try_staging(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str, leads: bool) -> None:
-    """One rank of each node writes in the folder; all look whether they see what rank 0 has made. Collective."""
+    """Write to the folder on one rank of each node; look on all ranks for the file of rank 0. Collective."""
     _stage_folder(line)
     if leads:
         facts["staging"] = files.try_folder(folder)
@@ -121,7 +122,7 @@ def _try_staging(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str, lea
 
 
 def _start(line: Line, facts: Facts, folder: str, limit: float) -> World | None:
-    """hpcdist.init(), or None if this rank cannot. What it says is kept, whatever the other ranks do."""
+    """Call hpcdist.init(); return None if it fails. The error is reported even if the other ranks hang."""
     line.stage("hpcdist.init()", "look at the findings about the network", together=True)
     begin = time.perf_counter()
     try:
@@ -135,24 +136,22 @@ def _start(line: Line, facts: Facts, folder: str, limit: float) -> World | None:
     return here
 
 
-def started(ranks: Sequence[Facts]) -> list[Finding]:
-    """What hpcdist.init() has said."""
-    known = [facts for facts in ranks if "init" in facts]
-    wrong = by_value([f for f in known if "error" in f["init"]], lambda facts: str(facts["init"]["error"]))
-    if wrong:
-        text, where = next(iter(wrong.items()))
-        fix = "what it says, and the findings above"
-        return [Finding("hpcdist.init()", "broken", f"{ranks_text(where)}: {text}", fix)]
-    if not known:
-        return []
-    seconds = max(facts["init"]["seconds"] for facts in known)
-    backend = "cpu:gloo,cuda:nccl" if known[0]["init"]["own_gpus"] else "gloo"
-    devices = each(known, lambda facts: str(facts["init"]["device"]))
-    return [Finding("hpcdist.init()", "ok", f"in {seconds:.2f} s; torch.distributed runs {backend}; device {devices}")]
+@topic("hpcdist.init()", "init")
+def _init(ranks: Ranks) -> Verdict:
+    failed = error_of(ranks, "init")
+    if failed is not None:
+        return "broken", f"{ranks_text(failed[1])}: {failed[0]}", "see this text, and the findings above"
+    seconds = max(facts["init"]["seconds"] for facts in ranks)
+    backend = "cpu:gloo,cuda:nccl" if ranks[0]["init"]["own_gpus"] else "gloo"
+    devices = each(ranks, lambda facts: str(facts["init"]["device"]))
+    return "ok", f"in {seconds:.2f} s; torch.distributed runs {backend}; device {devices}"
+
+
+started = judging(_init)  # also for a rank whose examination ended early
 
 
 def _try_file(line: Line, here: World) -> dict[str, Any]:
-    """Write an HDF5 file of all ranks' and read it again. Collective."""
+    """Write an HDF5 file with all ranks and read it again. Collective."""
     line.stage("HDF5 file", "OMPI_MCA_io=romio321, or staging.save(writer='posix') without MPI-IO", together=True)
     name = objects.all_gather_object(here.comm, f"{files.PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
@@ -161,7 +160,7 @@ def _try_file(line: Line, here: World) -> dict[str, Any]:
     try:
         staging.save(path, {"x": shard})
         if not torch.equal(staging.load(path, "x"), shard):
-            return {"error": f"{path}: what was written is not what is read"}
+            return {"error": f"{path}: the data read differ from those written"}
         return {"seconds": time.perf_counter() - begin, "writer": staging.writer()[0]}
     except Exception as error:
         return {"error": " ".join(str(error).split())}

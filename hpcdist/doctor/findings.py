@@ -1,17 +1,17 @@
-"""What the doctor finds: a verdict, what it is about, and what to do; and how that is printed."""
+"""The findings of the doctor: a name, a verdict, what was found and what to do; and the report that prints them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-__all__ = ["Facts", "Finding", "by_node", "by_value", "each", "ranks_text", "report", "status"]
+from hpcdist.runtime.cli import plural
 
-Facts = dict[str, Any]  # of one rank; see examine.py for what is in it
-H = TypeVar("H", bound=Hashable)
+__all__ = ["Facts", "Finding", "report", "status"]
+
+Facts = dict[str, Any]  # of one rank; examine.py lists its keys
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
+        name: topic of the finding.
         verdict: "ok"; "warning": it works, but slowly, or not for everything; "broken": something fails or hangs.
-        text: what was found.
-        fix: what to do; of each finding that is not ok.
+        text: description of what was found.
+        fix: advice; every finding that is not ok has one.
     """
 
     name: str
@@ -31,52 +31,13 @@ class Finding:
     fix: str | None = None
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as people write them.
-
-    Example::
-
-        >>> ranks_text([0, 1, 2, 5])
-        'ranks 0-2, 5'
-    """
-    given = sorted(set(ranks))
-    starts = [given[0], *(b for a, b in pairwise(given) if b > a + 1)]
-    ends = [*(a for a, b in pairwise(given) if b > a + 1), given[-1]]
-    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return f"rank{'s' * (len(given) > 1)} {', '.join(runs)}"
-
-
-def by_value(ranks: Sequence[Facts], value: Callable[[Facts], H]) -> dict[H, list[int]]:
-    """value -> the ranks that have it, in the order of their lowest ranks."""
-    found: dict[H, list[int]] = {}
-    for facts in ranks:
-        found.setdefault(value(facts), []).append(facts["rank"])
-    return found
-
-
-def by_node(ranks: Sequence[Facts]) -> dict[int, list[Facts]]:
-    """The lowest rank of each node -> the facts of its ranks."""
-    found: dict[int, list[Facts]] = {}
-    for facts in ranks:
-        found.setdefault(facts["node"], []).append(facts)
-    return found
-
-
-def each(ranks: Sequence[Facts], text: Callable[[Facts], str]) -> str:
-    """What holds on every rank, said once if it is the same, else with the ranks it is true of."""
-    found = by_value(ranks, text)
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{what} ({ranks_text(where)})" for what, where in found.items())
-
-
 def status(findings: Iterable[Finding]) -> int:
-    """The exit status: 1 if something is broken, else 0."""
+    """Return the exit status: 1 if something is broken, else 0."""
     return int(any(finding.verdict == "broken" for finding in findings))
 
 
 def report(findings: Sequence[Finding], facts: Sequence[Facts], as_json: bool) -> str:
-    """The findings as text, a line for each, and one that counts; or as JSON, with the facts."""
+    """Return the findings as text, one line each and their counts, or as JSON with the facts."""
     count = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ("ok", "warning", "broken")}
     if as_json:
         found = {"findings": [asdict(f) for f in findings], "count": count, "ranks": list(facts)}
@@ -87,4 +48,4 @@ def report(findings: Sequence[Finding], facts: Sequence[Facts], as_json: bool) -
         lines.append(f"{finding.verdict:7} {finding.name.ljust(width)}  {finding.text}")
         if finding.fix:
             lines.append(f"        {'fix:'.rjust(width)}  {finding.fix}")
-    return "\n".join([*lines, f"{count['broken']} broken, {count['warning']} to be warned of, {count['ok']} ok"])
+    return "\n".join([*lines, f"{count['broken']} broken, {plural(count['warning'], 'warning')}, {count['ok']} ok"])

@@ -1,4 +1,4 @@
-"""The network: the interfaces of each node, and which pair of nodes reaches which by them."""
+"""The network: the interfaces of each node, and which nodes reach each other through them."""
 
 from __future__ import annotations
 
@@ -8,58 +8,59 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
-from hpcdist.doctor.findings import Facts, Finding, by_node, each
+from hpcdist.doctor.findings import Facts
+from hpcdist.doctor.topics import Ranks, Verdict, by_node, each, judging, some, topic
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["gather", "judge", "reach"]
 
-_CONNECT_SECONDS = 1.5  # an address that does not answer by then is not the one to use
-_ALL_PAIRS = 32  # nodes; of more, each tries those at distance 1, 2, 4, 8, ...
-_AT_ONCE = 32  # connections
+_CONNECT_SECONDS = 1.5  # an address that takes longer to answer counts as unreachable
+_ALL_PAIRS = 32  # nodes; with more, each node tries those at distance 1, 2, 4, 8, ...
+_THREADS = 32  # that connect at the same time
 _TOKEN = 16  # bytes
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def gather() -> Facts:
-    """This node's interfaces, and the IPv4 addresses of those that have one."""
-    return {
-        "interfaces": rendezvous.interfaces(),
-        "links": [name for _, name in socket.if_nameindex()],
-    }
+    """Collect this node's interfaces, and the IPv4 addresses of those that have one."""
+    return {"interfaces": rendezvous.interfaces(), "links": [name for _, name in socket.if_nameindex()]}
 
 
 def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
-    """Try every address of the other nodes. Collective over a rank of each node.
+    """Connect to every address of the other nodes. Collective over one rank of each node.
 
     Returns:
-        The node (its lowest rank) -> address -> whether it answered.
+        node (its lowest rank) -> address -> whether it answered.
     """
     token = secrets.token_bytes(_TOKEN)
     addresses = [a for a in facts["interfaces"].values() if not a.startswith("127.")]
     with socket.create_server(("", 0), backlog=max(128, leaders.size)) as listener:
         threading.Thread(target=_answer, args=(listener, token), daemon=True).start()
-        doors = objects.all_gather_object(leaders, (facts["node"], listener.getsockname()[1], token, addresses))
+        servers = objects.all_gather_object(leaders, (facts["node"], listener.getsockname()[1], token, addresses))
         size, mine = leaders.size, leaders.rank
         steps = range(1, size) if size <= _ALL_PAIRS else [2**k for k in range(size.bit_length()) if 2**k < size]
-        tries = [(doors[(mine + step) % size], address) for step in steps for address in doors[(mine + step) % size][3]]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        others = [servers[(mine + step) % size] for step in steps]
+        tries = [(server, address) for server in others for address in server[3]]
+        with ThreadPoolExecutor(_THREADS) as pool:
             answers = list(pool.map(lambda a: _reached(a[1], a[0][1], a[0][2]), tries))
-        leaders.Barrier()  # nobody stops listening before all have tried
+        leaders.Barrier()  # all have tried before any stops listening
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-    found: dict[str, dict[str, bool]] = {str(doors[(mine + step) % size][0]): {} for step in steps}
-    for (door, address), answered in zip(tries, answers, strict=True):
-        found[str(door[0])][address] = answered
+    found: dict[str, dict[str, bool]] = {str(server[0]): {} for server in others}
+    for (server, address), answered in zip(tries, answers, strict=True):
+        found[str(server[0])][address] = answered
     return found
 
 
 def _answer(listener: socket.socket, token: bytes) -> None:
-    with suppress(OSError):  # it is closed
+    with suppress(OSError):  # the listener is closed
         while True:
             connection, _ = listener.accept()
             with connection, suppress(OSError):
@@ -67,7 +68,7 @@ def _answer(listener: socket.socket, token: bytes) -> None:
 
 
 def _reached(address: str, port: int, token: bytes) -> bool:
-    """Whether it is that node that answers: an address such as 172.17.0.1 belongs to every node that runs Docker."""
+    """Whether the right node answers: an address such as 172.17.0.1 belongs to every node that runs Docker."""
     try:
         with socket.create_connection((address, port), _CONNECT_SECONDS) as connection:
             return connection.recv(_TOKEN, socket.MSG_WAITALL) == token
@@ -75,33 +76,28 @@ def _reached(address: str, port: int, token: bytes) -> bool:
         return False
 
 
-def judge(ranks: Sequence[Facts]) -> list[Finding]:
-    """All findings about the network."""
-    known = [facts for facts in ranks if "interfaces" in facts]
-    if not known:
-        return []
-    nodes = [node[0] for node in by_node(known).values()]
-    good = _good(nodes)
-    return [*_interfaces(nodes), *_pairs(nodes, good), *_named(known, nodes, good)]
+@topic("interfaces", "interfaces")
+def _interfaces(ranks: Ranks) -> Verdict:
+    texts = []
+    for facts in _nodes(ranks):
+        found = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
+        texts.append(f"{facts['host']}: {found or 'none with an address'}")
+    return "ok", some(texts, 8, "nodes")
 
 
-def _interfaces(nodes: Sequence[Facts]) -> list[Finding]:
-    def text(facts: Facts) -> str:
-        return ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items()) or "none with an address"
-
-    shown = "; ".join(f"{facts['host']}: {text(facts)}" for facts in nodes[:8])
-    more = f"; and {len(nodes) - 8} more nodes" if len(nodes) > 8 else ""
-    return [Finding("interfaces", "ok", shown + more)]
+def _nodes(ranks: Ranks) -> list[Facts]:
+    """Return the facts of one rank of each node."""
+    return [node[0] for node in by_node(ranks)]
 
 
 def _good(nodes: Sequence[Facts]) -> list[str]:
-    """The names of interfaces by which every node is reached by all that tried."""
+    """Return the names of interfaces through which every node was reached by all that tried."""
     names = [name for name in nodes[0]["interfaces"] if all(name in facts["interfaces"] for facts in nodes)]
     return [name for name in names if all(_reaches(a, b, b["interfaces"][name]) for a in nodes for b in nodes)]
 
 
 def _reaches(a: Facts, b: Facts, address: str) -> bool:
-    """Whether node `a` reached that address of node `b`, or did not try."""
+    """Whether node `a` reached `address` of node `b`, or did not try."""
     if a["node"] == b["node"]:
         return True
     tried = a.get("reach", {}).get(str(b["node"]))
@@ -112,9 +108,12 @@ def _export(good: Sequence[str]) -> str:
     return f"export GLOO_SOCKET_IFNAME={good[0]} NCCL_SOCKET_IFNAME={good[0]}" if good else ""
 
 
-def _pairs(nodes: Sequence[Facts], good: Sequence[str]) -> list[Finding]:
+@topic("network", "interfaces")
+def _pairs(ranks: Ranks) -> Verdict:
+    nodes = _nodes(ranks)
+    good = _good(nodes)
     if len(nodes) == 1:
-        return [Finding("network", "ok", "one node: the loopback interface")]
+        return "ok", "one node: the loopback interface"
     bad = [
         f"{a['host']} does not reach {b['host']}"
         for a in nodes
@@ -122,37 +121,33 @@ def _pairs(nodes: Sequence[Facts], good: Sequence[str]) -> list[Finding]:
         if not any(_reaches(a, b, address) for address in b["interfaces"].values())
     ]
     if bad:
-        more = f", and {len(bad) - 4} more pairs" if len(bad) > 4 else ""
-        fix = "open the nodes' ephemeral ports (net.ipv4.ip_local_port_range) to each other, or leave such a node out"
-        return [Finding("network", "broken", ", ".join(bad[:4]) + more, fix)]
+        fix = "open the nodes' ephemeral ports (net.ipv4.ip_local_port_range) to each other, or exclude such a node"
+        return "broken", some(bad, 4, "pairs"), fix
     tried = sum(len(facts.get("reach", {})) for facts in nodes)
     text = f"all {tried} pairs of nodes that were tried reach each other"
     if not good:
-        return [Finding("network", "ok", f"{text}, by interfaces of different names, which hpcdist.init() finds")]
+        return "ok", f"{text}, through interfaces of different names, which hpcdist.init() finds"
     address = f"{nodes[0]['interfaces'][good[0]]}, {nodes[1]['interfaces'][good[0]]}, ..."
-    return [Finding("network", "ok", f"{text} by {good[0]} ({address}); for other programs: {_export(good)}")]
+    return "ok", f"{text} through {good[0]} ({address}); for other programs: {_export(good)}"
 
 
-def _named(ranks: Sequence[Facts], nodes: Sequence[Facts], good: Sequence[str]) -> list[Finding]:
-    """The interfaces that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name."""
-    found = []
-    has_gpus = any(facts.get("gpu", {}).get("gpus") for facts in ranks)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if not any(variable in facts["environ"] for facts in ranks):
-            continue
-        said = each(ranks, lambda facts, v=variable: f"{v}={facts['environ'].get(v, '')}")  # type: ignore[misc]
-        problem = _problem(variable, ranks, nodes)
-        if problem is None:
-            found.append(Finding(variable, "ok", said))
-            continue
-        fix = f"unset {variable}: hpcdist.init() finds the interface by itself"
-        fix += f"; or {_export(good)}" if good and len(nodes) > 1 else ""
-        used = variable == "GLOO_SOCKET_IFNAME" or has_gpus
-        found.append(Finding(variable, "broken" if used else "warning", f"{said}: {problem}", fix))
-    return found
+def _named(variable: str, ranks: Ranks) -> Verdict:
+    """Judge the interfaces that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names."""
+    if not any(variable in facts["environ"] for facts in ranks):
+        return None
+    nodes = _nodes(ranks)
+    good = _good(nodes)
+    text = each(ranks, lambda facts: f"{variable}={facts['environ'].get(variable, '')}")
+    problem = _problem(variable, ranks, nodes)
+    if problem is None:
+        return "ok", text
+    fix = f"unset {variable}: hpcdist.init() finds the interface by itself"
+    fix += f"; or {_export(good)}" if good and len(nodes) > 1 else ""
+    used = variable == "GLOO_SOCKET_IFNAME" or any(facts.get("gpu", {}).get("gpus") for facts in ranks)
+    return "broken" if used else "warning", f"{text}: {problem}", fix
 
 
-def _problem(variable: str, ranks: Sequence[Facts], nodes: Sequence[Facts]) -> str | None:
+def _problem(variable: str, ranks: Ranks, nodes: Sequence[Facts]) -> str | None:
     for facts in ranks:
         value = facts["environ"].get(variable, "")
         if value and not _named_by(variable, value, facts):
@@ -162,13 +157,15 @@ def _problem(variable: str, ranks: Sequence[Facts], nodes: Sequence[Facts]) -> s
         for b in nodes:
             names = _named_by(variable, b["environ"].get(variable, ""), b)
             if names and not any(_reaches(a, b, b["interfaces"][name]) for name in names):
-                return f"{a['host']} does not reach {b['host']} by it"
+                return f"{a['host']} does not reach {b['host']} through it"
     return None
 
 
 def _named_by(variable: str, value: str, facts: Facts) -> list[str]:
-    """The interfaces of a node that such a value stands for: gloo takes names; NCCL takes prefixes, "=" before exact
-    names and "^" before those to be left out."""
+    """Return the interfaces of a node that a value selects.
+
+    gloo takes names; NCCL takes prefixes, "=" before exact names and "^" before those to exclude.
+    """
     words = value.lstrip("^=").split(",")
     if variable == "GLOO_SOCKET_IFNAME":
         return words if all(word in facts["interfaces"] for word in words) else []
@@ -178,3 +175,6 @@ def _named_by(variable: str, value: str, facts: Facts) -> list[str]:
         for name in facts["interfaces"]
         if any(name == word if exact else name.startswith(word) for word in words) != without
     ]
+
+
+judge = judging(_interfaces, _pairs, *(topic(name, "interfaces")(partial(_named, name)) for name in _VARIABLES))

@@ -1,4 +1,4 @@
-"""A small timing of each route: does it carry anything at all, and is one of them strangely slow?"""
+"""Time each route briefly, to find routes that fail and routes that are far too slow."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hpcdist.runtime.world import World
 __all__ = ["gather", "judge"]
 
 _NBYTES = 2**20  # a rank
-_ROUNDS = 3  # after one that is not counted
+_ROUNDS = 3  # after a warm-up that is not counted
 
 _FIXES = {
-    "nccl": "NCCL_DEBUG=INFO says what NCCL tries; NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1; /dev/shm",
+    "nccl": "NCCL_DEBUG=INFO shows what NCCL tries; NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1; /dev/shm",
     "gloo": "unset GLOO_SOCKET_IFNAME; look at the findings about the network",
     "mpi": "look at the findings about MPI and /dev/shm",
     "hdf5": "look at the finding about the staging folder",
@@ -30,7 +30,7 @@ _FIXES = {
 
 
 def gather(line: Line, world: World) -> list[dict[str, Any]]:
-    """Concatenate a megabyte of every rank over each route in turn. Collective."""
+    """Time a concat of 1 MiB a rank over each route. Collective."""
     rows = []
     for name in select.ROUTES:
         line.stage(f"route {name}", _FIXES[name], together=True)
@@ -54,11 +54,11 @@ def _time(world: World, name: str) -> dict[str, Any]:
 
 
 def judge(rows: list[dict[str, Any]]) -> list[Finding]:
-    """A finding for each route."""
-    return [_route(row) for row in rows]
+    """Return a finding for each route."""
+    return [_judge(row) for row in rows]
 
 
-def _route(row: dict[str, Any]) -> Finding:
+def _judge(row: dict[str, Any]) -> Finding:
     name = f"route {row['route']}"
     if "absent" in row:
         return Finding(name, "ok", f"not here: {row['absent']}")
@@ -66,6 +66,6 @@ def _route(row: dict[str, Any]) -> Finding:
     if "error" in row:
         return Finding(name, "broken", " ".join(row["error"].split()), fix)
     if not row["right"]:
-        return Finding(name, "broken", "what arrived is not what was sent", fix)
+        return Finding(name, "broken", "the data received differ from those sent", fix)
     rate = row["bytes"] / max(row["seconds"], 1e-9) / 1e6
     return Finding(name, "ok", f"concat of 1 MiB a rank: {row['seconds'] * 1e3:7.2f} ms, {rate:6.0f} MB/s")

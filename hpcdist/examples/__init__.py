@@ -1,1 +1,1 @@
-"""Worked examples, each of them a program."""
+"""Worked examples, each a program."""

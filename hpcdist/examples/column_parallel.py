@@ -1,6 +1,6 @@
-"""A linear layer whose output features are split among the ranks, with the gradients of the one-process layer.
+"""Split the output features of a linear layer among the ranks; its gradients are those of the layer on one process.
 
-Every rank has the same input, and its own rows of the weight, of which there need not be a multiple of the ranks.
+Every rank has the same input and its own rows of the weight. Their number need not be a multiple of the ranks.
 
 mpirun -n 3 python -m hpcdist.examples.column_parallel
 """
@@ -21,23 +21,23 @@ ROWS = hd.Split(0)  # of the weight, and of the bias: output features
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b, with the same x and the same y on every rank, and W and b in parts. Collective, backward too.
+    """y = x W^T + b, with the same x and y on every rank, and W and b in parts. Collective, also in backward.
 
     Let P ranks hold W_r and b_r, so that y = (y_0 ... y_{P-1}) with y_r = x W_r^T + b_r, and let G = dL/dy be the
-    gradient of the loss, which every rank has, since every rank has the same y and works out the same loss.
+    gradient of the loss, which is the same on every rank, since every rank computes the same loss from the same y.
 
-    - dL/dW_r = G_r^T x and dL/db_r = the column sums of G_r: rank r has all that it needs. But concat, which serves
-      any use of y, cannot know that the P losses are one: it brings y_r's gradients from all ranks together and adds
-      them up, which differentiates L_0 + ... + L_{P-1} = P L. So each rank contributes G / P.
-    - dL/dx = G W = the sum over r of G_r W_r: rank r has one term, as its x reached the loss through y_r alone. The
-      terms are added up by an all_reduce.
+    - dL/dW_r = G_r^T x and dL/db_r = the column sums of G_r: rank r has all it needs. But the backward pass of concat
+      must allow for a different loss on every rank: it sums the gradients of y_r over all ranks, which differentiates
+      L_0 + ... + L_{P-1} = P L. Therefore each rank contributes G / P.
+    - dL/dx = G W = the sum over r of G_r W_r: rank r has one term, because its x affects the loss through y_r alone.
+      An all_reduce sums the terms.
 
-    With both inside the layer every rank calls loss.backward() as one process does, and layers can follow each other.
+    The layer does both, so every rank calls loss.backward() as one process does, and layers can be stacked.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        # Clones, since parts of the layer's own memory would keep all of it.
+        # Clones: a view would keep the memory of the whole layer.
         self.weight = nn.Parameter(hd.local(layer.weight.detach(), ROWS).clone())
         self.bias = nn.Parameter(hd.local(layer.bias.detach(), ROWS).clone())
 
@@ -62,7 +62,7 @@ def sum_over_ranks(grad: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Forward and backward, beside the layer on one process. Collective over all ranks of the job."""
+    """Run forward and backward, and compare with the layer on one process. Collective over all ranks of the job."""
     with hd.init() as world:
         torch.manual_seed(0)  # the same layer and the same data on all ranks
         whole = nn.Linear(INPUTS, OUTPUTS, dtype=torch.float64).to(world.device)
@@ -72,7 +72,7 @@ def main() -> None:
         y, dx, dw, db = run(ColumnParallelLinear(whole), x, target)
         one_y, one_dx, one_dw, one_db = run(whole, x, target)
 
-        # Each rank compares what it has, and a difference on one of them ends the job.
+        # Each rank compares its own part; a difference on any of them ends the job.
         pairs = {
             "output": (y, one_y),
             "input's gradient": (dx, one_dx),
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def run(layer: nn.Linear | ColumnParallelLinear, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """The output, and the loss's gradients by input, weight and bias; loss.backward() would leave them in .grad."""
+    """Return the output, and the gradients of the loss with respect to input, weight and bias."""
     x = x.clone().requires_grad_()
     y = layer(x)
     loss = functional.mse_loss(y, target)

@@ -1,6 +1,7 @@
-"""An embedding table split by rows, by columns and by tiles: from one to the other, and a lookup in each.
+"""Redistribute an embedding table from rows to columns to tiles, and look words up in each layout.
 
-By rows every rank has some words, whole; by columns some features of all words; by tiles some features of some words.
+By rows, every rank has all features of some words; by columns, some features of all words; by tiles, some features of
+some words.
 
 mpirun -n 4 python -m hpcdist.examples.embeddings
 """
@@ -19,11 +20,11 @@ import hpcdist as hd
 __all__ = ["main"]
 
 WORDS, FEATURES = 10, 6
-WANTED = [7, 0, 9, 4, 4]  # the words that are looked up, the same ones on all ranks
+WANTED = [7, 0, 9, 4, 4]  # words to look up, the same on all ranks
 
 
 def main() -> None:
-    """Bring the table from layout to layout and look words up. Collective over all ranks of the job."""
+    """Redistribute the table and look words up. Collective over all ranks of the job."""
     with hd.init() as world:
         tiling = hd.Block(grid(world.world_size), (0, 1))
         layouts: dict[str, hd.Layout] = {"rows": hd.Split(0), "columns": hd.Split(1), "tiles": tiling}
@@ -33,10 +34,10 @@ def main() -> None:
         # Each rank makes, or loads, its own rows: no rank ever holds the whole table.
         rows = table(mine["rows"], world.device)
 
-        # To do it once: a rank sends each other rank just what that one is to have.
+        # To do it once: each rank sends every other rank only what it needs.
         columns = hd.redistribute(rows, layouts["rows"], layouts["columns"])
 
-        # To do it many times, as in every step of a training: the plan is made once, and then only data move.
+        # To do it many times, as in every training step: the plan is made once, and then only data move.
         to_tiles = hd.plan_redistribute(columns, layouts["columns"], layouts["tiles"])
         tiles = to_tiles(columns)
         received = world.comm.gather((to_tiles.received, tiles.nbytes))  # on rank 0
@@ -48,7 +49,7 @@ def main() -> None:
             "tiles": look_up(words, tiles, mine["tiles"]),
         }
 
-        # One process with the whole table would take its rows.
+        # Compare with a lookup in the whole table.
         whole = table(hd.layout.whole((WORDS, FEATURES)), world.device)
         for by, found in vectors.items():
             if not torch.equal(found, whole[words]):
@@ -61,35 +62,35 @@ def main() -> None:
 
 
 def grid(size: int) -> tuple[int, int]:
-    """The ranks in rows and columns, as square as can be: 2 x 2 of 4, 3 x 1 of 3."""
+    """Return the most nearly square grid of ranks: 2 x 2 for 4, 3 x 1 for 3."""
     columns = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
     return size // columns, columns
 
 
 def table(box: hd.Box, device: torch.device) -> Tensor:
-    """A part of the table; each value tells where it belongs: feature 3 of word 7 is 7.03."""
+    """Return a part of the table, whose values encode their place: feature 3 of word 7 is 7.03."""
     words, features = (torch.arange(o, o + n, device=device) for o, n in zip(box.offset, box.shape, strict=True))
     return words[:, None] + features / 100
 
 
 def look_up(words: Tensor, part: Tensor, box: hd.Box) -> Tensor:
-    """The vectors of the words, on every rank, from any part that each rank holds. Collective."""
+    """Return the vectors of the words on every rank, whatever part each rank holds. Collective."""
     first, count = box.offset[0], box.shape[0]
     here = (words >= first) & (words < first + count)
     vectors = part.new_zeros(len(words), FEATURES)
     vectors[here, box.slices()[1]] = part[words[here] - first]
-    dist.all_reduce(vectors)  # each value is on one rank, and zero on the others
+    dist.all_reduce(vectors)  # each value is on one rank, with zeros on the others
     return vectors
 
 
 def look_up_in_columns(words: Tensor, columns: Tensor) -> Tensor:
-    """The same, where every rank has all words: their features side by side, and no zeros travel. Collective."""
+    """Do the same where every rank has all words: concatenate their features, so no zeros travel. Collective."""
     vectors: Tensor = hd.concat(functional.embedding(words, columns), dim=1)
     return vectors
 
 
 def show(box: hd.Box) -> str:
-    """Rows and columns from a box: [0:5, 0:3]."""
+    """Return the rows and columns of a box as text: [0:5, 0:3]."""
     return f"[{', '.join(f'{part.start}:{part.stop}' for part in box.slices())}]"
 
 

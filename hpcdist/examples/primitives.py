@@ -1,4 +1,4 @@
-"""Every primitive of torch.distributed once: what each rank had, and what each rank got.
+"""Call every primitive of torch.distributed once, and print what each rank had and got.
 
 mpirun -n 3 python -m hpcdist.examples.primitives
 """
@@ -16,7 +16,7 @@ from hpcdist.runtime.world import World
 
 __all__ = ["main"]
 
-Row = tuple[str, Tensor | None, Tensor | None]  # the primitive, what this rank had, what it got: None is nothing
+Row = tuple[str, Tensor | None, Tensor | None]  # primitive, input and output of this rank; None for nothing
 
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -28,7 +28,7 @@ OPERATIONS = {
 
 
 def main() -> None:
-    """Run them all and print the table on rank 0. Collective over all ranks of the job."""
+    """Run all primitives and print the table on rank 0. Collective over all ranks of the job."""
     with hd.init() as world:
         x = 10.0 * world.rank + torch.arange(1, world.world_size + 1, device=world.device)  # 1 2 3, 11 12 13, ...
         lines = [("primitive", "what each rank had", "what each rank got")]
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def one_to_all(x: Tensor, world: World) -> Iterator[Row]:
-    """From rank 0 to every rank: the same, or a part for each."""
+    """Send from rank 0 to every rank: the same tensor, or a part for each."""
     got = x[:1].clone()
     dist.broadcast(got, src=0)
     yield "broadcast", x[:1], got
@@ -53,21 +53,21 @@ def one_to_all(x: Tensor, world: World) -> Iterator[Row]:
 
 
 def all_to_one(x: Tensor, world: World) -> Iterator[Row]:
-    """From every rank to rank 0: all side by side, or all in one."""
-    rooms = [*torch.empty_like(x).chunk(world.world_size)] if world.rank == 0 else None
-    dist.gather(x[:1], rooms, dst=0)
-    yield "gather", x[:1], None if rooms is None else torch.cat(rooms)
+    """Send from every rank to rank 0: concatenated, or reduced."""
+    parts = [*torch.empty_like(x).chunk(world.world_size)] if world.rank == 0 else None
+    dist.gather(x[:1], parts, dst=0)
+    yield "gather", x[:1], None if parts is None else torch.cat(parts)
 
     got = x[:1].clone()
     dist.reduce(got, dst=0, op=dist.ReduceOp.SUM)
-    yield "reduce, sum", x[:1], got if world.rank == 0 else None  # what it leaves elsewhere is of no use
+    yield "reduce, sum", x[:1], got if world.rank == 0 else None  # elsewhere, the result is undefined
 
 
 def all_to_all(x: Tensor, world: World) -> Iterator[Row]:
-    """From every rank to every rank."""
-    rooms = [*torch.empty_like(x).chunk(world.world_size)]
-    dist.all_gather(rooms, x[:1])
-    yield "all_gather", x[:1], torch.cat(rooms)
+    """Send from every rank to every rank."""
+    parts = [*torch.empty_like(x).chunk(world.world_size)]
+    dist.all_gather(parts, x[:1])
+    yield "all_gather", x[:1], torch.cat(parts)
 
     for name, op in OPERATIONS.items():
         got = x[:1].clone()
@@ -79,14 +79,14 @@ def all_to_all(x: Tensor, world: World) -> Iterator[Row]:
     yield "reduce_scatter, sum", x, got
 
     got = x[:1].clone()
-    work = dist.all_reduce(got, async_op=True)  # comes back at once, as all of them can
+    work = dist.all_reduce(got, async_op=True)  # returns at once, as every primitive can
     assert work is not None
-    work.wait()  # before this, got is neither old nor new
+    work.wait()  # until then, the contents of `got` are undefined
     yield "all_reduce, async", x[:1], got
 
 
 def pairs(x: Tensor, world: World) -> Iterator[Row]:
-    """From rank 0 to the last rank, then to every other rank: none of it if there is only one."""
+    """Send from rank 0 to the last rank, then to every other rank; nothing with a single rank."""
     rank, last = world.rank, world.world_size - 1
     got = torch.empty_like(x[:1])
     if last > 0 and rank == 0:
@@ -98,13 +98,13 @@ def pairs(x: Tensor, world: World) -> Iterator[Row]:
     got = torch.empty_like(x[:1])
     works = [dist.irecv(got, src=0)] if rank > 0 else [dist.isend(x[:1], dst=other) for other in range(1, last + 1)]
     for each in works:
-        assert each is not None  # as it would be on a rank outside the group
+        assert each is not None  # it is None on a rank outside the group
         each.wait()
     yield "isend, irecv", x[:1] if rank == 0 else None, got if rank > 0 else None
 
 
 def show(x: Tensor | None) -> str:
-    """A tensor as the table shows it: [1 2 3]."""
+    """Return a tensor as text: [1 2 3]."""
     return "-" if x is None else f"[{' '.join(f'{value:g}' for value in x.tolist())}]"
 
 

@@ -1,7 +1,7 @@
-"""Variable-length sequences, predicted on all ranks and gathered for metrics: order kept, nothing padded.
+"""Predict variable-length sequences on all ranks and gather them for metrics: order kept, nothing padded.
 
-Rank 0 has texts of very different lengths. They are shared so that all ranks have about the same number of tokens; a
-model, here a stand-in, predicts; and rank 0 gets all predictions back, in the order of the texts.
+Rank 0 has texts of very different lengths. They are distributed so that all ranks have about the same number of tokens;
+a model, here a stand-in, predicts; and rank 0 gathers all predictions in the order of the texts.
 
 mpirun -n 3 python -m hpcdist.examples.sequences
 """
@@ -21,25 +21,25 @@ __all__ = ["main"]
 Parts = dict[str, Any]  # of a structure
 
 LENGTHS = (9, 1, 2, 3, 2, 8, 4)  # tokens of each text
-COST = 0.1  # of a token that is wrong or missing: the stand-in's loss
+COST = 0.1  # loss of a token that is wrong or missing
 
 
 def main() -> None:
-    """Predict, gather, compare with one process. Collective over all ranks of the job."""
+    """Predict, gather, and compare with one process. Collective over all ranks of the job."""
     with hd.init() as world:
         texts = corpus(world.device) if world.rank == 0 else None
-        # Consecutive texts for each rank, of about as many tokens: one rank may well take fewer texts than another.
+        # Consecutive texts for each rank, with about as many tokens: ranks may have different numbers of texts.
         counts = hd.balance([len(target) for target in texts["targets"]]) if texts is not None else None
-        mine = hd.split(texts, counts=counts)  # the lists are cut; what is in them may be of any shape
+        mine = hd.split(texts, counts=counts)  # splits the lists, whose items may have any shape
 
         tokens = [predict(target) for target in mine["targets"]]
         right, total = score(tokens, mine["targets"])
 
-        # Lists are added up, in rank order, each item as it is; of a single value, such as the loss, come all ranks'.
-        # The losses are sums, not means: a mean of means is wrong where ranks have different numbers of tokens.
+        # Lists are concatenated in rank order; single values, such as the loss, become a list with one from each rank.
+        # The losses are sums, not means: a mean of means is wrong if ranks have different numbers of tokens.
         found = hd.gather({"ids": mine["ids"], "tokens": tokens, "loss": COST * (total - right)}, root=0)
 
-        # What every rank needs, for example to decide alike when to stop, it gets by concat.
+        # concat gives every rank what all need, for example to agree on when to stop.
         sums = hd.concat({"right": right, "total": total, "texts": len(tokens)})
         accuracy = sum(sums["right"]) / sum(sums["total"])
 
@@ -48,27 +48,27 @@ def main() -> None:
 
 
 def corpus(device: torch.device) -> Parts:
-    """The texts' ids, and their tokens, as they should be predicted."""
+    """Return the ids of the texts, and the tokens that a perfect model predicts."""
     ids = [f"text-{number}" for number in range(len(LENGTHS))]
     targets = [100 * number + torch.arange(length, device=device) for number, length in enumerate(LENGTHS)]
     return {"ids": ids, "targets": targets}
 
 
 def predict(target: Tensor) -> Tensor:
-    """A stand-in for a model: every third token is wrong, and long texts end too early."""
+    """Stand in for a model: every third token is wrong, and long texts end too early."""
     tokens = target.clone()
     tokens[2::3] = -1
     return tokens[: len(target) - len(target) // 4]
 
 
 def score(tokens: list[Tensor], targets: list[Tensor]) -> tuple[int, int]:
-    """The number of tokens that are right, and of those there should be."""
+    """Return the number of correct tokens, and of all tokens."""
     right = sum(int((got == want[: len(got)]).sum()) for got, want in zip(tokens, targets, strict=True))
     return right, sum(map(len, targets))
 
 
 def show(texts: Parts, found: Parts, sums: Parts, accuracy: float) -> None:
-    """Print what rank 0 has gathered, and compare it with what one process finds."""
+    """Print what rank 0 has gathered, and compare it with the result of one process."""
     for rank, (count, total) in enumerate(zip(sums["texts"], sums["total"], strict=True)):
         print(f"rank {rank}: {count} texts, {total} tokens")
     for name, got, want in zip(found["ids"], found["tokens"], texts["targets"], strict=True):
@@ -80,8 +80,8 @@ def show(texts: Parts, found: Parts, sums: Parts, accuracy: float) -> None:
     right, total = score(alone, texts["targets"])
     same = found["ids"] == texts["ids"] and all(map(torch.equal, found["tokens"], alone))
     if not same or accuracy != right / total or not math.isclose(loss, COST * (total - right) / total):
-        raise RuntimeError("one process finds something else")
-    print("one process finds the same")
+        raise RuntimeError("the result of one process differs")
+    print("the result of one process is the same")
 
 
 if __name__ == "__main__":

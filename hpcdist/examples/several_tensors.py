@@ -1,6 +1,6 @@
-"""Several tensors sent at once, in one structure: the receiver knows neither their number, shapes nor dtypes.
+"""Send several tensors at once in one structure: the receiver need not know their number, shapes or dtypes.
 
-Rank 0 sends a task to each other rank, without waiting for one before the next, and takes the answers as they come.
+Rank 0 sends a task to every other rank, without waiting in between, and receives the answers as they arrive.
 
 mpirun -n 4 python -m hpcdist.examples.several_tensors
 """
@@ -17,17 +17,17 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Send, answer, compare with one process. Collective over all ranks of the job."""
+    """Send, answer, and compare with one process. Collective over all ranks of the job."""
     with hd.init() as world:
         if world.rank > 0:
-            task, source = hd.recv(with_source=True)  # from any rank, whatever it is
+            task, source = hd.recv(with_source=True)  # any structure, from any rank
             hd.send(answer(task), dest=source)
             return
 
         tasks = {rank: task_of(rank, world.device) for rank in range(1, world.world_size)}
-        # All at once: a handle for each. Until it is done, the task that is on its way must not be changed.
+        # All at once, with a handle for each. A task must not be changed before its handle is done.
         sent = [hd.isend(task, dest=rank) for rank, task in tasks.items()]
-        # Whoever answers first is served first: that is why an answer comes with its source.
+        # Answers arrive in any order, so each comes with its source.
         coming = [hd.irecv(with_source=True) for _ in tasks]
         answers = {source: got for got, source in (handle.wait() for handle in coming)}
         for handle in sent:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def task_of(rank: int, device: torch.device) -> dict[str, Any]:
-    """What rank `rank` is to work on: tensors on a GPU arrive on the receiver's own."""
+    """Return the task of rank `rank`; tensors on a GPU arrive on the receiver's GPU."""
     weights = {
         "matrix": torch.arange(3.0 * rank, device=device).view(rank, 3),
         "bias": torch.full((3,), 0.5, dtype=torch.bfloat16, device=device),
@@ -53,7 +53,7 @@ def task_of(rank: int, device: torch.device) -> dict[str, Any]:
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
-    """The work: a few results of different shapes and dtypes."""
+    """Do the work: return results of different shapes and dtypes."""
     weights = task["weights"]
     scaled = (weights["matrix"] + weights["bias"]) * weights["scale"] * task["ratio"]
     return {"name": task["name"], "words": task["tokens"][task["mask"]], "results": [scaled, scaled.sum()]}
@@ -66,7 +66,7 @@ def check(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def show(x: torch.Tensor) -> str:
-    """Dtype and shape: int64 (4,)."""
+    """Return dtype and shape as text: int64 (4,)."""
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 

@@ -1,6 +1,6 @@
-"""A large tensor handed over through a file: to another rank, and to all ranks in another layout.
+"""Pass a large tensor through a file: to another rank, and to all ranks in another layout.
 
-For tensors that fill the memory of a rank, or that outlive the job. The files are in the staging folder, which all
+For tensors that fill the memory of a rank, or that must outlive the job. The files are in the staging folder, which all
 nodes share: hd.init(staging=...) or HPCDIST_STAGING.
 
 mpirun -n 2 python -m hpcdist.examples.through_a_file --mib 8
@@ -25,7 +25,7 @@ ROWS, COLUMNS = 256, 1024  # of 4 bytes: 1 MiB
 
 
 def main() -> None:
-    """Hand over, compare with what one process makes. Collective over all ranks of the job."""
+    """Pass the tensor on, and compare with one process. Collective over all ranks of the job."""
     parser = argparse.ArgumentParser(prog="python -m hpcdist.examples.through_a_file")
     parser.add_argument("--mib", type=int, default=8, help="size of the tensor (default 8)")
     shape = (ROWS * parser.parse_args().mib, COLUMNS)
@@ -35,51 +35,51 @@ def main() -> None:
 
 
 def to_another_rank(shape: tuple[int, int], world: hd.World) -> None:
-    """From rank 0 to the last: as without a file, but for the route, of which the receiver need not know."""
+    """Send from rank 0 to the last rank: only the sender names the route."""
     last = world.world_size - 1
     if last == 0:
         return
     if world.rank == 0:
-        hd.send(part(hd.layout.whole(shape), world.device), dest=last, route="hdf5")  # the file is gone after that
+        hd.send(part(hd.layout.whole(shape), world.device), dest=last, route="hdf5")  # the file is removed afterwards
         print(f"sent to rank {last}: {shape[0] // ROWS} MiB, {shape}")
     elif world.rank == last:
         compare(hd.recv(source=0), hd.layout.whole(shape), world)
 
 
 def to_another_layout(shape: tuple[int, int], world: hd.World) -> None:
-    """From rows to columns, without any rank ever holding the whole."""
+    """Redistribute from rows to columns; no rank ever holds the whole."""
     rows, columns = (hd.Split(dim).boxes(shape, world.world_size) for dim in (0, 1))
-    # A name that is not in use; the folder of rank 0 is for all.
+    # All ranks use the folder that rank 0 makes.
     folder = world.comm.bcast(tempfile.mkdtemp(dir=world.staging) if world.rank == 0 else None)
     path = os.path.join(folder, "large.h5")
     try:
-        # Each rank writes its rows. The file is an ordinary one, of one dataset, and can be read after the job.
+        # Each rank writes its rows. The result is an ordinary file with one dataset, which outlives the job.
         staging.save(path, {"x": part(rows[world.rank], world.device)}, dim=0)
 
-        # Any number of ranks may read it, in this job or in another: by dim and counts, or each rank a box.
+        # Any number of ranks may read it, in this job or another: by dim and counts, or a box for each rank.
         got = staging.load(path, "x", dim=1, device=world.device)
         compare(got, columns[world.rank], world)
 
         row = hd.Box(offset=(world.rank, 0), shape=(1, COLUMNS))
         compare(staging.load(path, "x", box=row, device=world.device), row, world)
     finally:
-        if world.rank == 0:  # load has returned: every rank has what it wants
+        if world.rank == 0:  # load has returned, so every rank has its data
             shutil.rmtree(folder)
     if world.rank == 0:
         for name, boxes in (("saved", rows), ("loaded", columns)):
             print(f"{name}: " + ", ".join(str(box.shape) for box in boxes))
-        print("each part as one process makes it")
+        print("each part equals that of one process")
 
 
 def part(box: hd.Box, device: torch.device) -> Tensor:
-    """A part of the tensor, which counts its elements (exact in float32 as they are taken modulo 2**24)."""
+    """Return a part of the tensor, whose values are element numbers modulo 2**24, exact in float32."""
     rows, columns = (torch.arange(o, o + n, device=device) for o, n in zip(box.offset, box.shape, strict=True))
     return ((rows[:, None] * COLUMNS + columns) % 2**24).float()
 
 
 def compare(got: Tensor, box: hd.Box, world: hd.World) -> None:
     if not torch.equal(got, part(box, world.device)):
-        raise RuntimeError(f"rank {world.rank} got something else than {box} of the tensor")
+        raise RuntimeError(f"rank {world.rank} did not get {box} of the tensor")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Slurm job scripts: one text for each shape of a launch. Integers and strings only: no torch, no MPI, no Slurm.
+"""Write Slurm job scripts: one text for each shape of a job. Integers and strings only: no torch, no MPI, no Slurm.
 
-The scripts in jobscripts/ are what :func:`write` gives for each kind by default, to the letter.
+The scripts in jobscripts/ are exactly what :func:`write` returns for each kind by default.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ KINDS = tuple(parts.KINDS)
 LAUNCHERS = ("srun", "mpirun")
 MPIS = ("auto", "pmix", "pmi2")
 
-_LEAST_WARNING = 60  # seconds: Slurm may send the signal so much earlier than it was told to
+_MIN_WARNING = 60  # seconds: Slurm may send the signal so much earlier than requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a job looks like. Where None is given, the kind decides.
+    """The shape of a job. None leaves a value to the kind.
 
     Attributes:
         kind: "cpu", CPU ranks over MPI; "gpu", one GPU a rank with NCCL; "staged", from files to one HDF5 file, nothing
             held in memory; "array", several jobs of one script; "interactive", an allocation to work in; "requeue", a
-            job that goes back to the queue before its time is up, and goes on from its staged file.
-        nodes, ntasks_per_node: the ranks: so many on each of so many nodes; 4, or one for each GPU.
-        gpus_per_node: not more than ranks; for the kind "gpu" as many, 4; for the others 0.
-        cpus_per_task: cores of a rank; 1, or 8 where it has a GPU.
-        time: the limit, as Slurm writes it: "90" minutes, "01:30:00", "2-12:00:00".
-        partition, account: of the cluster; None for its own choice.
-        name: of the job; hpcdist-KIND if None.
-        array: the indices of the kind "array", as Slurm writes them: "0-3", "1,5,7", "0-99%10".
-        warning: of the kind "requeue": seconds before the limit at which the job ends its step and leaves.
-        launcher: "srun" or "mpirun", unless HPCDIST_LAUNCHER says otherwise when the job is submitted.
-        mpi: what srun speaks to the ranks, "pmix" or "pmi2"; "auto" finds it in the job, from mpi4py's MPI library.
-        modules: what is loaded with ``module load``.
-        venv: the folder of the virtual environment; None where there is none to activate.
-        command: the program of each rank; what the script is given when it is submitted is added to it.
+            job that returns to the queue before its time limit and continues from its staged file.
+        nodes: number of nodes.
+        ntasks_per_node: ranks on each node; by default 4, or one for each GPU.
+        gpus_per_node: GPUs of each node, at most one a rank; by default 4 for the kind "gpu", else 0.
+        cpus_per_task: cores of each rank; by default 1, or 8 with a GPU.
+        time: time limit in Slurm's notation: "90" minutes, "01:30:00", "2-12:00:00".
+        partition, account: names on the cluster; None for the cluster's defaults.
+        name: name of the job; hpcdist-KIND if None.
+        array: indices of the kind "array" in Slurm's notation: "0-3", "1,5,7", "0-99%10".
+        warning: for the kind "requeue": seconds before the limit at which the job ends its step and leaves.
+        launcher: "srun" or "mpirun", unless HPCDIST_LAUNCHER is set when the job is submitted.
+        mpi: PMI of srun, "pmix" or "pmi2"; "auto" chooses in the job, from mpi4py's MPI library.
+        modules: names for ``module load``.
+        venv: folder of the virtual environment to activate, or None.
+        command: program of each rank, followed by the arguments of the script.
     """
 
     kind: str = "cpu"
@@ -63,23 +64,23 @@ class Shape:
     command: tuple[str, ...] | None = None
 
     def gpus(self) -> int:
-        """The GPUs of a node."""
+        """Return the GPUs of a node."""
         return (4 if self.kind == "gpu" else 0) if self.gpus_per_node is None else self.gpus_per_node
 
     def ranks(self) -> int:
-        """The ranks of a node."""
+        """Return the ranks of a node."""
         return (self.gpus() or 4) if self.ntasks_per_node is None else self.ntasks_per_node
 
     def cpus(self) -> int:
-        """The cores of a rank."""
+        """Return the cores of a rank."""
         return (8 if self.gpus() else 1) if self.cpus_per_task is None else self.cpus_per_task
 
 
 def write(shape: Shape) -> str:
-    """The job script of a shape. Nothing is read, written or started.
+    """Return the job script of a shape. Nothing is read, written or started.
 
     Raises:
-        InputError: there is no such shape: no nodes, more GPUs than ranks, a time that is none, and so on.
+        InputError: the shape is impossible: no nodes, more GPUs than ranks, a malformed time limit, and so on.
 
     Example::
 
@@ -108,7 +109,7 @@ def _directives(shape: Shape) -> list[str]:
     options: Mapping[str, object] = {
         "job-name": shape.name or f"hpcdist-{kind}",
         "nodes": shape.nodes,
-        "ntasks-per-node": shape.ranks(),  # not --ntasks: Slurm may then place 3 on one node and 1 on the other
+        "ntasks-per-node": shape.ranks(),  # --ntasks would let Slurm place 3 on one node and 1 on the other
         "gres": f"gpu:{shape.gpus()}" if shape.gpus() else None,
         "cpus-per-task": shape.cpus(),
         "time": shape.time,
@@ -129,7 +130,7 @@ def _environment(shape: Shape) -> str:
 
 
 def _asked(shape: Shape) -> str:
-    """The command line that writes this script."""
+    """Return the command line that writes this script."""
     words = ["python", "-m", "hpcdist.jobscript", "--kind", shape.kind]
     for field in fields(shape):
         value = getattr(shape, field.name)
@@ -142,59 +143,52 @@ def _asked(shape: Shape) -> str:
 
 
 def _check(shape: Shape) -> None:
-    """What no job can be, in one line."""
-    for name, value, known in (
-        ("kind", shape.kind, KINDS),
-        ("launcher", shape.launcher, LAUNCHERS),
-        ("mpi", shape.mpi, MPIS),
-    ):
-        if value not in known:
-            raise InputError(f"--{name} {value}: expected one of {', '.join(known)}")
+    """Raise an InputError if no job can have this shape."""
+    for name, known in (("kind", KINDS), ("launcher", LAUNCHERS), ("mpi", MPIS)):
+        value = getattr(shape, name)
+        _require(value in known, name, value, f"expected one of {', '.join(known)}")
+    gpus, ranks = shape.gpus(), shape.ranks()
     for name, count, least in (
         ("nodes", shape.nodes, 1),
-        ("gpus-per-node", shape.gpus(), 1 if shape.kind == "gpu" else 0),
-        ("ntasks-per-node", shape.ranks(), 1),
+        ("gpus-per-node", gpus, 1 if shape.kind == "gpu" else 0),
+        ("ntasks-per-node", ranks, 1),
         ("cpus-per-task", shape.cpus(), 1),
     ):
-        if count < least:
-            raise InputError(f"--{name} {count}: expected at least {least}")
-    gpus, ranks = shape.gpus(), shape.ranks()
-    if gpus > ranks:
-        raise InputError(f"--gpus-per-node {gpus}: more than the {ranks} ranks of a node, each of which uses one GPU")
-    if shape.kind == "gpu" and gpus < ranks:
-        raise InputError(
-            f"--ntasks-per-node {ranks}: more than the {gpus} GPUs of a node, and NCCL takes one rank a GPU"
-        )
+        _require(count >= least, name, count, f"expected at least {least}")
+    too_many = f"more than the {ranks} ranks of a node, each of which uses one GPU"
+    _require(gpus <= ranks, "gpus-per-node", gpus, too_many)
+    too_few = f"more than the {gpus} GPUs of a node, and NCCL takes one rank a GPU"
+    _require(shape.kind != "gpu" or gpus == ranks, "ntasks-per-node", ranks, too_few)
     limit = _seconds(shape.time)
-    if shape.kind == "requeue" and not _LEAST_WARNING <= shape.warning < limit:
-        raise InputError(
-            f"--warning {shape.warning}: expected {_LEAST_WARNING} seconds at least, and less than the time limit of "
-            f"{limit} seconds"
-        )
-    if not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", shape.array):
-        raise InputError(f"--array {shape.array}: expected indices such as 0-3, 1,5,7 or 0-99%10")
-    for name, text in (("partition", shape.partition), ("account", shape.account), ("name", shape.name)):
-        if text is not None and not re.fullmatch(r"[\w.,+@%-]+", text):
-            raise InputError(f"--{name} {text!r}: expected letters, digits and .,+@%-_")
+    within = f"expected {_MIN_WARNING} seconds at least, and less than the time limit of {limit} seconds"
+    _require(shape.kind != "requeue" or _MIN_WARNING <= shape.warning < limit, "warning", shape.warning, within)
+    indices = re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", shape.array)
+    _require(bool(indices), "array", shape.array, "expected indices such as 0-3, 1,5,7 or 0-99%10")
+    for name in ("partition", "account", "name"):
+        text = getattr(shape, name)
+        right = text is None or bool(re.fullmatch(r"[\w.,+@%-]+", text))
+        _require(right, name, repr(text), "expected letters, digits and .,+@%-_")
     for text in (*shape.modules, shape.venv or "", *(shape.command or ())):
         if "\n" in text:
             raise InputError(f"{text!r}: a line break cannot be in a job script's line")
 
 
+def _require(right: bool, option: str, value: object, problem: str) -> None:
+    if not right:
+        raise InputError(f"--{option} {value}: {problem}")
+
+
 def _seconds(time: str) -> int:
-    """Of a time limit in any of Slurm's ways to write one."""
+    """Return the seconds of a time limit in any of Slurm's notations."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise InputError(f"--time {time}: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds")
-    days, *rest = match.groups()
-    given = [int(part) for part in rest if part is not None]
-    if days is not None:  # the first is hours
-        hours, minutes, seconds = [*given, 0, 0][:3]
-    elif len(given) == 3:
-        hours, minutes, seconds = given
-    else:  # minutes, or minutes:seconds
-        hours, (minutes, seconds) = 0, [*given, 0][:2]
-    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    days = int(match[1] or 0)
+    given = [int(part) for part in match.groups()[1:] if part is not None]
+    if match[1] is None and len(given) < 3:
+        given.insert(0, 0)  # minutes, or minutes:seconds; otherwise hours come first
+    hours, minutes, seconds = [*given, 0, 0][:3]
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
-        raise InputError(f"--time {time}: expected more than no time")
+        raise InputError(f"--time {time}: expected more than 0 seconds")
     return total

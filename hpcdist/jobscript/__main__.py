@@ -1,29 +1,18 @@
-"""The command ``python -m hpcdist.jobscript``: a Slurm job script for a shape. It needs neither MPI nor Slurm."""
+"""The command ``python -m hpcdist.jobscript``: write a Slurm job script. It needs neither MPI nor Slurm."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from hpcdist.errors import InputError, reason
 from hpcdist.jobscript import KINDS, LAUNCHERS, MPIS, Shape, write
 from hpcdist.process.streams import printing
-from hpcdist.runtime.cli import path
-
-BAD_INPUT = 2
-
-
-class _Parser(argparse.ArgumentParser):
-    """One clear line for bad input. The other commands' parser asks MPI for the rank, and this runs on login nodes."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (--help tells more)\n")
+from hpcdist.runtime.cli import Parser, path
 
 
 def main(words: list[str]) -> None:
-    """Write the script to where it is wanted."""
+    """Write the script to the file that is named, or to standard output."""
     p = parser()
     given = {name: value for name, value in vars(p.parse_args(words)).items() if value is not None}
     output = given.pop("output", None)
@@ -43,30 +32,31 @@ def main(words: list[str]) -> None:
         p.error(f"{output}: cannot be written: {reason(error)}")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of python -m hpcdist.jobscript. What is not given is decided by the kind."""
-    p = _Parser(
+def parser() -> Parser:
+    """Return the parser of python -m hpcdist.jobscript. It runs on login nodes, and does not ask MPI for the rank."""
+    p = Parser(
         prog="hpcdist.jobscript",
         description="Write a Slurm job script for the shape of a job. Without options: 2 nodes with 4 CPU ranks each.",
         epilog="example: python -m hpcdist.jobscript --nodes 4 --gpus-per-node 8 -o job.sbatch -- python train.py",
+        prints=lambda: True,
     )
-    p.add_argument("--kind", choices=KINDS, help="what kind of job (default gpu with --gpus-per-node, else cpu)")
-    p.add_argument("--nodes", type=int, help="(default 2)")
-    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks (default one for each GPU, or 4)")
-    p.add_argument("--gpus-per-node", type=int, metavar="N", help="(default 4 of kind gpu, else none)")
+    p.add_argument("--kind", choices=KINDS, help="kind of job (default gpu with --gpus-per-node, else cpu)")
+    p.add_argument("--nodes", type=int, help="number of nodes (default 2)")
+    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks of a node (default one for each GPU, or 4)")
+    p.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default 4 for kind gpu, else none)")
     p.add_argument("--cpus-per-task", type=int, metavar="N", help="cores of a rank (default 8 with a GPU, else 1)")
-    p.add_argument("--time", help="the limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)")
-    p.add_argument("--partition", help="(default the cluster's)")
-    p.add_argument("--account", help="(default yours)")
-    p.add_argument("--name", help="of the job (default hpcdist-KIND)")
-    p.add_argument("--array", metavar="INDICES", help="of kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3)")
-    p.add_argument("--warning", type=int, metavar="SECONDS", help="of kind requeue: before the limit (default 120)")
-    p.add_argument("--launcher", choices=LAUNCHERS, help="where HPCDIST_LAUNCHER does not say (default srun)")
-    p.add_argument("--mpi", choices=MPIS, help="what srun speaks to the ranks (default auto: found in the job)")
-    p.add_argument("--module", dest="modules", action="append", default=[], help="to load; may be repeated")
-    p.add_argument("--venv", metavar="DIR", help="the virtual environment to activate")
-    p.add_argument("-o", "--output", type=path, metavar="FILE", help="where to write it (default standard output)")
-    p.add_argument("command", nargs="*", metavar="COMMAND", help="of each rank, after -- (default hpcdist.gather)")
+    p.add_argument("--time", help="time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)")
+    p.add_argument("--partition", help="partition of the cluster (default the cluster's)")
+    p.add_argument("--account", help="account to charge (default yours)")
+    p.add_argument("--name", help="name of the job (default hpcdist-KIND)")
+    p.add_argument("--array", metavar="INDICES", help="for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3)")
+    p.add_argument("--warning", type=int, metavar="SECONDS", help="for kind requeue: before the limit (default 120)")
+    p.add_argument("--launcher", choices=LAUNCHERS, help="launcher unless HPCDIST_LAUNCHER is set (default srun)")
+    p.add_argument("--mpi", choices=MPIS, help="PMI of srun (default auto: found in the job)")
+    p.add_argument("--module", dest="modules", action="append", default=[], help="module to load; may be repeated")
+    p.add_argument("--venv", metavar="DIR", help="virtual environment to activate")
+    p.add_argument("-o", "--output", type=path, metavar="FILE", help="file to write (default standard output)")
+    p.add_argument("command", nargs="*", metavar="COMMAND", help="program of a rank, after -- (default hpcdist.gather)")
     return p
 
 

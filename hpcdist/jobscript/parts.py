@@ -1,4 +1,4 @@
-"""The text that job scripts are made of."""
+"""The texts of the job scripts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _GATHER = ("python", "-m", "hpcdist.gather")
 
 @dataclass(frozen=True)
 class Kind:
-    """What is special about a kind of job.
+    """The texts of a kind of job.
 
     Attributes:
-        title: what it is.
-        usage: how it is started.
-        notes: what else its user should know, in lines.
-        command: the program of each rank, unless another is asked for.
-        program: what is said about the program.
-        before: what comes before the environment is loaded.
-        run: how the ranks are started, at the end. @SAY@ is where the script says what it has chosen.
+        title: one-line description.
+        usage: command that starts the job.
+        notes: lines for its user.
+        command: default program of each rank.
+        program: comment on the program.
+        before: lines before the environment is loaded.
+        run: last lines, which start the ranks; @SAY@ stands for the lines that print what was chosen.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Kind:
 
 
 def head(kind: str, asked: str, own: bool) -> str:
-    """The lines above the options: what this is, what to edit, how to launch otherwise."""
+    """Return the lines above the options: what the script is, what to edit, how to launch it differently."""
     of = KINDS[kind]
     lines = [
         f"{of.title}:",
@@ -79,13 +79,13 @@ esac"""
 
 
 def launch(launcher: str, mpi: str) -> str:
-    """How the ranks are to be started: the array `launch`."""
+    """Return the lines that set the array `launch`, which starts the ranks."""
     pmi = _FIND_PMI if mpi == "auto" else f"pmi=${{HPCDIST_SRUN_MPI:-{mpi}}}"
     return _LAUNCH.replace("@LAUNCHER@", launcher).replace("@PMI@", pmi)
 
 
 def say(kind: str, gpus: bool) -> str:
-    """The lines that print what was chosen."""
+    """Return the lines that print what was chosen."""
     job = "job $SLURM_ARRAY_JOB_ID, index $SLURM_ARRAY_TASK_ID" if kind == "array" else "job $SLURM_JOB_ID"
     lines = [
         f'echo "{kind}: {job} on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"',

@@ -1,4 +1,4 @@
-"""What the commands share: parsing and printing on rank 0, one clear line for bad input, one exit status."""
+"""Parse the command line, print on rank 0, and report bad input in one line with one exit status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, NoReturn, TypeVar
+from itertools import pairwise
+from typing import IO, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,52 +23,59 @@ from hpcdist.process.streams import printing
 from hpcdist.runtime import world
 from hpcdist.runtime.world import World
 
-__all__ = ["Meter", "Parser", "nbytes", "path", "placed", "progress", "run", "show_bytes", "table", "timed"]
+__all__ = [
+    *("Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "run", "show_bytes", "table"),
+    "timed",
+]
 
 T = TypeVar("T")
 
-_LEAST = 1024  # bytes of a window: each piece has a checksum, which is not to be longer than the piece
-_SHM = 2**23  # bytes of /dev/shm below which MPI has no place for its messages
-BAD_INPUT = 2  # the exit status that argparse has, too
+_MIN_WINDOW = 1024  # bytes: each piece has a checksum, which must not be longer than the piece
+_SHM = 2**23  # bytes of /dev/shm below which MPI's messages do not fit
+BAD_INPUT = 2  # exit status, the same as argparse's
+
+
+def _is_rank_0() -> bool:
+    from mpi4py import MPI
+
+    return bool(MPI.COMM_WORLD.rank == 0)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints its help and its errors once, on rank 0 of the job.
+    """An argument parser that prints help and errors once, in the process where `prints` is true (default: rank 0).
 
-    Of an option that is given several times the last one counts: the job scripts put what they are given after their
-    own.
+    If an option is repeated, the last one counts: job scripts append the user's arguments to their own.
     """
 
+    def __init__(self, *args: Any, prints: Callable[[], bool] = _is_rank_0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._prints = prints
+
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        if _rank() == 0:
+        if self._prints():
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {shown(message)} (--help tells more)\n")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        if message:
-            self._print_message(message, sys.stderr)
-        sys.exit(status)
+        self.exit(BAD_INPUT, f"{self.prog}: error: {shown(message)} (see --help)\n")
 
 
 def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoReturn:
-    """Parse the command line, run `main` on every rank of the job and exit with the status that it returns.
+    """Parse the command line, run `main` on every rank of the job and exit with the status it returns.
 
-    `main` is collective; what it cannot use it reports as an InputError (or another HpcdistError) on every rank, which
-    rank 0 prints in one line. Any other exception on any rank ends the job with its traceback.
+    `main` is collective. It reports bad input as an InputError (or another HpcdistError) on every rank, which rank 0
+    prints in one line. Any other exception on any rank ends the job with its traceback.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names may be of any language, or of none
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold any bytes
     with printing(parser.prog):
-        _look_at_shm(parser.prog)  # before MPI begins, which a bus error ends without a word
+        _warn_of_small_shm(parser.prog)  # before MPI starts, which a bus error may end without a message
         args = parser.parse_args()
         try:
             here = world.init(staging=getattr(args, "staging", None))
             status = main(here, args)
             here.finalize()
         except HpcdistError as error:
-            if _rank() == 0:
+            if _is_rank_0():
                 print(f"{parser.prog}: error: {_line(error)}", file=sys.stderr, flush=True)
             status = BAD_INPUT
             world.finalize()
@@ -75,11 +83,11 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
         sys.exit(status)
 
 
-def _look_at_shm(name: str) -> None:
-    """Warn, on rank 0, where MPI has no memory to share between the ranks of a node."""
+def _warn_of_small_shm(name: str) -> None:
+    """Warn, on rank 0, if MPI has too little shared memory for the messages within a node."""
     try:
         found = os.statvfs("/dev/shm")
-    except OSError:  # there is none
+    except OSError:  # not mounted
         return
     free = found.f_bavail * found.f_frsize
     if free < _SHM and world.is_first():
@@ -88,7 +96,7 @@ def _look_at_shm(name: str) -> None:
 
 
 def _line(error: HpcdistError) -> str:
-    """An error in one line: of a RankError, what is wrong on the lowest rank at fault."""
+    """Return an error as one line: for a RankError, the problem of the lowest rank that has one."""
     if isinstance(error, RankError):
         rank, problem = next(iter(error.problems.items()))
         return shown(problem if len(set(error.problems.values())) == 1 else f"rank {rank}: {problem}")
@@ -96,20 +104,30 @@ def _line(error: HpcdistError) -> str:
 
 
 def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:
-    """`items`, with a progress bar on rank 0 if its standard error is a terminal."""
-    from tqdm import tqdm
-
-    bar: Iterable[T] = tqdm(items, desc=what, disable=here.rank != 0 or not sys.stderr.isatty())
+    """Iterate over `items` with a progress bar on rank 0, if its standard error is a terminal."""
+    bar: Iterable[T] = _bar(here, what, iterable=items)
     return bar
 
 
+def meter(here: World, what: str, total: int) -> Any:
+    """Return a tqdm bar of `total` bytes for the share of rank 0, on rank 0 if its standard error is a terminal."""
+    what = f"{what} (rank 0 of {here.world_size})" if here.world_size > 1 else what
+    return _bar(here, what, total=total, unit="B", unit_scale=True, unit_divisor=1024)
+
+
+def _bar(here: World, what: str, **options: Any) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(desc=what, disable=here.rank != 0 or not sys.stderr.isatty(), **options)
+
+
 def placed(world: World, shard: Tensor, route: str) -> Tensor:
-    """The shard where the route is at home: what is read from files is in host memory, and NCCL moves GPU memory."""
+    """Return the shard in the memory that the route moves: for nccl the GPU's, else the shard itself."""
     return shard.to(world.device) if route == "nccl" and world.settings.own_gpus else shard
 
 
 def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tensor | None]:
-    """Run a collective step on all ranks at once; seconds on the slowest rank, and this rank's result."""
+    """Run a collective step; return the slowest rank's seconds and this rank's result. Collective."""
     comm = world.team.comm
     comm.Barrier()
     start = time.perf_counter()
@@ -119,55 +137,52 @@ def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tenso
     return max(objects.all_gather_object(comm, time.perf_counter() - start)), result
 
 
-class Meter:
-    """A progress bar of bytes, with their rate and the time that is left, on rank 0 if its standard error is a
-    terminal. Ranks do not wait for each other to draw it: it shows rank 0's own share of the work.
-    """
-
-    def __init__(self, here: World, what: str, total: int) -> None:
-        from tqdm import tqdm
-
-        off = here.rank != 0 or not sys.stderr.isatty()
-        what = f"{what} (rank 0 of {here.world_size})" if here.world_size > 1 else what
-        self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=off)
-
-    def add(self, nbytes: int) -> None:
-        """So many bytes more are done."""
-        self._bar.update(nbytes)
-
-    def __enter__(self) -> Meter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-
 def nbytes(text: str) -> int:
-    """A number of bytes on the command line: 4096, 64K, 64M, 1G.
+    """Parse a number of bytes on the command line: 4096, 64K, 64M, 1G.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: `text` is not a number of bytes, or too small for a window.
     """
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     count = 0 if match is None or len(text) > 20 else int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
-    if not _LEAST <= count < 2**63:
-        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, {_LEAST} at least, got {text!r}")
+    if not _MIN_WINDOW <= count < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, {_MIN_WINDOW} or more, got {text!r}")
     return count
 
 
 def path(text: str) -> str:
-    """The name of a file or folder on the command line.
+    """Return the name of a file or folder on the command line.
 
     Raises:
-        argparse.ArgumentTypeError: it is empty, as "$OUT" is where nobody has set it.
+        argparse.ArgumentTypeError: it is empty, like "$OUT" in a shell where OUT is not set.
     """
     if not text:
         raise argparse.ArgumentTypeError("expected a name, got an empty one")
     return text
 
 
+def plural(count: int, what: str) -> str:
+    """Return a count with its noun: "1 rank", "2 ranks"."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as text.
+
+    Example::
+
+        >>> ranks_text([0, 1, 2, 5])
+        'ranks 0-2, 5'
+    """
+    given = sorted(set(ranks))
+    starts = [given[0], *(b for a, b in pairwise(given) if b > a + 1)]
+    ends = [*(a for a, b in pairwise(given) if b > a + 1), given[-1]]
+    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return f"rank{'s' * (len(given) > 1)} {', '.join(runs)}"
+
+
 def show_bytes(count: float) -> str:
-    """A number of bytes as people read it.
+    """Return a number of bytes as text.
 
     Example::
 
@@ -182,7 +197,7 @@ def show_bytes(count: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Text in columns: the first to the left, the others to the right.
+    """Return text in columns, the first one left-aligned and the others right-aligned.
 
     Example::
 
@@ -197,9 +212,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in cells
     )
-
-
-def _rank() -> int:
-    from mpi4py import MPI
-
-    return int(MPI.COMM_WORLD.rank)

@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.staging``: what a file holds, and whether it is still what was written."""
+"""The command ``python -m hpcdist.staging``: list a file, and compare it with its checksums."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import argparse
 import json
 from typing import Any
 
-import numpy as np
-
 from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError
 from hpcdist.files.regular import shown
-from hpcdist.runtime.cli import Meter, Parser, run, show_bytes, table
+from hpcdist.runtime.cli import Parser, meter, ranks_text, run, show_bytes, table
 from hpcdist.runtime.world import World
 from hpcdist.staging.contents import Contents, Stored, describe
 from hpcdist.staging.reader import Reader, opened
 from hpcdist.staging.saving import WINDOW
 
-_DAMAGED = 1  # the exit status if a piece is not what was written
-_SHOWN = 20  # damaged pieces
+_DAMAGED = 1  # exit status if a piece differs from its checksum
+_MAX_SHOWN = 20  # damaged pieces
 
 
 def main(world: World, args: argparse.Namespace) -> int:
-    """Run the subcommand on the ranks of the world; returns the exit status. Collective."""
+    """Run the subcommand on the ranks of the world; return the exit status. Collective."""
     contents = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
     if args.what == "verify":
         return _verify(world, contents, args)
@@ -40,7 +38,7 @@ def _listing(contents: Contents) -> str:
             str(stored.dtype).removeprefix("torch."),
             show_bytes(stored.nbytes()),
             "-" if stored.pieces is None else f"{_written(stored)}/{len(stored.pieces)}",
-            _writers(stored) or "-",
+            _writers(stored),
             stored.filters or "contiguous",
         ]
         for stored in contents.datasets.values()
@@ -61,17 +59,10 @@ def _written(stored: Stored) -> int:
 
 
 def _writers(stored: Stored) -> str:
-    """The ranks that wrote the pieces.
-
-    Example: ``ranks 0 to 3``.
-    """
+    """Return the ranks that wrote the pieces, as text."""
     if stored.pieces is None or not _written(stored):
-        return ""
-    ranks = np.unique(stored.pieces["rank"][stored.pieces["written"] == 1]).tolist()
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks[:8]))}"
+        return "-"
+    return ranks_text(stored.pieces["rank"][stored.pieces["written"] == 1].tolist())
 
 
 def _as_json(contents: Contents) -> dict[str, Any]:
@@ -95,7 +86,7 @@ def _as_json(contents: Contents) -> dict[str, Any]:
 
 
 def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
-    """Read every piece once, shared out among the ranks. Collective."""
+    """Read every piece once; each rank reads its share. Collective."""
     pieces = [(stored, row) for stored in contents.datasets.values() for row in range(len(stored.boxes))]
     if contents.plan is None:
         raise InputError(f"{args.file}: not written by hpcdist: it holds no checksums")
@@ -104,13 +95,13 @@ def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
 
     def check() -> None:
         total = sum(stored.boxes[row].size() * stored.dtype.itemsize for stored, row in mine)
-        with opened(args.file) as fd, Meter(world, "verify", total) as meter:
+        with opened(args.file) as fd, meter(world, "verify", total) as bar:
             for stored, row in mine:
                 try:
                     Reader(args.file, fd, stored, WINDOW, None).check(row)
                 except FileError as error:
                     damaged.append(str(error))
-                meter.add(stored.boxes[row].size() * stored.dtype.itemsize)
+                bar.update(stored.boxes[row].size() * stored.dtype.itemsize)
 
     objects.all_gather(world.team.comm, "verify", check)
     found = [text for texts in objects.all_gather_object(world.team.comm, damaged) for text in texts]
@@ -125,20 +116,20 @@ def _verdict(path: str, pieces: int, nbytes: int, damaged: list[str]) -> str:
     path, damaged = shown(path), [shown(text) for text in damaged]
     if not damaged:
         return f"{path}: {pieces} pieces, {show_bytes(nbytes)}: all as they were written"
-    more = [f"and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else []
-    return "\n".join([*damaged[:_SHOWN], *more, f"{path}: {len(damaged)} of {pieces} pieces are DAMAGED"])
+    more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
+    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{path}: {len(damaged)} of {pieces} pieces are DAMAGED"])
 
 
 def parser() -> Parser:
-    """The command line of python -m hpcdist.staging."""
+    """Return the parser of python -m hpcdist.staging."""
     p = Parser(
         prog="hpcdist.staging",
-        description="Look at an HDF5 file that hpcdist.staging has written.",
+        description="List or verify an HDF5 file that hpcdist.staging has written.",
         epilog="example: mpirun -n 4 python -m hpcdist.staging verify whole.h5",
     )
     what = p.add_subparsers(dest="what", required=True, metavar="ls|verify")
-    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, who wrote them, and the file's state")
-    verify = what.add_parser("verify", help="compare every piece with its checksum; status 1 if one is damaged")
+    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, their writers, and the state of the file")
+    verify = what.add_parser("verify", help="compare every piece with its checksum; exit status 1 if one is damaged")
     for sub in (ls, verify):
         sub.add_argument("file", metavar="FILE")
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -35,7 +35,7 @@ def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> 
     verdict, text, _ = finding(job, "network")
     assert verdict == "ok"
     assert "all 6 pairs" in text
-    assert "by eth0 (10.77.0.1, 10.77.0.2, ...)" in text
+    assert "through eth0 (10.77.0.1, 10.77.0.2, ...)" in text
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in text
     ranks = json.loads(job.out)["ranks"]
     assert [facts["host"] for facts in ranks] == hosts.names
@@ -48,7 +48,7 @@ def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> 
 def test_an_interface_that_leads_nowhere_and_a_folder_that_is_not_shared(hosts: Hosts) -> None:
     job = doctor(hosts, [1, 1], "--staging", "/tmp", "--limit", "4", GLOO_SOCKET_IFNAME="ib0")
     verdict, text, fix = finding(job, "GLOO_SOCKET_IFNAME")
-    assert (verdict, text) == ("broken", "GLOO_SOCKET_IFNAME=ib0: node1 does not reach node2 by it")
+    assert (verdict, text) == ("broken", "GLOO_SOCKET_IFNAME=ib0: node1 does not reach node2 through it")
     assert fix.startswith("unset GLOO_SOCKET_IFNAME")
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in fix
     verdict, text, fix = finding(job, "staging folder")
