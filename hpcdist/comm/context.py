@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hpcdist import activity
-from hpcdist.comm.groups import Group, is_alive
+from hpcdist.comm.groups import Group, freeing, is_alive
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Stoppable, Team
 from hpcdist.errors import HpcdistError, RankError
@@ -112,14 +112,9 @@ class Context:
 
         if isinstance(given, MPI.Intracomm):
             return given.Dup()
-        whole = self.team.comm
-        all_ = whole.Get_group()
-        part = all_.Incl(group.peers)
-        # The tag keeps apart the groups that several threads make at once.
-        comm = whole.Create_group(part, (group.key or 0) % 2**15)
-        all_.Free()
-        part.Free()
-        return comm
+        with freeing(self.team.comm.Get_group()) as all_, freeing(all_.Incl(group.peers)) as part:
+            # The tag keeps apart the groups that several threads make at once.
+            return self.team.comm.Create_group(part, (group.key or 0) % 2**15)
 
     def forget(self, group: Group) -> None:
         """Free what belongs to a group that has ended. Nothing is communicated."""
@@ -178,10 +173,8 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
     if comm == context.comm and MPI.Comm.Compare(comm, whole) == MPI.CONGRUENT:  # torch may have another order
         group = context.everyone
     else:
-        part, all_ = comm.Get_group(), whole.Get_group()
-        peers = MPI.Group.Translate_ranks(part, None, all_)
-        part.Free()
-        all_.Free()
+        with freeing(comm.Get_group()) as part, freeing(whole.Get_group()) as all_:
+            peers = MPI.Group.Translate_ranks(part, None, all_)
         if MPI.UNDEFINED in peers:
             raise HpcdistError("the communicator has ranks that are not in hpcdist's world")
         group = Group(comm.rank, peers, context.everyone.provisional, comm)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -15,9 +16,16 @@ from hpcdist.errors import HpcdistError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["WORLD", "Group", "is_alive"]
+__all__ = ["WORLD", "Group", "freeing", "is_alive"]
 
 WORLD = 0  # the key of the group of all ranks
+
+
+class _Owned(Protocol):
+    def Free(self) -> None: ...  # noqa: N802
+
+
+T = TypeVar("T", bound=_Owned)
 
 
 class Group:
@@ -91,6 +99,15 @@ def _digest(name: str, peers: Sequence[int]) -> int:
     """A positive number of 63 bits that is not WORLD."""
     text = repr((name, list(peers))).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
+
+
+@contextmanager
+def freeing(owned: T) -> Iterator[T]:
+    """A context that frees an MPI object at its end."""
+    try:
+        yield owned
+    finally:
+        owned.Free()
 
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:

@@ -112,10 +112,13 @@ def interface(meeting: Meeting) -> str | None:
 
 
 class Nodes:
-    """The nodes of a communicator, in the order of the lowest rank on each. Collective.
+    """The nodes of a communicator, in the order of the lowest rank on each. Collective over `comm`.
+
+    A context that frees `local` at its end.
 
     Attributes:
         local: a communicator of the ranks of this node.
+        local_rank: the rank of this process in `local`.
         mine, count: the index of this node, and the number of nodes.
     """
 
@@ -123,9 +126,16 @@ class Nodes:
         from mpi4py import MPI
 
         self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank: int = self.local.rank
         leaders = objects.all_gather_object(comm, objects.all_gather_object(self.local, comm.rank)[0])
         order = sorted(set(leaders))
         self.mine, self.count = order.index(leaders[comm.rank]), len(order)
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.local.Free()
 
 
 def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:

@@ -113,14 +113,14 @@ def receive(context: Context, group: Group, arrival: Arrival, allow_pickle: bool
     if not 0 <= envelope.number < context.most_tag:
         raise HpcdistError(f"a message of rank {giver} is damaged: it has the number {envelope.number}")
     incoming = partial(_from_mpi, comm, envelope.source, envelope.number)
-    with abort.Transfer("recv", group.size if envelope.content is None else 1):
+    with abort.InTransfer("recv", group.size if envelope.content is None else 1):
         bounded(envelope.nbytes)
         content = envelope.content
         if content is None:
             content = torch.empty(envelope.nbytes, dtype=torch.uint8, device="cpu")
             yield from incoming([(content, False)])
     header, packed = opened(content)
-    with abort.Transfer("recv", group.size if header.large or packed is None else 1):
+    with abort.InTransfer("recv", group.size if header.large or packed is None else 1):
         bounded(sum(header.nbytes))
         if packed is None:
             packed = torch.empty(header.packed, dtype=torch.uint8, device="cpu")

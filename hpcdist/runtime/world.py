@@ -6,6 +6,7 @@ import atexit
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -98,9 +99,8 @@ class World:
         """
         if _world is self:
             with activity.InCall("finalize", self.team), abort.InStep("finalize", self.world_size):
-                collective.exchange(
-                    self.team, Call(collective.LEAVE)
-                )  # refused, it can be repeated: nothing else has begun
+                # If it is refused, it can be repeated: nothing has been freed yet.
+                collective.exchange(self.team, Call(collective.LEAVE))
                 for done in background.leaving(self.context.teams.values()):
                     done.wait()
             self._close()
@@ -131,7 +131,7 @@ class World:
         if error is None:
             self.finalize()
         else:
-            exits.note(error)  # the other ranks may wait for this one: nothing collective can be done here
+            exits.replace(error)  # the other ranks may wait for this one: nothing collective can be done here
 
 
 _world: World | None = None
@@ -171,8 +171,9 @@ def init(
 
     Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
     process without a launcher. MPI, and torch.distributed, are used as they are where they already run. From here on,
-    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (CPython shows a
-    ``raise SystemExit(n)`` to nobody: it is noticed in a ``with hpcdist.init()`` block, or when others call a verb.)
+    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such
+    as ``raise SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block; elsewhere the other
+    ranks get an error at their next verb, or at the deadline.)
 
     Args:
         comm: the processes that take part; COMM_WORLD if None.
@@ -230,20 +231,23 @@ def _forget() -> None:
     activity.refuse(None if why is None else lambda: HpcdistError(why))
 
 
+os.register_at_fork(after_in_child=_forget)
+
+
 def _leave() -> None:
-    """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
+    """Called at the end of the program: a rank that ends early answers the verbs of the others with an error that
+    names it."""
     from mpi4py import MPI
 
-    exits.check()  # handlers run last come first: abort's own would come too late
+    exits.check()  # the handler that install() has registered runs after this one
     if _world is None:
         return
     if MPI.Is_finalized():
         _world._watch.stop()
         return
     with activity.InCall("", _world.team, text=b"the end of its program"):
-        backgrounds = background.leaving(
-            _world.context.teams.values()
-        )  # which answer the calls with async_op of ranks that go on
+        # These answer the calls with async_op of ranks that go on.
+        backgrounds = background.leaving(_world.context.teams.values())
         collective.leave(_world.team)
         for done in backgrounds:
             done.wait()
@@ -261,25 +265,25 @@ def _make(
     forks.claim(os.environ, launcher.has_rank(os.environ))
     comm = rendezvous.job(comm, os.environ)
     if comm.size > 1:
-        exits.arm()
-    said = os.environ.get("HPCDIST_TIMEOUT")
-    with FirstMeeting(timeout, said, comm.size):
-        private = rendezvous.in_torch_order(comm)
-        nodes = rendezvous.Nodes(private)
-        limit = process_group.agree_on(private, backend, timeout, said)
-        meeting = rendezvous.meet(private, nodes.count)
-        watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
-    try:
+        exits.install()
+    env_timeout = os.environ.get("HPCDIST_TIMEOUT")
+    with ExitStack() as undo:  # if an error follows
+        with FirstMeeting(timeout, env_timeout, comm.size):
+            private = rendezvous.in_torch_order(comm)
+            undo.callback(private.Free)
+            with rendezvous.Nodes(private) as nodes:
+                limit = process_group.agree_on(private, backend, timeout, env_timeout)
+                meeting = rendezvous.meet(private, nodes.count)
+                watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
+        undo.callback(watch.stop)
         with activity.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
-            chosen, own_gpus = devices.choose(private, nodes.local.rank, device, backend, shared)
+            chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
             group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
-    except BaseException:
-        watch.stop()
-        raise
+        undo.pop_all()
     if comm.size > 1:
-        exits.arm()  # again: torch has set a hook of its own
+        exits.install()  # again: torch has set a hook of its own
     settings = Settings(
         device=chosen,
         own_gpus=own_gpus,
@@ -293,10 +297,10 @@ def _make(
     )
     context = Context(private, comm, group, settings)
     background.prepare(context.team)
-    world = World(
+    return World(
         rank=private.rank,
         world_size=private.size,
-        local_rank=nodes.local.rank,
+        local_rank=nodes.local_rank,
         node=nodes.mine,
         comm=comm,
         group=group,
@@ -306,9 +310,6 @@ def _make(
         _owns_group=owns_group,
         _asked=(comm, device, backend, timeout, staging),
     )
-    nodes.local.Free()
-    exits.at_fork(_forget)
-    return world
 
 
 def staging_folder(nodes: int) -> str:

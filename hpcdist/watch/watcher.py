@@ -136,7 +136,7 @@ class Watch:
             try:
                 self._look()
             except Exception:  # whatever it is: without this thread there would be no deadlines
-                abort.say(f"hpcdist: watching goes on after an error\n{traceback.format_exc()}")
+                abort.print_error(f"hpcdist: watching goes on after an error\n{traceback.format_exc()}")
                 time.sleep(1)
         self._answered()
 
@@ -182,7 +182,7 @@ class Watch:
         for fd in fds:
             poll.register(fd, select.POLLIN)
         if self._survey.ended:  # the main thread goes on until the launcher ends this process
-            abort.tidy()
+            abort.cleanup()
             seconds = min(seconds, _LEAST)
         for fd, _ in poll.poll(max(0.0, seconds) * 1000):
             if fd == self._wake:
@@ -265,9 +265,9 @@ class Watch:
         dead = self._survey.dead_mates()
         if not dead:
             return
-        abort.say("hpcdist: " + verdict(_NOTHING, list(dead), dead))
+        abort.print_error("hpcdist: " + verdict(_NOTHING, list(dead), dead))
         if self._other(ALARM) is None:
-            abort.say(table(self._ask(ALARM, _HASTE).values(), time.time()))
+            abort.print_error(table(self._ask(ALARM, _HASTE).values(), time.time()))
         abort.job(1)
 
     def _answered(self) -> None:
@@ -298,7 +298,7 @@ class Watch:
 
 
 def _say(text: str) -> None:
-    abort.say("hpcdist: what the ranks are at\n" + text)
+    abort.print_error("hpcdist: what the ranks are at\n" + text)
 
 
 def _pipe() -> tuple[int, int]:
