@@ -29,6 +29,7 @@ from hpcdist.runtime import background, process_group
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.watch.deadlines import FirstMeeting
+from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch
 
 if TYPE_CHECKING:
@@ -274,7 +275,8 @@ def _make(
             with rendezvous.Nodes(private) as nodes:
                 limit = process_group.agree_on(private, backend, timeout, env_timeout)
                 meeting = rendezvous.meet(private, nodes.count)
-                watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
+                address = None if nodes.count == 1 else meeting.own
+                watch = Watch(StatusQuery(private, nodes.local, address), limit)
         undo.callback(watch.stop)
         with activity.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
