@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.comm.context import Context
 from hpcdist.comm.groups import Group
 from hpcdist.comm.matching import Envelope, bytes_of, sealed
@@ -22,10 +22,8 @@ from hpcdist.tensors.message import Contents, Header, Messages, bounded, encode,
 from hpcdist.tensors.storage import as_bytes, row_major
 from hpcdist.tensors.tree import Tree, finished, rebuild
 
-__all__ = ["CHUNK", "PIECE", "Outgoing", "by_file", "by_mpi", "receive"]
+__all__ = ["Outgoing", "by_file", "by_mpi", "receive"]
 
-PIECE = 2**30  # bytes a message at most, from host memory
-CHUNK = 2**26  # bytes a message at most, from a GPU: it passes through pinned memory of that size
 _ANSWER = 1024  # bytes at most, of what went wrong while a file was read
 
 
@@ -50,7 +48,7 @@ class Outgoing(NamedTuple):
 
     def send(self, x: Tensor) -> list[MPI.Request]:
         """Begin to send bytes in host memory, in pieces."""
-        comm, pieces = self.context.data_comm, layout.pieces(x.numel(), PIECE)
+        comm, pieces = self.context.data_comm, layout.pieces(x.numel(), limits.PIECE)
         return [comm.Isend([bytes_of(x[at : at + n]), MPI.BYTE], self.dest, self.number) for at, n in pieces]
 
 
@@ -59,13 +57,13 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
-    room = torch.empty(min(CHUNK, longest), dtype=torch.uint8, device="cpu", pin_memory=longest > 0)
+    room = torch.empty(min(limits.WINDOW, longest), dtype=torch.uint8, device="cpu", pin_memory=longest > 0)
     yield outgoing.departure()
     # From here on nothing takes memory: who has got the header depends on what follows.
     requests = outgoing.send_first(messages.first)
     for x in large:
         if x.is_cuda:
-            for start, length in layout.pieces(x.numel(), CHUNK):
+            for start, length in layout.pieces(x.numel(), limits.WINDOW):
                 room[:length].copy_(x[start : start + length])
                 yield Requests(outgoing.send(room[:length]))
         else:
@@ -139,7 +137,7 @@ def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[T
     """Receive what follows a header; what comes from a GPU in chunks."""
     requests = []
     for x, from_gpu in large:
-        for start, length in layout.pieces(x.numel(), CHUNK if from_gpu else PIECE):
+        for start, length in layout.pieces(x.numel(), limits.WINDOW if from_gpu else limits.PIECE):
             place = x[start : start + length]
             room = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True) if x.is_cuda else place
             request = comm.Irecv([bytes_of(room), MPI.BYTE], source, number)
