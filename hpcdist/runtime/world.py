@@ -1,4 +1,4 @@
-"""init() and World: an MPI job becomes a torch.distributed job. The only reader of the environment."""
+"""init() and World: turn an MPI job into a torch.distributed job. The only reader of the environment."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class World:
     """The ranks of this job, as :func:`init` found them.
 
     Attributes:
-        rank, world_size: of this process, and the number of processes; the same for MPI and torch.distributed.
-        local_rank: the rank among the processes of this node, from 0.
-        node: the index of this node, in the order of the lowest rank on each.
-        comm: the communicator that init() was given, or COMM_WORLD.
-        group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
-        settings: the device, the deadline, the staging folder, and what else does not change.
-        context: the library's own communicators; not for user code.
+        rank, world_size: rank of this process, and number of processes; the same for MPI and torch.distributed.
+        local_rank: rank among the processes of this node, from 0.
+        node: index of this node, in the order of the lowest rank on each.
+        comm: communicator that init() was given, or COMM_WORLD.
+        group: torch.distributed group of all ranks; None after finalize(), if init() made it.
+        settings: device, deadline, staging folder, and what else does not change.
+        context: communicators of the library's own; not for user code.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors belong: one GPU a rank, or the CPU."""
+        """The device of this rank's tensors: one GPU a rank, or the CPU."""
         return self.settings.device
 
     @property
@@ -87,13 +87,13 @@ class World:
 
     @property
     def team(self) -> Team:
-        """All ranks, as the library's own calls know them; not for user code."""
+        """The team of all ranks, for the library's own calls; not for user code."""
         return self.context.team
 
     def finalize(self) -> None:
-        """End torch.distributed, if init() started it, and free the library's communicators; MPI stays up.
+        """End torch.distributed, if init() started it, and free the library's communicators; MPI goes on running.
 
-        Collective over the world. It happens by itself at the end of the program. A second call does nothing.
+        Collective over the world. Called automatically at the end of the program. A second call does nothing.
 
         Raises:
             RankError: on all ranks, if another rank calls a verb instead.
@@ -117,7 +117,7 @@ class World:
         self.context.free(messages=not any(left))  # else new ones could meet what still comes
         self._watch.stop()
         if self._owns_group:
-            # Without references left, gloo's threads end here; one that lives on when Python ends aborts the process.
+            # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
             self.group = None  # type: ignore[assignment]
             self.context.torch_group = None
             if dist.is_initialized():
@@ -139,20 +139,20 @@ _world: World | None = None
 
 
 def environ() -> Mapping[str, str]:
-    """The environment, for those who look at it before there is a world."""
+    """Return the environment, for code that reads it before there is a world."""
     return os.environ
 
 
 def is_first() -> bool:
-    """Whether the launcher calls this process number 0; known before MPI begins."""
+    """Whether this process is the launcher's number 0; does not start MPI."""
     return launcher.number(os.environ) == 0
 
 
 def current() -> World:
-    """The world that init() made.
+    """Return the world that init() made.
 
     Raises:
-        HpcdistError: init() has not been called, or this is a child process.
+        HpcdistError: if init() has not been called, or in a child process.
     """
     if _world is None:
         why = forks.refusal()
@@ -179,24 +179,24 @@ def init(
     Args:
         comm: the processes that take part; COMM_WORLD if None.
         device: this rank's device. By default GPU number local_rank of the visible ones, or the CPU where the node has
-            none. "cpu" on all ranks keeps the job off the GPUs.
+            no GPU. "cpu" on all ranks keeps the job off the GPUs.
         backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
             every rank has its own GPU, else "gloo". Not used, like `timeout`, if torch.distributed already runs.
         timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
-            A rank that waits longer for another one ends the job, with a table of what each rank is at. The end of the
-            program is such a call: no rank may work on alone for longer than that. Also torch.distributed's timeout.
-        staging: the folder for the files of route "hdf5", which all nodes must share; by default what HPCDIST_STAGING
-            says, else on one node a folder of the user's for temporary files, and on several the current folder.
+            A rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of
+            the program is such a call: no rank may work alone for longer than that. Also torch.distributed's timeout.
+        staging: the folder for the files of route "hdf5", which all nodes must share; by default HPCDIST_STAGING, else
+            on one node a private folder for temporary files, and on several nodes the current folder.
 
     Returns:
-        The :class:`World`; the same one again at a second call with no or the same arguments.
+        The :class:`World`; the same one again at a second call without arguments or with the same ones.
 
     Raises:
-        LaunchError: on every rank that can know of it: the launcher does not belong to the MPI library, two ranks
-            share a GPU that NCCL is to use, nodes that cannot reach each other, a child process that was forked while
-            MPI ran. The message says what to do.
+        LaunchError: on every rank that can detect it: the launcher does not belong to the MPI library, two ranks share
+            a GPU that NCCL must use, nodes cannot reach each other, or this is a child process that was forked while
+            MPI ran. The message holds the fix.
         RankError: on every rank, if an argument is wrong on one of them.
-        TypeError: on this rank, for a `comm` that is none or does not hold it.
+        TypeError: on this rank, if `comm` is not a communicator or does not hold this rank.
         ValueError: on this rank, if the world exists and the arguments differ from those it was made with.
 
     Example::
@@ -315,10 +315,10 @@ def _make(
 
 
 def staging_folder(nodes: int) -> str:
-    """Where route hdf5 stages what it moves, if the caller does not say."""
+    """Return the default folder of route hdf5."""
     try:
         return os.environ.get("HPCDIST_STAGING") or (
             private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd()
         )
-    except FileNotFoundError:  # there is none, which is for the route to complain about if it is used
+    except FileNotFoundError:  # no folder for temporary files, or no current one: an error if the route is used
         return "/tmp"
