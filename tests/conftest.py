@@ -52,12 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if _can_run(item, size) and (asked or not item.get_closest_marker("cluster"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
-    slower = slowness()
-    if slower > 1:  # the deadlines are those of a quiet machine
-        for item in kept:
-            own = item.get_closest_marker("timeout")
-            seconds = own.args[0] if own else float(config.getoption("timeout") or config.getini("timeout"))
-            item.add_marker(pytest.mark.timeout(seconds * slower), append=False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Give the test more time if the machine is busy as it begins: the deadlines are those of a quiet machine."""
+    own, config = item.get_closest_marker("timeout"), item.config
+    seconds = own.args[0] if own else float(config.getoption("timeout") or config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(seconds * slowness()), append=False)
+    return (yield)
 
 
 def _can_run(item: pytest.Item, size: int) -> bool:

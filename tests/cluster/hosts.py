@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from launch import DEADLINE, Job
+from launch import DEADLINE, Job, communicate
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -99,7 +99,7 @@ class Started:
     def wait(self, deadline: float = DEADLINE) -> Job:
         """How it ended; an AssertionError if it has not within `deadline` seconds, after it was ended by force."""
         try:
-            out, err = self.process.communicate(timeout=deadline)
+            out, err = communicate(self.process, deadline)
         except subprocess.TimeoutExpired as late:
             self.kill()
             out, err = self.process.communicate()

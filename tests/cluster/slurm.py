@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hosts import Hosts, Started
-from launch import DEADLINE, Job
+from launch import DEADLINE, Job, slowness
 
 CPUS = 8  # of each host, as Slurm is told: more than the machine may have
 GPUS = 2  # of each host, as Slurm is told: any device will do for Slurm, which only counts them
@@ -185,9 +185,10 @@ class Slurm:
 
     def wait(self, job: str, deadline: float = DEADLINE) -> Ended:
         """Until a job is over; "7_1" is one of an array. At the deadline it is cancelled: an AssertionError."""
-        end = time.monotonic() + deadline
+        begin, slower = time.monotonic(), 1.0
         while (ended := self._ended(job)) is None:
-            if time.monotonic() > end:
+            slower = max(slower, slowness())
+            if time.monotonic() > begin + deadline * slower:
                 shown = self._show(job)
                 self.run(["scancel", "--full", job])
                 raise AssertionError(f"job {job} is not over after {deadline} s: {shown}\n{_output(shown)}")
