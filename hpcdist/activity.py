@@ -127,11 +127,7 @@ class ThreadRecord:
 
 
 class SharedRecord:
-    """The records of the ranks of a node, in anonymous memory: it ends with the last process that has it open.
-
-    Attributes:
-        fd: file descriptor of the memory.
-    """
+    """The records of the ranks of a node, in anonymous memory: it ends with the last process that has its `fd` open."""
 
     def __init__(self, ranks: int, fd: int | None = None) -> None:
         self.fd = os.memfd_create("hpcdist", os.MFD_CLOEXEC) if fd is None else fd
@@ -192,17 +188,12 @@ def status(pid: int) -> list[str]:
 
 
 class Counted(Protocol):
-    """Ranks whose calls are counted.
-
-    Attributes:
-        number: identity in records; the same on all of these ranks.
-    """
+    """Ranks whose calls are counted; `number` identifies them in records, and is the same on all of them."""
 
     @property
     def number(self) -> int: ...
 
-    def next_call(self) -> int:
-        """Return the number of a call that begins now."""
+    def next_call(self) -> int: ...
 
 
 peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
