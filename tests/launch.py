@@ -95,8 +95,8 @@ def communicate(process: subprocess.Popen[str], seconds: float = DEADLINE) -> tu
     """What a process has printed when it has ended.
 
     Raises:
-        subprocess.TimeoutExpired: it has not ended in so many seconds, those of a quiet machine: while it runs, the load
-            may grow, and with it the deadline.
+        subprocess.TimeoutExpired: it has not ended in so many seconds of a quiet machine. While it runs, the load may
+            grow, and with it the deadline.
     """
     begin, slower = time.monotonic(), 1.0
     while True:
