@@ -1,4 +1,4 @@
-"""What each rank is doing, in memory that all ranks of its node read: a few bytes a call, and no message."""
+"""Record the calls of each rank in memory that all ranks of its node read: a few bytes a call, and no message."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
 from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
 
 __all__ = [
-    *("ANYBODY", "NOBODY", "AT_WORK", "ENDED", "ENDING", "Board", "Entry", "Lane", "Now", "Process"),
-    *("Counted", "InCall", "outside", "place", "refuse", "start", "started", "status", "touch", "where"),
+    *("ANYBODY", "ENDING", "FINALIZED", "NOBODY", "RUNNING", "Counted", "Entry", "InCall", "Process", "SharedRecord"),
+    *("ThreadRecord", "ThreadStatus", "outside", "place", "refuse", "start", "started", "status", "touch", "where"),
 ]
 
-AT_WORK, ENDED, ENDING = 0, 1, 2  # what a process is at: not yet done; has finalized; ends the job on purpose
+RUNNING, FINALIZED, ENDING = 0, 1, 2  # states of a process; the last one ends the job on purpose
 ANYBODY, NOBODY = 2**31, 2**31 + 1  # in the place of a rank
 
-_HEAD = struct.Struct("<qqq")  # of a rank: its process, when the system started it, what it is at (as above)
-_LANE = struct.Struct("<qqdq")  # of a lane: calls begun, calls finished, when the last one was, its thread
-_COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # parts of that
-_ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, the team's number of it, the text's length
+_HEAD = struct.Struct("<qqq")  # of a rank: pid, when the system started that process, its state
+_RECORD = struct.Struct("<qqdq")  # of a thread: calls begun, calls finished, when the last one finished, thread ID
+_COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # the first field of that; the second and third
+_ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, its number in the team, the text's length
 _TEXT = 400  # bytes
 _PATH = 200  # characters of a path that are shown
-_LANES = 64  # threads of a rank whose calls the other ranks see; those of further ones have their deadlines here
-_LANE_SIZE = _LANE.size + 2 * (_ENTRY.size + _TEXT)
-_SLOT = 2**16  # bytes a rank
+_THREADS = 64  # threads of a rank whose calls the other ranks see; those of more threads only have deadlines
+_RECORD_SIZE = _RECORD.size + 2 * (_ENTRY.size + _TEXT)
+_SLOT_SIZE = 2**16  # bytes a rank
 
 _TORCH = os.path.join("-packages", "torch", "")
 _HOME = os.path.dirname(__file__) + os.sep
 
 
 class Entry(NamedTuple):
-    """A call: since when (seconds of the epoch), the team and its number there, and what and where it is."""
+    """A call: when it began (seconds of the epoch), its team, its number there, and its name and place."""
 
     since: float
     team: int
@@ -44,38 +46,54 @@ class Entry(NamedTuple):
     text: str
 
 
-class Now(NamedTuple):
-    """What a thread of a rank is at: the call it is in, the last one it has finished, and when; None if there is
-    none."""
+@dataclass
+class ThreadStatus:
+    """The calls of a thread of a rank.
+
+    Attributes:
+        thread: ID that the system has given the thread.
+        call: call that is under way, if any.
+        last: call that finished last, if any.
+        ended: time at which `last` finished (seconds of the epoch).
+        waited: seconds without progress in `call`, where its own rank has reported them.
+    """
 
     thread: int
     call: Entry | None
     last: Entry | None
     ended: float
+    waited: float = inf
 
 
 class Process(NamedTuple):
-    """A rank's process as its record tells it."""
+    """A rank's process as its record shows it."""
 
     pid: int
     started: int
     state: int
-    lanes: list[Now]
+    threads: list[ThreadStatus]
 
 
-class Lane:
-    """The calls of one thread, one after the other."""
+class ThreadRecord:
+    """The record that one thread writes: its calls, one after the other.
+
+    Attributes:
+        thread: ID that the system has given the thread; 0 before its first call.
+        begun, finished: numbers of calls.
+        touched: number of times that calls have made progress.
+        patient: whether the call under way has no deadline.
+        waited: seconds for which the call under way has made no progress.
+    """
 
     def __init__(self, memory: memoryview, at: int) -> None:
         self._memory = memory
         self._at = at
-        self._entries = (at + _LANE.size, at + _LANE.size + _ENTRY.size + _TEXT)
-        self._texts = [b"", b""]  # what stands there
-        self.thread = 0
-        self.begun = 0
-        self.finished = 0
-        self.touched = 0  # how often the call has got on
-        self.patient = False  # the call has no deadline
+        self._entries = (at + _RECORD.size, at + _RECORD.size + _ENTRY.size + _TEXT)
+        self._texts = [b"", b""]  # of the two entries
+        self.thread = self.begun = self.finished = self.touched = 0
+        self.patient = False
+        self.waited = 0.0
+        self._seen = (0, 0)  # begun and touched at the latest wait()
 
     def begin(self, team: int, number: int, text: bytes) -> None:
         self.begun = begun = self.begun + 1
@@ -89,78 +107,79 @@ class Lane:
         _COUNT.pack_into(self._memory, self._at, begun)
 
     def take(self) -> None:
-        """From now on it is this thread's."""
+        """Make it the record of this thread."""
         self.thread = threading.get_native_id()
-        _COUNT.pack_into(self._memory, self._at + _LANE.size - _COUNT.size, self.thread)
+        _COUNT.pack_into(self._memory, self._at + _RECORD.size - _COUNT.size, self.thread)
 
     def current(self) -> Entry | None:
-        """The call it is in; None if it is in none."""
-        return _now(self._memory, self._at).call
+        """Return the call under way, if any."""
+        return _status(self._memory, self._at).call
+
+    def wait(self, seconds: float) -> None:
+        """Count time that has passed; called by the watching thread alone."""
+        seen, self._seen = self._seen, (self.begun, self.touched)
+        busy = self.begun > self.finished and not self.patient
+        self.waited = self.waited + seconds if seen == self._seen and busy else 0.0
 
     def end(self) -> None:
         self.finished = self.begun
         _LAST.pack_into(self._memory, self._at + _COUNT.size, self.begun, time.time())
 
 
-class Board:
-    """The records of the ranks of a node, in memory without a name: it goes with the last process that has it.
-
-    Attributes:
-        fd: the file descriptor of the memory.
-    """
+class SharedRecord:
+    """The records of the ranks of a node, in anonymous memory: it ends with the last process that has its `fd` open."""
 
     def __init__(self, ranks: int, fd: int | None = None) -> None:
         self.fd = os.memfd_create("hpcdist", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
-            os.ftruncate(self.fd, _SLOT * ranks)
-        self._memory = memoryview(mmap.mmap(self.fd, _SLOT * ranks))
+            os.ftruncate(self.fd, _SLOT_SIZE * ranks)
+        self._memory = memoryview(mmap.mmap(self.fd, _SLOT_SIZE * ranks))
 
     def announce(self, local_rank: int, state: int) -> None:
-        """Say who this process is, and what it is at."""
-        _HEAD.pack_into(self._memory, local_rank * _SLOT, os.getpid(), started(os.getpid()), state)
+        """Write the identity and state of this process."""
+        _HEAD.pack_into(self._memory, local_rank * _SLOT_SIZE, os.getpid(), started(os.getpid()), state)
 
-    def lanes(self, local_rank: int) -> list[Lane]:
-        """This process's own part."""
-        first = local_rank * _SLOT + _HEAD.size
-        return [Lane(self._memory, first + i * _LANE_SIZE) for i in range(_LANES)]
+    def thread_records(self, local_rank: int) -> list[ThreadRecord]:
+        """Return the records that this process writes."""
+        first = local_rank * _SLOT_SIZE + _HEAD.size
+        return [ThreadRecord(self._memory, first + i * _RECORD_SIZE) for i in range(_THREADS)]
 
     def read(self, local_rank: int) -> Process:
-        """What a rank of this node is at. It may be written meanwhile; a text that is torn is shown as it is."""
-        at = local_rank * _SLOT
+        """Return what a rank of this node has written. A text that is being written may be torn."""
+        at = local_rank * _SLOT_SIZE
         pid, since, state = _HEAD.unpack_from(self._memory, at)
         first = at + _HEAD.size
-        lanes = [_now(self._memory, first + i * _LANE_SIZE) for i in range(_LANES)]
-        return Process(pid, since, state, [lane for lane in lanes if lane.thread])
+        threads = [_status(self._memory, first + i * _RECORD_SIZE) for i in range(_THREADS)]
+        return Process(pid, since, state, [thread for thread in threads if thread.thread])
 
     def close(self) -> None:
         os.close(self.fd)
 
 
-def _now(memory: memoryview, at: int) -> Now:
-    """What a lane's record says."""
-    begun, finished, ended, thread = _LANE.unpack_from(memory, at)
+def _status(memory: memoryview, at: int) -> ThreadStatus:
+    begun, finished, ended, thread = _RECORD.unpack_from(memory, at)
     call = _entry(memory, at, begun) if begun > finished else None
-    return Now(thread, call, _entry(memory, at, finished) if finished else None, ended)
+    return ThreadStatus(thread, call, _entry(memory, at, finished) if finished else None, ended)
 
 
 def _entry(memory: memoryview, at: int, count: int) -> Entry:
-    at += _LANE.size + (count & 1) * (_ENTRY.size + _TEXT)
+    at += _RECORD.size + (count & 1) * (_ENTRY.size + _TEXT)
     since, team, number, length = _ENTRY.unpack_from(memory, at)
     at += _ENTRY.size
     return Entry(since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
 
 
 def started(pid: int) -> int:
-    """When the system started a process, in its ticks since it was booted; 0 if there is none.
+    """Return when the system started a process, in clock ticks since boot; 0 if there is no such process.
 
-    With its number it tells a process from a later one that was given the same.
+    With its pid it distinguishes a process from a later one with the same pid.
     """
     fields = status(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 
 
 def status(pid: int) -> list[str]:
-    """What /proc/PID/stat has behind the process's name, its state first; nothing if there is no such process."""
+    """Return the fields of /proc/PID/stat after the process's name, its state first; none without such a process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -169,73 +188,68 @@ def status(pid: int) -> list[str]:
 
 
 class Counted(Protocol):
-    """Ranks whose calls are counted.
-
-    Attributes:
-        number: by which a record tells them apart from others; the same on all of them.
-    """
+    """Ranks whose calls are counted; `number` identifies them in records, and is the same on all of them."""
 
     @property
     def number(self) -> int: ...
 
-    def next_call(self) -> int:
-        """The number of a call that begins now."""
+    def next_call(self) -> int: ...
 
 
-peers: dict[int, list[int]] = {}  # the world's ranks of each number that has been seen here
-lanes: list[Lane] = []  # of this process; empty where nothing is watched
-_free: list[Lane] = []  # those of no thread: of threads that have ended, and then those that are new
-_refusal: Callable[[], Exception] | None = None  # makes what a call raises in a process that cannot make any
+peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
+thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
+_free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
+_refusal: Callable[[], Exception] | None = None  # makes the error that calls raise in this process
 _mine = threading.local()
 
 
-def start(board: Board | None, local_rank: int = 0) -> None:
-    """From now on this process's calls are written on a board; on none."""
-    global lanes, _free, _mine
-    lanes = [] if board is None else board.lanes(local_rank)
-    _free = list(lanes)
+def start(record: SharedRecord | None, local_rank: int = 0) -> None:
+    """Record the calls of this process from now on, or, if `record` is None, no longer."""
+    global thread_records, _free, _mine
+    thread_records = [] if record is None else record.thread_records(local_rank)
+    _free = list(thread_records)
     _mine = threading.local()
 
 
 def refuse(error: Callable[[], Exception] | None) -> None:
-    """From now on this process makes no calls: one raises what `error` makes, if it is given."""
+    """Record no calls from now on; if `error` is given, calls raise what it makes."""
     global _refusal
     start(None)
     _refusal = error
 
 
-class _Own:
-    """What a thread has: a lane, and how deep it is in calls within calls, which are not told.
+class _ThreadCalls:
+    """The record of a thread, and the depth of its calls within calls, of which only the outermost is recorded.
 
-    It ends with its thread, of whatever kind that is (torch's threads of the backward pass are not Python's), and the
-    lane serves another one then.
+    It is deleted with its thread, of whatever kind (torch's threads of the backward pass are not Python's), and the
+    record serves another thread then.
     """
 
-    __slots__ = ("_free", "depth", "lane")
+    __slots__ = ("_free", "depth", "record")
 
-    def __init__(self, lane: Lane, free: list[Lane]) -> None:
-        self.lane = lane
+    def __init__(self, record: ThreadRecord, free: list[ThreadRecord]) -> None:
+        self.record = record
         self.depth = 0
         self._free = free
 
     def __del__(self) -> None:
-        self._free.insert(0, self.lane)
+        self._free.insert(0, self.record)
 
 
-def _own() -> _Own | None:
-    """For this thread, which has none yet: with a lane that no other thread has."""
+def _own() -> _ThreadCalls | None:
+    """Give this thread, which has no record yet, one that no other thread has."""
     if _refusal is not None:
         raise _refusal()
-    if not lanes:
+    if not thread_records:
         return None
     free = _free
     try:
-        lane = free.pop(0)  # in one step: several threads may begin at once
+        record = free.pop(0)  # atomic: several threads may begin at once
     except IndexError:
-        lane = Lane(memoryview(bytearray(_LANE_SIZE)), 0)
-        lanes.append(lane)
-    lane.take()
-    own = _mine.own = _Own(lane, free)
+        record = ThreadRecord(memoryview(bytearray(_RECORD_SIZE)), 0)
+        thread_records.append(record)
+    record.take()
+    own = _mine.own = _ThreadCalls(record, free)
     return own
 
 
@@ -243,11 +257,11 @@ class InCall:
     """A context in which this thread is in a call of a team.
 
     Args:
-        verb: what the user has called.
-        team: the ranks it depends on; None for all, while there is no team yet.
-        peer: the one rank of the team it depends on, ANYBODY for any one; all of them if None. NOBODY: it has no
-            deadline, since it has an end of its own.
-        text: what and where it is; by default the verb, and where the user's code called it.
+        verb: name of the call.
+        team: ranks that the call depends on; None for all, while there is no team yet.
+        peer: the only rank of the team that the call depends on; ANYBODY for any one, None for all. NOBODY stands for
+            a call without a deadline, since it ends by itself.
+        text: name and place of the call; by default the verb, and where the user's code called it.
     """
 
     __slots__ = ("_own",)
@@ -258,8 +272,8 @@ class InCall:
             return
         if own.depth == 0:
             number = 0 if team is None else team.next_call() if peer is None else -1 - peer
-            own.lane.patient = peer == NOBODY
-            own.lane.begin(0 if team is None else team.number, number, text or where(verb))
+            own.record.patient = peer == NOBODY
+            own.record.begin(0 if team is None else team.number, number, text or where(verb))
         own.depth += 1  # what raises above has begun no call
 
     def __enter__(self) -> None:
@@ -270,25 +284,25 @@ class InCall:
         if own is not None:
             own.depth -= 1
             if not own.depth:
-                own.lane.end()
+                own.record.end()
 
 
 def touch() -> None:
-    """The call that this thread is in gets on: its deadline counts from here."""
-    own: _Own | None = getattr(_mine, "own", None)
+    """Restart the deadline of the call that this thread is in: it has made progress."""
+    own: _ThreadCalls | None = getattr(_mine, "own", None)
     if own is not None:
-        own.lane.touched += 1
+        own.record.touched += 1
 
 
-# By the identity of code, which is kept for that: its hash takes longer than all the rest.
-# What is kept for each place is bounded: a program may make its code as it runs.
+# Keyed by the ID of code objects, which are kept alive for that: hashing one takes longer than all the rest. Both are
+# bounded: a program may make its code as it runs.
 _MOST_PLACES = 4096
 _texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
-_inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is the library's own, or torch's
+_inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is this library's or torch's
 
 
 def where(verb: str) -> bytes:
-    """A call that is being made, with the file and the line in which the user's code makes it."""
+    """Describe the call being made, with the file and line of the user's code."""
     frame = outside(sys._getframe(1))
     key = (verb, id(frame.f_code), frame.f_lineno)
     known = _texts.get(key)
@@ -302,7 +316,7 @@ def where(verb: str) -> bytes:
 
 
 def outside(frame: FrameType) -> FrameType:
-    """The innermost frame of a stack that is the user's code; of a command of ours, the outermost one."""
+    """Return the innermost frame of the user's code; in a command of this library, the outermost frame."""
     while frame.f_back is not None:
         code = frame.f_code
         known = _inside.get(id(code))
@@ -317,9 +331,9 @@ def outside(frame: FrameType) -> FrameType:
 
 
 def place(frame: FrameType) -> str:
-    """File and line that a frame is at; the file as seen from the current folder, the end of a long one."""
+    """Return the file and line of a frame; the file relative to the current folder, a long one cut at its start."""
     path = frame.f_code.co_filename
-    with suppress(OSError):  # there is no current folder any more
+    with suppress(OSError):  # the current folder was removed
         path = path.removeprefix(os.getcwd() + os.sep)
     if len(path) > _PATH:
         path = "..." + path[-_PATH:]

@@ -9,13 +9,13 @@ __all__ = ["FileError", "HangError", "HpcdistError", "InputError", "LaunchError"
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
 _NAMES_SHOWN = 6
-# What HDF5 has to say of an error of the system, between names, times and addresses.
+# The system's error in a message of HDF5, between names, times and addresses.
 _HDF5 = re.compile(r"\(([^(:,]+)[^(]*errno = \d+, error message = '([^']*)'")
-_LONGEST = 300  # characters of what a library says, which may repeat a whole header
+_LONGEST = 300  # characters of a library's message, which may repeat a whole header
 
 
 def reason(error: BaseException) -> str:
-    """An error of the system or of a library in one line.
+    """Describe an error of the system or of a library in one line.
 
     Example::
 
@@ -23,13 +23,13 @@ def reason(error: BaseException) -> str:
         'No such file or directory'
     """
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    told = _HDF5.search(text)
-    lines = [f"{told[1]}: {told[2]}"] if told else text.strip().splitlines() or [""]
+    found = _HDF5.search(text)
+    lines = [f"{found[1]}: {found[2]}"] if found else text.strip().splitlines() or [""]
     return (lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][:_LONGEST]}...") or type(error).__name__
 
 
 def listed(names: Iterable[object]) -> str:
-    """The first of some names for a message; "nothing" if there are none.
+    """List the first of some names for a message; "nothing" if there are none.
 
     Example::
 
@@ -47,26 +47,26 @@ class HpcdistError(RuntimeError):
 class LaunchError(HpcdistError):
     """The job was not started in a way that can work; the message holds the fix.
 
-    Raised by :func:`hpcdist.init`, on every rank that can know of it.
+    Raised by :func:`hpcdist.init`, on every rank that can detect it.
     """
 
 
 class InputError(HpcdistError):
-    """A command was given something it cannot use: one line that says what and why; the exit status is 2."""
+    """A command was given an unusable argument or file: one line with the reason; the exit status is 2."""
 
 
 class FileError(HpcdistError):
-    """A file cannot be used or written: not there, damaged, incomplete, or without what was asked for.
+    """A file cannot be read or written: it is missing, damaged, incomplete, or lacks what was asked for.
 
-    Raised on this rank by what one process does alone; a collective makes a RankError of it.
+    Raised on this rank by operations of one process; a collective makes a RankError of it.
     """
 
 
 class HangError(HpcdistError):
     """A call was not answered within the deadline, or another rank's process is gone; the job ends with it.
 
-    The message has a table of what every rank is at, and says who is missing. A thread that waits inside MPI cannot
-    be made to raise: the error goes to ``sys.excepthook``, with the traceback of the call that waits.
+    The message has a table of the calls of all ranks, and names those that are missing. A thread that waits inside MPI
+    cannot be made to raise: the error goes to ``sys.excepthook``, with the traceback of the call that waits.
     """
 
 
@@ -76,8 +76,8 @@ class RankError(HpcdistError):
     No data has moved and the communicator still works: the next call can succeed.
 
     Attributes:
-        verb: the collective that was refused, as rank 0 called it.
-        problems: rank -> what was wrong there, for the ranks at fault only.
+        verb: name of the collective that was refused, as rank 0 called it.
+        problems: what was wrong on each rank at fault.
 
     Example::
 

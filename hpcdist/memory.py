@@ -1,4 +1,4 @@
-"""How much memory this host, or this job's part of it, has, and how much of it is left."""
+"""Capacity and free memory of this host, and of the control groups that limit this process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TOTALS = ("MemTotal:", "SwapTotal:")
 
 
 def capacity() -> tuple[int, int]:
-    """The bytes that this process may have at most, and those that all processes of this host may have together.
+    """Return the bytes that this process can have at most, and those that all processes of this host can have.
 
-    The latter is RAM and swap, the former the least limit of a control group that the process is in.
+    The latter is RAM and swap; the former also the lowest limit of the control groups of this process.
     """
     total = sum(int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith(_TOTALS))
     host = total or 2**63
@@ -23,21 +23,21 @@ def capacity() -> tuple[int, int]:
 
 
 def available() -> int:
-    """The bytes that can be taken without swapping: of the host, and of every control group that this process is in.
+    """Return the bytes that this process can take without swapping, by the host and by all its control groups.
 
-    What a group holds of files is counted as free: it is given back when memory is short.
+    A group's cache of files counts as free: the system reclaims it when memory is short.
     """
     found = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
     for folder, most in _limits():
         usage, cache = _USAGE if (folder / _USAGE[0]).exists() else _USAGE_1
-        with suppress(OSError, ValueError, IndexError):  # not of ours to see
+        with suppress(OSError, ValueError, IndexError):  # not readable for this user
             held = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache]
             found.append(most - int((folder / usage).read_text()) + sum(held))
     return max(0, min(found, default=2**63))
 
 
 def _limits() -> list[tuple[Path, int]]:
-    """The control groups that this process is in, and those above them, with the limit of each that has one."""
+    """Return (folder, limit in bytes) of the control groups of this process that have a limit, and of those above."""
     found = []
     for line in _lines(Path("/proc/self/cgroup")):
         _, kinds, name = line.split(":", 2)

@@ -1,6 +1,6 @@
-"""What hpcdist needs, and whether it is there.
+"""Check the versions of what hpcdist needs.
 
-Imported before the rest of the package, it ends the import with one line that says what is too old.
+It is imported before the rest of the package, and ends the import with one line if something is too old.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["OLDEST", "__version__", "problem", "require"]
 
 __version__ = "0.1.0"
 
-# As in setup.cfg, which has the reasons. pip looks at them when it installs; later installations, PYTHONPATH and a
+# As in setup.cfg, which has the reasons. pip checks them when it installs; later installations, PYTHONPATH and a
 # cluster's modules do not.
 OLDEST = {
     "Python": "3.11",
@@ -29,10 +29,10 @@ OLDEST = {
 
 
 def problem(version: Callable[[str], str | None]) -> str | None:
-    """What is older than hpcdist can use, in one line.
+    """Return in one line what is too old for hpcdist; None if nothing is.
 
     Args:
-        version: tells the version of a package, or of "Python"; None where it cannot be told, which is left alone.
+        version: returns the version of a package, or of "Python"; None if it is unknown, which is no problem.
 
     Example::
 
@@ -50,7 +50,7 @@ def problem(version: Callable[[str], str | None]) -> str | None:
 
 
 def require(version: Callable[[str], str | None] | None = None) -> None:
-    """Raise an ImportError if :func:`problem` finds one in this process's environment."""
+    """Raise an ImportError if :func:`problem` finds one among the installed packages."""
     if what := problem(version or _installed):
         raise ImportError(what)
 
@@ -60,12 +60,12 @@ def _installed(name: str) -> str | None:
         return platform.python_version()
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # built without pip: its import will tell whether it is there
+    except metadata.PackageNotFoundError:  # built without pip: if it is missing, its import fails
         return None
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """The numbers at its beginning: (2, 11, 0) of "2.11.0a0+git1234"."""
+    """Return the numbers that a version begins with: (2, 11, 0) of "2.11.0a0+git1234"."""
     return tuple(int(part) for part in re.findall(r"\d+", re.match(r"[\d.]*", version)[0]))  # type: ignore[index]
 
 

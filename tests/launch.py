@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from hpcdist.comm.launcher import without_launcher
 
 
 def slowness() -> float:
-    """How many times as long things take as on a quiet machine, for deadlines."""
+    """How many times as long things take now as on a quiet machine, for deadlines."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-DEADLINE = 60  # seconds; on a quiet machine, a job that takes longer hangs
+DEADLINE = 60.0  # seconds on a quiet machine; a job that takes longer hangs
+_LOOK = 5.0  # seconds after which the load is looked at again
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,25 @@ def launcher(np: int) -> list[str]:
     return [str(own) if own.exists() else str(shutil.which("mpirun")), "-n", str(np)]
 
 
+def communicate(process: subprocess.Popen[str], seconds: float = DEADLINE) -> tuple[str, str]:
+    """What a process has printed when it has ended.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended in so many seconds of a quiet machine. While it runs, the load may
+            grow, and with it the deadline.
+    """
+    begin, slower = time.monotonic(), 1.0
+    while True:
+        slower = max(slower, slowness())
+        try:
+            return process.communicate(timeout=max(0.0, min(_LOOK, begin + seconds * slower - time.monotonic())))
+        except subprocess.TimeoutExpired:  # what it has printed so far is kept
+            if time.monotonic() > begin + seconds * max(slower, slowness()):
+                raise
+
+
 def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:
     """Run a command as the leader of its own session, and end that whole session if the deadline passes."""
-    deadline = DEADLINE * slowness()
     with subprocess.Popen(
         command,
         cwd=cwd,
@@ -124,7 +142,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | N
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=deadline)
+            out, err = communicate(process)
         except subprocess.TimeoutExpired as late:
             process.terminate()  # mpirun passes it on to the ranks
             try:
@@ -132,7 +150,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | N
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 out, err = process.communicate()
-            raise AssertionError(f"the job did not end within {deadline} s\n{out}\n{err}") from late
+            raise AssertionError(f"the job did not end within {DEADLINE} s of a quiet machine\n{out}\n{err}") from late
         except BaseException:  # Ctrl-C
             os.killpg(process.pid, signal.SIGKILL)
             raise

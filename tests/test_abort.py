@@ -31,8 +31,7 @@ FAILURES = {
     "exit-with-message": ("sys.exit('no such thing')", 1, "no such thing"),
     "exit-reraised": ("try: sys.exit(4)\n        except SystemExit as e:\n            kept = e; raise", 4, ""),
     "argparse": ("argparse.ArgumentParser().parse_args(['--nonsense'])", 2, "unrecognized arguments: --nonsense"),
-    "exit-builtin": ("exit(6)", 6, ""),
-    "exit-imported-before-init": ("leave(7)", 7, ""),
+    "exit-builtin-in-with": ("with world: exit(6)", 6, ""),
     "raise-SystemExit-in-with": ("with world:\n            raise SystemExit(5)", 5, ""),
 }
 OTHERS = {
@@ -69,11 +68,21 @@ def test_the_error_of_a_verb_ends_the_job_with_its_text() -> None:
     assert "rank 1: shape is (*, 3), where rank 0 has (*, 2)" in job.err
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(0)", "raise SystemExit(7)"])
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "raise SystemExit(7)", "exit(6)", "leave(7)"])
 def test_a_rank_that_ends_early_is_named(ending: str) -> None:
     job = mpirun(3, code=JOB.format(failure=ending, others=OTHERS["verb"]))
     assert job.status != 0
     assert "rank 1: called finalize(), or reached the end of its program" in job.err
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("ending", ["raise SystemExit(7)", "leave(7)"])
+def test_an_exit_that_is_not_seen_ends_the_job_by_the_deadline(ending: str) -> None:
+    """While the others wait in the user's own MPI."""
+    job = mpirun(2, code=JOB.format(failure=ending, others=OTHERS["mpi"]), env={"HPCDIST_TIMEOUT": "4"})
+    assert job.status != 0
+    assert "HangError: the end of its program has waited for" in job.err
+    assert "survived" not in job.out
 
 
 def test_the_others_may_go_on_without_a_rank_that_has_ended() -> None:
@@ -91,7 +100,7 @@ def test_the_others_may_go_on_without_a_rank_that_has_ended() -> None:
 
 
 CAUGHT = """
-    import sys, hpcdist as hd
+    import contextlib, sys, hpcdist as hd
     world = hd.init()
     kept = []
     for code in (1, "text", None):
@@ -101,14 +110,16 @@ CAUGHT = """
             assert error.code == code
             kept.append(error)
     del kept[1:]
+    with contextlib.suppress(SystemExit), world:
+        raise SystemExit(9)
     print("fine", flush=True)
-    sys.exit({code})
+    {end}
 """
 
 
-@pytest.mark.parametrize("code", ["", "0", "None"])
-def test_an_exit_that_was_caught_changes_nothing(code: str) -> None:
-    job = mpirun(2, code=CAUGHT.format(code=code))
+@pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "sys.exit(None)"])
+def test_an_exit_that_was_caught_changes_nothing(end: str) -> None:
+    job = mpirun(2, code=CAUGHT.format(end=end))
     assert job.status == 0, job.err
     assert job.out.count("fine") == 2
 

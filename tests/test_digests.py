@@ -48,4 +48,4 @@ def test_what_cannot_be_told(everywhere: bool, world: hd.World) -> None:
         world.comm, hd.RankError, lambda: digests.same(world.comm, "save", value, value, lambda a, b: None)
     )
     assert_on_all_ranks(world.comm, sorted(error.problems) == list(range(world.world_size if everywhere else 1)), error)
-    assert_on_all_ranks(world.comm, "object is not told to other ranks" in str(error), error)
+    assert_on_all_ranks(world.comm, "object cannot be sent to other ranks" in str(error), error)

@@ -95,7 +95,7 @@ def test_many_threads_ask_who_is_gone_while_the_watch_ends() -> None:
         for _ in range(20):
             world = hd.init()
             watch = world._watch
-            watch._tell_gone = lambda: time.sleep(0.001)
+            watch._report_gone = lambda: time.sleep(0.001)
             def ask():
                 for _ in range(20): watch.explain()
             threads = [threading.Thread(target=ask) for _ in range(8)]

@@ -23,6 +23,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist import limits as sizes
 from hpcdist.comm import matching
 from hpcdist.errors import HpcdistError
 from hpcdist.files import commit, h5
@@ -75,7 +76,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The sizes from which tensors go in other ways, as they are, or below those of the tests."""
     if request.param == "low":
         monkeypatch.setattr(packing, "SMALL", 64)
-        monkeypatch.setattr(transfers, "PIECE", 1000)
+        monkeypatch.setattr(sizes, "PIECE", 1000)
         monkeypatch.setattr(matching, "INLINE", 100)
         monkeypatch.setattr(packing, "INLINE", 16)
 

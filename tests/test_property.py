@@ -47,10 +47,10 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist import limits as sizes
 from hpcdist.collectives import transfer as plan
-from hpcdist.p2p import transfers as sending
 from hpcdist.process import abort
-from hpcdist.routes import c10d, mpi
+from hpcdist.routes import mpi
 from hpcdist.tensors import message as packing
 from hpcdist.tensors.storage import copyable, row_major
 from hpcdist.validation import collective, local
@@ -101,14 +101,8 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 
 LIMITS = [
-    *(
-        (packing, "SMALL", 128),
-        (packing, "INLINE", 16),
-        (plan, "AT_ONCE", 48),
-        (mpi, "LIMIT", 48),
-        (mpi, "DIRECT", 48),
-    ),
-    *((sending, "PIECE", 96), (plan, "PIECE", 96), (mpi, "PIECE", 96), (c10d, "PIECE", 96)),
+    *((packing, "SMALL", 128), (packing, "INLINE", 16), (plan, "AT_ONCE", 48)),
+    *((mpi, "LIMIT", 48), (mpi, "DIRECT", 48), (sizes, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist import dtensor
+from hpcdist import limits as sizes
 from hpcdist.collectives import transfer as plans
 from hpcdist.routes import mpi
 
@@ -90,12 +91,7 @@ def test_on_route_hdf5(world: hd.World) -> None:
 def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strided parts, strided memory for the result, and what very large tensors go through."""
     if limits == "lowered":
-        for module, name, value in [
-            (plans, "PIECE", 24),
-            (plans, "AT_ONCE", 0),
-            (mpi, "LIMIT", 100),
-            (mpi, "PIECE", 7),
-        ]:
+        for module, name, value in [(sizes, "PIECE", 24), (plans, "AT_ONCE", 0), (mpi, "LIMIT", 100)]:
             monkeypatch.setattr(module, name, value)
     elif limits == "as they are":
         monkeypatch.setattr(plans, "AT_ONCE", 0)

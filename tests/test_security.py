@@ -115,11 +115,11 @@ def test_route_hdf5_stages_in_a_folder_of_the_users(tmp_path: Path) -> None:
         from hpcdist.routes import hdf5
         world = hd.init()
         seen = []
-        create = hdf5.format.create
+        create = hdf5.h5.create
         def look(path, *args):
             seen.append((stat.S_IMODE(os.stat(path).st_mode), stat.S_IMODE(os.stat(path.parent).st_mode)))
             return create(path, *args)
-        hdf5.format.create = look
+        hdf5.h5.create = look
         os.umask(0)
         hd.concat(torch.ones(3), route="hdf5")
         print(world.staging, *map(oct, seen[0])) if world.rank == 0 else None

@@ -320,6 +320,24 @@ def test_a_wrong_argument_of_init_on_one_rank_is_refused_on_all(wrong: int) -> N
         assert message in lines[2 * number]
 
 
+def test_an_init_that_is_refused_frees_its_communicators() -> None:
+    code = """
+        import hpcdist as hd
+        from hpcdist.comm import rendezvous
+        from mpi4py import MPI
+        made = []
+        def noting(make): return lambda comm: made.append(make(comm)) or made[-1]
+        rendezvous.in_torch_order, rendezvous.Nodes = noting(rendezvous.in_torch_order), noting(rendezvous.Nodes)
+        for wrong in ({"timeout": "x"}, {"device": "meta"}):
+            try: hd.init(**wrong)
+            except hd.RankError: pass
+        assert [getattr(comm, "local", comm) == MPI.COMM_NULL for comm in made] == [True] * 4, made
+        assert hd.init().world_size == 2
+    """
+    job = mpirun(2, code=code)
+    assert job.status == 0, job.err
+
+
 def test_a_deadline_of_any_length() -> None:
     """What is longer than threads, poll and torch can count is as good as none; a wrong HPCDIST_TIMEOUT is told."""
     lines = job(

@@ -61,7 +61,7 @@ def attach(op: Differentiable, team: Team, result: Tensor) -> Tensor:
         )  # else ranks may go back through different ones
         with activity.InCall(what, team), abort.InStep(what, team.size):
             collective.exchange(team, Call(what, options=options, problem=_AGAIN if again else None))
-            with abort.Transfer(op.name, team.size):
+            with abort.InTransfer(op.name, team.size):
                 found = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
         return found.view(graph_input.shape) if given and found is not None else None
 

@@ -89,7 +89,7 @@ def _execute(op: Operation, team: Team, planned_only: bool = False) -> Any:
     call = op.validate(team)
     agreed = collective.exchange(team, call)
     op.grad = agreed.grad
-    with abort.Transfer(op.name, team.size):
+    with abort.InTransfer(op.name, team.size):
         op.plan(team, call, agreed)
         if planned_only:
             return None

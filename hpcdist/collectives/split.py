@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Operation, run
 from hpcdist.collectives.structures import Distribution
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["split"]
 
-_MAX_DIMS = 64  # torch's own limit
 Counts: TypeAlias = str | Sequence[int] | None
 
 
@@ -180,11 +179,11 @@ def _describe(team: Team, call: Call) -> Blocks | None:
     """
     from mpi4py import MPI
 
-    header = array("q", bytes(8 * (2 + _MAX_DIMS + team.size)))
+    header = array("q", bytes(8 * (2 + limits.MAX_DIMS + team.size)))
     if call.x is not None:
         shape = call.x.shape
         header[: 2 + len(shape)] = array("q", [DTYPES[call.x.dtype], len(shape), *shape])
-        header[2 + _MAX_DIMS :] = array("q", layout.counts_of(call.counts, shape[call.dim], team.size))
+        header[2 + limits.MAX_DIMS :] = array("q", layout.counts_of(call.counts, shape[call.dim], team.size))
     elif call.trees:
         header[0] = -1
     team.comm.Bcast([header, MPI.INT64_T], root=call.root)
@@ -192,7 +191,7 @@ def _describe(team: Team, call: Call) -> Blocks | None:
     if code < 0:
         return None
     dtype = next(dtype for dtype, number in DTYPES.items() if number == code)
-    return blocks(tuple(rest[:ndim]), call.dim_arg % ndim, tuple(rest[_MAX_DIMS:]), dtype)
+    return blocks(tuple(rest[:ndim]), call.dim_arg % ndim, tuple(rest[limits.MAX_DIMS :]), dtype)
 
 
 def _local(op: Split, group: Group) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError
@@ -20,7 +20,6 @@ from hpcdist.tensors.storage import copyable, summed_in
 __all__ = ["Side", "Transfer", "Views", "make_transfer"]
 
 Shape = tuple[int, ...]
-PIECE = 2**30  # bytes of a message at most, where MPI takes it from its place
 AT_ONCE = 2**20  # bytes: if no rank has more, all messages are one call of MPI
 
 
@@ -53,12 +52,12 @@ class Side(Blocks):
         self._datatypes: Any = None
 
     def views(self, x: Tensor) -> list[Message]:
-        """(rank, the part of `x`), each of at most PIECE bytes."""
+        """(rank, the part of `x`), each of at most limits.PIECE bytes."""
         return [
             (rank, x[piece.slices()])
             for rank, boxes in enumerate(self.boxes)
             for box in boxes
-            for piece in layout.boxes(box, PIECE // x.itemsize)
+            for piece in layout.boxes(box, limits.PIECE // x.itemsize)
         ]
 
     def datatypes(self, x: Tensor, route: Views, rank: int) -> Any:

@@ -1,6 +1,6 @@
-"""What the teams of one job share: which groups there are, who has a team, and the way of messages between two ranks.
+"""What the teams of one job share: the groups, the team of each, and the communicators of send and recv.
 
-A context and its teams are what UCC calls by these names (https://openucx.github.io/ucc).
+Context and team are terms of UCC (https://openucx.github.io/ucc).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
-from hpcdist.comm.groups import Group, is_alive
+from hpcdist.comm.groups import Group, freeing, is_alive
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Stoppable, Team
 from hpcdist.errors import HpcdistError, RankError
@@ -30,17 +30,17 @@ class Context:
     """The ranks of one job and the groups that they form, from init() to finalize(). Collective over `private`.
 
     Args:
-        private: a communicator of all ranks, which belongs to the library from here on.
-        comm, torch_group: the same ranks, as the user has them.
-        settings: of the job.
+        private: communicator of all ranks, which the context owns and frees.
+        comm, torch_group: the user's communicator and torch group of the same ranks.
+        settings: settings of the job.
 
     Attributes:
-        team, everyone: all ranks.
-        teams: of the groups that have been used together so far.
-        header_comm, data_comm: the ways of messages between two ranks: for what is sent first, and for what follows.
-        unexpected: the messages that have come and were not asked for yet.
-        most_tag: the largest tag that this MPI allows.
-        engine: what sends and receives messages in the background, once there was one.
+        team, everyone: team and group of all ranks.
+        teams: teams of the groups that collectives have used so far.
+        header_comm, data_comm: communicators of send and recv, for headers and for data.
+        unexpected: messages that have come before their receive.
+        most_tag: largest tag that this MPI allows.
+        engine: thread that sends and receives messages in the background, after its first use.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class Context:
         self.unexpected: Unexpected = Unexpected(self.header_comm)
         self.most_tag = int(self.data_comm.Get_attr(MPI.TAG_UB) or 32767)
         self.engine: Stoppable | None = None
-        self._left: dict[tuple[int, str], Any] = {}
+        self._torch_groups: dict[tuple[int, str], Any] = {}  # of teams that have ended; all ranks end them together
 
     def group_of(self, given: GroupLike | None) -> Group:
-        """The group that the caller means; all ranks for None, those of a one-dimensional DeviceMesh. Nothing is sent.
+        """Return the group that the caller passed; all ranks for None. Nothing is communicated.
 
         Raises:
-            TypeError: `given` is no torch group, mesh or communicator; on this rank alone, since nothing tells
-                which ranks to agree with.
-            ValueError: this rank is not in it, or it has been destroyed.
-            HpcdistError: it has ranks that are not in hpcdist's world.
+            TypeError: if `given` is not a torch group, a DeviceMesh or a communicator; on this rank alone, since there
+                are no known ranks to agree with.
+            ValueError: if this rank is not in it, it has been destroyed, or a mesh has more than one dimension.
+            HpcdistError: if it has ranks that are not in hpcdist's world.
         """
         if given is None:
             return self.everyone
@@ -91,21 +91,22 @@ class Context:
         )
 
     def team_of(self, given: GroupLike | None) -> Team:
-        """The team of a torch group, a mesh or an mpi4py communicator; the whole world for None.
+        """Return the team of a torch group, a DeviceMesh or an mpi4py communicator; that of all ranks for None.
 
         Each communicator and each torch group has a team of its own, also where several have the same ranks.
         Collective over the group when it is first used.
 
         Raises:
             TypeError, ValueError, HpcdistError: as :meth:`group_of`.
-            RankError: on every rank, if messages sent before cannot be told from those of another group.
+            RankError: on every rank, if messages sent before could be confused with those of another group.
         """
         group = self.group_of(given)
         team = self.teams.get(group)
         if team is None:
-            self._dismiss_ended()
+            for ended in [group for group in self.teams if group.ended]:  # torch has no callback for that
+                self.forget(ended)
             activity.peers[group.provisional_key] = group.peers
-            with activity.InCall("the first use of a group", _Coming(group)):
+            with activity.InCall("the first use of a group", _FirstUse(group)):
                 comm = self._communicator(given, group)
                 try:
                     team = self.teams[group] = Team(comm, group, self.settings)
@@ -115,19 +116,14 @@ class Context:
         return team
 
     def _communicator(self, given: Any, group: Group) -> MPI.Intracomm:
-        """A new communicator of the ranks of a group. Collective over it."""
+        """Make a communicator of the ranks of a group. Collective over it."""
         from mpi4py import MPI
 
         if isinstance(given, MPI.Intracomm):
             return given.Dup()
-        whole = self.team.comm
-        all_ = whole.Get_group()
-        part = all_.Incl(group.peers)
-        # The tag keeps apart the groups that several threads make at once.
-        comm = whole.Create_group(part, (group.key or 0) % 2**15)
-        all_.Free()
-        part.Free()
-        return comm
+        with freeing(self.team.comm.Get_group()) as all_, freeing(all_.Incl(group.peers)) as part:
+            # The tag separates the groups that several threads make at once.
+            return self.team.comm.Create_group(part, (group.key or 0) % 2**15)
 
     def forget(self, group: Group) -> None:
         """Free what belongs to a group that has ended. Nothing is communicated."""
@@ -136,28 +132,23 @@ class Context:
         group.release()
         team = self.teams.pop(group, None)
         if team is not None:
-            self._left.update(team.free())
-
-    def _dismiss_ended(self) -> None:
-        """Free the teams of torch groups that have been destroyed: torch tells nobody when that happens."""
-        for group in [group for group in self.teams if group.ended]:
-            self.forget(group)
+            self._torch_groups.update(team.free())
 
     def free(self, messages: bool) -> None:
-        """Free all teams, and the communicators of `messages` between two ranks. Collective over the world."""
+        """Free all teams, and with `messages` the communicators of send and recv. Collective over the world."""
         if messages:
             self.header_comm.Free()
             self.data_comm.Free()
         for team in self.teams.values():
-            self._left.update(team.free())
+            self._torch_groups.update(team.free())
         self.teams.clear()
-        for _, group in sorted(self._left.items()):  # those of NCCL: the same order on all ranks
+        for _, group in sorted(self._torch_groups.items()):  # in the same order on all ranks
             group.shutdown()
-        self._left.clear()
+        self._torch_groups.clear()
 
 
-class _Coming:
-    """A team that is being made, which is the first thing that its ranks do together."""
+class _FirstUse:
+    """The team of a group that is being made, as the record of calls counts it."""
 
     def __init__(self, group: Group) -> None:
         self.number = group.provisional_key
@@ -167,7 +158,7 @@ class _Coming:
 
 
 _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Context, Group]] = weakref.WeakKeyDictionary()
-_keyval: int | None = None  # the MPI attribute under which a communicator keeps its context and Group
+_keyval: int | None = None  # of the MPI attribute that holds a communicator's context and Group
 
 
 def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
@@ -183,13 +174,11 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
         found: Group = kept[1]
         return found
     whole = context.team.comm
-    if comm == context.comm and MPI.Comm.Compare(comm, whole) == MPI.CONGRUENT:  # torch may have another order
+    if comm == context.comm and MPI.Comm.Compare(comm, whole) == MPI.CONGRUENT:  # not with torch's own order
         group = context.everyone
     else:
-        part, all_ = comm.Get_group(), whole.Get_group()
-        peers = MPI.Group.Translate_ranks(part, None, all_)
-        part.Free()
-        all_.Free()
+        with freeing(comm.Get_group()) as part, freeing(whole.Get_group()) as all_:
+            peers = MPI.Group.Translate_ranks(part, None, all_)
         if MPI.UNDEFINED in peers:
             raise HpcdistError("the communicator has ranks that are not in hpcdist's world")
         group = Group(comm.rank, peers, context.everyone.provisional, comm)
@@ -198,7 +187,7 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
 
 
 def _freed(comm: MPI.Comm, keyval: int, kept: tuple[Context, Group]) -> None:
-    """MPI calls it when the user frees a communicator."""
+    """Called by MPI when the user frees a communicator."""
     context, group = kept
     if group is not context.everyone:
         context.forget(group)

@@ -1,4 +1,4 @@
-"""Which device each rank works on, and whether every rank has a GPU to itself."""
+"""Choose the device of each rank, and find whether every rank has a GPU to itself."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["choose", "shared_gpu"]
 def choose(
     comm: MPI.Intracomm, local_rank: int, asked: torch.device | str | None, backend: str | None, may_share: bool
 ) -> tuple[torch.device, bool]:
-    """This rank's device, and whether each rank has a GPU of its own that NCCL can use. Collective.
+    """Return this rank's device, and whether each rank has a GPU of its own that NCCL can use. Collective.
 
     Args:
-        asked: what this rank's caller wants; one GPU a rank by local rank if None, or the CPU where there is none.
+        asked: argument of init() on this rank; by default one GPU a rank by local rank, or the CPU without GPUs.
         backend: torch's backend, the same on all ranks.
-        may_share: NCCL is to work with several ranks on one GPU.
+        may_share: whether NCCL accepts several ranks on one GPU.
 
     Raises:
         RankError: on every rank, for a device that one of them does not have.
-        LaunchError: on every rank, if NCCL is to be used by ranks that share a GPU or have none.
+        LaunchError: on every rank, if ranks that share a GPU or have none are told to use NCCL.
     """
 
     def choose() -> tuple[torch.device, str | None]:
@@ -69,7 +69,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def shared_gpu(uuids: list[str | None]) -> str | None:
-    """What is wrong if two ranks have the same GPU, and the ways out."""
+    """Describe the problem and its fixes if two ranks have the same GPU; None otherwise."""
     first: dict[str, int] = {}
     for rank, uuid in enumerate(uuids):
         if uuid is not None and first.setdefault(uuid, rank) != rank:

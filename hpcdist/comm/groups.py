@@ -1,11 +1,12 @@
-"""A torch group or an MPI communicator as a rank of it knows it by itself: its ranks, and no message."""
+"""Torch groups and MPI communicators as a rank sees them without communication."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -15,23 +16,29 @@ from hpcdist.errors import HpcdistError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["WORLD", "Group", "is_alive"]
+__all__ = ["WORLD", "Group", "freeing", "is_alive"]
 
 WORLD = 0  # the key of the group of all ranks
 
 
+class _Owned(Protocol):
+    def Free(self) -> None: ...  # noqa: N802
+
+
+T = TypeVar("T", bound=_Owned)
+
+
 class Group:
-    """What the caller passed as ``group=``, as this rank knows it; nothing here communicates.
+    """What the caller passed as ``group=``, as this rank sees it; nothing here communicates.
 
     Args:
-        rank: of this process in the group.
+        rank: rank of this process in the group.
         peers: the world's rank of each rank of the group.
-        provisional: who has the key that communicators of the same ranks share at first; one dict for a whole job.
-        handle: the communicator or torch group itself; None for the whole world.
+        provisional: owner of each provisional key; one dict for a whole job.
+        handle: communicator or torch group; None for the whole world.
 
     Attributes:
-        key: what messages between two ranks of the group are known by, the same on all of them; None where it is not
-            yet fixed.
+        key: key of messages between two ranks of the group, the same on all of them; None before it is fixed.
     """
 
     def __init__(
@@ -59,14 +66,14 @@ class Group:
 
     @property
     def provisional_key(self) -> int:
-        """What stands for the key of a communicator until its ranks have agreed on one."""
+        """The key of a communicator's messages until its ranks have agreed on one; it depends on the ranks alone."""
         return _digest("", self.peers)
 
     def message_key(self) -> int:
-        """The key for a message to or from another rank of the group.
+        """Return the key for a message to or from another rank of the group.
 
-        A communicator has no name that all its ranks know without a message. Until a collective call has given it a
-        key, it is known by its ranks; of several communicators of the same ranks, one only.
+        A communicator has no name that is the same on all its ranks. Until a collective call has given it a key, it
+        uses the provisional one, which only one of several communicators of the same ranks can.
 
         Raises:
             HpcdistError: on this rank, for a second communicator of the same ranks that no collective call has used.
@@ -81,16 +88,25 @@ class Group:
         return self.key
 
     def release(self) -> None:
-        """Give up the provisional key: the ranks of a communicator that is freed may have another one."""
+        """Release the provisional key, for other communicators of the same ranks."""
         self.freed = True
         if self.provisional.get(self.provisional_key) is self:
             del self.provisional[self.provisional_key]
 
 
 def _digest(name: str, peers: Sequence[int]) -> int:
-    """A positive number of 63 bits that is not WORLD."""
+    """Return a positive number of 63 bits that is not WORLD."""
     text = repr((name, list(peers))).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
+
+
+@contextmanager
+def freeing(owned: T) -> Iterator[T]:
+    """A context that frees an MPI object at its end."""
+    try:
+        yield owned
+    finally:
+        owned.Free()
 
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:

@@ -1,4 +1,4 @@
-"""Who started this process: what mpirun, srun, torchrun leave in its environment. Pure functions of an environment."""
+"""Which launcher started this process, from the variables that mpirun, srun and torchrun set. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 __all__ = ["alone", "claims", "has_rank", "number", "without_launcher"]
 
-# What the launchers call the number of processes they started, and the number of each, the nearest launcher first.
+# The variables in which launchers put the number of processes and the number of each, the nearest launcher first.
 _TORCHRUN = ("WORLD_SIZE", "RANK", "torchrun (or another one of torch's kind: accelerate, deepspeed, Ray)")
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
@@ -19,20 +19,20 @@ _LAUNCHERS = (
     ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
     ("SLURM_NTASKS", "SLURM_PROCID", "Slurm"),
-    _TORCHRUN,  # or what somebody has exported for torch, out of the numbers above
+    _TORCHRUN,  # or variables that a script has derived from those above
 )
-_ELASTIC = "TORCHELASTIC_RUN_ID"  # it is torchrun itself, which a launcher of those above may have started
+_ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun itself, which a launcher of those above may have started
 _WITHOUT_MPI = ("WORLD_SIZE", "HOROVOD_SIZE")
-# Of MPI's own launchers: where one of these is 1, one process was meant, whatever a batch system says.
+# Of MPI's own launchers: where one of these is 1, one process was meant, whatever a batch system has set.
 _DIRECT = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "PMI_SIZE")
 
-# What a launcher leaves in the environment of its processes, and what makes a child of theirs join their job.
+# Variables of launchers, which would make a child process join the job.
 _LEFT = (
     *("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_"),
     *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "MVP_COMM_", "HOROVOD_", "JSM_", "PALS_"),
     *("FLUX_", "TORCHELASTIC_"),
 )
-# What the user has told Open MPI 5's launcher and PMIx, which a child's own mpirun needs as well.
+# The user's settings of Open MPI 5's launcher and PMIx, which a child's own mpirun needs as well.
 _USERS = ("PRTE_MCA_", "PRTE_ALLOW_", "PMIX_MCA_")
 _LEFT_BY_TORCH = (
     "WORLD_SIZE",
@@ -52,7 +52,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def claims(environ: Mapping[str, str]) -> dict[str, int]:
-    """The numbers of processes that launchers say they started, the nearest launcher first.
+    """Return the numbers of processes that launchers have started, the nearest launcher first.
 
     WORLD_SIZE counts beside RANK and LOCAL_RANK: alone it may be something else, such as a number of pods.
 
@@ -68,7 +68,7 @@ def claims(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def number(environ: Mapping[str, str]) -> int:
-    """The number that the launcher has given this process; 0 where there is none."""
+    """Return the number that the launcher has given this process; 0 without a launcher."""
     given = (_number(environ, rank) for _, rank, _ in (*_nearest_first(environ), ("", "PMIX_RANK", "prterun")))
     return next((rank for rank in given if rank is not None), 0)
 
@@ -113,7 +113,7 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process that is to run MPI on its own, outside the job.
+    """Return the environment for a child process that runs MPI on its own, outside the job.
 
     Example::
 

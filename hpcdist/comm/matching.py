@@ -1,7 +1,7 @@
-"""Messages from rank to rank, matched to receives by group, source and tag.
+"""Match the messages of send to receives by group, source and tag.
 
-All groups share one communicator, since a group may be new to all ranks but the two that talk: MPI matches source and
-communicator, and what comes for another receive is kept here until that one asks for it.
+All groups share one communicator, since a group may be new to all ranks except the two that communicate: MPI matches
+source and communicator, and a message for a later receive is kept here.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hpcdist.tensors.storage import of_bytes
 __all__ = ["INLINE", "Envelope", "Unexpected", "bytes_of", "conflict", "sealed"]
 
 _HEAD = struct.Struct("<qqqq")  # the group's key, the tag, the message's number, the bytes of its content
-_NOT_YET = 0xFF  # each byte of a head that has not come: no number of bytes
-INLINE = 2**16  # bytes of content that travel with the envelope: what nobody has asked for yet takes memory
+_NOT_YET = 0xFF  # each byte of a head that has not come: as a number of bytes it is invalid
+INLINE = 2**16  # bytes of content sent with the envelope at most: messages that wait for a receive take memory
 
 
 class Envelope(NamedTuple):
-    """What a rank learns first of a message.
+    """What arrives first of a message.
 
     Attributes:
-        key, tag: of the group, and what the sender has given.
-        number: by which the sender knows what follows.
+        key, tag: key of the group, and the sender's tag.
+        number: number by which the sender identifies the content.
         source: the world's rank of the sender.
         nbytes: length of the content.
-        serial: the how manyth it is of those that have come.
-        content: the content itself; None if it follows by itself.
+        serial: position among the messages that have come.
+        content: the content itself; None if it follows separately.
     """
 
     key: int
@@ -48,7 +48,7 @@ class Envelope(NamedTuple):
 
 
 def sealed(key: int, tag: int, number: int, content: Tensor) -> list[Tensor]:
-    """The messages that bring a content: the envelope with it, or the envelope and then the content."""
+    """Return the messages to send: the envelope with the content, or the envelope and then the content."""
     inline = content.numel() <= INLINE
     envelope = torch.empty(_HEAD.size + inline * content.numel(), dtype=torch.uint8, device="cpu")
     envelope[: _HEAD.size] = of_bytes(_HEAD.pack(key, tag, number, content.numel()))
@@ -61,23 +61,23 @@ def sealed(key: int, tag: int, number: int, content: Tensor) -> list[Tensor]:
 class Unexpected:
     """The messages that have come, and that no receive has taken yet; for any number of threads.
 
-    A signal's handler may raise anywhere here: nothing that has come is lost then, nor there twice.
+    A signal's handler may raise anywhere here: no message is lost or duplicated then.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._lock = threading.Lock()
         self._of_key: dict[int, list[Envelope]] = {}
-        self._coming: tuple[Tensor, int, int] | None = None  # a message, its source and number, until it is kept
+        self._coming: tuple[Tensor, int, int] | None = None  # message being received, its source and serial
         self._count = 0
 
     def take(self, key: int, source: int | None, tag: int | None, taken: list[Envelope]) -> bool:
-        """Put the first message of a group from `source` with `tag`, None being any, into `taken`, if one has come.
+        """Move the first message of a group from `source` with `tag`, None being any, to `taken`, if one has come.
 
-        What one rank has sent comes in its order.
+        Messages of one rank are taken in their order.
 
         Raises:
-            HpcdistError: something damaged has come.
+            HpcdistError: if a damaged message has come.
         """
         with self._lock:
             self._receive()
@@ -90,21 +90,21 @@ class Unexpected:
         return False
 
     def give_back(self, envelope: Envelope) -> None:
-        """It was taken, and is to be received by another one."""
+        """Undo take(), for another receive."""
         with self._lock:
             waiting = self._of_key.setdefault(envelope.key, [])
             if envelope.serial not in [other.serial for other in waiting]:
                 insort(waiting, envelope, key=lambda other: other.serial)
 
     def drop(self, key: int) -> None:
-        """The group has ended: what has come for it is for nobody."""
+        """Drop the messages of a group that has ended."""
         with self._lock:
             if self._comm != MPI.COMM_NULL:
                 self._receive()
             self._of_key.pop(key, None)
 
     def _receive(self) -> None:
-        """Take in all that has come."""
+        """Receive all messages that have come."""
         status = MPI.Status()
         self._keep()
         while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
@@ -116,7 +116,7 @@ class Unexpected:
             self._keep()
 
     def _keep(self) -> None:
-        """Keep the message that is coming in, if it has come."""
+        """Keep the message being received, once it has come."""
         if self._coming is None:
             return
         content, source, serial = self._coming
@@ -143,10 +143,10 @@ def _opened(message: Tensor, source: int, serial: int) -> Envelope:
 
 
 def bytes_of(x: Tensor) -> Any:
-    """The bytes of a tensor in host memory, as mpi4py takes them: a request keeps them, and the tensor, alive."""
+    """Return the bytes of a tensor in host memory as mpi4py takes them; a request keeps them alive."""
     return x.numpy()
 
 
 def conflict(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
-    """Whether a message could be taken by two receives that ask for these (key, source, tag), None being any."""
+    """Whether one message could match two receives of these (key, source, tag), None being any."""
     return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))

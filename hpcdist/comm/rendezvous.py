@@ -1,4 +1,4 @@
-"""How the ranks of an MPI job find each other, and torch's store: no port is ever chosen before it is bound."""
+"""Let the ranks of an MPI job find each other and torch's store: no port is ever chosen before it is bound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Meeting", "Nodes", "in_torch_order", "interface", "interfaces", "job", "meet", "open_store"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
-_CONNECT_SECONDS = (0.5, 3)  # an address that does not answer by then is not the one to use, if another one does
+_CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none was reached by all ranks
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Meeting:
     """Where the ranks of a job find each other.
 
     Attributes:
-        host: an address of rank 0's host that every rank has just connected to.
-        own: this host's address in that same network, "127.0.0.1" on one node.
-        listener: on rank 0, the socket to which they did.
+        host: address of rank 0's host that every rank has connected to.
+        own: address of this host in the same network, "127.0.0.1" on one node.
+        listener: on rank 0, the socket that accepted these connections.
     """
 
     host: str
@@ -49,8 +49,8 @@ class Meeting:
 def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
     """Find an address of rank 0's host that all ranks reach. Collective over `comm`.
 
-    The kernel picks the port when rank 0 binds it, and MPI tells the others, so that two jobs started at once on one
-    host cannot collide. On one node rank 0 listens on the loopback interface alone; else on all of them.
+    The kernel picks the port when rank 0 binds it, and the others get it over MPI: two jobs started at once on one
+    host cannot collide. On one node rank 0 listens on the loopback interface alone; else on all interfaces.
 
     Raises:
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
@@ -86,13 +86,12 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
 
 
 def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
-    """A TCPStore on rank 0, to which every rank is connected, on the address by which they have met. Collective over
-    `comm`."""
+    """Open a TCPStore on rank 0 at the meeting's address, and connect every rank to it. Collective over `comm`."""
     stores: list[Store] = []
 
     def serve() -> int:
         assert meeting.listener is not None
-        meeting.listener.close()  # it may listen on all interfaces, which a store is not to do
+        meeting.listener.close()  # it may listen on all interfaces, which a store must not do
         listener = socket.create_server((meeting.host, 0), backlog=max(128, comm.size))
         port: int = listener.getsockname()[1]
         # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
@@ -107,15 +106,18 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
 
 
 def interface(meeting: Meeting) -> str | None:
-    """The network interface by which this rank reaches rank 0; None where it cannot be told."""
+    """Return the network interface by which this rank reaches rank 0; None if it is unknown."""
     return next((name for name, own in interfaces().items() if own == meeting.own), None)
 
 
 class Nodes:
-    """The nodes of a communicator, in the order of the lowest rank on each. Collective.
+    """The nodes of a communicator, in the order of the lowest rank on each. Collective over `comm`.
+
+    A context that frees `local` at its end.
 
     Attributes:
         local: a communicator of the ranks of this node.
+        local_rank: the rank of this process in `local`.
         mine, count: the index of this node, and the number of nodes.
     """
 
@@ -123,17 +125,24 @@ class Nodes:
         from mpi4py import MPI
 
         self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank: int = self.local.rank
         leaders = objects.all_gather_object(comm, objects.all_gather_object(self.local, comm.rank)[0])
         order = sorted(set(leaders))
         self.mine, self.count = order.index(leaders[comm.rank]), len(order)
 
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.local.Free()
+
 
 def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:
-    """Return the communicator of the job: COMM_WORLD if `comm` is None. Starts MPI, if nobody has.
+    """Return the communicator of the job: COMM_WORLD if `comm` is None. Starts MPI, unless it runs.
 
     Raises:
-        LaunchError: there is no MPI, it has ended, or the launcher is that of another MPI.
-        TypeError: `comm` is no communicator, or does not hold this rank.
+        LaunchError: if there is no MPI, it has ended, or the launcher is that of another MPI.
+        TypeError: if `comm` is not a communicator, or does not hold this rank.
     """
     try:
         from mpi4py import MPI
@@ -152,7 +161,11 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
 
 
 def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A private duplicate of `comm`; if the caller has initialised torch.distributed, with its numbering of ranks."""
+    """Duplicate `comm`; if the caller has initialised torch.distributed, in its order of ranks. Collective.
+
+    Raises:
+        LaunchError: on all ranks, if torch.distributed has other ranks.
+    """
     mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     all_ = objects.all_gather_object(comm, mine)
     if all(entry is None for entry in all_):
@@ -176,7 +189,7 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def _addresses() -> list[str]:
-    """This host's IPv4 addresses that others might reach; those that its name stands for come first."""
+    """Return the IPv4 addresses of this host that others might reach; first those that its name resolves to."""
     mine = [address for address in interfaces().values() if not address.startswith("127.")]
     try:
         named = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
@@ -186,7 +199,7 @@ def _addresses() -> list[str]:
 
 
 def interfaces() -> dict[str, str]:
-    """interface -> IPv4 address, for those that have one."""
+    """Return the IPv4 address of each network interface that has one."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -198,13 +211,14 @@ def interfaces() -> dict[str, str]:
 
 @contextmanager
 def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
-    """Rank 0 says `token` to whoever connects: an address that other hosts have too, docker0's, may lead elsewhere."""
+    """A context in which rank 0 sends `token` to whoever connects: an address that several hosts have, such as that of
+    docker0, may lead elsewhere."""
     over = threading.Event()
 
     def answer(server: socket.socket) -> None:
         server.settimeout(0.01)
         while not over.is_set():
-            with suppress(OSError):  # nobody came, or is gone again
+            with suppress(OSError):  # no connection, or one that was closed again
                 connection, _ = server.accept()
                 with connection:
                     connection.sendall(token.encode())
@@ -222,7 +236,7 @@ def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
 
 
 def _local_address(address: str, port: int, token: str, seconds: float) -> str | None:
-    """The address of this host from which `address` is reached, if it is rank 0 who answers there."""
+    """Return the address of this host from which `address` is reached; None if rank 0 does not answer there."""
     try:
         with socket.create_connection((address, port), seconds) as connection:
             answer = connection.recv(len(token), socket.MSG_WAITALL)

@@ -1,4 +1,4 @@
-"""What :func:`hpcdist.init` has settled for the whole job."""
+"""The settings that :func:`hpcdist.init` makes for the whole job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 __all__ = ["ROUTES", "Settings"]
 
 ROUTES = ("auto", "nccl", "gloo", "mpi", "hdf5")
-"""What a caller may pass as ``route=``."""
+"""The values of ``route=``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +19,14 @@ class Settings:
     """What does not change until the world ends.
 
     Attributes:
-        device: where this rank's tensors belong: one GPU a rank, or the CPU.
-        own_gpus: every rank has a GPU to itself, and NCCL can be used.
-        timeout: the deadline of every call.
-        nodes: the number of nodes.
-        one_system: all ranks see each other's processes: one node, and no containers with their own numbers.
-        node_of, memory: of each rank of the world, the index of its node, and its memory.capacity().
-        staging: the folder through which route "hdf5" moves data; rank 0's is used.
-        child_environ: the environment for a child process that runs MPI on its own, outside the job.
+        device: device of this rank's tensors: one GPU a rank, or the CPU.
+        own_gpus: whether every rank has a GPU to itself, and NCCL can be used.
+        timeout: deadline of every call.
+        nodes: number of nodes.
+        one_system: whether all ranks see each other's processes: one node, and no containers with pids of their own.
+        node_of, memory: index of the node of each rank of the world, and its memory.capacity().
+        staging: folder through which route "hdf5" moves data; rank 0's is used.
+        child_environ: environment for a child process that runs MPI on its own, outside the job.
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""The ranks of one call: communicators of the library's own, and torch backends made when a route first needs one."""
+"""The ranks of a call, with communicators of the library's own and the torch backends that routes have needed."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 __all__ = ["HeaderBuffers", "Stoppable", "Team"]
 
-_FREE, _OWN, _OTHERS = range(3)  # whose the provisional key of a communicator's ranks is
+_FREE, _OWN, _OTHERS = range(3)  # owner of a provisional key
 
 
 class Stoppable(Protocol):
     """Work in a thread of its own."""
 
     def stop(self) -> bool:
-        """End it; whether some of it is left undone."""
+        """End the thread; return whether work is left undone."""
 
 
 class HeaderBuffers:
-    """The memory in which the ranks of a team exchange a header of `nbytes` bytes each, and what the latest one said.
+    """Memory in which the ranks of a team exchange headers of `nbytes` bytes, and the result of the latest exchange.
 
     Attributes:
         own, all: this rank's header, and those of all ranks one after the other.
         send, recv: the same, as mpi4py takes them.
-        last, agreed: the headers that were last agreed on, and what they meant.
+        last, agreed: headers that were last agreed on, and what was agreed.
     """
 
     def __init__(self, nbytes: int, size: int) -> None:
@@ -50,30 +50,31 @@ class HeaderBuffers:
 class Team:
     """Some ranks of the world, in the order of a communicator.
 
-    All library traffic goes over communicators made here, so that it never meets the user's messages, nor those of
-    another group of the same ranks. Collective over `comm`.
+    All library traffic goes over communicators made here: it cannot be confused with the user's messages, nor with
+    those of another group of the same ranks. Collective over `comm`.
 
     Args:
-        comm: a communicator of these ranks, which belongs to the library from here on.
-        group: the group of the caller that the team is for.
-        settings: of the job.
-        foreground: the team in whose background this one works; None for one in the foreground.
+        comm: communicator of these ranks, which the team owns and frees.
+        group: group of the caller that the team is for.
+        settings: settings of the job.
+        foreground: team in whose background this one works; None for a team in the foreground.
 
     Attributes:
-        rank, size: of this process in the team, and the number of its ranks.
-        peers: the world's rank of each rank of the team, which is also torch.distributed's.
-        foreground: the team itself; of a team that works in the background of another, that one.
-        number: by which a record tells teams apart; the same on all ranks. That of a background team is one more.
-        calls: the verbs begun so far, in the foreground and (True) with async_op; of a background team, those of the
-            foreground before the one at hand.
-        torch_groups: the team's torch backends by name, see :mod:`hpcdist.routes.c10d`.
-        background_comm: the communicator of the team that works in the background of this one; None if this is one.
-        background: the thread that runs calls with async_op, once there is one.
-        headers: memory for what the ranks compare before a call, once there was one.
-        routes: the routes chosen so far, by name and the kinds of memory of all ranks.
-        cuda_aware: whether MPI takes GPU memory on all ranks; None if that was not tried yet.
-        plans, plans_made: the redistributions planned so far, the latest ones; how many the user has asked for.
-        results: how many results a gradient flows back from.
+        rank, size: rank of this process in the team, and the number of its ranks.
+        peers: rank in the world, and in torch.distributed, of each rank of the team.
+        foreground: the team itself; for a team in the background, the team in the foreground.
+        number: identity of the team in records of calls, the same on all ranks; that of its background is one more.
+        calls: number of verbs begun, in the foreground and (True) with async_op; in a background team, those of the
+            foreground before the current one.
+        torch_groups: torch backends by name, see :mod:`hpcdist.routes.c10d`.
+        background_comm: communicator of the team in the background of this one; None in a background team.
+        background: thread that runs calls with async_op, after its first use.
+        headers: memory for headers, after its first use.
+        routes: routes chosen so far, by name and the kinds of memory of all ranks.
+        cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
+        plans: latest redistributions planned.
+        plans_made: number of plans that the user has made.
+        results: number of results through which gradients flow back.
     """
 
     def __init__(self, comm: MPI.Intracomm, group: Group, settings: Settings, foreground: Team | None = None) -> None:
@@ -98,7 +99,7 @@ class Team:
         activity.peers[self.number] = self.peers
 
     def next_call(self) -> int:
-        """The number of a call that begins now, of this team's."""
+        """Return the number of a call of this team that begins now."""
         self._begun += 1
         return self._begun
 
@@ -109,7 +110,7 @@ class Team:
         return bool(self.comm == MPI.COMM_NULL)
 
     def free(self) -> dict[tuple[int, str], Any]:
-        """Free the communicators and the torch backends; once is enough.
+        """Free the communicators and the torch backends; a second call does nothing.
 
         No rank waits for another one: programs end their groups in different orders on different ranks.
 
@@ -137,12 +138,12 @@ class Team:
 
 
 def _agree_on_keys(comm: MPI.Intracomm, group: Group) -> int:
-    """The team's number, and the group's key if it has none yet. Collective; one small Allgather.
+    """Return a number for the team, and give the group a key if it has none. Collective; one small Allgather.
 
-    Where messages have gone from rank to rank already, the key they have is kept.
+    If send or recv have used a provisional key on any rank, it is kept.
 
     Raises:
-        RankError: on every rank, if on one of them that key is another communicator's.
+        RankError: on every rank, if on one of them that key belongs to another communicator.
     """
     from mpi4py import MPI
 

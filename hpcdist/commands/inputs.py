@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist import layout, memory
+from hpcdist import layout, limits, memory
 from hpcdist.commands import sources as files
 from hpcdist.commands.arrays import Opened
 from hpcdist.commands.sources import Source
@@ -29,8 +29,6 @@ from hpcdist.staging.pieces import shard_boxes
 from hpcdist.tensors.storage import as_bytes, copyable, row_major
 
 __all__ = ["Inputs", "check_memory", "equal", "find", "sha256"]
-
-_WINDOW = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Inputs:
             if array.shape != source.shape or array.dtype != source.dtype:
                 raise InputError(f"{source.spec}: has changed while it was read")
             x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
-            array.read(layout.whole(array.shape), x, _WINDOW)
+            array.read(layout.whole(array.shape), x, limits.WINDOW)
         return x if x.dim() else x.view(1)
 
     def shard(self, world: World) -> Tensor:

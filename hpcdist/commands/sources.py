@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.commands import libraries
 from hpcdist.commands.arrays import Opened
 from hpcdist.commands.formats import FORMATS, of_raw
@@ -30,7 +30,6 @@ __all__ = [
 
 OUTPUTS = (".npy", ".pt", ".safetensors", ".h5")
 _NAMED = re.compile(r"\.(?:npz|pt|safetensors|h5)(?P<colon>:)(?=.)", re.DOTALL)
-_WINDOW = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def load(spec: str, by_library: bool = False) -> Tensor:
     """Read an array as a CPU tensor, of native byte order. Raises as :func:`describe` does."""
     with opened_by_library(spec) if by_library else opened(spec) as array:
         x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
-        array.read(layout.whole(array.shape), x, _WINDOW)
+        array.read(layout.whole(array.shape), x, limits.WINDOW)
         return x
 
 

@@ -1,10 +1,10 @@
-"""What the ranks tell each other while they set a call up <-> JSON. No pickle: reading it cannot run any code.
+"""Encode small values as JSON. No pickle: decoding cannot run any code.
 
-A value is what JSON has for None, booleans, numbers and strings; all else is a list that begins with a kind:
+None, booleans, numbers and strings are encoded as JSON does; everything else as a list that begins with a kind:
 
     ["l", ...] a list     ["t", ...] a tuple     ["d", [key, value], ...] a dict     ["b", base64] bytes
-    ["y", name] a dtype of torch's, ["v", name] a device, ["f", path] a path
-    ["a", dtype, shape, base64] a numpy array, ["s", ...] the same, of a numpy number
+    ["y", name] a torch dtype     ["v", name] a device     ["f", path] a path
+    ["a", dtype, shape, base64] a numpy array     ["s", dtype, shape, base64] a numpy scalar
     ["c", module, name, [field, value], ...] a dataclass or named tuple of this package
 """
 
@@ -26,36 +26,36 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def encode(value: Any) -> bytes:
-    """The value as text.
+    """Encode a value.
 
     Raises:
-        TypeError: it, or something in it, is of another kind.
+        TypeError: if it, or a part of it, is of a kind that is not listed above.
     """
-    return json.dumps(_plain(value), separators=(",", ":")).encode()
+    return json.dumps(_to_json(value), separators=(",", ":")).encode()
 
 
 def decode(text: bytes | bytearray) -> Any:
-    """The value that was encoded.
+    """Decode what :func:`encode` returned.
 
     Raises:
-        ValueError: the text is none.
+        ValueError: if the text is anything else.
     """
     try:
-        return _value(json.loads(text))
+        return _from_json(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not what another rank can have said: {error}") from error
+        raise ValueError(f"not a value that a rank has encoded: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return ["l", *map(_plain, value)]
+        return ["l", *map(_to_json, value)]
     if kind is tuple:
-        return ["t", *map(_plain, value)]
+        return ["t", *map(_to_json, value)]
     if kind is dict:
-        return ["d", *([_plain(key), _plain(item)] for key, item in value.items())]
+        return ["d", *([_to_json(key), _to_json(item)] for key, item in value.items())]
     if kind in (bytes, bytearray):
         return ["b", b64encode(value).decode()]
     if kind is torch.dtype:
@@ -67,57 +67,57 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         descr = value.dtype.str if value.dtype.names is None else value.dtype.descr
         tag = "a" if isinstance(value, np.ndarray) else "s"
-        return [tag, _plain(descr), list(value.shape), b64encode(value.tobytes()).decode()]
+        return [tag, _to_json(descr), list(value.shape), b64encode(value.tobytes()).decode()]
     if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
-        return ["c", kind.__module__, kind.__name__, *([name, _plain(getattr(value, name))] for name in names)]
+        return ["c", kind.__module__, kind.__name__, *([name, _to_json(getattr(value, name))] for name in names)]
     for base in (str, int, float):
-        if isinstance(value, base):  # such as torch's version, or an IntEnum: arrives as a plain one
+        if isinstance(value, base):  # a subclass, such as torch's version or an IntEnum, arrives as the base
             return base(value)
-    raise TypeError(f"{kind.__name__} is not told to other ranks")
+    raise TypeError(f"{kind.__name__} cannot be sent to other ranks")
 
 
 def _fields(kind: type) -> list[str] | None:
-    """The fields of a dataclass or a named tuple; None of anything else."""
+    """Return the field names of a dataclass or named tuple; None for anything else."""
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
-def _value(said: Any) -> Any:
-    if not isinstance(said, list):
-        return said
-    kind, *rest = said
+def _from_json(item: Any) -> Any:
+    if not isinstance(item, list):
+        return item
+    kind, *rest = item
     if kind == "l":
-        return [_value(item) for item in rest]
+        return [_from_json(item) for item in rest]
     if kind == "t":
-        return tuple(_value(item) for item in rest)
+        return tuple(_from_json(item) for item in rest)
     if kind == "d":
-        return {_value(key): _value(item) for key, item in rest}
+        return {_from_json(key): _from_json(item) for key, item in rest}
     if kind == "b":
         return b64decode(rest[0])
     if kind == "y":
         dtype = getattr(torch, rest[0])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{rest[0]} is no dtype")
+            raise TypeError(f"{rest[0]} is not a dtype")
         return dtype
     if kind == "v":
         return torch.device(rest[0])
     if kind == "f":
         return Path(rest[0])
     if kind in ("a", "s"):
-        array = np.frombuffer(b64decode(rest[2]), np.dtype(_value(rest[0]))).reshape(rest[1])
+        array = np.frombuffer(b64decode(rest[2]), np.dtype(_from_json(rest[0]))).reshape(rest[1])
         return array.copy() if kind == "a" else array[()]
     if kind == "c":
         return _instance(*rest)
-    raise ValueError(f"not what another rank can have said: {kind!r}")
+    raise ValueError(f"kind {kind!r}")
 
 
 def _instance(module: str, name: str, *items: list[Any]) -> Any:
-    """A dataclass or named tuple of this package, in a module that is already imported."""
+    """Make a dataclass or named tuple of this package, from a module that is already imported."""
     if module.partition(".")[0] != _PACKAGE:
         raise ValueError(f"{module} is not of this package")
     kind = vars(sys.modules[module])[name]
-    values = {field: _value(item) for field, item in items}
+    values = {field: _from_json(item) for field, item in items}
     if not isinstance(kind, type) or _fields(kind) != list(values):
         raise ValueError(f"{module}.{name} has other fields than {list(values)}")
     if issubclass(kind, tuple):

@@ -1,4 +1,4 @@
-"""Is something long the same on every rank? Digests are compared, and the rest travels only where they differ."""
+"""Compare long values of all ranks by their digests; the values themselves are sent only where these differ."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DIGEST = 16  # bytes
 
 
 def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T, T], str | None]) -> T:
-    """Rank 0's `value`, on every rank, where `key` is the same on all ranks: their digests are compared, and nothing
-    else travels. Collective.
+    """Return rank 0's `value` on every rank. Collective over `comm`.
 
-    Where digests differ, rank 0's value is sent once, and each rank says how its own differs.
+    If the digests of `key` are the same on all ranks, nothing else is sent. Otherwise rank 0's value is sent once, and
+    each rank reports how its own differs.
 
     Args:
-        key: what must be the same; like `value`, of the kinds that :mod:`hpcdist.control.codec` knows.
-        value: what is sent where keys differ; with equal keys, ranks may take their own for that of rank 0.
-        odd: how the second value, this rank's, differs from the first one, rank 0's; None if it does not.
+        key: what must be the same; like `value`, of the kinds of :mod:`hpcdist.control.codec`.
+        value: what is sent where keys differ; ranks with equal keys return their own.
+        odd: describes how the second value, this rank's, differs from the first one, rank 0's; None if it does not.
 
     Raises:
-        RankError: on every rank, if one differs, or has something that cannot be told.
+        RankError: on every rank, if a value differs, or cannot be encoded.
     """
     from mpi4py import MPI
 
@@ -41,7 +41,7 @@ def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T
     digests = bytearray(_DIGEST * comm.size)
     comm.Allgather([mine, MPI.BYTE], [digests, _DIGEST, MPI.BYTE])
     if bytes(_DIGEST) in {bytes(digests[at : at + _DIGEST]) for at in range(0, len(digests), _DIGEST)}:
-        objects.all_gather_object(comm, key, verb)  # raises, and says what cannot be told
+        objects.all_gather_object(comm, key, verb)  # raises, with what cannot be encoded
     if digests == mine * comm.size:
         return value
     first = objects.broadcast(comm, verb, lambda: value)

@@ -23,7 +23,7 @@ __all__ = ["all_gather", "all_gather_object", "broadcast", "broadcast_bytes", "f
 
 T = TypeVar("T")
 
-_MOST = 2**30  # bytes that all ranks together may exchange in one call
+_MOST = 2**30  # bytes that all ranks together may exchange at once
 
 
 def all_gather_object(comm: MPI.Comm, value: Any, what: str = "an exchange before a call") -> list[Any]:
@@ -72,16 +72,13 @@ def broadcast(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int =
     Raises:
         RankError: on every rank, if `step` fails; on the root from the error that it raised.
     """
-    outcome, cause = _attempt(step) if comm.rank == root else (None, None)
-    text = _encoded(outcome) if comm.rank == root else b""
-    told, not_encoded = codec.decode(broadcast_bytes(comm, text, root))
+    causes: list[Exception] = []
+    text = _encoded(_attempt(step, causes)) if comm.rank == root else b""
+    outcome, not_encoded = codec.decode(broadcast_bytes(comm, text, root))
     value: Any
-    value, problem = told or (None, not_encoded)
+    value, problem = outcome or (None, not_encoded)
     activity.touch()
-    try:
-        raise_problems(what, {} if problem is None else {root: problem}, cause)
-    finally:
-        del cause  # or it and this frame keep each other alive, and with them what the caller holds
+    raise_problems(what, {} if problem is None else {root: problem}, causes)
     return value  # type: ignore[no-any-return]
 
 
@@ -94,46 +91,46 @@ def all_gather(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]
     Raises:
         RankError: on every rank, if `step` fails on one; on that rank from the error that it raised.
     """
-    mine, cause = _attempt(step)
-    outcomes: list[tuple[T, str | None]] = all_gather_object(comm, mine, what)
+    causes: list[Exception] = []
+    outcomes: list[tuple[T, str | None]] = all_gather_object(comm, _attempt(step, causes), what)
     activity.touch()
-    try:
-        raise_problems(what, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, cause)
-    finally:
-        del cause  # as in broadcast()
+    raise_problems(what, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, causes)
     return [value for value, _ in outcomes]
 
 
-def raise_problems(verb: str, problems: dict[int, str], cause: Exception | None = None) -> None:
-    """Raise a RankError if there are problems that every rank knows alike.
+def raise_problems(what: str, problems: dict[int, str], causes: list[Exception] | None = None) -> None:
+    """Raise a RankError if there are problems, which are the same on all ranks.
 
     Args:
-        cause: this rank's own error, whose traceback is kept.
+        what: the operation as the user called it.
+        causes: this rank's own error, if any, from which it is raised.
     """
     if problems:
-        raise RankError(verb, problems) from cause
+        # Popped: an error in a variable of a frame of its own traceback would keep that frame alive, and what the
+        # caller holds.
+        raise RankError(what, problems) from (causes.pop() if causes else None)
 
 
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """How the options of a rank differ from those of rank 0, which have the same names; None if they do not."""
+    """Describe how the options of a rank differ from those of rank 0, which have the same names; None if they do
+    not."""
     for option, value in first.items():
         if other[option] != value:
             return f"{option} is {other[option]!r}, where rank 0 has {value!r}"
     return None
 
 
-def _attempt(step: Callable[[], T]) -> tuple[tuple[T | None, str | None], Exception | None]:
-    """((the result, None), None), or ((None, the error as text), the error): not every exception can be sent."""
+def _attempt(step: Callable[[], T], causes: list[Exception]) -> tuple[T | None, str | None]:
+    """Run a step; return (its result, None), or (None, its error as text), with the error appended to `causes`."""
     try:
-        return (step(), None), None
-    except HpcdistError as error:
-        return (None, str(error)), error
+        return step(), None
     except Exception as error:
-        return (None, f"{type(error).__name__}: {error}"), error
+        causes.append(error)
+        return None, str(error) if isinstance(error, HpcdistError) else f"{type(error).__name__}: {error}"
 
 
 def _encoded(value: object) -> bytes:
-    """(the value, None), or (None, why it cannot be encoded) as text."""
+    """Encode (the value, None), or (None, why it cannot be encoded)."""
     try:
         return codec.encode((value, None))
     except TypeError as error:

@@ -1,7 +1,7 @@
-"""The examination runs in a child process: what hangs it, or kills it, is a finding, and not the doctor's end.
+"""Run the examination in a child process, so that a hang or a crash is a finding, and not the end of the doctor.
 
-The child is forked before MPI starts and takes this process's place in the job, as a program does that is started by
-a shell script under mpirun. A thread could not watch it: an MPI library that hangs may never give Python its turn.
+The child is forked before MPI starts and takes this process's place in the job, as a program that a shell script
+starts under mpirun does. A thread could not watch it: an MPI library that hangs may hold Python's lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcdist.process import abort
 
 __all__ = ["Line", "Outcome", "watch"]
 
-_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
+_PDEATHSIG = 1  # linux/prctl.h: set the signal that a process gets when its parent ends
 _BUG = "report it as a bug of hpcdist"
 _KILL_SECONDS = 2  # a process that waits for a dead file system cannot be killed
 
@@ -37,31 +37,32 @@ def _end(*_: object) -> NoReturn:
 
 
 class Line:
-    """The examining process's line to the one that watches it."""
+    """Messages from the examining process to its supervisor."""
 
     def __init__(self, fd: int, limit: float) -> None:
         self._fd = fd
         self._limit = limit
 
     def stage(self, name: str, fix: str, together: bool = False) -> None:
-        """From here on it is `name` that hangs, if something does, and `fix` may help.
+        """Begin a stage: if the examination hangs from now on, `name` is the reason, and `fix` may help.
 
-        What the ranks do `together` may take twice as long: a rank that hangs alone is to be found first.
+        A stage in which the ranks wait for each other (`together`) may take twice as long: a rank that hangs alone must
+        be found first.
         """
-        self._say({"stage": [name, fix], "seconds": self._limit * (2 if together else 1)})
+        self._send({"stage": [name, fix], "seconds": self._limit * (2 if together else 1)})
 
     def found(self, findings: Sequence[Finding]) -> None:
-        """These are findings, whatever comes next."""
-        self._say({"findings": [asdict(finding) for finding in findings]})
+        """Report findings, which count whatever comes next."""
+        self._send({"findings": [asdict(finding) for finding in findings]})
 
     def facts(self, ranks: Sequence[Facts]) -> None:
-        """This is what is known of these ranks by now."""
-        self._say({"facts": list(ranks)})
+        """Report what is known of these ranks so far."""
+        self._send({"facts": list(ranks)})
 
     def done(self) -> None:
-        self._say({"done": True})
+        self._send({"done": True})
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message, default=str).encode() + b"\n"
         while data:
             data = data[os.write(self._fd, data) :]
@@ -69,13 +70,13 @@ class Line:
 
 @dataclass
 class Outcome:
-    """What an examination has told until it ended.
+    """The messages of an examination.
 
     Attributes:
-        facts: of each rank; of this one alone, if it did not come to ask the others.
-        findings: by it, and if it did not end well, one about that.
-        done: it ended well.
-        terminated: it did not, because the launcher ended this process.
+        facts: facts of each rank; of this one alone, if it ended before it asked the others.
+        findings: its findings, and one about its end if it failed.
+        done: whether it succeeded.
+        terminated: whether it failed because the launcher ended this process.
     """
 
     facts: list[Facts]
@@ -87,7 +88,7 @@ class Outcome:
     deadline: float = 0.0
 
     def take(self, message: dict[str, Any]) -> None:
-        """One message of the examining process."""
+        """Process a message of the examining process."""
         self.findings += [Finding(**finding) for finding in message.get("findings", [])]
         new = {_who(facts): facts for facts in message.get("facts", [])}
         self.facts = [new.pop(_who(facts), facts) for facts in self.facts] + list(new.values())
@@ -102,11 +103,7 @@ def _who(facts: Facts) -> tuple[str, int]:
 
 
 def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcome:
-    """Run `examine` in a child process; it has `limit` seconds for each stage that it announces.
-
-    Returns:
-        What it told. Always: a child that hangs is killed.
-    """
+    """Run `examine` in a child process, which has `limit` seconds for each stage, and is killed if it hangs."""
     there, here = os.pipe()
     abort.flush()  # or both processes print what is in their buffers
     child = os.fork()
@@ -139,7 +136,7 @@ def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcom
 
 
 def _listen(fd: int, outcome: Outcome) -> bool:
-    """Take all messages of the child until it ends; False if it hangs."""
+    """Process the messages of the child until it ends; return False if it hangs."""
     rest = b""
     while select.select([fd], [], [], max(0.0, outcome.deadline - time.monotonic()))[0]:
         data = os.read(fd, 2**16)
@@ -152,7 +149,7 @@ def _listen(fd: int, outcome: Outcome) -> bool:
 
 
 def _ended(child: int) -> int:
-    """The exit status of a process that is ending, or minus the signal that killed it."""
+    """Return the exit status of a process that is ending, or minus the signal that killed it."""
     end = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < end:
         pid, code = os.waitpid(child, os.WNOHANG)
@@ -165,16 +162,16 @@ def _ended(child: int) -> int:
 def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
     status = 1
     leave = os._exit  # which hpcdist.init() replaces
-    # An MPI_Abort would end the processes that watch before they could tell anything.
+    # MPI_Abort would end the supervisors before they can print.
     abort.job = lambda status, *_, **__: leave(status)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process it knows
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process that it started
     try:
         examine(line)
         line.done()
         status = 0
-    except BaseException:  # nothing of the program that was forked is to run here
+    except BaseException:  # it must not go on as the program that was forked
         traceback.print_exc()
     finally:
         abort.flush()

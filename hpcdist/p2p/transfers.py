@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.comm.context import Context
 from hpcdist.comm.groups import Group
 from hpcdist.comm.matching import Envelope, bytes_of, sealed
@@ -23,10 +23,8 @@ from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes, row_major
 from hpcdist.tensors.tree import Tree, finished, rebuild
 
-__all__ = ["CHUNK", "PIECE", "Outgoing", "by_file", "by_mpi", "receive"]
+__all__ = ["Outgoing", "by_file", "by_mpi", "receive"]
 
-PIECE = 2**30  # bytes a message at most, from host memory
-CHUNK = 2**26  # bytes a message at most, from a GPU: it passes through pinned memory of that size
 _ANSWER = 1024  # bytes at most, of what went wrong while a file was read
 
 
@@ -51,7 +49,7 @@ class Outgoing(NamedTuple):
 
     def send(self, x: Tensor) -> list[MPI.Request]:
         """Begin to send bytes in host memory, in pieces."""
-        comm, pieces = self.context.data_comm, layout.pieces(x.numel(), PIECE)
+        comm, pieces = self.context.data_comm, layout.pieces(x.numel(), limits.PIECE)
         return [comm.Isend([bytes_of(x[at : at + n]), MPI.BYTE], self.dest, self.number) for at, n in pieces]
 
 
@@ -60,13 +58,13 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
-    chunk = Scratch(pinned=longest > 0).take([min(CHUNK, longest)], torch.uint8)
+    chunk = Scratch(pinned=longest > 0).take([min(limits.WINDOW, longest)], torch.uint8)
     yield outgoing.departure()
     # From here on nothing takes memory: who has got the header depends on what follows.
     requests = outgoing.send_first(messages.first)
     for x in large:
         if x.is_cuda:
-            for start, length in layout.pieces(x.numel(), CHUNK):
+            for start, length in layout.pieces(x.numel(), limits.WINDOW):
                 chunk[:length].copy_(x[start : start + length])
                 yield Requests(outgoing.send(chunk[:length]))
         else:
@@ -114,14 +112,14 @@ def receive(context: Context, group: Group, arrival: Arrival, allow_pickle: bool
     if not 0 <= envelope.number < context.most_tag:
         raise HpcdistError(f"a message of rank {source} is damaged: it has the number {envelope.number}")
     incoming = partial(_from_mpi, comm, envelope.source, envelope.number)
-    with abort.Transfer("recv", group.size if envelope.content is None else 1):
+    with abort.InTransfer("recv", group.size if envelope.content is None else 1):
         bounded(envelope.nbytes)
         content = envelope.content
         if content is None:
             content = torch.empty(envelope.nbytes, dtype=torch.uint8, device="cpu")
             yield from incoming([(content, False)])
     header, packed = parse(content)
-    with abort.Transfer("recv", group.size if header.large or packed is None else 1):
+    with abort.InTransfer("recv", group.size if header.large or packed is None else 1):
         bounded(sum(header.nbytes))
         if packed is None:
             packed = torch.empty(header.packed, dtype=torch.uint8, device="cpu")
@@ -140,7 +138,7 @@ def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[T
     """Receive what follows a header; what comes from a GPU in chunks."""
     requests, scratch = [], Scratch(pinned=True)
     for x, from_gpu in large:
-        for start, length in layout.pieces(x.numel(), CHUNK if from_gpu else PIECE):
+        for start, length in layout.pieces(x.numel(), limits.WINDOW if from_gpu else limits.PIECE):
             place = x[start : start + length]
             if x.is_cuda:
                 scratch.reset()

@@ -1,1 +1,1 @@
-"""How this process begins and ends: one rank's failure ends the job, forked children, standard streams."""
+"""The process itself: a failure that ends the whole job, forked children, standard streams."""

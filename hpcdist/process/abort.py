@@ -1,7 +1,7 @@
 """One rank's failure ends the whole job, with its reason and its exit status.
 
-Left alone, every MPI hangs there: the failing rank waits in ``MPI_Finalize`` for ranks that wait for its data. Nothing
-that is done on the way to that end keeps the job from ending.
+Left alone, every MPI hangs there: the failing rank waits in ``MPI_Finalize`` for ranks that wait for its data. No step
+before the end, such as printing or removing files, can keep the job from ending.
 """
 
 from __future__ import annotations
@@ -20,51 +20,47 @@ from typing import NoReturn
 from hpcdist.errors import HpcdistError, RankError
 
 __all__ = [
-    *("LITTER", "InStep", "Transfer", "at_end", "explain", "fail", "flush", "forget", "job", "say", "tidy", "watched"),
+    *("InStep", "InTransfer", "at_end", "cleanup", "explain", "fail", "flush", "forget", "job", "print_error"),
+    *("temp_files", "watched"),
 ]
 
-_FLUSH_SECONDS = 1.0  # for what is left to print
+_FLUSH_SECONDS = 1.0  # for the output that is left
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
 _exit_now = os._exit
-LITTER: set[str] = set()  # files for one call: a job that ends in it is not to leave them behind
-_at_end: Callable[[], object] | None = None
+temp_files: set[str] = set()  # the files of calls under way, removed if the job ends meanwhile
+_announce: Callable[[], object] | None = None
 _explain: Callable[[], object] | None = None
 
 
-def at_end(tell: Callable[[], object] | None, explain: Callable[[], object] | None) -> None:
-    """What to call before this process ends the job, and when a transfer has failed, to find who is gone."""
-    global _at_end, _explain
-    _at_end, _explain = tell and _harmless(tell), explain and _harmless(explain)
+def at_end(announce: Callable[[], object] | None, explain: Callable[[], object] | None) -> None:
+    """Register what to call before this process ends the job, and to find dead ranks after a transfer has failed."""
+    global _announce, _explain
+    _announce, _explain = announce, explain
 
 
-def _harmless(step: Callable[[], object]) -> Callable[[], None]:
-    """A step on the way to the end of the job, which nothing must keep from ending."""
-
-    def run() -> None:
-        try:
+def _try(step: Callable[[], object] | None) -> None:
+    """Take a step on the way to the end of the job, and go on if it fails."""
+    try:
+        if step is not None:
             step()
-        except Exception:
-            say(f"hpcdist: the job ends, in spite of this error\n{traceback.format_exc()}")
-
-    return run
+    except Exception:
+        print_error(f"hpcdist: the job ends, in spite of this error\n{traceback.format_exc()}")
 
 
 def watched() -> bool:
     """Whether the other ranks wait for this process, from init() to finalize()."""
-    return _at_end is not None
+    return _announce is not None
 
 
 def explain() -> None:
     """Print which ranks are dead or stopped, if some are."""
-    if _explain is not None:
-        _explain()
+    _try(_explain)
 
 
 def forget() -> None:
     """In a child process: the job is its parent's."""
-    global _at_end, _explain
-    _at_end = _explain = None
-    LITTER.clear()
+    at_end(None, None)
+    temp_files.clear()
 
 
 def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
@@ -73,17 +69,16 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
     from mpi4py import MPI
 
     try:
-        if _at_end is not None:
-            _at_end()
-        _harmless(tidy)()
+        _try(_announce)
+        _try(cleanup)
         if threading.current_thread() is threading.main_thread():
             flush()
-        else:  # the main thread may be in the middle of a print that does not end
+        else:  # the main thread may hang in a print
             flusher = threading.Thread(target=flush, daemon=True)
             flusher.start()
             flusher.join(_FLUSH_SECONDS)
         time.sleep(forward)
-    finally:  # whatever comes between, such as Ctrl-C
+    finally:  # also after an interruption such as Ctrl-C
         try:
             if not MPI.Is_finalized():
                 MPI.COMM_WORLD.Abort(status)
@@ -91,36 +86,35 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
             _exit_now(status)  # MPICH returns, and has its launcher end the processes
 
 
-def say(text: str) -> None:
-    """Print what nobody can be told otherwise: where the program prints its errors, else where Python has found
-    standard error when it began."""
+def print_error(text: str) -> None:
+    """Print to the program's standard error, or else to the one that Python found when it started."""
     stream = sys.stderr or sys.__stderr__
     try:
         if stream is not None:
             print(text, file=stream, flush=True)
-    except Exception:  # it is closed, or something of the program's own
-        if sys.__stderr__ is not None:  # else 2 is whatever was opened first
+    except Exception:  # it is closed, or an object of the program's own
+        if sys.__stderr__ is not None:  # else descriptor 2 may be any file
             with suppress(OSError):
                 os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def flush() -> None:
-    """Pass on what this process has printed."""
+    """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(Exception):  # it is closed, or something of the program's own
+            with suppress(Exception):  # as in print_error()
                 stream.flush()
 
 
-def tidy() -> None:
-    """Remove what would stay of a job that ends now."""
-    for path in (*LITTER, *_shared_memory()):
+def cleanup() -> None:
+    """Remove the files that an aborted job would leave."""
+    for path in (*temp_files, *_shared_memory()):
         with suppress(OSError):
             os.unlink(path)
 
 
 def _shared_memory() -> set[str]:
-    """The names of the memory that MPI shares on this node, which stay when a job is aborted."""
+    """Return the files of MPI's shared memory on this node, which stay when a job is aborted."""
     try:
         with open("/proc/self/maps", errors="surrogateescape") as maps:
             return set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment|vader_segment)\S*", maps.read()))
@@ -136,7 +130,7 @@ class _Together:
 
     __slots__ = ("size", "verb")
     agreed: type[BaseException]
-    what: str  # has happened to the call
+    what: str  # what has happened to the call
 
     def __init__(self, verb: str, size: int) -> None:
         self.verb = verb
@@ -152,7 +146,7 @@ class _Together:
             fail(error, f"{self.verb}() {self.what}")
 
 
-class Transfer(_Together):
+class InTransfer(_Together):
     """A context in which data move: an exception there cannot be agreed on; only a RankError has been already."""
 
     __slots__ = ()
@@ -161,8 +155,8 @@ class Transfer(_Together):
 
 
 class InStep(_Together):
-    """A context in which a rank agrees with others and moves data with them: what is raised there by anything but
-    that, such as a signal's handler, leaves this rank out of step with the others."""
+    """A context in which a rank agrees with others and moves data with them: an exception from elsewhere, such as a
+    signal's handler, leaves this rank out of step with the others."""
 
     __slots__ = ()
     agreed = HpcdistError
@@ -171,8 +165,8 @@ class InStep(_Together):
 
 def fail(error: BaseException, what: str) -> NoReturn:
     """End the job for an error on this rank alone, after which it cannot go on together with the others."""
-    say("".join(traceback.format_exception(error)) + f"hpcdist: {what}, and the job ends")
+    print_error("".join(traceback.format_exception(error)) + f"hpcdist: {what}, and the job ends")
     try:
         explain()
-    finally:  # whatever happens meanwhile
+    finally:
         job((error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 0) & 0xFF or 1)

@@ -1,6 +1,6 @@
-"""One process a rank: MPI cannot be used in a child that was forked while it ran, nor by two processes for one rank.
+"""One process a rank: refuse a child that was forked while MPI ran, and a second process for the same rank.
 
-Either hangs, or takes data from the other one's messages; MPI itself finds neither.
+Either would hang or take data of the other process's messages; MPI itself detects neither.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hpcdist.errors import LaunchError
 __all__ = ["claim", "refusal"]
 
 _OWNER = struct.Struct("<q")
-_owner = mmap.mmap(-1, mmap.PAGESIZE)  # the process that has called init(), seen by all that are forked from here on
-_parent = 0  # the process of which this one is a child that must not use MPI
+_owner = mmap.mmap(-1, mmap.PAGESIZE)  # pid of the process that has called init(), shared with all forked from here on
+_parent = 0  # pid of the parent, in a child that must not use MPI
 _WAYS = (
     "Call hpcdist in the process that the launcher has started, and leave to its children what needs no hpcdist; or "
     "let one child call init(), before its parent starts MPI"
@@ -25,21 +25,21 @@ _WAYS = (
 
 
 def refusal() -> str | None:
-    """Why this process cannot use MPI; None if it can."""
+    """Return why this process cannot use MPI; None if it can."""
     if not _parent:
         return None
     return f"this is a child process (pid {os.getpid()}), forked while MPI ran in its parent (pid {_parent}). {_WAYS}"
 
 
 def claim(environ: Mapping[str, str], launched: bool) -> None:
-    """Find before MPI is used why this process must not be a rank.
+    """Make this process the rank, before MPI is used.
 
     Args:
-        environ: of this process.
-        launched: a launcher started it, and has one rank for it and all its children.
+        environ: environment of this process.
+        launched: whether a launcher has one rank for this process and its relatives.
 
     Raises:
-        LaunchError: it must not.
+        LaunchError: if this process must not be a rank.
     """
     why = refusal()
     if why is not None:
@@ -68,7 +68,7 @@ def _is_open(fd: int) -> bool:
 
 
 def _runs() -> bool:
-    """Whether MPI was started and not yet ended in this process; without loading it."""
+    """Whether MPI runs in this process; does not load it."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""Standard streams that nobody may read: a pipe whose reader has gone (``| head``), a stream that is closed."""
+"""Standard streams that fail: a pipe whose reader has gone (``| head``), a closed stream."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hpcdist.errors import reason
 
 __all__ = ["printing", "reserve"]
 
-FAILED = 1  # the exit status of a command that has done its work, and could not print what it found
+FAILED = 1  # exit status of a command that has done its work, but could not print the result
 
 
 def reserve() -> None:
-    """Open /dev/null in the place of standard streams that are closed: else the next file or socket has that number,
-    and what some library prints lands in it."""
+    """Open /dev/null in place of closed standard streams: else the next file or socket gets that descriptor, and
+    whatever a library prints is written to it."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free descriptor
 
 
 class _Stream:
-    """A standard stream; what fails there is kept, and what is printed after that is lost."""
+    """A standard stream that keeps its first error, and drops what is printed after that."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,12 +57,12 @@ def _nowhere() -> TextIO:
 
 @contextmanager
 def printing(name: str) -> Iterator[None]:
-    """A context in which a command may print though its reader has gone: it goes on, and its exit status counts.
+    """A context in which a command goes on if the reader of its output has gone, with its own exit status.
 
-    Where standard output fails in another way, as on a full disk, a command that ends well ends with FAILED.
+    If standard output fails in another way, as on a full disk, a command that succeeds exits with FAILED.
 
     Args:
-        name: of the command.
+        name: name of the command.
     """
     before = sys.stdout, sys.stderr
     out, err = (_Stream(stream or _nowhere()) for stream in before)  # None: closed before Python began

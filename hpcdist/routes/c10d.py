@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.routes.base import Ints, Message
 from hpcdist.routes.exchange import Exchange
 from hpcdist.tensors.storage import as_bytes
@@ -24,9 +24,8 @@ from hpcdist.tensors.storage import as_bytes
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["GLOO", "NCCL", "PIECE"]
+__all__ = ["GLOO", "NCCL"]
 
-PIECE = 2**30  # bytes a message at most
 _LATER = timedelta(minutes=1)  # after our own deadline, which can say more, comes torch's
 
 
@@ -62,7 +61,7 @@ class _C10d(Exchange):
             start_message([block[start : start + length]], rank, 0)
             for start_message, messages in ((group.recv, recvs), (group.send, sends))
             for rank, block in messages
-            for start, length in layout.pieces(block.numel(), PIECE)
+            for start, length in layout.pieces(block.numel(), limits.PIECE)
         ]
         if group.supports_coalescing:
             works = [group._end_coalescing()]

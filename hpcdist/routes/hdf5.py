@@ -175,7 +175,7 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
 
     try:
         place, starts = objects.broadcast(team.comm, VERB, make)
-        abort.LITTER.add(place.path)
+        abort.temp_files.add(place.path)
         file = _File(team, place, starts)
         file.find()
         if file.fd is not None:
@@ -186,7 +186,7 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
         for stage in held:
             stage.remove()
         if file is not None:
-            abort.LITTER.discard(place.path)
+            abort.temp_files.discard(place.path)
             file.close()
 
 
@@ -204,7 +204,7 @@ class Stage:
             raise FileError(f"{error} ({folder}; HPCDIST_STAGING, or init(staging=...), names another)") from error
         sweep(Path(folder), PREFIX)
         self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
-        abort.LITTER.add(self.path)
+        abort.temp_files.add(self.path)
         try:
             lock(self._fd)  # for as long as it is held, nobody sweeps the file
             dataset = Dataset("messages", (nbytes,), torch.uint8, [])
@@ -234,7 +234,7 @@ class Stage:
     def unname(self) -> None:
         """Take its name, by which nobody needs to find it any more."""
         Path(self.path).unlink(missing_ok=True)
-        abort.LITTER.discard(self.path)
+        abort.temp_files.discard(self.path)
 
     def remove(self) -> None:
         self.unname()

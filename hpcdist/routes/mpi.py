@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.routes import cuda_aware, datatypes
 from hpcdist.routes.base import Alltoall, Ints, Message
 from hpcdist.routes.exchange import Exchange
@@ -20,10 +20,9 @@ from hpcdist.routes.exchange import Exchange
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "PIECE", "Views"]
+__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "Views"]
 
 LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
-PIECE = 2**30  # bytes a message at most, once the total is over the limit
 # Bytes in all from which an Allgatherv goes by sends and receives. MPICH pipelines it in pieces of 32 KiB around a
 # ring, which at 64 MiB a rank takes 2 times as long on 2 ranks, and 10 times and more with more ranks than cores.
 DIRECT = 2**23 if MPI.get_vendor()[0] == "MPICH" else LIMIT
@@ -75,12 +74,12 @@ class _Mpi(Exchange):
         requests = [
             comm.Irecv([_memory(block[start : start + length]), MPI.BYTE], source)
             for source, block in recvs
-            for start, length in layout.pieces(block.numel(), PIECE)
+            for start, length in layout.pieces(block.numel(), limits.PIECE)
         ]
         requests += [
             comm.Isend([_memory(block[start : start + length]), MPI.BYTE], dest)
             for dest, block in sends
-            for start, length in layout.pieces(block.numel(), PIECE)
+            for start, length in layout.pieces(block.numel(), limits.PIECE)
         ]
         for request in requests:
             request.Wait()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import layout, limits
 from hpcdist.routes.base import Ints, Message, Route
 from hpcdist.routes.exchange import Exchange
 from hpcdist.tensors.pinned import Scratch
@@ -17,9 +17,8 @@ from hpcdist.tensors.storage import as_bytes
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["WINDOW", "Staged"]
+__all__ = ["Staged"]
 
-WINDOW = 2**26  # bytes of host memory a rank at most, for what it sends and again for what it receives
 
 Segment = tuple[int, int]  # (start, length) of one message within a tensor of messages
 
@@ -89,7 +88,7 @@ def _at(messages: list[Message], buffer: Tensor, lengths: list[int]) -> list[Mes
 
 
 def _rounds(longest: int, size: int) -> list[tuple[int, int]]:
-    step = max(1, WINDOW // size)
+    step = max(1, limits.WINDOW // size)
     return [(start, step) for start in range(0, longest, step)]
 
 

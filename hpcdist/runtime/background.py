@@ -117,7 +117,7 @@ def report_failures() -> None:
     while _failed:
         what, waited_for, error = _failed.popleft()
         if not waited_for.is_set():
-            abort.say(f"hpcdist: nobody waited for {what}, which failed: {error}")
+            abort.print_error(f"hpcdist: nobody waited for {what}, which failed: {error}")
 
 
 def _hand_over(result: object) -> None:

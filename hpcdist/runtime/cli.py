@@ -79,7 +79,7 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
                 print(f"{parser.prog}: error: {_line(error)}", file=sys.stderr, flush=True)
             status = BAD_INPUT
             world.finalize()
-        exits.disarm()  # all ranks have agreed on this status
+        exits.uninstall()  # all ranks have agreed on this status
         sys.exit(status)
 
 

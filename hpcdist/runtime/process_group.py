@@ -26,10 +26,10 @@ def start(
     timeout: timedelta,
     environ: MutableMapping[str, str],
 ) -> tuple[dist.ProcessGroup, bool]:
-    """Start torch.distributed, or take it as it runs. Collective over `comm`.
+    """Start torch.distributed, unless it runs. Collective over `comm`.
 
     Args:
-        environ: the environment, to which the interfaces for gloo and NCCL are added where the user names none.
+        environ: environment, to which the interfaces for gloo and NCCL are added unless the user has set them.
 
     Returns:
         The group of all ranks, and whether it was started here.
@@ -37,7 +37,7 @@ def start(
     started = not dist.is_initialized()
     if started:
         interface = rendezvous.interface(meeting)
-        if interface is not None:  # else gloo takes what the host's name stands for, on Debian 127.0.1.1
+        if interface is not None:  # else gloo takes what the host's name resolves to, on Debian 127.0.1.1
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             if meeting.host == "127.0.0.1":  # or NCCL's own rendezvous would listen on another one
                 environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -55,15 +55,15 @@ def start(
     return group, started
 
 
-def agree_on(comm: MPI.Intracomm, backend: object, timeout: object, said: str | None) -> timedelta:
-    """Check what init() was given on all ranks; the timeout. Collective."""
+def agree_on(comm: MPI.Intracomm, backend: object, timeout: object, env_timeout: str | None) -> timedelta:
+    """Check the arguments of init() on all ranks, and return the deadline. Collective over `comm`."""
 
     def check() -> tuple[str | None, float]:
         if backend is not None and not isinstance(backend, str):
             raise TypeError(f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
-        return backend, deadline(timeout, said)
+        return backend, deadline(timeout, env_timeout)
 
     given = objects.all_gather(comm, "init", check)
     names = [name for name, _ in given]

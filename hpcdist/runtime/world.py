@@ -1,4 +1,4 @@
-"""init() and World: an MPI job becomes a torch.distributed job. The only reader of the environment."""
+"""init() and World: turn an MPI job into a torch.distributed job. The only reader of the environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -28,6 +29,7 @@ from hpcdist.runtime import background, process_group
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.watch.deadlines import FirstMeeting
+from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch
 
 if TYPE_CHECKING:
@@ -42,13 +44,13 @@ class World:
     """The ranks of this job, as :func:`init` found them.
 
     Attributes:
-        rank, world_size: of this process, and the number of processes; the same for MPI and torch.distributed.
-        local_rank: the rank among the processes of this node, from 0.
-        node: the index of this node, in the order of the lowest rank on each.
-        comm: the communicator that init() was given, or COMM_WORLD.
-        group: the torch.distributed group of all ranks; None after finalize(), if init() made it.
-        settings: the device, the deadline, the staging folder, and what else does not change.
-        context: the library's own communicators; not for user code.
+        rank, world_size: rank of this process, and number of processes; the same for MPI and torch.distributed.
+        local_rank: rank among the processes of this node, from 0.
+        node: index of this node, in the order of the lowest rank on each.
+        comm: communicator that init() was given, or COMM_WORLD.
+        group: torch.distributed group of all ranks; None after finalize(), if init() made it.
+        settings: device, deadline, staging folder, and what else does not change.
+        context: communicators of the library's own; not for user code.
     """
 
     rank: int
@@ -65,7 +67,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors belong: one GPU a rank, or the CPU."""
+        """The device of this rank's tensors: one GPU a rank, or the CPU."""
         return self.settings.device
 
     @property
@@ -85,22 +87,21 @@ class World:
 
     @property
     def team(self) -> Team:
-        """All ranks, as the library's own calls know them; not for user code."""
+        """The team of all ranks, for the library's own calls; not for user code."""
         return self.context.team
 
     def finalize(self) -> None:
-        """End torch.distributed, if init() started it, and free the library's communicators; MPI stays up.
+        """End torch.distributed, if init() started it, and free the library's communicators; MPI goes on running.
 
-        Collective over the world. It happens by itself at the end of the program. A second call does nothing.
+        Collective over the world. Called automatically at the end of the program. A second call does nothing.
 
         Raises:
             RankError: on all ranks, if another rank calls a verb instead.
         """
         if _world is self:
             with activity.InCall("finalize", self.team), abort.InStep("finalize", self.world_size):
-                collective.exchange(
-                    self.team, Call(collective.LEAVE)
-                )  # refused, it can be repeated: nothing else has begun
+                # If it is refused, it can be repeated: nothing has been freed yet.
+                collective.exchange(self.team, Call(collective.LEAVE))
                 for done in background.leaving(self.context.teams.values()):
                     done.wait()
             self._close()
@@ -116,7 +117,7 @@ class World:
         self.context.free(messages=not any(left))  # else new ones could meet what still comes
         self._watch.stop()
         if self._owns_group:
-            # Without references left, gloo's threads end here; one that lives on when Python ends aborts the process.
+            # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
             self.group = None  # type: ignore[assignment]
             self.context.torch_group = None
             if dist.is_initialized():
@@ -131,27 +132,27 @@ class World:
         if error is None:
             self.finalize()
         else:
-            exits.note(error)  # the other ranks may wait for this one: nothing collective can be done here
+            exits.replace(error)  # the other ranks may wait for this one: nothing collective can be done here
 
 
 _world: World | None = None
 
 
 def environ() -> Mapping[str, str]:
-    """The environment, for those who look at it before there is a world."""
+    """Return the environment, for code that reads it before there is a world."""
     return os.environ
 
 
 def is_first() -> bool:
-    """Whether the launcher calls this process number 0; known before MPI begins."""
+    """Whether this process is the launcher's number 0; does not start MPI."""
     return launcher.number(os.environ) == 0
 
 
 def current() -> World:
-    """The world that init() made.
+    """Return the world that init() made.
 
     Raises:
-        HpcdistError: init() has not been called, or this is a child process.
+        HpcdistError: if init() has not been called, or in a child process.
     """
     if _world is None:
         why = forks.refusal()
@@ -171,30 +172,31 @@ def init(
 
     Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
     process without a launcher. MPI, and torch.distributed, are used as they are where they already run. From here on,
-    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (CPython shows a
-    ``raise SystemExit(n)`` to nobody: it is noticed in a ``with hpcdist.init()`` block, or when others call a verb.)
+    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such
+    as ``raise SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block; elsewhere the other
+    ranks get an error at their next verb, or at the deadline.)
 
     Args:
         comm: the processes that take part; COMM_WORLD if None.
         device: this rank's device. By default GPU number local_rank of the visible ones, or the CPU where the node has
-            none. "cpu" on all ranks keeps the job off the GPUs.
+            no GPU. "cpu" on all ranks keeps the job off the GPUs.
         backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
             every rank has its own GPU, else "gloo". Not used, like `timeout`, if torch.distributed already runs.
         timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
-            A rank that waits longer for another one ends the job, with a table of what each rank is at. The end of the
-            program is such a call: no rank may work on alone for longer than that. Also torch.distributed's timeout.
-        staging: the folder for the files of route "hdf5", which all nodes must share; by default what HPCDIST_STAGING
-            says, else on one node a folder of the user's for temporary files, and on several the current folder.
+            A rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of
+            the program is such a call: no rank may work alone for longer than that. Also torch.distributed's timeout.
+        staging: the folder for the files of route "hdf5", which all nodes must share; by default HPCDIST_STAGING, else
+            on one node a private folder for temporary files, and on several nodes the current folder.
 
     Returns:
-        The :class:`World`; the same one again at a second call with no or the same arguments.
+        The :class:`World`; the same one again at a second call without arguments or with the same ones.
 
     Raises:
-        LaunchError: on every rank that can know of it: the launcher does not belong to the MPI library, two ranks
-            share a GPU that NCCL is to use, nodes that cannot reach each other, a child process that was forked while
-            MPI ran. The message says what to do.
+        LaunchError: on every rank that can detect it: the launcher does not belong to the MPI library, two ranks share
+            a GPU that NCCL must use, nodes cannot reach each other, or this is a child process that was forked while
+            MPI ran. The message holds the fix.
         RankError: on every rank, if an argument is wrong on one of them.
-        TypeError: on this rank, for a `comm` that is none or does not hold it.
+        TypeError: on this rank, if `comm` is not a communicator or does not hold this rank.
         ValueError: on this rank, if the world exists and the arguments differ from those it was made with.
 
     Example::
@@ -230,20 +232,23 @@ def _forget() -> None:
     activity.refuse(None if why is None else lambda: HpcdistError(why))
 
 
+os.register_at_fork(after_in_child=_forget)
+
+
 def _leave() -> None:
-    """The end of the program. A rank that ends early answers the verbs of the others, which get an error naming it."""
+    """Called at the end of the program: a rank that ends early answers the verbs of the others with an error that
+    names it."""
     from mpi4py import MPI
 
-    exits.check()  # handlers run last come first: abort's own would come too late
+    exits.check()  # the handler that install() has registered runs after this one
     if _world is None:
         return
     if MPI.Is_finalized():
         _world._watch.stop()
         return
     with activity.InCall("", _world.team, text=b"the end of its program"):
-        backgrounds = background.leaving(
-            _world.context.teams.values()
-        )  # which answer the calls with async_op of ranks that go on
+        # These answer the calls with async_op of ranks that go on.
+        backgrounds = background.leaving(_world.context.teams.values())
         collective.leave(_world.team)
         for done in backgrounds:
             done.wait()
@@ -261,25 +266,26 @@ def _make(
     forks.claim(os.environ, launcher.has_rank(os.environ))
     comm = rendezvous.job(comm, os.environ)
     if comm.size > 1:
-        exits.arm()
-    said = os.environ.get("HPCDIST_TIMEOUT")
-    with FirstMeeting(timeout, said, comm.size):
-        private = rendezvous.in_torch_order(comm)
-        nodes = rendezvous.Nodes(private)
-        limit = process_group.agree_on(private, backend, timeout, said)
-        meeting = rendezvous.meet(private, nodes.count)
-        watch = Watch.over(private, nodes.local, limit, None if nodes.count == 1 else meeting.own)
-    try:
+        exits.install()
+    env_timeout = os.environ.get("HPCDIST_TIMEOUT")
+    with ExitStack() as undo:  # if an error follows
+        with FirstMeeting(timeout, env_timeout, comm.size):
+            private = rendezvous.in_torch_order(comm)
+            undo.callback(private.Free)
+            with rendezvous.Nodes(private) as nodes:
+                limit = process_group.agree_on(private, backend, timeout, env_timeout)
+                meeting = rendezvous.meet(private, nodes.count)
+                address = None if nodes.count == 1 else meeting.own
+                watch = Watch(StatusQuery(private, nodes.local, address), limit)
+        undo.callback(watch.stop)
         with activity.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
-            chosen, own_gpus = devices.choose(private, nodes.local.rank, device, backend, shared)
+            chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
             group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
-    except BaseException:
-        watch.stop()
-        raise
+        undo.pop_all()
     if comm.size > 1:
-        exits.arm()  # again: torch has set a hook of its own
+        exits.install()  # again: torch has set a hook of its own
     settings = Settings(
         device=chosen,
         own_gpus=own_gpus,
@@ -293,10 +299,10 @@ def _make(
     )
     context = Context(private, comm, group, settings)
     background.prepare(context.team)
-    world = World(
+    return World(
         rank=private.rank,
         world_size=private.size,
-        local_rank=nodes.local.rank,
+        local_rank=nodes.local_rank,
         node=nodes.mine,
         comm=comm,
         group=group,
@@ -306,16 +312,13 @@ def _make(
         _owns_group=owns_group,
         _asked=(comm, device, backend, timeout, staging),
     )
-    nodes.local.Free()
-    exits.at_fork(_forget)
-    return world
 
 
 def staging_folder(nodes: int) -> str:
-    """Where route hdf5 stages what it moves, if the caller does not say."""
+    """Return the default folder of route hdf5."""
     try:
         return os.environ.get("HPCDIST_STAGING") or (
             private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd()
         )
-    except FileNotFoundError:  # there is none, which is for the route to complain about if it is used
+    except FileNotFoundError:  # no folder for temporary files, or no current one: an error if the route is used
         return "/tmp"

@@ -270,7 +270,7 @@ def collect(team: Team, plan: Plan, x: Tensor, round_: Round, scratch: Scratch) 
         places, recvs = _places(piece, box, parts, scratch)
         if own is not None:
             bits(piece)[own[0].slices(box.offset)] = bits(own[1])
-    with abort.Transfer("staging.save", team.size):
+    with abort.InTransfer("staging.save", team.size):
         _exchange(team, sends, recvs)
     for place, block in places:
         bits(place).copy_(bits(block))
@@ -320,7 +320,7 @@ def deliver(team: Team, plan: Plan, piece: Tensor | None, out: Tensor, round_: R
                 sends.append((dest, as_bytes(scratch.on_host(block))))
     parts = [(owner, plan.pieces[row]) for owner, row in plan.met(me, round_) if owner != me]
     places, recvs = _places(out, plan.held[me], parts, scratch)
-    with abort.Transfer("staging.load", team.size):
+    with abort.InTransfer("staging.load", team.size):
         _exchange(team, sends, recvs)
     for place, block in places:
         place.copy_(block) if place.is_cuda else bits(place).copy_(bits(block))

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from hpcdist import memory
+from hpcdist import limits, memory
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
 __all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "pack", "parse"]
 
 SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
-_MAX_DIMS = 64  # torch's own limit
 _ALIGN = 16  # bytes: of the largest dtype
 INLINE = 2**24  # bytes of small tensors that travel with the header
 _CODES = {code: dtype for dtype, code in DTYPES.items()}
@@ -155,8 +154,8 @@ def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[
         raise TypeError("a tensor is described by other things than numbers")
     if min(extents, default=0) < 0 or max(extents, default=0) >= 2**63:
         raise ValueError("a tensor has an extent that none can have")
-    if max(map(len, shapes), default=0) > _MAX_DIMS:
-        raise ValueError(f"a tensor has more than {_MAX_DIMS} dims")
+    if max(map(len, shapes), default=0) > limits.MAX_DIMS:
+        raise ValueError(f"a tensor has more than {limits.MAX_DIMS} dims")
     dtypes = [_CODES[code] for code in codes]
     return list(map(Meta._make, zip(dtypes, cuda, map(tuple, shapes), strict=True)))
 

@@ -1,1 +1,1 @@
-"""Deadlines, and who is missing: each rank keeps a record of its calls, read only when somebody waits too long."""
+"""Deadlines, and the ranks that are missing: each rank records its calls, which others read when one waits too long."""

@@ -1,7 +1,7 @@
-"""Small messages between the watching threads of a job, beside MPI: only when somebody asks what the others are at.
+"""Small messages between the watching threads of a job, beside MPI, for the rare questions about other ranks.
 
-Datagrams. On one node they are local ones, without a file or a port; else UDP, on the address by which the nodes have
-met. Each carries a keyed digest: the key is the job's own, drawn by one rank and given to the others over MPI.
+On one node they are Unix datagrams, without a file or a port; else UDP, on the addresses that :func:`rendezvous.meet`
+has found. Each carries a keyed digest; one rank draws the key, and the others get it over MPI.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any
 
-__all__ = ["KEY", "Wire"]
+__all__ = ["KEY", "Datagrams"]
 
 KEY = 32  # bytes
 _DIGEST = 16  # bytes
-_REFUSAL = 0.2  # seconds until a host has said that nobody has an address
-_LONGEST = 32_000  # bytes of a message: what a datagram carries everywhere
+_REFUSAL = 0.2  # seconds until a host has refused a datagram
+_LONGEST = 32_000  # bytes of a message that fits into a datagram everywhere
 
 
-class Wire:
-    """This rank's end.
+class Datagrams:
+    """The socket of this rank.
 
     Args:
-        key: the job's secret.
-        name: of this end on this node; no other one may have it.
-        address: of this host, in the network that the nodes share; None on one node.
+        key: secret of the job.
+        name: name of the socket, unique on this node.
+        address: address of this host in the network that the nodes share; None on one node.
 
     Attributes:
-        address: what the others send to, as JSON has it.
+        address: address for the other ranks, as JSON.
     """
 
     def __init__(self, key: bytes, name: str, address: str | None) -> None:
         self._key = key
         if address is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind(f"\0{name}")  # an abstract name: it goes with the process
+            self._socket.bind(f"\0{name}")  # an abstract name, which ends with the process
             self.address: Any = name
         else:
             self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -51,31 +51,31 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, address: Any, message: dict[str, Any]) -> None:
-        """Send, if the other end is there and has room; nobody is told if not."""
+        """Send a message, which is lost if the other socket does not exist or is full."""
         body = json.dumps(message).encode()[:_LONGEST]
         to = f"\0{address}" if isinstance(address, str) else tuple(address)
         with suppress(OSError):
             self._socket.sendto(self._digest(body) + body, to)
 
     def receive(self) -> list[dict[str, Any]]:
-        """All that has come from the job's own ranks."""
+        """Return the messages that have come from ranks of this job."""
         found = []
         with suppress(BlockingIOError):
             while True:
                 data = self._socket.recv(_LONGEST + _DIGEST)
                 digest, body = data[:_DIGEST], data[_DIGEST:]
                 if compare_digest(digest, self._digest(body)):
-                    with suppress(ValueError):  # was cut
+                    with suppress(ValueError):  # it was cut
                         found.append(json.loads(body))
         return found
 
     def refused(self, address: Any) -> bool:
-        """Whether nobody has that end any more, as its host says; one that says nothing may be down."""
+        """Whether the host reports that the socket no longer exists; a host that is down reports nothing."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             probe.settimeout(_REFUSAL)
             probe.connect(tuple(address))
             try:
-                probe.send(b"")  # no digest: nobody reads it
+                probe.send(b"")  # ignored, since it has no digest
                 probe.recv(1)
             except ConnectionRefusedError:
                 return True

@@ -1,5 +1,4 @@
-"""How long a call may wait: what the user says, in seconds; and the limit of init(), while the ranks do not know each
-other yet."""
+"""How long calls may wait: the user's timeouts in seconds, and the deadline of init() before the ranks have met."""
 
 from __future__ import annotations
 
@@ -16,26 +15,29 @@ from hpcdist.process import abort, exits
 __all__ = ["DEFAULT", "FirstMeeting", "deadline", "patience"]
 
 DEFAULT = 1800.0  # seconds, torch.distributed's own default
-_EVER = 100 * 365.25 * 86400  # seconds: no limit, in what threads, poll() and torch can count
-_LEAST = 1e-3  # seconds: torch counts them
+_EVER = 100 * 365.25 * 86400  # seconds: no limit, yet a number that threads, poll() and torch can handle
+_LEAST = 1e-3  # seconds: torch's unit
 
 
-def deadline(timeout: object, said: str | None) -> float:
-    """The deadline of calls in seconds: what init() was given, else what HPCDIST_TIMEOUT says, else torch's default.
-    A hundred years stand for whatever is longer.
+def deadline(timeout: object, env_timeout: str | None) -> float:
+    """Return the deadline of calls in seconds: at most a hundred years.
+
+    Args:
+        timeout: argument of init(), if any.
+        env_timeout: value of HPCDIST_TIMEOUT, which counts without that argument; without both, torch's default.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: if it is not a positive time.
     """
     name = "timeout"
     if timeout is None:
-        if not said:
+        if not env_timeout:
             return DEFAULT
         name = "HPCDIST_TIMEOUT"
         try:
-            timeout = float(said)
+            timeout = float(env_timeout)
         except ValueError:
-            raise ValueError(f"{name} is {said!r}, expected seconds") from None
+            raise ValueError(f"{name} is {env_timeout!r}, expected seconds") from None
     seconds = _seconds(name, timeout)
     if not seconds >= _LEAST:  # nor for nan
         raise ValueError(f"{name} is {seconds:g}, expected seconds, {_LEAST:g} at least (inf for no limit)")
@@ -43,10 +45,10 @@ def deadline(timeout: object, said: str | None) -> float:
 
 
 def patience(timeout: object) -> float | None:
-    """For how many seconds a handle is waited for; None for no limit.
+    """Return the timeout of a handle's wait() in seconds; None for no limit.
 
     Raises:
-        TypeError, ValueError: it is not a time.
+        TypeError, ValueError: if it is not a time, or negative.
     """
     if timeout is None:
         return None
@@ -68,17 +70,17 @@ def _seconds(name: str, timeout: object) -> float:
 
 
 class FirstMeeting:
-    """A context in which the ranks do not know each other yet: past the deadline, this one can only tell of itself.
+    """A context that ends the job if the ranks have not met by the deadline; each can only report itself.
 
     Args:
-        timeout, said: the deadline as the user gave it, which nobody has looked at yet; see :func:`deadline`.
-        size: how many ranks are to meet.
+        timeout, env_timeout: as those of :func:`deadline`, not yet checked.
+        size: number of ranks that must meet.
     """
 
-    def __init__(self, timeout: object, said: str | None, size: int) -> None:
+    def __init__(self, timeout: object, env_timeout: str | None, size: int) -> None:
         try:
-            seconds = deadline(timeout, said)
-        except (TypeError, ValueError):  # which will be told when all are there
+            seconds = deadline(timeout, env_timeout)
+        except (TypeError, ValueError):  # raised on all ranks after they have met
             seconds = DEFAULT
         waits = f"{activity.where('init').decode()} has waited for {seconds:g} s"
         self._text = f"{waits}: the {size} ranks have not met, some may not have called it"

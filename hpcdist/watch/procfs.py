@@ -1,4 +1,4 @@
-"""What the system knows of a process: whether it is there, runs, is stopped, or waits for a file."""
+"""Read from /proc what a process does: whether it runs, is stopped, or waits for a file or a child."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _numbered(text: str) -> dict[int, str]:
     return dict(zip(map(int, words[::2]), words[1::2], strict=True))
 
 
-# The numbers of the system calls by which a thread waits for data, as /proc/PID/syscall has them.
+# The numbers in /proc/PID/syscall of the system calls in which a thread waits for data.
 _CALLS = {
     "x86_64": _numbered(
         "0 read 1 write 17 pread 18 pwrite 19 readv 20 writev 295 preadv 296 pwritev 74 fsync 75 fdatasync 2 open "
@@ -35,16 +35,16 @@ _CALLS = {
     ),
 }
 _LOADER = os.path.join("torch", "utils", "data")
-_FRAMES = 6  # of a stack that are shown
-_NO_FILE = ("open", "wait", "stat")  # whose first argument is no open file
+_FRAMES = 6  # innermost frames of a stack that are shown
+_NO_FILE = ("open", "wait", "stat")  # their first argument is not an open file
 
 
 def condition(pid: int, since: int) -> str:
-    """What the system says of a process of this node: "dead", "stopped", "in I/O" or "alive".
+    """Return the state of a process of this node: "dead", "stopped", "in I/O" or "alive".
 
     Args:
-        pid: its number.
-        since: when it was started, see :func:`started`; another process of that number is not it.
+        pid: number of the process.
+        since: when it was started, see :func:`activity.started`; a later process of that number does not count.
     """
     fields = status(pid)
     if len(fields) <= 19 or fields[0] in "ZXx" or int(fields[19]) != since:
@@ -53,7 +53,7 @@ def condition(pid: int, since: int) -> str:
 
 
 def children(pid: int) -> list[str]:
-    """The child processes of a process, as "PID NAME STATE"."""
+    """Return the child processes of a process, as "PID NAME STATE"."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -65,11 +65,11 @@ def children(pid: int) -> list[str]:
 
 
 def doing(thread: int, frame: FrameType) -> str:
-    """What a thread of this process is at, in words, while it is in no call of ours.
+    """Describe what a thread of this process does outside calls of this library.
 
     Args:
-        thread: the system's number of it.
-        frame: the innermost frame of its stack.
+        thread: ID that the system has given the thread.
+        frame: innermost frame of its stack.
     """
     walked = _walk(frame)
     user = next((f for f in walked if not _foreign(f.f_code.co_filename)), frame)
@@ -87,15 +87,15 @@ def _children() -> str:
 
 
 def frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread of this process, by the system's number of the thread."""
+    """Return the innermost frame of each thread of this process, by the ID that the system has given the thread."""
     all_, main = sys._current_frames(), threading.main_thread()
-    # Python 3.11 goes on to give that of the parent for the main thread of a process that was forked.
+    # In a forked process, Python 3.11 still returns the parent's native_id for the main thread.
     numbers = {t: os.getpid() if t is main else t.native_id for t in threading.enumerate()}
     return {number: all_[t.ident] for t, number in numbers.items() if number and t.ident in all_}
 
 
 def stack(frame: FrameType) -> list[str]:
-    """A stack as a traceback shows it, its innermost part."""
+    """Return the innermost part of a stack as a traceback shows it."""
     lines = traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])
     return [line for entry in lines for line in entry.rstrip().splitlines()]
 
@@ -109,12 +109,12 @@ def _walk(frame: FrameType | None) -> list[FrameType]:
 
 
 def _foreign(path: str) -> bool:
-    """Whether code is of a library, and not the user's."""
+    """Whether code is a library's, and not the user's."""
     return path.startswith(("<", os.path.dirname(os.__file__))) or "-packages" in path
 
 
 def _io(thread: int) -> str | None:
-    """The input or output that a thread of this process waits for: "read of /data/x.npy"; None if it does not."""
+    """Return the input or output that a thread of this process waits for: "read of /data/x.npy"; None if none."""
     try:
         words = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
         name = _CALLS.get(platform.machine(), {}).get(int(words[0]))

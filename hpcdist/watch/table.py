@@ -1,48 +1,36 @@
-"""What the ranks of a job are at, as a table, and who keeps a call waiting. Pure functions of reports."""
+"""The calls of all ranks as a table, and the ranks that keep a call waiting. Pure functions of reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import inf
 from typing import Any
 
-from hpcdist.activity import ANYBODY, NOBODY, Entry
+from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 
-__all__ = ["GONE", "WAITS", "Report", "Thread", "chain", "gets_on", "missing", "of_json", "table", "verdict"]
+__all__ = ["GONE", "WAITS", "Report", "chain", "made_progress", "missing", "of_json", "table", "verdict"]
 
-WAITS = "waits"  # in a call of ours
+WAITS = "waits"  # in a call of this library
 IO = "in I/O"
 GONE = ("dead", "stopped")
-_ALIKE = 16  # ranks that wait are shown at most; those that do not are shown all
-_STACKS = 4  # are shown at most
-
-
-@dataclass
-class Thread:
-    """What a thread of a rank is at: the call it is in, the last one it has finished, and when (seconds of the
-    epoch); and for how many seconds that call has not got on, where its own rank says so."""
-
-    call: Entry | None
-    last: Entry | None
-    ended: float
-    waited: float = inf
+_ALIKE = 16  # waiting ranks that are shown at most; all others are shown
+_STACKS = 4  # that are shown at most
 
 
 @dataclass
 class Report:
-    """What a rank is at.
+    """What a rank is doing.
 
     Attributes:
-        threads: those that have called the library.
-        doing: in words: WAITS, "dead", "stopped", "in Python, at ...".
-        stack: of its main thread, if it could tell.
+        threads: threads that have called the library.
+        doing: description: WAITS, "dead", "stopped", "in Python, at ...".
+        stack: stack of its main thread, if its own rank has reported it.
     """
 
     rank: int
     host: str
     pid: int
-    threads: list[Thread] = field(default_factory=list)
+    threads: list[ThreadStatus] = field(default_factory=list)
     doing: str = WAITS
     stack: list[str] = field(default_factory=list)
 
@@ -54,21 +42,22 @@ class Report:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-def of_json(said: Mapping[str, Any]) -> Report:
-    """A report as :meth:`Report.json` gave it."""
+def of_json(fields: Mapping[str, Any]) -> Report:
+    """Restore a report from what :meth:`Report.json` returned."""
     threads = [
-        Thread(_entry(t["call"]), _entry(t["last"]), float(t["ended"]), float(t["waited"])) for t in said["threads"]
+        ThreadStatus(int(t["thread"]), _entry(t["call"]), _entry(t["last"]), float(t["ended"]), float(t["waited"]))
+        for t in fields["threads"]
     ]
-    doing, stack = str(said["doing"]), [str(line) for line in said["stack"]]
-    return Report(int(said["rank"]), str(said["host"]), int(said["pid"]), threads, doing, stack)
+    doing, stack = str(fields["doing"]), [str(line) for line in fields["stack"]]
+    return Report(int(fields["rank"]), str(fields["host"]), int(fields["pid"]), threads, doing, stack)
 
 
-def _entry(said: Sequence[Any] | None) -> Entry | None:
-    return None if said is None else Entry(float(said[0]), int(said[1]), int(said[2]), str(said[3]))
+def _entry(fields: Sequence[Any] | None) -> Entry | None:
+    return None if fields is None else Entry(float(fields[0]), int(fields[1]), int(fields[2]), str(fields[3]))
 
 
 def table(reports: Iterable[Report], now: float) -> str:
-    """A line for each call that is going on, and for each rank that is in none.
+    """Format a line for each call under way, and for each rank without one.
 
     Args:
         now: seconds of the epoch.
@@ -89,7 +78,7 @@ def _rows(report: Report, now: float) -> list[list[str]]:
     busy = [thread for thread in report.threads if thread.call is not None]
     idle = sorted((t for t in report.threads if t.last is not None), key=lambda thread: thread.ended)
     rows = []
-    for thread in busy or idle[-1:] or [Thread(None, None, 0.0)]:
+    for thread in busy or idle[-1:] or [ThreadStatus(0, None, None, 0.0)]:
         last = "none" if thread.last is None else f"{thread.last.text}, {_ago(now - thread.ended)} ago"
         if thread.call is None:
             rows.append([*who, last, "no call", "", report.doing])
@@ -104,7 +93,7 @@ def _ago(seconds: float) -> str:
 
 
 def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that a call waits for: those of its team that have not come to it, or the one it receives from.
+    """Return the ranks that a call waits for: those of its team that have not come to it, or the one it receives from.
 
     Args:
         peers: the world's rank of each rank of the team.
@@ -116,13 +105,13 @@ def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) ->
 
 
 def chain(call: Entry, peers_of: Callable[[int], Sequence[int]], reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that a call waits for, and those that these wait for in calls of their own, and so on.
+    """Return the ranks that a call waits for, directly or through the calls of other ranks that it waits for.
 
     Args:
-        peers_of: the world's ranks of a team.
+        peers_of: returns the world's ranks of a team.
     """
     found = missing(call, peers_of(call.team), reports)
-    for rank in found:  # which grows meanwhile
+    for rank in found:  # the loop appends to it
         report = reports.get(rank)
         for thread in report.threads if report is not None and report.doing == WAITS else []:
             if thread.call is not None:
@@ -130,8 +119,8 @@ def chain(call: Entry, peers_of: Callable[[int], Sequence[int]], reports: Mappin
     return found
 
 
-def gets_on(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
-    """Whether a rank that has come to a call has got on with it in the last `limit` seconds."""
+def made_progress(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
+    """Whether any rank has made progress in a call in the last `limit` seconds."""
     threads = [thread for report in reports.values() if report.doing not in GONE for thread in report.threads]
     return any(
         t.call and (t.call.team, t.call.number) == (call.team, call.number) and t.waited < limit for t in threads
@@ -139,7 +128,7 @@ def gets_on(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
 
 
 def _has_come(report: Report, call: Entry) -> bool:
-    """Whether a rank is in that call, or has finished it."""
+    """Whether a rank is in a call, or has finished it."""
     for thread in report.threads:
         for entry in (thread.call, thread.last):
             if entry is not None and entry.team == call.team and entry.number >= call.number:
@@ -148,7 +137,11 @@ def _has_come(report: Report, call: Entry) -> bool:
 
 
 def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """Who keeps a call waiting, and why."""
+    """Describe which ranks keep a call waiting, and why.
+
+    Args:
+        absent: those ranks, see :func:`chain`.
+    """
     lines = [f"{reports[rank].who} {_why(reports[rank])}" for rank in absent if rank in reports]
     lines += [odd for rank in absent if rank in reports and (odd := _odd_kind(reports[rank], call))]
     if not absent and call.number == -1 - ANYBODY:
@@ -162,8 +155,10 @@ def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -
 
 
 def _odd_kind(report: Report, call: Entry) -> str:
-    """What is wrong if a rank is in a call of the same group as `call`, but in the background where that is not, or
-    the reverse: the numbers of these teams differ in the last bit."""
+    """Describe a call of the same group that differs from `call` in async_op; "" if the rank is in no such call.
+
+    The number of a team in the background differs from that of its foreground in the last bit.
+    """
     other = next((t.call for t in report.threads if t.call and call.team and t.call.team == call.team ^ 1), None)
     if other is None:
         return ""
@@ -172,12 +167,10 @@ def _odd_kind(report: Report, call: Entry) -> str:
 
 
 def _why(report: Report) -> str:
-    """What is the matter with a rank that has not come."""
+    """Describe why a rank has not come."""
     calls = [thread.call.text for thread in report.threads if thread.call is not None]
-    lasts = [t for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]
-    was = (
-        f"in {calls[0]}" if calls else f"after {lasts[-1].last.text}" if lasts and lasts[-1].last else "before any call"
-    )
+    lasts = [t.last.text for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]
+    was = f"in {calls[0]}" if calls else f"after {lasts[-1]}" if lasts else "before any call"
     if report.doing == "dead":
         return f"is dead: its process has ended without finalize(), by a signal or os._exit; it was {was}"
     if report.doing == "stopped":

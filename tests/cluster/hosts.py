@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from launch import DEADLINE, Job, slowness
+from launch import DEADLINE, Job, communicate
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -100,7 +100,7 @@ class Started:
         """How it ended; an AssertionError if it has not within `deadline` seconds, or more on a busy machine, after it
         was ended by force."""
         try:
-            out, err = self.process.communicate(timeout=deadline * slowness())
+            out, err = communicate(self.process, deadline)
         except subprocess.TimeoutExpired as late:
             self.kill()
             out, err = self.process.communicate()

@@ -185,9 +185,10 @@ class Slurm:
 
     def wait(self, job: str, deadline: float = DEADLINE) -> Ended:
         """Until a job is over; "7_1" is one of an array. At the deadline it is cancelled: an AssertionError."""
-        end = time.monotonic() + deadline * slowness()
+        begin, slower = time.monotonic(), 1.0
         while (ended := self._ended(job)) is None:
-            if time.monotonic() > end:
+            slower = max(slower, slowness())
+            if time.monotonic() > begin + deadline * slower:
                 shown = self._show(job)
                 self.run(["scancel", "--full", job])
                 raise AssertionError(f"job {job} is not over after {deadline} s: {shown}\n{_output(shown)}")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import hpcdist as hd
-from hpcdist.routes import cuda_aware, staged
+from hpcdist import limits
+from hpcdist.routes import cuda_aware
 from hpcdist.tensors.storage import DTYPES, as_bytes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
@@ -40,12 +41,12 @@ def same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
     return x is not None and x.is_cuda and torch.equal(as_bytes(x.cpu().contiguous()), as_bytes(y.contiguous()))
 
 
-@pytest.mark.parametrize("window", [staged.WINDOW, 64])
+@pytest.mark.parametrize("window", [limits.WINDOW, 64])
 @pytest.mark.parametrize("case", EXTENTS)
 def test_every_verb_route_dtype_and_dim(
     case: str, window: int, gpu_world: hd.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "WINDOW", window)
+    monkeypatch.setattr(limits, "WINDOW", window)
     rank, size = gpu_world.rank, gpu_world.world_size
     extents = [EXTENTS[case](r, size) for r in range(size)]
     start = sum(extents[:rank])

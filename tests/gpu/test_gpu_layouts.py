@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.p2p import transfers
-from hpcdist.routes import staged
+from hpcdist import limits
 from hpcdist.tensors import message
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
@@ -25,9 +24,9 @@ def _equal(x: Any, y: Tensor) -> bool:
     return isinstance(x, Tensor) and x.is_cuda and torch.equal(x.cpu(), y)
 
 
-@pytest.mark.parametrize("window", [staged.WINDOW, 64])
+@pytest.mark.parametrize("window", [limits.WINDOW, 64])
 def test_redistribute(gpu_world: hd.World, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "WINDOW", window)
+    monkeypatch.setattr(limits, "WINDOW", window)
     size = gpu_world.world_size
     whole = torch.arange((2 * size + 1) * 6).view(-1, 6)
     layouts = [hd.Split(0), hd.Split(1), hd.Replicate(), hd.Block((1, size), (0, 1), "chunk")]
@@ -63,10 +62,10 @@ def test_structures(gpu_world: hd.World, small: int, monkeypatch: pytest.MonkeyP
         assert _equal(part["x"], torch.arange(400 * size)[400 * rank : 400 * (rank + 1)]), route
 
 
-@pytest.mark.parametrize("chunk", [transfers.CHUNK, 1000])
+@pytest.mark.parametrize("chunk", [limits.WINDOW, 1000])
 @pytest.mark.parametrize("route", ["mpi", "hdf5"])
 def test_send_and_recv(gpu_world: hd.World, route: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "CHUNK", chunk)
+    monkeypatch.setattr(limits, "WINDOW", chunk)
     rank, size = gpu_world.rank, gpu_world.world_size
     x = [torch.arange(n, device=gpu_world.device) + rank for n in (0, 3, 10_000, 300_000)]
     handle = hd.isend({"x": x, "rank": rank}, (rank + 1) % size, route=route)

@@ -16,6 +16,7 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist import limits as sizes
 from hpcdist.comm import settings
 from hpcdist.comm.team import Team
 from hpcdist.files import commit, h5, raw
@@ -49,9 +50,8 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The limits that real messages seldom reach, as they are, or lowered below those of the tests."""
     if request.param:
         monkeypatch.setattr(mpi, "LIMIT", 100)
-        monkeypatch.setattr(mpi, "PIECE", PIECE)
-        monkeypatch.setattr(c10d, "PIECE", PIECE)
-        monkeypatch.setattr(staged, "WINDOW", 33)
+        monkeypatch.setattr(sizes, "PIECE", PIECE)
+        monkeypatch.setattr(sizes, "WINDOW", 33)
 
 
 def _team(world: hd.World, order: int) -> Team:
@@ -174,7 +174,7 @@ def _letter(source: int, dest: int, length: int) -> Tensor:
 
 def test_staged_stays_within_its_window(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the inner route is given is never longer than the window, and every round is packed."""
-    monkeypatch.setattr(staged, "WINDOW", 64)
+    monkeypatch.setattr(sizes, "WINDOW", 64)
     seen: list[tuple[int, int]] = []
 
     class Spy:
@@ -199,7 +199,7 @@ def test_staged_stays_within_its_window(world: hd.World, monkeypatch: pytest.Mon
 
 
 def test_a_window_smaller_than_the_team(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "WINDOW", 0)
+    monkeypatch.setattr(sizes, "WINDOW", 0)
     whole = whole_of((2 * world.world_size,), torch.uint8)
     recv, counts = torch.zeros_like(whole), (2,) * world.world_size
     staged.Staged(mpi.MPI_ROUTE).allgatherv(world.team, _part(whole, counts, world.rank), recv, counts, starts(counts))
@@ -209,8 +209,7 @@ def test_a_window_smaller_than_the_team(world: hd.World, monkeypatch: pytest.Mon
 def test_the_verbs_in_pieces(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowered limits from above: what a tensor of more than 2**31 bytes goes through."""
     monkeypatch.setattr(mpi, "LIMIT", 100)
-    monkeypatch.setattr(mpi, "PIECE", PIECE)
-    monkeypatch.setattr(c10d, "PIECE", PIECE)
+    monkeypatch.setattr(sizes, "PIECE", PIECE)
     findings = Findings(world.comm)
     counts = tuple(3 * rank + 2 for rank in range(world.world_size))
     whole = whole_of((3, sum(counts), 2), torch.float32)

@@ -183,7 +183,7 @@ def call(verb: str, world: hd.World) -> None:
 def shorten(world: hd.World, limit: float) -> None:
     """A deadline that is shorter than the job takes to start, on a busy machine."""
     world._watch._limit = world._watch._patience = limit
-    os.write(world._watch._waker, b"x")
+    os.eventfd_write(world._watch._wake, 1)
 
 
 def main(reason: str, verb: str, odd: str = "1") -> None:

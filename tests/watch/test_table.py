@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hpcdist import activity
-from hpcdist.activity import ANYBODY, NOBODY, Board, Entry, InCall, start
-from hpcdist.watch.datagrams import KEY, Wire
-from hpcdist.watch.table import WAITS, Report, Thread, chain, gets_on, missing, of_json, table, verdict
+from hpcdist.activity import ANYBODY, NOBODY, Entry, InCall, SharedRecord, ThreadStatus, start
+from hpcdist.watch.datagrams import KEY, Datagrams
+from hpcdist.watch.table import WAITS, Report, chain, made_progress, missing, of_json, table, verdict
 
 TEAM = 77
 CALL = Entry(100.0, TEAM, 5, "concat() at train.py:12")
@@ -24,7 +24,7 @@ BEFORE = Entry(90.0, TEAM, 4, "gather() at train.py:11")
 def report(
     rank: int, call: Entry | None, last: Entry | None = BEFORE, doing: str = WAITS, waited: float = 9.0
 ) -> Report:
-    return Report(rank, f"node{rank // 2}", 1000 + rank, [Thread(call, last, 95.0, waited)], doing)
+    return Report(rank, f"node{rank // 2}", 1000 + rank, [ThreadStatus(7, call, last, 95.0, waited)], doing)
 
 
 def test_who_has_not_come() -> None:
@@ -104,15 +104,19 @@ def test_a_thousand_ranks_that_wait_are_not_all_shown() -> None:
 
 
 @pytest.mark.parametrize(("waited", "expected"), [(1.0, True), (9.0, False)])
-def test_a_call_in_which_somebody_gets_on(waited: float, expected: bool) -> None:
+def test_a_call_in_which_a_rank_makes_progress(waited: float, expected: bool) -> None:
     reports = {0: report(0, CALL), 1: report(1, CALL, waited=waited), 2: report(2, None, waited=0.0)}
-    assert gets_on(CALL, reports, 5.0) is expected
+    assert made_progress(CALL, reports, 5.0) is expected
     reports[1].doing = "dead"
-    assert not gets_on(CALL, reports, 5.0)
+    assert not made_progress(CALL, reports, 5.0)
 
 
 def test_a_report_travels_as_json() -> None:
-    for one in (report(3, CALL, doing="dead"), Report(1, "h", 2), Report(1, "h", 2, [Thread(None, None, 0.0)])):
+    for one in (
+        report(3, CALL, doing="dead"),
+        Report(1, "h", 2),
+        Report(1, "h", 2, [ThreadStatus(7, None, None, 0.0)]),
+    ):
         assert of_json(json.loads(json.dumps(one.json()))) == one
 
 
@@ -126,16 +130,16 @@ class _Team:
 
 
 def test_the_record_of_calls() -> None:
-    board = Board(2)
-    board.announce(1, 0)
-    start(board, 1)
+    record = SharedRecord(2)
+    record.announce(1, 0)
+    start(record, 1)
     try:
         team = _Team()
         with InCall("concat", team), InCall("inner", team):  # type: ignore[arg-type]
-            inside = board.read(1).lanes[0]
+            inside = record.read(1).threads[0]
         with InCall("é" * 400, team, peer=3):  # type: ignore[arg-type]
-            outside = board.read(1).lanes[0]
-        after = board.read(1).lanes[0]
+            outside = record.read(1).threads[0]
+        after = record.read(1).threads[0]
     finally:
         start(None)
     assert inside.call is not None and inside.last is None
@@ -144,13 +148,13 @@ def test_the_record_of_calls() -> None:
     assert outside.last == inside.call and outside.call is not None
     assert outside.call.number == -4 and outside.call.text.startswith("é" * 199)
     assert after.call is None and after.last == outside.call
-    assert board.read(0).pid == 0
+    assert record.read(0).pid == 0
 
 
-def test_a_lane_belongs_to_one_thread() -> None:
-    """Also of threads that Python's threading does not know, as torch's; and of more than there are lanes."""
-    board, team, count = Board(1), _Team(), activity._LANES + 6
-    start(board, 0)
+def test_a_thread_record_belongs_to_one_thread() -> None:
+    """Also of threads that Python's threading does not know, as torch's; and of more than there are records."""
+    record, team, count = SharedRecord(1), _Team(), activity._THREADS + 6
+    start(record, 0)
     begun, go_on = threading.Semaphore(0), threading.Event()
 
     def call(name: str, ended: Any) -> None:
@@ -165,27 +169,27 @@ def test_a_lane_belongs_to_one_thread() -> None:
         for i in range(count):
             _thread.start_new_thread(call, (f"call {i}", ended))
         assert all(begun.acquire(timeout=30) for _ in range(count))
-        found = [entry.text for lane in activity.lanes if (entry := lane.current()) is not None]
+        found = [entry.text for thread in activity.thread_records if (entry := thread.current()) is not None]
         go_on.set()
         assert all(ended.acquire(timeout=30) for _ in range(count))
         return found
 
     try:
         assert sorted(round_(count)) == sorted(f"call {i}" for i in range(count))
-        assert len(board.read(0).lanes) == activity._LANES
-        assert all(lane.call is None and lane.last is not None for lane in board.read(0).lanes)
+        assert len(record.read(0).threads) == activity._THREADS
+        assert all(thread.call is None and thread.last is not None for thread in record.read(0).threads)
         deadline = time.monotonic() + 30
         while len(activity._free) < count and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread's own ends after it
         assert sorted(round_(count)) == sorted(f"call {i}" for i in range(count))
-        assert len(activity.lanes) == count
+        assert len(activity.thread_records) == count
     finally:
         start(None)
 
 
 def test_only_messages_with_the_jobs_key_are_taken() -> None:
     key = bytes(range(KEY))
-    with_key, other, forged = (Wire(k, f"hpcdist-test-{i}", None) for i, k in enumerate((key, key, bytes(KEY))))
+    with_key, other, forged = (Datagrams(k, f"hpcdist-test-{i}", None) for i, k in enumerate((key, key, bytes(KEY))))
     try:
         other.send(with_key.address, {"a": 1})
         forged.send(with_key.address, {"a": 2})
@@ -195,13 +199,13 @@ def test_only_messages_with_the_jobs_key_are_taken() -> None:
         assert with_key.receive() == [{"a": 1}, {"a": 4}]
         assert with_key.receive() == []
     finally:
-        for wire in (with_key, other, forged):
-            wire.close()
+        for one in (with_key, other, forged):
+            one.close()
 
 
 def test_over_udp() -> None:
     key = bytes(KEY)
-    one, two = Wire(key, "unused", "127.0.0.1"), Wire(key, "unused", "127.0.0.1")
+    one, two = Datagrams(key, "unused", "127.0.0.1"), Datagrams(key, "unused", "127.0.0.1")
     try:
         one.send(two.address, {"from": 0})
         assert two.receive() == [{"from": 0}]
