@@ -1,6 +1,6 @@
 """MPI-launched PyTorch: start torch.distributed from an MPI job; gather, concat, split and stage ragged tensors.
 
-Importing this package starts no MPI and reads no environment; :func:`init` does.
+Importing this package neither starts MPI nor reads the environment; :func:`init` does.
 """
 
 from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old

@@ -1,4 +1,4 @@
-"""torch's DTensor placements <-> layouts: DTensor cuts by the ceiling rule, and knows nothing else."""
+"""Convert between DTensor placements and layouts. DTensor partitions by the ceiling rule only."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["layout_of", "placements_of"]
 
 
 def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int]) -> Layout:
-    """The layout that a DTensor with these placements has; the inverse of :func:`placements_of`.
+    """Return the layout of a DTensor with these placements; the inverse of :func:`placements_of`.
 
     Args:
         placements: Shard or Replicate, for each dimension of the mesh.
-        mesh: a DeviceMesh whose ranks count along its last dimension first, or its shape.
+        mesh: a DeviceMesh whose ranks are numbered along its last dimension first, or its shape.
 
     Raises:
-        ValueError: for a mesh that numbers its ranks in another way.
-        TypeError: for Partial, whose parts are summands and no parts of the tensor, and other placements.
+        ValueError: if the mesh numbers its ranks differently, or the number of placements is wrong.
+        TypeError: for Partial, whose parts are summands rather than parts of the tensor, and for other placements.
 
-    Example, on 4 ranks: rows cut in 2, columns in 2::
+    Example, on 4 ranks: rows and columns cut in 2::
 
         >>> layout_of([Shard(0), Shard(1)], (2, 2))
         Block(grid=(2, 2), dims=(0, 1), counts='chunk', order='row')
@@ -48,17 +48,17 @@ def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int])
 
 
 def placements_of(held: Layout, shape: Sequence[int], mesh: DeviceMesh | Sequence[int]) -> tuple[Placement, ...]:
-    """The placements of a DTensor whose local tensors are the parts of this layout.
+    """Return the placements of a DTensor whose local tensors are the parts of this layout.
 
     Args:
         held: the layout.
-        shape: of the whole tensor: it may decide, since the ceiling rule and the block rule agree on extents that the
-            number of ranks divides.
-        mesh: a DeviceMesh whose ranks count along its last dimension first, or its shape.
+        shape: the shape of the whole tensor, which matters: the ceiling rule and the block rule agree only on extents
+            that are multiples of the number of ranks.
+        mesh: a DeviceMesh whose ranks are numbered along its last dimension first, or its shape.
 
     Raises:
-        ValueError: DTensor cannot have such parts: they are cut by another rule than the ceiling's, or are boxes of
-            another kind. The text says how far it agrees.
+        ValueError: if DTensor cannot have such parts: other rules than the ceiling rule, or arbitrary boxes. The text
+            contains the first difference from the most similar placements.
 
     Example, on 4 ranks::
 
@@ -66,7 +66,7 @@ def placements_of(held: Layout, shape: Sequence[int], mesh: DeviceMesh | Sequenc
         (Shard(dim=0),)
         >>> placements_of(hd.Split(0), (10, 5), (4,))
         ValueError: no DTensor on a mesh of shape (4,) has these parts of a tensor of shape (10, 5): with
-        (Shard(dim=0),) rank 2 has (3, 5) from (6, 0) on, here (2, 5) from (6, 0) on; ...
+        (Shard(dim=0),) rank 2 has (3, 5) at offset (6, 0), expected (2, 5) at offset (6, 0); ...
     """
     grid = _shape(mesh)
     wanted = held.boxes(shape, torch.Size(grid).numel())
@@ -75,12 +75,12 @@ def placements_of(held: Layout, shape: Sequence[int], mesh: DeviceMesh | Sequenc
     for dims in product(choices, repeat=len(grid)):
         placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
         boxes = Block(grid, dims, "chunk").boxes(shape, len(wanted))
-        odd = [rank for rank, (box, want) in enumerate(zip(boxes, wanted, strict=True)) if not _same(box, want)]
-        if not odd:
+        wrong = [rank for rank, (box, want) in enumerate(zip(boxes, wanted, strict=True)) if not _same(box, want)]
+        if not wrong:
             return placements
-        if len(wanted) - len(odd) > agreeing:
-            agreeing, rank = len(wanted) - len(odd), odd[0]
-            nearest = f"with {placements} rank {rank} has {_show(boxes[rank])}, here {_show(wanted[rank])}"
+        if len(wanted) - len(wrong) > agreeing:
+            agreeing, rank = len(wanted) - len(wrong), wrong[0]
+            nearest = f"with {placements} rank {rank} has {_show(boxes[rank])}, expected {_show(wanted[rank])}"
     raise ValueError(
         f"no DTensor on a mesh of shape {grid} has these parts of a tensor of shape {tuple(shape)}: {nearest}; "
         'counts="chunk" is DTensor\'s rule'
@@ -88,12 +88,12 @@ def placements_of(held: Layout, shape: Sequence[int], mesh: DeviceMesh | Sequenc
 
 
 def _same(box: Box, other: Box) -> bool:
-    """Whether they are the same part; empty ones may begin anywhere."""
+    """Return whether two boxes are the same part; empty ones may start anywhere."""
     return box.shape == other.shape and (box.offset == other.offset or not box.size())
 
 
 def _show(box: Box) -> str:
-    return f"{box.shape} from {box.offset} on"
+    return f"{box.shape} at offset {box.offset}"
 
 
 def _shape(mesh: DeviceMesh | Sequence[int]) -> tuple[int, ...]:

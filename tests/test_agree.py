@@ -121,7 +121,7 @@ def _out_mistakes(verb: str) -> list[Mistake]:
             r"out has extent (\d+) along dim, expected \d+",
         ),
         "elsewhere": (lambda w: _empty(w, 3, device="meta"), "out is on device meta"),
-        "expanded": (lambda w: torch.empty(1, 3).expand(max(2, ROWS * w.world_size), 3), "out is an expanded tensor"),
+        "expanded": (lambda w: torch.empty(1, 3).expand(max(2, ROWS * w.world_size), 3), "out overlaps itself"),
         "lazily negated": (lambda w: _empty(w, 3)._neg_view(), "out is a lazily conjugated or negated view"),
     }
     made = [
@@ -190,7 +190,7 @@ def _split_mistakes() -> list[Mistake]:
         made(
             "out is expanded",
             lambda w: {"out": torch.empty(1, 3).expand(2, 3)},
-            "out is an expanded tensor",
+            "out overlaps itself",
             lambda w, root: True,
         ),
         made(
@@ -520,7 +520,7 @@ def test_refuse_an_out_of_another_extent() -> None:
     with pytest.raises(hd.RankError) as caught:
         agree.check_out("gather", _agreed(4, 5, -1), (5, 5, 5))
     assert caught.value.problems == {0: "out has extent 4 along dim, expected 5"}
-    with pytest.raises(hd.RankError, match="a gradient is to flow"):
+    with pytest.raises(hd.RankError, match="a gradient is needed"):
         agree.check_out("gather", _agreed(-1, 5, grad=True), (5, 5))
 
 

@@ -8,7 +8,7 @@ import torch
 from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, starts, strides_for, whole_of
 
 from hpcdist.tensors.blocks import blocks
-from hpcdist.tensors.storage import as_bytes, overlap, plain, row_major
+from hpcdist.tensors.storage import as_bytes, overlap, resolved, row_major
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -38,11 +38,11 @@ def test_row_major_is_x_or_a_copy_in_row_major_order(dtype: torch.dtype) -> None
     """clone() alone keeps the order of the strides, and what is sent is the memory as it is."""
     for name in ("contiguous", "transposed", "stepped", "expanded"):
         x = STRIDES[name](whole_of((3, 4), dtype))
-        for apart in (None, x, torch.empty(5)):
-            found = row_major(x, apart)
+        for out in (None, x, torch.empty(5)):
+            found = row_major(x, out)
             assert found.is_contiguous()
             assert same_bits(found.view(dtype), x)
-            assert (found.data_ptr() == x.data_ptr()) == (name == "contiguous" and apart is not x)
+            assert (found.data_ptr() == x.data_ptr()) == (name == "contiguous" and out is not x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,7 +59,7 @@ def test_as_bytes_is_a_view_of_all_bytes(dtype: torch.dtype) -> None:
 def test_plain_keeps_the_values(dtype: torch.dtype) -> None:
     for name in strides_for(dtype):
         x = STRIDES[name](whole_of((3, 4), dtype))
-        y = plain(x)
+        y = resolved(x)
         assert same_bits(y, x), name
         assert not y.is_conj(), name
         assert not y.is_neg(), name
@@ -68,9 +68,9 @@ def test_plain_keeps_the_values(dtype: torch.dtype) -> None:
 
 def test_plain_has_no_gradient_history() -> None:
     x = torch.ones(3, requires_grad=True)
-    assert not plain(x).requires_grad
-    assert not plain(x * 2).requires_grad
-    assert plain(x).data_ptr() == x.data_ptr()
+    assert not resolved(x).requires_grad
+    assert not resolved(x * 2).requires_grad
+    assert resolved(x).data_ptr() == x.data_ptr()
 
 
 def test_overlap_of_views() -> None:
@@ -91,7 +91,7 @@ def test_overlap_of_two_storages_over_one_memory() -> None:
 @pytest.mark.parametrize("case", EXTENTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_blocks_against_plain_indexing(case: str, size: int) -> None:
-    """pack() makes the messages that plain indexing gives, and landing() with unpack() brings them back."""
+    """pack() makes the messages that plain indexing gives; recv_buffer() and unpack() reverse it."""
     extents = extents_of(case, size)
     for shape in SHAPES:
         for dim in range(len(shape)):
@@ -113,7 +113,7 @@ def test_blocks_against_plain_indexing(case: str, size: int) -> None:
                 assert same_bits(result, whole), (shape, dim, extents)
                 assert out is None or result is out
             for rank, shard in enumerate(shards):
-                memory = cut.part(rank, CPU)
+                memory = cut.empty_part(rank, CPU)
                 assert (memory.shape, memory.dtype) == (shard.shape, shard.dtype)
                 assert memory.is_contiguous()
 

@@ -92,7 +92,7 @@ def test_held_takes_the_extents_that_there_are() -> None:
     assert shape == (5, 5)
     assert sorted(place for box in boxes for place in _of(box, shape)) == list(range(25))
     shapes[3] = (0, 3)
-    with pytest.raises(ValueError, match=r"rank 3 holds a part of shape \(0, 3\), where the layout has \(0, 4\)"):
+    with pytest.raises(ValueError, match=r"rank 3 holds a part of shape \(0, 3\), expected \(0, 4\) in this layout"):
         Block((3, 2), (0, 1)).held(shapes)
     with pytest.raises(ValueError, match="rank 1 holds"):
         Replicate().held([(2, 2), (2, 3)])
@@ -103,25 +103,25 @@ def test_boxes_of_any_kind() -> None:
     assert made.held([(2, 2), (3, 3)]) == ((3, 4), [Box((1, 0), (2, 2)), Box((0, 1), (3, 3))])
     assert made == Boxes([[(1, 0), (2, 2)], [(0, 1), (3, 3)]])  # type: ignore[list-item]
     for shapes in ([(2, 2), (3, 2)], [(2,), (3,)]):
-        with pytest.raises(ValueError, match=r"rank 1 holds|not all of 1 dims"):
+        with pytest.raises(ValueError, match=r"rank 1 holds|do not all have 1 dims"):
             made.held(shapes)
-    with pytest.raises(ValueError, match="there are 2 boxes, and 3 ranks"):
+    with pytest.raises(ValueError, match="there are 2 boxes, but 3 ranks"):
         made.boxes((3, 4), 3)
-    with pytest.raises(ValueError, match=r"the box of rank 1, .* is not in a tensor of shape"):
+    with pytest.raises(ValueError, match=r"the box of rank 1, .* is not within a tensor of shape"):
         made.boxes((3, 3), 2)
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: Split(0, "half"), "counts names no rule"),
+        (lambda: Split(0, "half"), "counts is not a known rule"),
         (lambda: Block((2, 2), (0,)), "dims has 1 entries"),
-        (lambda: Block((0, 2), (0, 1)), "expected ranks along each dimension"),
+        (lambda: Block((0, 2), (0, 1)), "expected at least one rank along each dimension"),
         (lambda: Block((2,), (0,), order="C"), "order is 'C'"),
         (lambda: Block((2,), (0,), ("block", "block")), "counts has 2 entries"),
-        (lambda: Split(2).boxes((3, 3), 2), "dim 2 is to be cut, of a tensor that has 2 dims"),
+        (lambda: Split(2).boxes((3, 3), 2), "dim 2 cannot be cut: the tensor has 2 dims"),
         (lambda: Split(0, (1, 1)).boxes((3,), 2), "counts add up to 2, expected 3"),
-        (lambda: Block((2, 2), (0, 1)).boxes((4, 4), 3), "one of 4 ranks, and there are 3"),
+        (lambda: Block((2, 2), (0, 1)).boxes((4, 4), 3), "has 4 ranks, but there are 3"),
     ],
 )
 def test_mistakes(make: object, told: str) -> None:
@@ -171,20 +171,20 @@ def test_overlaps_send_each_element_once() -> None:
             got = [place for _, box in recvs for place in _of(box, shape)]
             assert sorted(got) == sorted(set(_of(dest[rank], shape)) & held)
             assert missing == len(set(_of(dest[rank], shape)) - held)
-            own = [place for giver, box in recvs if giver == rank for place in _of(box, shape)]
+            own = [place for sender, box in recvs if sender == rank for place in _of(box, shape)]
             assert sorted(own) == sorted(set(_of(dest[rank], shape)) & set(_of(source[rank], shape)))
-            for giver, taker in itertools.product(range(size), repeat=2):
-                sent = [box for to, box in found[giver].sends if to == taker]
-                assert sent == [box for by, box in found[taker].recvs if by == giver]
-            for giver, box in recvs:
-                assert set(_of(box, shape)) <= set(_of(source[giver], shape))
+            for sender, receiver in itertools.product(range(size), repeat=2):
+                sent = [box for to, box in found[sender].sends if to == receiver]
+                assert sent == [box for by, box in found[receiver].recvs if by == sender]
+            for sender, box in recvs:
+                assert set(_of(box, shape)) <= set(_of(source[sender], shape))
 
 
 def test_copies_are_shared_among_their_holders() -> None:
     source = Block((2, 2), (0, None)).boxes((4, 4), 4)  # two copies of each half
     dest = Split(1).boxes((4, 4), 4)
-    givers = [giver for rank in range(4) for giver, _ in overlaps(source, dest, rank).recvs if giver != rank]
-    assert sorted(givers) == [0, 1, 2, 3]
+    sources = [sender for rank in range(4) for sender, _ in overlaps(source, dest, rank).recvs if sender != rank]
+    assert sorted(sources) == [0, 1, 2, 3]
 
 
 def test_balance_is_near_the_best() -> None:

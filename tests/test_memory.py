@@ -44,7 +44,7 @@ def test_more_than_there_is(
     with monkeypatch.context() as patch:
         change_settings(patch, world, memory=(limits,) * world.world_size)
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda: CALLS[verb](x, world.rank, plan))
-        together = "" if limits[0] == 999 else ", and those of all ranks on its node"
+        together = "" if limits[0] == 999 else ", and the results on its node"
         findings.check("more than the 999 bytes of memory there" in str(error), error)
         findings.check(together in str(error) and "its result has" in str(error), error)
     findings.check(CALLS[verb](x, world.rank, plan) is not None or world.rank, "the next call")

@@ -29,7 +29,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.files import commit, h5
 from hpcdist.p2p import engine as post
 from hpcdist.p2p import transfers
-from hpcdist.p2p.engine import Arrival
+from hpcdist.p2p.engine import RecvTurn
 from hpcdist.routes.hdf5 import Stage
 from hpcdist.tensors import message as packing
 from hpcdist.tensors import tree
@@ -179,7 +179,7 @@ def test_a_timeout_does_not_end_it(world: hd.World) -> None:
         handle.wait(0.01)
         findings.check(False, "no timeout")
     except TimeoutError as error:
-        findings.check("it goes on" in str(error), error)
+        findings.check("it continues" in str(error), error)
     world.comm.Barrier()
     hd.isend("late", after).wait(30)
     findings.check(handle.wait(30) == ("late", before), "after the timeout")
@@ -292,7 +292,7 @@ def test_a_pickle_that_cannot_be_read(world: hd.World) -> None:
         try:
             findings.check(False, what())
         except HpcdistError as error:
-            findings.check("cannot be read: LookupError: not here" in str(error), error)
+            findings.check("cannot be loaded: LookupError: not here" in str(error), error)
     handle.wait(30)
     findings.check(hd.concat([1]) == [1] * world.world_size, "the next call")
     findings.settle()
@@ -305,10 +305,10 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
     interruptions = 0
     for line in range(80):
         handle = hd.isend(line, after, 3)
-        arrival = Arrival(world.context.unexpected, world.context.everyone, before, 3)
+        turn = RecvTurn(world.context.unexpected, world.context.everyone, before, 3)
         world.comm.Barrier()
-        interruptions += _interrupted(arrival.wait, line)
-        arrival.give_back()
+        interruptions += _interrupted(turn.wait, line)
+        turn.give_back()
         got = hd.recv(before, 3)
         findings.check(got == line, f"line {line}: {got}")
         handle.wait(30)

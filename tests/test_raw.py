@@ -126,7 +126,7 @@ def test_meet_runs_and_shares() -> None:
             assert got == index[one.slices()].reshape(-1).tolist()
             assert length * count == one.size()
     for extent, parts in itertools.product((0, 1, 7), (1, 2, 5)):
-        for takers in range(1, parts + 1):
-            cut = layout.block_ranges(extent, parts, takers)
+        for owners in range(1, parts + 1):
+            cut = layout.block_ranges(extent, parts, owners)
             assert [i for first, end in cut for i in range(first, end)] == list(range(extent))
-            assert sum(end > first for first, end in cut) == min(takers, extent)
+            assert sum(end > first for first, end in cut) == min(owners, extent)

@@ -190,7 +190,7 @@ def test_more_than_a_host_can_have(world: hd.World) -> None:
     ):
         error = raises_on_all_ranks(world.comm, hd.RankError, step)
         findings = Findings(world.comm)
-        findings.check(list(error.problems) == [0] and "more than there is memory here" in str(error), error)
+        findings.check(list(error.problems) == [0] and "more than the memory of this host" in str(error), error)
         findings.check(hd.concat([1]) == [1] * world.world_size, "the next call")
         findings.settle()
 

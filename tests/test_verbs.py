@@ -205,7 +205,7 @@ def test_split_where_every_rank_has_the_whole(world: hd.World, case: str) -> Non
         (torch.tensor(1), {}, "0-d"),
         (torch.zeros(3), {"dim": 1}, "dim is 1, expected -1 to 0"),
         (torch.zeros(3), {"counts": [1]}, "counts"),
-        (torch.zeros(3), {"counts": "half"}, "counts names no rule"),
+        (torch.zeros(3), {"counts": "half"}, "counts is not a known rule"),
         (torch.zeros(3), {"out": torch.zeros(99)}, "out must be a torch.float32 tensor of shape"),
         (torch.zeros(3), {"out": [0.0]}, "out must be"),
     ],

@@ -464,5 +464,5 @@ def test_no_folder_for_temporary_files() -> None:
         """,
         env={"HPCDIST_STAGING": ""},
     )
-    said = "the staging folder: the folder is not writable (/tmp; HPCDIST_STAGING, or init(staging=...), names another)"
+    said = "the staging folder: the folder is not writable (/tmp; set another by HPCDIST_STAGING or init(staging=...))"
     assert lines == ["4", "4", f"rank 0: {said}", f"rank 0: {said}"]

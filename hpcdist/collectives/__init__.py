@@ -1,1 +1,1 @@
-"""The verbs that all ranks of a group call together."""
+"""Collective operations: the verbs that all ranks of a group call together."""

@@ -1,4 +1,4 @@
-"""Gradients through an operation: they go back the way the data came."""
+"""Gradients through an operation: its backward pass moves them against the direction of the data."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpcdist.validation.call import Call
 
 __all__ = ["attach", "count"]
 
-_Back = Callable[[Tensor, bool], Tensor | None]  # of a gradient, and whether it is to be differentiated too
-_AGAIN = "a gradient of a gradient (create_graph=True) goes through no transfer between ranks"
+_Backward = Callable[[Tensor, bool], Tensor | None]  # (gradient, create_graph)
+_NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
 
 
 class Differentiable(Protocol):
-    """What an operation must have for a gradient to flow back through it; see :class:`hpcdist.collectives.run`."""
+    """An operation with a backward pass; see :class:`hpcdist.collectives.run.Operation`."""
 
     name: str
     x: Any
@@ -33,47 +33,46 @@ class Differentiable(Protocol):
 
 
 def count(team: Team) -> str:
-    """Count one more result of the team that carries a gradient on some rank, if not on this one; which it is."""
+    """Count a result of the team that has a gradient on any rank; return its number as text."""
     team.results += 1
     return f"number {team.results}" + ("" if team is team.foreground else " of those in the background")
 
 
 def attach(op: Differentiable, team: Team, result: Tensor) -> Tensor:
-    """The result as one that carries its gradient back to ``op.x`` on every rank.
+    """Attach the result to the graph, so that its gradient flows back to ``op.x`` on every rank.
 
-    A gradient that flows back to one rank passes all of them, so that every rank of the team has to call backward on
-    its result. torch goes back through a graph in the opposite order in which its nodes were made, and counts them
-    thread by thread.
+    The backward pass is collective: every rank of the team must call backward on its result. torch traverses a graph
+    in the reverse order of the creation of its nodes, which it numbers per thread.
 
     Args:
-        team: the ranks that took part, in the foreground: a backward pass is not done in the background.
+        team: the foreground team of the ranks that took part; backward passes never run in the background.
     """
-    given = isinstance(op.x, Tensor) and op.x.requires_grad
-    graph_input = op.x if given else torch.empty(0, requires_grad=True, device="cpu")
+    needs_grad = isinstance(op.x, Tensor) and op.x.requires_grad
+    graph_input = op.x if needs_grad else torch.empty(0, requires_grad=True, device="cpu")
 
-    def back(grad: Tensor, again: bool, at_once: int = 1) -> Tensor | None:
+    def backward(grad: Tensor, create_graph: bool, batch: int = 1) -> Tensor | None:
         if _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad):
-            return _one_by_one(grad, again, back)
+            return _one_by_one(grad, create_graph, backward)
         what = f"the backward pass of {op.name}"
-        options = (
-            ("the result", op.which),
-            ("gradients at once", at_once),
-        )  # else ranks may go back through different ones
+        # Compared, since ranks might pass through different results.
+        options = (("the result", op.which), ("batched gradients", batch))
         with activity.InCall(what, team), abort.InStep(what, team.size):
-            collective.exchange(team, Call(what, options=options, problem=_AGAIN if again else None))
+            collective.exchange(team, Call(what, options=options, problem=_NO_DOUBLE if create_graph else None))
             with abort.InTransfer(op.name, team.size):
                 found = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
-        return found.view(graph_input.shape) if given and found is not None else None
+        return found.view(graph_input.shape) if needs_grad and found is not None else None
 
     with torch.enable_grad():
-        attached: Tensor = _Carried.apply(graph_input, lambda: result, back)  # type: ignore[no-untyped-call]
+        attached: Tensor = _Attach.apply(graph_input, lambda: result, backward)  # type: ignore[no-untyped-call]
     return attached
 
 
-def _one_by_one(grads: Tensor, again: bool, back: Callable[[Tensor, bool, int], Tensor | None]) -> Tensor | None:
-    """The gradients of a batch, which torch passes back at once: torch.vmap, and grad(..., is_grads_batched=True).
+def _one_by_one(
+    grads: Tensor, create_graph: bool, backward: Callable[[Tensor, bool, int], Tensor | None]
+) -> Tensor | None:
+    """Run the backward pass for each gradient of a batch: of torch.vmap, or of grad(..., is_grads_batched=True).
 
-    The latter has batches of an older kind.
+    The latter has an older kind of batch.
     """
     add: Callable[[Tensor, int, int], Tensor]
     if _functorch.is_batchedtensor(grads):
@@ -83,24 +82,24 @@ def _one_by_one(grads: Tensor, again: bool, back: Callable[[Tensor, bool, int], 
         level, add = torch._C._vmapmode_increment_nesting() - 1, torch._add_batch_dim
         torch._C._vmapmode_decrement_nesting()
         each = torch._remove_batch_dim(grads, level, 0, 0).unbind()
-    found = [gradient for grad in each if (gradient := back(grad, again, len(each))) is not None]
+    found = [gradient for grad in each if (gradient := backward(grad, create_graph, len(each))) is not None]
     return add(torch.stack(found), 0, level) if found else None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-    # torch's once_differentiable would give zeros to autograd.grad(inputs=...): its error is not on the way to them.
-    again = torch.is_grad_enabled() and grad.requires_grad
+    # torch's once_differentiable would silently give zeros to autograd.grad(inputs=...).
+    create_graph = torch.is_grad_enabled() and grad.requires_grad
     with torch.no_grad():
-        return ctx.back(grad, again), None, None
+        return ctx.run_backward(grad, create_graph), None, None
 
 
-eager.not_compiled([_backward])  # torch calls it also within a compiled function that calls backward()
+eager.not_compiled([_backward])  # torch also calls it inside a compiled function that calls backward()
 
 
-class _Carried(torch.autograd.Function):
+class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph_input: Tensor, result: Callable[[], Tensor], back: _Back) -> Tensor:
-        ctx.back = back
+    def forward(ctx: Any, graph_input: Tensor, result: Callable[[], Tensor], backward: _Backward) -> Tensor:
+        ctx.run_backward = backward
         return result()
 
     backward = staticmethod(_backward)

@@ -1,4 +1,4 @@
-"""The verb concat."""
+"""The operation concat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcdist.routes import select
 from hpcdist.routes.base import Alltoall
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import blocks
-from hpcdist.tensors.storage import row_major, summed_in
+from hpcdist.tensors.storage import row_major, sum_dtype
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
@@ -54,41 +54,41 @@ def concat(
     allow_pickle: bool = False,
     async_op: bool = False,
 ) -> Any:
-    """Bring the shards of all ranks together along `dim`, in rank order, on every rank.
+    """Concatenate the shards of all ranks along `dim`, in rank order, on every rank.
 
-    Collective over `group`. What ``torch.cat`` does with the list of all shards: extents along `dim` may differ and
-    may be zero; nothing is padded, and no rank needs to know another's. The shard is not changed.
+    Collective over `group`. Equivalent to ``torch.cat`` of all shards: extents along `dim` may differ and may be zero;
+    nothing is padded, and no rank needs to know the extents of others. The shard is not changed.
 
-    A structure of tensors is brought together part by part. The ranks' lists are added up, ``list + list``, each item
-    as it is: they may be of different lengths, and of tensors of different shapes. Of tuples, dicts, named tuples and
-    dataclasses, which must be alike, the parts are: tensors and numpy arrays joined along `dim`, lists added up,
-    single values (numbers, strings, bytes, None) made a list of all ranks' values. A tensor from a GPU arrives on the
-    receiver's own GPU, or on the CPU if it has none. Structures travel without pickle.
+    Structures of tensors are joined part by part. Lists are concatenated, ``list + list``, their items unchanged: they
+    may have different lengths, and tensors of different shapes. Tuples, dicts, named tuples and dataclasses must match
+    on all ranks, and their parts are joined: tensors and numpy arrays along `dim`, lists as above, and single values
+    (numbers, strings, bytes, None) to a list of all ranks' values. A tensor from a GPU arrives on the receiver's own
+    GPU, or on the CPU if it has none. Structures are sent without pickle.
 
     Args:
-        x: this rank's shard: a tensor of any shape, dtype, strides, on the CPU or a GPU. Dtype, number of dims and the
-            extents besides `dim` must agree on all ranks. A 0-d tensor counts as one row, so that they are stacked to
-            a 1-d tensor. Or a structure of tensors.
+        x: this rank's shard: a tensor of any shape, dtype and strides, on the CPU or a GPU. Dtype, number of dims, and
+            the extents other than `dim` must agree on all ranks. A 0-d tensor counts as one row: 0-d tensors are
+            stacked to a 1-d tensor. Or a structure of tensors.
         dim: the dimension to join along; may be negative. Must agree.
-        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
-        out: memory for the result, of its shape, dtype and device; each rank is free to give it. Not for structures,
-            and not where a gradient is needed. Autograd counts it as written in place.
-        allow_pickle: whether other objects in a structure may travel as pickles, which can run any code where they
-            are read. Must agree.
-        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
+        out: memory for the result, of its shape, dtype and device; optional on each rank. Not allowed for structures,
+            or if a gradient is needed. To autograd, it is modified in place.
+        allow_pickle: whether to send other objects in a structure as pickles, which can run any code when
+            loaded. Must agree.
+        async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        On every rank a contiguous tensor on x's device that the rank owns (or `out`). Along dim 0 the data arrive at
-        their final place, and no memory besides the result is taken; along another dim there is one layout copy. Where
-        a gradient is needed on any rank, it flows back to the shards (of tensors, not of structures), as the sum over
-        all ranks; every rank has to call backward. (Where all ranks compute the same loss from the whole, each
-        counts: divide by their number. hpcdist/examples/column_parallel.py shows it.)
+        On every rank, a new contiguous tensor on x's device (or `out`). Along dim 0, data are received into the result,
+        and no other memory is allocated; along another dim, there is one layout copy. If any rank needs a gradient, it
+        flows back to the shards (of tensors, not of structures), as the sum over all ranks; every rank must call
+        backward. (If all ranks compute the same loss from the whole, each one counts: divide by their number, as in
+        hpcdist/examples/column_parallel.py.)
 
     Raises:
-        RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
-            the next call can succeed.
-        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it.
+        RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
+            and the next call can succeed.
+        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
 
     Example, on 3 ranks::
 
@@ -107,7 +107,7 @@ def concat(
 
 
 class Concat(Operation):
-    """The shards of all ranks, joined on every rank."""
+    """Concatenate shards on every rank."""
 
     name = "concat"
     root, rooted = None, False
@@ -134,7 +134,7 @@ class Concat(Operation):
         return whole if self.out is None else self.out
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
-        # Every rank has a gradient for every shard: each brings them to their ranks, which add them up in rank order.
+        # Every rank has a gradient for every shard: exchange them, and add them up in rank order.
         cut, size = self._blocks, team.size
         mine, longest = cut.counts[team.rank], max(cut.counts)
         parts = self._shard.new_empty((size, *self._shard.shape))
@@ -142,4 +142,4 @@ class Concat(Operation):
         total = max(cut.nbytes, longest * size)
         what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
         self._route.alltoallv(team, cut.pack(grad), parts, what)
-        return parts.to(summed_in(parts.dtype)).sum(0).to(parts.dtype)
+        return parts.to(sum_dtype(parts.dtype)).sum(0).to(parts.dtype)

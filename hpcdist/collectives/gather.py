@@ -1,4 +1,4 @@
-"""The verb gather."""
+"""The operation gather."""
 
 from __future__ import annotations
 
@@ -54,34 +54,34 @@ def gather(
     allow_pickle: bool = False,
     async_op: bool = False,
 ) -> Any:
-    """Bring the shards of all ranks together along `dim`, in rank order, on the root.
+    """Gather the shards of all ranks on `root`, joined along `dim` in rank order.
 
     Collective over `group`. Extents along `dim` may differ and may be zero; nothing is padded, and no rank needs to
-    know another's. The shard is not changed.
+    know the extents of others. The shard is not changed.
 
     Args:
-        x: this rank's shard: a tensor of any shape, dtype, strides, on the CPU or a GPU. Dtype, number of dims and the
-            extents besides `dim` must agree on all ranks. A 0-d tensor counts as one row, so that they are stacked to
-            a 1-d tensor. Or a structure of tensors, see :func:`hpcdist.concat`.
+        x: this rank's shard: a tensor of any shape, dtype and strides, on the CPU or a GPU. Dtype, number of dims, and
+            the extents other than `dim` must agree on all ranks. A 0-d tensor counts as one row: 0-d tensors are
+            stacked to a 1-d tensor. Or a structure of tensors, see :func:`hpcdist.concat`.
         dim: the dimension to join along; may be negative. Must agree.
         root: the rank in `group` that receives. Must agree.
-        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
-        out: on the root, memory for the result, of its shape, dtype and device; not where a gradient is needed.
-            Autograd counts it as written in place.
-        allow_pickle: whether other objects in a structure may travel as pickles. Must agree.
-        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
+        out: on the root, memory for the result, of its shape, dtype and device. Not allowed if a gradient is needed.
+            To autograd, it is modified in place.
+        allow_pickle: whether to send other objects in a structure as pickles. Must agree.
+        async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        On the root a contiguous tensor on x's device that it owns (or `out`), elsewhere None. Along dim 0 the data
-        arrive at their final place; along another dim the root makes one layout copy. Where a gradient is needed on
-        any rank, it flows back to the shards (of tensors, not of structures); the other ranks then get a tensor
-        without elements in place of None, and every rank has to call backward, there as ``result.sum().backward()``.
+        On the root, a new contiguous tensor on x's device (or `out`); None on the other ranks. Along dim 0, data are
+        received into the result; along another dim, the root makes one layout copy. If any rank needs a gradient, it
+        flows back to the shards (of tensors, not of structures): the other ranks then get an empty tensor instead of
+        None, and every rank must call backward, the others as ``result.sum().backward()``.
 
     Raises:
-        RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
-            the next call can succeed.
-        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it.
+        RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
+            and the next call can succeed.
+        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
 
     Example, on 3 ranks::
 
@@ -97,7 +97,7 @@ def gather(
 
 
 class Gather(Operation):
-    """The shards of all ranks, joined on the root."""
+    """Gather shards on the root."""
 
     name = "gather"
     rooted = True
@@ -129,7 +129,7 @@ class Gather(Operation):
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
         cut = self._blocks
-        part = cut.part(team.rank, self._shard.device)
+        part = cut.empty_part(team.rank, self._shard.device)
         messages = cut.pack(grad) if team.rank == self.root else None
         self._route.scatterv(team, messages, part, cut.counts, cut.displs, self.root)
         return part

@@ -1,4 +1,4 @@
-"""What a rank works out by itself: its part of a tensor that every rank holds, and how to share unequal rows."""
+"""Operations without communication: the local part of a tensor, and counts for rows of unequal weight."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["balance", "local"]
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:
-    """How many of a list of unequal rows each rank should take so that all have about the same weight.
+    """Balance rows of unequal weight: return a count of rows for each rank so that all have about the same weight.
 
-    The counts are for consecutive rows, as Split and split take them. No rank gets more than the heaviest one of the
-    best way to cut plus the largest weight: see :func:`hpcdist.layout.balance`.
+    The counts are for consecutive rows, as Split and split take them. No rank gets more than the heaviest part of the
+    best partition plus the largest weight: see :func:`hpcdist.layout.balance`.
 
     Args:
-        weights: of each row, numbers >= 0; the same on all ranks.
-        parts: among how many; None for the ranks of `group`.
+        weights: the weight of each row, a number >= 0; the same on all ranks.
+        parts: the number of parts; None means the number of ranks in `group`.
 
     Raises:
-        ValueError: a weight is negative, or not a number.
+        ValueError: if a weight is negative or not a number.
 
-    Example, on 2 ranks, of sequences of these lengths::
+    Example, on 2 ranks, for sequences of these lengths::
 
         >>> hd.balance([8, 1, 1, 1, 1, 4])
         [1, 5]
@@ -39,15 +39,15 @@ def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupL
 
 
 def local(x: Tensor, layout: Layout, *, group: GroupLike | None = None) -> Tensor:
-    """This rank's part of a tensor that every rank holds: a view, and nothing is communicated.
+    """Return this rank's part of a tensor that every rank holds: a view, without communication.
 
     Args:
         x: the whole tensor.
-        layout: which part of it each rank takes.
-        group: whose ranks they are; None for all.
+        layout: the layout of the ranks' parts.
+        group: the group of ranks; None means all ranks.
 
     Raises:
-        ValueError: on this rank, if a tensor of this shape cannot be laid out like this.
+        ValueError: on this rank, if a tensor of this shape cannot have this layout.
 
     Example, on rank 1 of 2::
 
@@ -55,5 +55,5 @@ def local(x: Tensor, layout: Layout, *, group: GroupLike | None = None) -> Tenso
         tensor([[2, 3],
                 [6, 7]])
     """
-    of = world.current().context.group_of(group)
-    return x[layout.boxes(x.shape, of.size)[of.rank].slices()]
+    ranks = world.current().context.group_of(group)
+    return x[layout.boxes(x.shape, ranks.size)[ranks.rank].slices()]

@@ -1,4 +1,4 @@
-"""The verb redistribute: a tensor from one layout to another."""
+"""The operation redistribute: move a tensor from one layout to another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcdist.runtime import world
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, overlap
 from hpcdist.validation import local
-from hpcdist.validation.call import LOST, Call
+from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "plan_redistribute", "redistribute"]
 
-_KEPT = 64  # plans that a team remembers
+_CACHED = 64  # transfer plans per team
 Shape = tuple[int, ...]
 
 
@@ -53,31 +53,31 @@ def redistribute(
     out: Tensor | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Bring a tensor from one layout to another: each rank gives its part in `src` and gets its part in `dst`.
+    """Redistribute a tensor from one layout to another: from each rank's part in `src` to its part in `dst`.
 
-    Collective over `group`. A rank sends to another just what that one needs and does not have; nothing is padded.
-    Where a message is one run of memory, it is sent from and received into its place; else it is packed once.
+    Collective over `group`. Each rank sends to another only what that one needs and does not have; nothing is padded.
+    Messages that are one run of memory are sent from and received into place; others are packed once.
 
     Args:
         x: this rank's part of the tensor in `src`: any dtype and strides, on the CPU or a GPU. Dtype and number of
             dims must agree.
-        src: the layout of the parts: Split, Block, Replicate or Boxes. Where it names no counts, they are what the
-            ranks hold. Must agree.
-        dst: the layout to bring it to. Where it names no counts, the block rule. Must agree.
-        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+        src: the layout of the parts: Split, Block, Replicate or Boxes. Without counts, they are what the ranks hold.
+            Must agree.
+        dst: the layout of the result. Without counts, the block rule. Must agree.
+        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
-        out: memory for the result, of its shape, dtype and device; each rank is free to give it.
-        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
+        out: memory for the result, of its shape, dtype and device; optional on each rank.
+        async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        This rank's part in `dst`: contiguous memory that it owns (or `out`), on x's device. Where a gradient is
-        needed on any rank, it flows back: to the rank from which an element was taken (of several that hold copies,
-        to one of them), as the sum over all ranks that have got it; every rank has to call backward.
+        This rank's part in `dst`: new contiguous memory (or `out`), on x's device. If any rank needs a gradient, it
+        flows back to the rank that sent an element (one of them, if several hold copies), as the sum over all ranks
+        that received it; every rank must call backward.
 
     Raises:
-        RankError: on every rank, if an argument is wrong on one of them, or the parts are none of a tensor in `src`.
-            Nothing has moved, and the next call can succeed.
-        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it.
+        RankError: on every rank, if an argument is wrong on any rank, or the parts do not form a tensor in `src`. No
+            data have moved, and the next call can succeed.
+        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
 
     Example, on 2 ranks::
 
@@ -98,16 +98,16 @@ def plan_redistribute(
     group: GroupLike | None = None,
     route: str = "auto",
 ) -> Plan:
-    """Work a redistribution out once, to execute it many times: see :func:`redistribute`.
+    """Plan a redistribution once, to execute it many times: see :func:`redistribute`.
 
-    Collective over `group`. Nothing of `x` is sent or kept; it shows shape, dtype, device, and whether a gradient is
-    needed.
+    Collective over `group`. `x` is neither sent nor kept: only its shape, dtype, device, and whether it needs a
+    gradient are used.
 
     Returns:
         The plan: call it with tensors like `x`.
 
     Raises:
-        RankError: as redistribute.
+        RankError: as in redistribute.
 
     Example::
 
@@ -125,10 +125,10 @@ def plan_redistribute(
 
 
 class Redistribute(Operation):
-    """A tensor from one layout to another.
+    """Redistribute a tensor.
 
     Attributes:
-        moves: what this rank sends and receives, once it is planned.
+        moves: transfer of this rank, after plan().
     """
 
     name = "redistribute"
@@ -149,37 +149,37 @@ class Redistribute(Operation):
             route = select.agreed(self.name, call.route, team, agreed.kinds)
             moves = make_transfer(self.name, team, route, self.src, self.dst, shapes, call.x)
             team.plans[key] = moves
-            if len(team.plans) > _KEPT:
+            if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
         self._check_out(outs)
 
     def _check_out(self, outs: Sequence[Shape | None]) -> None:
-        given = {rank: shape for rank, shape in enumerate(outs) if shape is not None}
-        wanted = [box.shape for box in self.moves.boxes]
-        odd = {r: f"out has shape {got}, expected {wanted[r]}" for r, got in given.items() if got != wanted[r]}
-        objects.raise_problems(self.name, odd)
-        objects.raise_problems(self.name, dict.fromkeys(given, LOST) if self.grad else {})
+        shapes = {rank: shape for rank, shape in enumerate(outs) if shape is not None}
+        expected = [box.shape for box in self.moves.boxes]
+        wrong = {r: f"out has shape {got}, expected {expected[r]}" for r, got in shapes.items() if got != expected[r]}
+        objects.raise_problems(self.name, wrong)
+        objects.raise_problems(self.name, dict.fromkeys(shapes, LOSES_GRADIENT) if self.grad else {})
 
     def forward(self, team: Team) -> Tensor:
         shard, dest = self._shard, self._dest
         make = lambda: torch.empty(self.moves.box.shape, dtype=shard.dtype, device=shard.device)  # noqa: E731
         y = results.allocate(self.name, team, self.moves.sizes, make if dest is None else lambda: dest)
-        apart = copyable(shard).clone() if dest is not None and overlap(dest, shard) else shard
-        self.moves.run(team, apart, y)
+        source = copyable(shard).clone() if dest is not None and overlap(dest, shard) else shard
+        self.moves.run(team, source, y)
         return y if self.out is None else self.out
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
-        return self.moves.back(team, grad)
+        return self.moves.transpose(team, grad)
 
 
 class Plan:
     """A redistribution that all ranks have agreed on; made by :func:`plan_redistribute`.
 
     Attributes:
-        shape: of the whole tensor.
-        box: this rank's part of it in the new layout.
-        sent, received: bytes that this rank sends to and receives from others.
+        shape: shape of the whole tensor.
+        box: box of this rank in the new layout.
+        sent, received: bytes that this rank sends to and receives from other ranks.
     """
 
     def __init__(self, op: Redistribute, team: Team, number: int) -> None:
@@ -187,9 +187,9 @@ class Plan:
         self.shape, self.box = moves.shape, moves.box
         self.sent, self.received = moves.source.nbytes, moves.dest.nbytes
         self._op, self._team = op, team
-        self._number = number  # of those that the team's ranks have made
+        self._number = number  # among the plans of the team
         self._like = moves.source.shape, op.x.dtype, op.x.device
-        op.x = None  # nothing of it is kept
+        op.x = None  # not kept alive by the plan
         del op._shard
 
     @overload
@@ -197,20 +197,20 @@ class Plan:
     @overload
     def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: Literal[True]) -> Handle[Tensor]: ...
     def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Any:
-        """Execute it. Collective; the ranks agree that all are well, and then just the data move.
+        """Execute the plan. Collective; one small exchange to validate the call on all ranks, then only data move.
 
         Args:
-            x: this rank's part, of the shape, dtype and device that the plan was made for; any strides. Whether a
-                gradient is needed must agree with that, too.
-            out, async_op: as for :func:`redistribute`.
+            x: this rank's part, of the shape, dtype and device that the plan was made for; any strides. It may need a
+                gradient only if the plan was made for one.
+            out, async_op: as in :func:`redistribute`.
 
         Returns:
             As :func:`redistribute`.
 
         Raises:
-            RankError: on every rank, if `x` or `out` is not like that on one of them, or they call different plans.
-                Nothing has moved, and the next call can succeed.
-            HpcdistError: the plan's world has ended, or its group was freed.
+            RankError: on every rank, if `x` or `out` does not match the plan on any rank, or the ranks call different
+                plans. No data have moved, and the next call can succeed.
+            HpcdistError: if the plan's world has ended, or its group was freed.
         """
 
         if self._team.freed:
@@ -222,7 +222,7 @@ class Plan:
 
 
 class _Planned(Redistribute):
-    """A call of a plan: the ranks agree that all are well, and then just the data move."""
+    """Execute a plan."""
 
     name = "a plan of redistribute"
 
@@ -233,7 +233,7 @@ class _Planned(Redistribute):
 
     def validate(self, team: Team) -> Call:
         call = local.layout_call(self)
-        problem = call.problem or self._unlike(call)
+        problem = call.problem or self._mismatch(call)
         return Call(self.name, x=call.x, out=call.out, options=(("the plan", self._of._number),), problem=problem)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
@@ -243,25 +243,25 @@ class _Planned(Redistribute):
         if self._planned_grad and not self.grad:
             autograd.count(team)
 
-    def _unlike(self, call: Call) -> str | None:
+    def _mismatch(self, call: Call) -> str | None:
         shape, dtype, device = self._of._like
         for name, tensor, wanted in (("x", call.x, shape), ("out", call.out, self.moves.box.shape)):
             if tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.device) != (wanted, dtype, device):
                 got = _show(tuple(tensor.shape), tensor.dtype, tensor.device)
-                return f"{name} is {got}, and the plan was made for {_show(wanted, dtype, device)}"
+                return f"{name} is {got}, but the plan was made for {_show(wanted, dtype, device)}"
         if call.grad and not self._planned_grad:
-            return "x requires a gradient, and the plan was made for tensors that do not"
+            return "x requires a gradient, but the plan was made for tensors that do not"
         return None
 
 
 def _shapes(team: Team, call: Call) -> tuple[tuple[Shape, ...], list[Shape | None]]:
-    """The shapes of all parts, and of the memory for the results where it is given. Collective; one small Allgather."""
+    """Gather the shapes of all parts, and of `out` on the ranks that passed it. Collective; one small Allgather."""
     from mpi4py import MPI
 
     assert call.x is not None
     ndim = call.x.dim()
-    given = [-1] * ndim if call.out is None else call.out.shape
-    mine = array("q", [call.out is not None, *call.x.shape, *given])
+    out_shape = [-1] * ndim if call.out is None else call.out.shape
+    mine = array("q", [call.out is not None, *call.x.shape, *out_shape])
     all_ = array("q", bytes(mine.itemsize * len(mine) * team.size))
     team.comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
     rows = [tuple(all_[start : start + len(mine)]) for start in range(0, len(all_), len(mine))]

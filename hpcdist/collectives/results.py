@@ -1,4 +1,4 @@
-"""Is there memory for a result? Found before data move: the same error on all ranks, and the job goes on."""
+"""Allocate results before data move: if memory is short, all ranks raise the same error, and the job can go on."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ __all__ = ["allocate"]
 
 T = TypeVar("T")
 
-LARGE = 2**28  # bytes of a result from which the ranks agree that all of them have the memory
+LARGE = 2**28  # bytes; for larger results, the ranks agree that all of them have the memory
 
 
 def allocate(
     verb: str, team: Team, nbytes: Sequence[int], make: Callable[[], T], agreed: collective.Agreed | None = None
 ) -> T:
-    """Call `make`, which takes memory for this rank's result. Collective if a result is large.
+    """Call `make`, which allocates this rank's result. Collective if a result is large.
 
     Args:
-        nbytes: of the result of each rank of the team; the same on all ranks.
-        agreed: what the ranks have: one that brings `out`, or has its data on a GPU, takes no memory of its host.
+        nbytes: size of the result of each rank of the team; the same on all ranks.
+        agreed: headers of the ranks: those with `out`, or with data on a GPU, allocate no host memory.
 
     Raises:
-        RankError: on every rank, if the results on some node have more bytes than it has memory, or if `make` fails on
-            some rank.
+        RankError: on every rank, if the results on a node exceed its memory, or `make` fails on any rank.
     """
     if max(nbytes) >= LARGE and agreed is not None:
-        given = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
-        nbytes = [0 if extent >= 0 or kind == MemoryKind.CUDA else size for size, extent, kind in given]
+        ranks = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
+        nbytes = [0 if extent >= 0 or kind == MemoryKind.CUDA else size for size, extent, kind in ranks]
     if max(nbytes) < LARGE:
         return make()
     settings = team.settings
@@ -44,10 +43,10 @@ def allocate(
     for rank, (peer, size) in enumerate(zip(team.peers, nbytes, strict=True)):
         on_node, (own, host) = needed[settings.node_of[peer]], settings.memory[peer]
         if size > own:
-            problems[rank] = f"its result has {size:,} bytes: more than the {own:,} bytes of memory there"
+            problems[rank] = f"its result has {size:,} bytes, more than the {own:,} bytes of memory there"
         elif size and on_node > host:
-            together = f"its result has {size:,} bytes, and those of all ranks on its node {on_node:,} bytes"
-            problems[rank] = f"{together}: more than the {host:,} bytes of memory there"
+            together = f"its result has {size:,} bytes, and the results on its node have {on_node:,} bytes"
+            problems[rank] = f"{together}, more than the {host:,} bytes of memory there"
     objects.raise_problems(verb, problems)
     made: list[T] = []
     objects.all_gather(team.comm, verb, lambda: made.append(make()))

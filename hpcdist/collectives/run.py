@@ -1,4 +1,4 @@
-"""The driver: every collective call goes through the same steps, and only here in the foreground or the background."""
+"""The driver: takes every collective call through the same steps, in the foreground or the background."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["Operation", "plan", "run"]
 
 
 class Operation(ABC):
-    """One collective call: what is its own in each step.
+    """One collective call: the part of each step that is specific to the operation.
 
     Attributes:
-        name: the operation as the user called it.
-        x, out: this rank's tensor or structure, and the memory for its result if the caller gave some; unchecked.
-        route: the route as the caller named it; unchecked.
-        grad: whether the ranks have agreed that a gradient flows back from the result, to any of them.
-        which: which of the team's results with a gradient it is, in words.
+        name: name of the operation as the user called it.
+        x, out: this rank's tensor or structure, and memory for its result if the caller passed it; unvalidated.
+        route: name of the route that the caller passed; unvalidated.
+        grad: whether the result has a gradient for any rank, as agreed by all ranks.
+        which: number of the result among the team's results with a gradient, as text.
     """
 
     name: str
@@ -41,27 +41,27 @@ class Operation(ABC):
 
     @abstractmethod
     def validate(self, team: Team) -> Call:
-        """Check the arguments on this rank alone. Nothing raises: what is wrong is written into the call."""
+        """Validate the arguments on this rank alone. Errors are not raised, but recorded in the call."""
 
     @abstractmethod
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        """Fix route, counts and places, from what all ranks agree on. Collective; raises the same on all ranks."""
+        """Choose route, counts and displacements from the agreed headers. Collective; raises the same on all ranks."""
 
     @abstractmethod
     def forward(self, team: Team) -> Any:
-        """Move the data. Collective. An error here ends the job, but for a RankError, which all ranks raise alike."""
+        """Move the data. Collective. An error here aborts the job, except for a RankError, which all ranks raise."""
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
-        """The transpose of forward: of the gradient of this rank's result, that of `x`. Collective."""
+        """Compute the gradient of `x` from that of this rank's result: the transpose of forward. Collective."""
         raise NotImplementedError
 
     def finish(self, result: Any) -> Any:
-        """Make of what has arrived what the caller gets. Concerns this rank alone."""
+        """Convert what forward returned to the caller's result, on this rank alone."""
         return result
 
 
 def run(op: Operation, team: Team, async_op: bool = False) -> Any:
-    """Run an operation now, or in the background of the team. Collective over the team.
+    """Run an operation in the foreground, or in the background of the team. Collective over the team.
 
     Returns:
         The result; with `async_op`, a Handle for it.
@@ -80,7 +80,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
 
 
 def plan(op: Operation, team: Team) -> None:
-    """Take an operation as far as its plan, and keep it there. Collective over the team."""
+    """Run an operation up to its plan, to be executed later. Collective over the team."""
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
         _execute(op, team, planned_only=True)
 
@@ -100,5 +100,5 @@ def _execute(op: Operation, team: Team, planned_only: bool = False) -> Any:
 
 
 def _attached(op: Operation, team: Team, result: Any) -> Any:
-    """The result as a part of the graph. In the thread that waits for it, so that all ranks make it in one order."""
+    """Attach the result to the graph, in the thread that waits for it, so that all ranks do so in the same order."""
     return autograd.attach(op, team, result) if op.grad else result

@@ -1,4 +1,4 @@
-"""The verb split."""
+"""The operation split."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hpcdist.runtime import background, world
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.storage import DTYPES, copyable, overlap, row_major
-from hpcdist.tensors.tree import finished, rebuild
+from hpcdist.tensors.tree import decode, rebuild
 from hpcdist.validation import collective, local
-from hpcdist.validation.call import LOST, SHARED, Call
+from hpcdist.validation.call import LOSES_GRADIENT, SELF_OVERLAP, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
@@ -64,39 +64,38 @@ def split(
     allow_pickle: bool = False,
     async_op: bool = False,
 ) -> Any:
-    """Give each rank its part, along `dim`, of a tensor that the root holds: the inverse of gather.
+    """Split a tensor of the root along `dim`, one part for each rank: the inverse of gather.
 
-    Collective over `group`, unless `root` is None: then every rank holds the whole `x`, takes its part of it, and
-    nothing is communicated or compared.
+    Collective over `group`, unless `root` is None: then every rank holds the whole `x` and takes its own part, without
+    communication or comparison.
 
     Args:
-        x: on the root the whole tensor: any shape but 0-d, any dtype and strides, on the CPU or a GPU. Or a structure:
-            its tensors, numpy arrays and lists are cut, each by itself, and every rank gets all single values. None
-            on the other ranks.
-        dim: the dimension to cut; may be negative. Must be the same number on all ranks.
+        x: on the root, the whole tensor: any shape but 0-d, any dtype and strides, on the CPU or a GPU. Or a structure:
+            each of its tensors, numpy arrays and lists is split, and every rank gets all single values. None on the
+            other ranks.
+        dim: the dimension to split; may be negative. Must be the same number on all ranks.
         root: the rank in `group` that holds `x`, or None if all do. Must agree.
         counts: the extent along `dim` of each rank's part, or the name of a rule: "block" (the default: parts differ
-            by at most one row, the longer ones first) or "chunk" (torch.chunk's: the ceiling for each rank until no
-            row is left). Needed on the root only; another rank may pass None or the same.
-        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. Must be the same on all its ranks.
+            by at most one row, the longer ones first) or "chunk" (as torch.chunk: the ceiling for each rank until no
+            rows are left). Required on the root only; other ranks may pass None or the same.
+        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
-        out: memory for this rank's part, of its shape and dtype; each rank is free to give it. Not for structures,
-            and not where a gradient is needed. Autograd counts it as written in place.
-        allow_pickle: whether other objects in a structure may travel as pickles. Must agree.
-        async_op: return a :class:`Handle` at once, and go on in the background. Must agree.
+        out: memory for this rank's part, of its shape and dtype; optional on each rank. Not allowed for structures,
+            or if a gradient is needed. To autograd, it is modified in place.
+        allow_pickle: whether to send other objects in a structure as pickles. Must agree.
+        async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        On each rank its part: contiguous memory that it owns (or `out`), on `out`'s device, else on the rank's own GPU
-        if `x` is on one and it has one, else on the CPU. Along dim 0 the root sends straight from `x`; along another
-        dim, or if `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`), or a
-        structure of views. Where `x` requires a
-        gradient, it flows back to the root; every rank has to call backward.
+        On each rank, its part: `out`, on any device, or new contiguous memory on the rank's own GPU if `x` is on a GPU
+        and the rank has one, else on the CPU. Along dim 0, the root sends directly from `x`; along another dim, or if
+        `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`), or a structure of views. If `x`
+        requires a gradient, it flows back to the root; every rank must call backward.
 
     Raises:
-        RankError: on every rank, if an argument is wrong on one of them or they do not agree. Nothing has moved, and
-            the next call can succeed.
-        TypeError, ValueError: on this rank, for a `group` that is none or does not hold it, and for any wrong argument
-            if `root` is None.
+        RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
+            and the next call can succeed.
+        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it, and for any wrong
+            argument if `root` is None.
 
     Example, on 3 ranks::
 
@@ -109,12 +108,12 @@ def split(
     op = Split(x, dim, root, counts, route, out, allow_pickle)
     if root is None:
         of = here.context.group_of(group)
-        return background.at_once(lambda: _local(op, of), async_op)
+        return background.run_now(lambda: _local(op, of), async_op)
     return run(op, here.context.team_of(group), async_op)
 
 
 class Split(Operation):
-    """The root's tensor, or structure, cut into one part a rank."""
+    """Split a tensor or structure of the root into one part for each rank."""
 
     name = "split"
 
@@ -128,12 +127,12 @@ class Split(Operation):
         return local.split_call(self, team.rank, team.size, team.settings.device.type == "cuda")
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        cut = _describe(team, call)
+        cut = _broadcast_blocks(team, call)
         self._structure: Distribution | None = None
         if cut is None:
             problem = "out is given, but the root has no tensor"
-            given = [rank for rank, extent in enumerate(agreed.out_extents) if extent >= 0]
-            objects.raise_problems(self.name, dict.fromkeys(given, problem))
+            ranks = [rank for rank, extent in enumerate(agreed.out_extents) if extent >= 0]
+            objects.raise_problems(self.name, dict.fromkeys(ranks, problem))
             self._structure = Distribution(team, call, agreed.kinds)
             return
         extents = [box.shape[call.dim_arg] for (box,) in cut.boxes]
@@ -149,7 +148,7 @@ class Split(Operation):
         if self._structure is not None:
             return self._structure.forward(team)
         cut, dest = self._blocks, self._dest
-        take = (lambda: cut.part(team.rank, self._device)) if dest is None else lambda: dest
+        take = (lambda: cut.empty_part(team.rank, self._device)) if dest is None else lambda: dest
         part = results.allocate(self.name, team, cut.counts, take, self._agreed)
         buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
         messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)
@@ -172,11 +171,8 @@ class Split(Operation):
         return result if self._structure is None else self._structure.finish(result, self.allow_pickle)
 
 
-def _describe(team: Team, call: Call) -> Blocks | None:
-    """The root tells how its tensor is cut: one small broadcast, since the others hold nothing to know it from.
-
-    None, if it has a structure.
-    """
+def _broadcast_blocks(team: Team, call: Call) -> Blocks | None:
+    """Broadcast the blocks of the root's tensor, of which the others have no metadata; return None for a structure."""
     from mpi4py import MPI
 
     header = array("q", bytes(8 * (2 + limits.MAX_DIMS + team.size)))
@@ -195,12 +191,12 @@ def _describe(team: Team, call: Call) -> Blocks | None:
 
 
 def _local(op: Split, group: Group) -> Any:
-    """This rank's part of a tensor, or of a structure, that every rank holds."""
+    """Return this rank's part of a tensor or structure that every rank holds."""
     rank, size, out = group.rank, group.size, op.out
     call = local.split_call(Split(op.x, op.dim, rank, op.counts, "auto", None, True), rank, size, False)
     if call.trees and out is None:
         mine = call.trees[rank]
-        return rebuild(mine.spec, lambda kind, i: finished(kind, mine.tensors[i], True))
+        return rebuild(mine.spec, lambda kind, i: decode(kind, mine.tensors[i], True))
     if call.problem is not None or call.x is None:
         raise ValueError(f"split(): {call.problem or 'out is given, but x is not a tensor'}")
     cut = layout.counts_of(call.counts, call.extent, size)
@@ -210,9 +206,9 @@ def _local(op: Split, group: Group) -> Any:
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
         raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
     if (part.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-        raise ValueError(f"split(): {LOST}")
-    if local.shares_places(out):
-        raise ValueError(f"split(): {SHARED}")
+        raise ValueError(f"split(): {LOSES_GRADIENT}")
+    if local.overlaps_itself(out):
+        raise ValueError(f"split(): {SELF_OVERLAP}")
     source = copyable(part)
     copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
     return out

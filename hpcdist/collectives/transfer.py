@@ -1,4 +1,4 @@
-"""One redistribution, planned: which box goes where, and how it lies in memory on both sides."""
+"""The plan of a redistribution: which boxes move between which ranks, and where they lie in memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hpcdist.errors import RankError
 from hpcdist.layout import Box, Layout
 from hpcdist.routes.base import Alltoall, Message, Route
 from hpcdist.tensors.blocks import Blocks
-from hpcdist.tensors.storage import copyable, summed_in
+from hpcdist.tensors.storage import copyable, sum_dtype
 
 __all__ = ["Side", "Transfer", "Views", "make_transfer"]
 
 Shape = tuple[int, ...]
-AT_ONCE = 2**20  # bytes: if no rank has more, all messages are one call of MPI
+AT_ONCE = 2**20  # bytes; if no rank has more, all messages are sent by one Alltoallw
 
 
 @runtime_checkable
 class Views(Protocol):
-    """A route that takes elements from and to any places of host memory: see routes/mpi.py."""
+    """A route that sends and receives strided views of host memory without packing: see routes/mpi.py."""
 
     def views_of(self, x: Tensor, views: Sequence[Tensor | None]) -> Any: ...
 
@@ -37,10 +37,10 @@ class Views(Protocol):
 
 
 class Side(Blocks):
-    """What one rank exchanges with all others in its own tensor: the messages it sends, or those it receives.
+    """One side of a transfer: the messages that a rank sends from its tensor, or those that it receives into it.
 
     Attributes:
-        own: the boxes of the rank's message to itself, which is not among the others.
+        own: boxes of the rank's message to itself, which the others exclude.
     """
 
     def __init__(self, held: Box, parts: Sequence[tuple[int, Box]], rank: int, size: int, dtype: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class Side(Blocks):
         self._datatypes: Any = None
 
     def views(self, x: Tensor) -> list[Message]:
-        """(rank, the part of `x`), each of at most limits.PIECE bytes."""
+        """Return (rank, view of `x`) for all messages, in pieces of at most limits.PIECE bytes."""
         return [
             (rank, x[piece.slices()])
             for rank, boxes in enumerate(self.boxes)
@@ -61,29 +61,29 @@ class Side(Blocks):
         ]
 
     def datatypes(self, x: Tensor, route: Views, rank: int) -> Any:
-        """What `route` takes for one box a rank, its own too, of a contiguous tensor; made once."""
+        """Return the datatypes of one box per rank, including its own, in a contiguous tensor; created once."""
         if self._datatypes is None:
             boxes = [*self.boxes[:rank], self.own, *self.boxes[rank + 1 :]]
-            self._datatypes = route.views_of(x, [x[of_one[0].slices()] if of_one else None for of_one in boxes])
+            self._datatypes = route.views_of(x, [x[one[0].slices()] if one else None for one in boxes])
         return self._datatypes
 
 
 class Transfer:
-    """A tensor from layout to layout, as one rank takes part in it: which box goes where, over which route.
+    """One rank's part in moving a tensor from one layout to another.
 
-    Over MPI and in host memory, MPI takes the elements from where they are and puts them where they belong, by
-    datatypes: of all ways measured the fastest, and without memory for messages (benchmarks/redistribute.py). Over the
-    other routes messages that are not one run of memory are packed.
+    In host memory over MPI, datatypes move the elements between their final places: the fastest of all measured
+    methods, and without buffers (benchmarks/redistribute.py). Other routes pack messages that are not one run of
+    memory.
 
     Attributes:
-        route: over which the data move.
-        shape: of the whole tensor.
-        boxes, box: what each rank has of it in the new layout; of this rank.
-        source, dest: the messages this rank sends from its part, and those it receives into the new one.
-        sizes: bytes of host memory that each rank's new part takes.
-        longest, total: see :class:`hpcdist.routes.base.Alltoall`; of both directions.
-        single: no rank sends or receives more than one box with another.
-        views: the route takes elements from and to any places of memory, as :class:`Views` says.
+        route: route of the data.
+        shape: shape of the whole tensor.
+        boxes, box: boxes of all ranks in the new layout, and this rank's.
+        source, dest: messages that this rank sends from its part, and those that it receives into the new one.
+        sizes: bytes of host memory for each rank's new part.
+        longest, total: see :class:`hpcdist.routes.base.Alltoall`; the maximum of both directions.
+        single: whether each pair of ranks exchanges at most one box in each direction.
+        views: whether the route supports :class:`Views`, and all data are in host memory.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Transfer:
         self.sizes = [box.size() * fact.itemsize * fact.on_host for box, fact in zip(boxes, facts, strict=True)]
 
     def run(self, team: Team, x: Tensor, y: Tensor) -> None:
-        """Fill `y`, this rank's new part, from `x`, the part that it has; any strides. Collective."""
+        """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective."""
         views: Any = self.route
         x, y = copyable(x), copyable(y)
         if self.views and self.longest:
             if self.single and self.total <= AT_ONCE:
-                self._at_once(team, views, x, y)
+                self._alltoallw(team, views, x, y)
             else:
                 sends, recvs = self.source.views(x), self.dest.views(y)
                 views.exchange_views(team, sends, recvs, lambda: self._copy_own(x, y))
@@ -115,8 +115,8 @@ class Transfer:
             self._send(team, self.source, x, self.dest, buffer, y)
             self.dest.unpack(buffer, y)
 
-    def _at_once(self, team: Team, route: Views, x: Tensor, y: Tensor) -> None:
-        """In one call: what is small is copied sooner than many are made."""
+    def _alltoallw(self, team: Team, route: Views, x: Tensor, y: Tensor) -> None:
+        """Send all messages in one call, copying strided tensors: for small data faster than many calls."""
         x = x.contiguous()
         buffer = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
         route.alltoallw(
@@ -129,12 +129,9 @@ class Transfer:
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             y[into.slices()].copy_(x[box.slices()])
 
-    def back(self, team: Team, grad: Tensor) -> Tensor:
-        """The transpose: of the gradient of `y`, on every rank, that of `x`. Collective.
-
-        What several ranks have received of one element is added up.
-        """
-        x = grad.new_zeros(self.source.shape, dtype=summed_in(grad.dtype))
+    def transpose(self, team: Team, grad: Tensor) -> Tensor:
+        """Compute the gradient of `x` from that of `y`, summed over all ranks that received an element. Collective."""
+        x = grad.new_zeros(self.source.shape, dtype=sum_dtype(grad.dtype))
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             x[box.slices()].add_(grad[into.slices()].to(x.dtype))
         if self.longest:
@@ -150,9 +147,14 @@ class Transfer:
 
 
 class Fact(NamedTuple):
-    """What the other ranks have to know of one: the longest message, the most bytes in all, whether it has at most one
-    box with each, whether its data are in host memory, the bytes of an element, and how many elements of its new part
-    no rank holds."""
+    """Facts about one rank's part in a transfer, for all ranks.
+
+    Attributes:
+        longest, total, single: as in :class:`Transfer`, for this rank.
+        on_host: whether its data are in host memory.
+        itemsize: bytes of an element.
+        missing: number of elements of its new part that no rank holds.
+    """
 
     longest: int
     total: int
@@ -168,21 +170,21 @@ Facts = Sequence[Fact]
 def make_transfer(
     verb: str, team: Team, route: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor
 ) -> Transfer:
-    """Find what this rank sends and receives. Collective; two small Allgathers.
+    """Plan the transfer. Collective; two small Allgathers.
 
     Args:
-        shapes: of the parts of all ranks.
+        shapes: the shapes of the parts of all ranks.
         x: this rank's part.
 
     Raises:
-        RankError: on every rank: the parts are none of a tensor in `src`, or it cannot be laid out as `dst`.
+        RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
     """
     name = "src"
     try:
         shape, source = src.held(shapes)
         name = "dst"
         dest = dst.boxes(shape, team.size)
-    except ValueError as wrong:  # on all ranks alike
+    except ValueError as wrong:  # the same on all ranks
         raise RankError(verb, dict.fromkeys(range(team.size), f"{name}: {wrong}")) from None
     moves = layout.overlaps(source, dest, team.rank)
     sides = (

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import of_bytes
 
-__all__ = ["INLINE", "Envelope", "Unexpected", "bytes_of", "conflict", "sealed"]
+__all__ = ["INLINE", "Envelope", "Unexpected", "bytes_of", "conflict", "with_envelope"]
 
 _HEAD = struct.Struct("<qqqq")  # the group's key, the tag, the message's number, the bytes of its content
 _NOT_YET = 0xFF  # each byte of a head that has not come: as a number of bytes it is invalid
@@ -47,8 +47,8 @@ class Envelope(NamedTuple):
     content: Tensor | None
 
 
-def sealed(key: int, tag: int, number: int, content: Tensor) -> list[Tensor]:
-    """Return the messages to send: the envelope with the content, or the envelope and then the content."""
+def with_envelope(key: int, tag: int, number: int, content: Tensor) -> list[Tensor]:
+    """Return the messages that carry a content: the envelope with it, or the envelope and then the content."""
     inline = content.numel() <= INLINE
     envelope = torch.empty(_HEAD.size + inline * content.numel(), dtype=torch.uint8, device="cpu")
     envelope[: _HEAD.size] = of_bytes(_HEAD.pack(key, tag, number, content.numel()))

@@ -1,4 +1,4 @@
-"""The verb concat, and with ``python -m hpcdist.concat`` the command."""
+"""The operation concat, and the command ``python -m hpcdist.concat``."""
 
 from hpcdist.collectives.concat import concat
 

@@ -1,4 +1,4 @@
-"""The verb gather, and with ``python -m hpcdist.gather`` the command."""
+"""The operation gather, and the command ``python -m hpcdist.gather``."""
 
 from hpcdist.collectives.gather import gather
 

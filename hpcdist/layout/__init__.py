@@ -1,6 +1,6 @@
-"""Who holds which rows. Integers only: no torch, no MPI.
+"""Which part of a tensor each rank holds. Integers only: no torch, no MPI.
 
-The layouts say where each rank's part of a tensor lies; the rest is what they, and the transfers, are worked out with.
+Layouts give the box of each rank; the rest is the arithmetic that layouts and transfers are built on.
 """
 
 from hpcdist.layout.box import Box, boxes, grid_boxes, run_boxes, runs, whole

@@ -1,4 +1,4 @@
-"""Boxes: parts of a tensor, what they have in common, and how to cut them."""
+"""Boxes, the rectangular parts of a tensor: intersect, cut, and locate them in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Box", "boxes", "grid_boxes", "run_boxes", "runs", "whole"]
 
 
 class Box(NamedTuple):
-    """A part of a tensor: `shape` elements from `offset` on, in each dim. In 0-d both are empty: one element."""
+    """A part of a tensor: `shape` elements starting at `offset`, in each dim. In 0-d both are empty: one element."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -21,18 +21,18 @@ class Box(NamedTuple):
         return prod(self.shape)
 
     def slices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
-        """The index of the box in a tensor; in one that itself begins at `origin` of the whole, if that is given."""
+        """Return the index of the box in a tensor, or in a part of it that starts at `origin` of the whole."""
         start = self.relative_to(origin).offset if origin else self.offset
         return tuple(slice(o, o + n) for o, n in zip(start, self.shape, strict=True))
 
     def is_in(self, shape: Sequence[int]) -> bool:
-        """Whether it is a part of a tensor of that shape."""
+        """Return whether the box lies within a tensor of that shape."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
             o >= 0 and n >= 0 and o + n <= extent for o, n, extent in zip(self.offset, self.shape, shape, strict=True)
         )
 
     def intersect(self, other: Box) -> Box:
-        """What two boxes have in common; of size 0 if nothing.
+        """Return the intersection of two boxes, of size 0 if they are disjoint.
 
         Example::
 
@@ -45,7 +45,7 @@ class Box(NamedTuple):
         return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
     def without(self, other: Box) -> list[Box]:
-        """What is left of it if `other` is taken out: boxes without overlap.
+        """Subtract `other`: return the rest as disjoint boxes.
 
         Example::
 
@@ -66,27 +66,28 @@ class Box(NamedTuple):
         return [box for box in rest if box.size()]
 
     def narrow(self, dim: int, start: int, end: int) -> Box:
-        """The same box, but from `start` to `end` along `dim`."""
+        """Return the same box, but from `start` to `end` along `dim`."""
         offset = (*self.offset[:dim], start, *self.offset[dim + 1 :])
         return Box(offset, (*self.shape[:dim], end - start, *self.shape[dim + 1 :]))
 
     def shift(self, by: Sequence[int]) -> Box:
-        """The same box `by` further on: what it is in a whole, if it is a box of a part that begins there."""
+        """Move the box by an offset: from a part that starts there to the whole."""
         return Box(tuple(o + at for o, at in zip(self.offset, by, strict=True)), self.shape)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same box in a tensor that begins at `origin` of the whole."""
+        """Return the box relative to a part that starts at `origin` of the whole."""
         return Box(tuple(o - at for o, at in zip(self.offset, origin, strict=True)), self.shape)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def boxes(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most `limit` elements (one at least), in C order: each has as many rows as fit, and
-    where not even one does, a part of a row. Cut from a whole tensor, each is one run of its memory.
+    """Cut a box into boxes of at most `limit` elements (at least one), in C order.
+
+    Each has as many rows as fit, or part of a row if not even one fits. Boxes of a whole tensor are runs of its memory.
 
     Example::
 
@@ -108,7 +109,7 @@ def boxes(box: Box, limit: int) -> Iterator[Box]:
 
 
 def _cut(box: Box, dim: int, step: int) -> Iterator[Box]:
-    """One index at a time in the dims before `dim`, and `step` of them in `dim`."""
+    """Cut at each index of the dims before `dim`, and every `step` indices along `dim`."""
     for lead in _indices(box.shape[:dim]):
         for start, length in pieces(box.shape[dim], step):
             at = (*lead, start, *(0,) * (len(box.shape) - dim - 1))
@@ -116,7 +117,7 @@ def _cut(box: Box, dim: int, step: int) -> Iterator[Box]:
 
 
 def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All indices of a tensor, in C order."""
+    """Iterate over all indices of a tensor, in C order."""
     if not shape:
         yield ()
         return
@@ -126,7 +127,7 @@ def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, Iterator[int]]:
-    """Where a box of a contiguous tensor of `shape` lies: (elements of a run, number of runs, where each starts).
+    """Locate a box in a contiguous tensor of `shape`: return (elements per run, number of runs, start of each run).
 
     Example::
 
@@ -137,7 +138,7 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, Iterator[int]]:
     dim = len(shape)
     while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
-    dim = max(0, dim - 1)  # the last dim of which not all is there belongs to the run
+    dim = max(0, dim - 1)  # the innermost dim that is only partly covered belongs to the run
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
     lead = box.shape[:dim]
@@ -146,11 +147,11 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, Iterator[int]]:
 
 
 def run_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The elements `start` to `end` of a tensor, counted in C order, as boxes in that order, each of them one run.
+    """Return the elements `start` to `end` of a tensor, in C order, as boxes that are one run each.
 
     Example::
 
-        >>> [b.slices() for b in run_boxes((3, 4), 2, 9)]     # the end of a row, a row, the beginning of one
+        >>> [b.slices() for b in run_boxes((3, 4), 2, 9)]     # the end of a row, a row, the start of one
         [(slice(0, 1), slice(2, 4)), (slice(1, 2), slice(0, 4)), (slice(2, 3), slice(0, 1))]
     """
     if len(shape) < 2:
@@ -172,7 +173,7 @@ def run_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 
 
 def grid_boxes(shape: Sequence[int], cell: Sequence[int], limit: int) -> Iterator[Box]:
-    """Cut a whole tensor into boxes of whole cells of a grid, each of at most `limit` elements (one cell at least)."""
+    """Cut a whole tensor into boxes of whole grid cells, each of at most `limit` elements (at least one cell)."""
     grid = [-(-extent // size) for extent, size in zip(shape, cell, strict=True)]
     for part in boxes(whole(grid), max(1, limit // prod(cell))):
         offset = tuple(o * c for o, c in zip(part.offset, cell, strict=True))

@@ -1,4 +1,4 @@
-"""The layouts: which box of a tensor each rank holds."""
+"""Layouts: which box of a tensor each rank holds."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ Counts = str | tuple[int, ...] | None
 
 
 class Layout(Protocol):
-    """Which box of a tensor each rank holds. Layouts are values: equal if they are made of equal arguments."""
+    """The box of a tensor that each rank holds. Layouts are values: equal if their arguments are equal."""
 
     def boxes(self, shape: Sequence[int], parts: int) -> list[Box]:
-        """The box of each of `parts` ranks in a tensor of `shape`.
+        """Return the box of each of `parts` ranks in a tensor of `shape`.
 
         Raises:
-            ValueError: such a tensor cannot be laid out like this on so many ranks.
+            ValueError: if such a tensor cannot have this layout on that many ranks.
         """
 
     def held(self, shapes: Sequence[Shape]) -> tuple[Shape, list[Box]]:
-        """The shape of the whole tensor and the box of each rank, from the shapes of their parts.
+        """Infer the shape of the whole tensor and the box of each rank from the shapes of all parts.
 
         Raises:
-            ValueError: parts of these shapes are no tensor in this layout.
+            ValueError: if parts of these shapes do not form a tensor in this layout.
         """
 
 
 @dataclass(frozen=True)
 class Block:
-    """A grid of ranks, of which each dimension cuts a dimension of the tensor.
+    """A grid of ranks; each dimension of the grid cuts one dimension of the tensor.
 
     Args:
         grid: the number of ranks along each dimension of the grid; their product is the number of ranks.
-        dims: for each dimension of the grid the dimension of the tensor that it cuts, which may be negative; None for
-            one along which the ranks hold copies. One that is named twice is cut again: each part by itself.
-        counts: how it is cut: the name of a rule ("block" or "chunk"), or for each dimension of the grid a rule,
-            counts, or None for the block rule. None in place of all is the block rule too; as the source of a transfer
-            it is what the ranks hold.
-        order: "row" if the rank counts along the last dimension of the grid first (as in C), "column" if along the
+        dims: for each dimension of the grid, the dimension of the tensor that it cuts (may be negative), or None if
+            the ranks along it hold copies. If a dimension is named twice, each part is cut again.
+        counts: how to cut: the name of a rule ("block" or "chunk"), or one entry for each dimension of the grid: a
+            rule, counts, or None for the block rule. A single None also means the block rule; for the source of a
+            transfer, it means what the ranks hold.
+        order: "row" if ranks are numbered along the last dimension of the grid first (as in C), "column" if along the
             first (as in Fortran).
 
     Example: the tiles of a 4 x 6 tensor on 4 ranks::
@@ -69,7 +69,7 @@ class Block:
                 f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid"
             )
         if min(self.grid, default=1) < 1:
-            raise ValueError(f"grid is {self.grid}, expected ranks along each dimension")
+            raise ValueError(f"grid is {self.grid}, expected at least one rank along each dimension")
         if self.order not in ("row", "column"):
             raise ValueError(f"order is {self.order!r}, expected 'row' or 'column'")
         if self.counts is not None and not isinstance(self.counts, str):
@@ -82,35 +82,35 @@ class Block:
     def boxes(self, shape: Sequence[int], parts: int) -> list[Box]:
         self._check(parts)
         dims = self._dims(len(shape))
-        return [self._box(at, dims, shape) for at in self._places()]
+        return [self._box(coords, dims, shape) for coords in self._coords()]
 
-    def _box(self, at: Sequence[int], dims: Sequence[int | None], shape: Sequence[int]) -> Box:
-        """The box of the rank at a place of the grid: cut dimension after dimension."""
+    def _box(self, coords: Sequence[int], dims: Sequence[int | None], shape: Sequence[int]) -> Box:
+        """Return the box of the rank at these grid coordinates, cut one dimension after the other."""
         box = whole(shape)
-        for n, dim, place, rule in zip(self.grid, dims, at, self._rules(), strict=True):
+        for n, dim, i, rule in zip(self.grid, dims, coords, self._rules(), strict=True):
             if dim is not None:
                 starts, counts = _cut(rule, box.shape[dim], n)
-                start = box.offset[dim] + starts[place]
-                box = box.narrow(dim, start, start + counts[place])
+                start = box.offset[dim] + starts[i]
+                box = box.narrow(dim, start, start + counts[i])
         return box
 
     def held(self, shapes: Sequence[Shape]) -> tuple[Shape, list[Box]]:
         self._check(len(shapes))
         dims, ndim = self._dims(len(shapes[0])), len(shapes[0])
         shape = list(shapes[0])
-        offsets, usual = [[0] * ndim for _ in shapes], [list(shapes[0]) for _ in shapes]
+        offsets, part_shapes = [[0] * ndim for _ in shapes], [list(shapes[0]) for _ in shapes]
         for dim in {dim for dim in dims if dim is not None}:
-            # Along dim the parts lie one behind the other in the order of these places; those in one place are of one
-            # extent, that of the first of them.
-            places = [tuple(i for i, d in zip(at, dims, strict=True) if d == dim) for at in self._places()]
-            extents = {place: held[dim] for place, held in reversed(list(zip(places, shapes, strict=True)))}
+            # Along dim the parts follow each other in the order of their coordinates in the grid dimensions that cut
+            # it. Parts with the same coordinates must have the extent of the first of them.
+            keys = [tuple(i for i, d in zip(coords, dims, strict=True) if d == dim) for coords in self._coords()]
+            extents = {key: held[dim] for key, held in reversed(list(zip(keys, shapes, strict=True)))}
             ordered = sorted(extents)
-            starts = dict(zip(ordered, displs([extents[place] for place in ordered]), strict=True))
+            starts = dict(zip(ordered, displs([extents[key] for key in ordered]), strict=True))
             shape[dim] = sum(extents.values())
-            for rank, place in enumerate(places):
-                offsets[rank][dim], usual[rank][dim] = starts[place], extents[place]
+            for rank, key in enumerate(keys):
+                offsets[rank][dim], part_shapes[rank][dim] = starts[key], extents[key]
         if self.counts is None:
-            expected = [Box(tuple(at), tuple(of)) for at, of in zip(offsets, usual, strict=True)]
+            expected = [Box(tuple(at), tuple(of)) for at, of in zip(offsets, part_shapes, strict=True)]
         else:
             expected = self.boxes(shape, len(shapes))
         _compare(shapes, expected)
@@ -118,12 +118,12 @@ class Block:
 
     def _check(self, parts: int) -> None:
         if prod(self.grid) != parts:
-            raise ValueError(f"the grid {self.grid} is one of {prod(self.grid)} ranks, and there are {parts}")
+            raise ValueError(f"the grid {self.grid} has {prod(self.grid)} ranks, but there are {parts}")
 
     def _dims(self, ndim: int) -> list[int | None]:
         for dim in self.dims:
             if dim is not None and not -ndim <= dim < ndim:
-                raise ValueError(f"dim {dim} is to be cut, of a tensor that has {ndim} dims")
+                raise ValueError(f"dim {dim} cannot be cut: the tensor has {ndim} dims")
         return [None if dim is None else dim % ndim for dim in self.dims]
 
     def _rules(self) -> Sequence[Counts]:
@@ -131,19 +131,19 @@ class Block:
             return [self.counts] * len(self.grid)
         return self.counts
 
-    def _places(self) -> Iterator[tuple[int, ...]]:
-        """The place in the grid of each rank."""
+    def _coords(self) -> Iterator[tuple[int, ...]]:
+        """Iterate over the grid coordinates of all ranks."""
         for rank in range(prod(self.grid)):
-            at = []
+            coords = []
             for n in self.grid if self.order == "column" else reversed(self.grid):
-                rank, place = divmod(rank, n)
-                at.append(place)
-            yield tuple(at) if self.order == "column" else tuple(reversed(at))
+                rank, i = divmod(rank, n)
+                coords.append(i)
+            yield tuple(coords) if self.order == "column" else tuple(reversed(coords))
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A layout of any number of ranks in a line."""
+    """A layout on a one-dimensional grid of any number of ranks."""
 
     def grid(self, parts: int) -> Block:
         raise NotImplementedError
@@ -157,12 +157,12 @@ class _Line:
 
 @dataclass(frozen=True)
 class Split(_Line):
-    """Consecutive rows along one dimension: rank 0 the first ones.
+    """Consecutive rows along one dimension, in rank order.
 
     Args:
-        dim: the dimension that is cut; may be negative.
-        counts: rows of each rank, or the name of a rule: "block" or "chunk". None is the block rule; as the source of
-            a transfer it is what the ranks hold, whatever that is.
+        dim: the dimension to cut; may be negative.
+        counts: rows of each rank, or the name of a rule: "block" or "chunk". None means the block rule; for the source
+            of a transfer, it means whatever the ranks hold.
 
     Example, on 3 ranks::
 
@@ -191,12 +191,12 @@ class Replicate(_Line):
 
 @dataclass(frozen=True)
 class Boxes:
-    """One box for each rank, in any arrangement: they may leave gaps and overlap.
+    """One box for each rank, in any arrangement: the boxes may overlap and leave gaps.
 
     Args:
-        of: for each rank a :class:`Box`, or (offset, shape), each with an entry for each dimension of the tensor.
+        of: for each rank a :class:`Box`, or (offset, shape), with an entry for each dimension of the tensor.
 
-    Example: a small tensor of 4 numbers, of which rank 0 holds the middle and rank 1 all::
+    Example: a tensor of 4 numbers; rank 0 holds the two in the middle, rank 1 all::
 
         >>> Boxes([((1,), (2,)), ((0,), (4,))])
         Boxes(of=(Box(offset=(1,), shape=(2,)), Box(offset=(0,), shape=(4,))))
@@ -209,15 +209,17 @@ class Boxes:
 
     def boxes(self, shape: Sequence[int], parts: int) -> list[Box]:
         if len(self.of) != parts:
-            raise ValueError(f"there are {len(self.of)} boxes, and {parts} ranks")
+            raise ValueError(f"there are {len(self.of)} boxes, but {parts} ranks")
         for rank, box in enumerate(self.of):
             if not box.is_in(shape):
-                raise ValueError(f"the box of rank {rank}, {_show(box)}, is not in a tensor of shape {tuple(shape)}")
+                raise ValueError(
+                    f"the box of rank {rank}, {_show(box)}, is not within a tensor of shape {tuple(shape)}"
+                )
         return list(self.of)
 
     def held(self, shapes: Sequence[Shape]) -> tuple[Shape, list[Box]]:
         if len({len(box.shape) for box in self.of} | {len(shapes[0])}) > 1:
-            raise ValueError(f"the boxes are not all of {len(shapes[0])} dims, as the tensor is")
+            raise ValueError(f"the boxes do not all have {len(shapes[0])} dims, as the tensor does")
         ends = [[o + n for o, n in zip(box.offset, box.shape, strict=True)] for box in self.of]
         shape = tuple(map(max, zip(*ends, strict=True)))
         expected = self.boxes(shape, len(shapes))
@@ -226,20 +228,20 @@ class Boxes:
 
 
 def _set(value: object, name: str, content: object) -> None:
-    object.__setattr__(value, name, content)  # the way of a frozen dataclass
+    object.__setattr__(value, name, content)  # as frozen dataclasses do
 
 
 def _counts(counts: str | Iterable[int] | None) -> Counts:
     if counts is None or isinstance(counts, str):
         if counts is not None and counts not in PARTITIONS:
-            raise ValueError(f"counts names no rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
+            raise ValueError(f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
         return counts
     return tuple(index(count) for count in counts)
 
 
 @lru_cache(maxsize=256)
 def _cut(rule: Counts, extent: int, parts: int) -> tuple[list[int], list[int]]:
-    """Where each of the parts starts, and how long it is."""
+    """Return the starts and the lengths of the parts."""
     counts = counts_of(rule, extent, parts)
     return displs(counts), counts
 
@@ -247,8 +249,8 @@ def _cut(rule: Counts, extent: int, parts: int) -> tuple[list[int], list[int]]:
 def _compare(shapes: Sequence[Shape], expected: Sequence[Box]) -> None:
     for rank, (held, want) in enumerate(zip(shapes, expected, strict=True)):
         if tuple(held) != want.shape:
-            raise ValueError(f"rank {rank} holds a part of shape {tuple(held)}, where the layout has {want.shape}")
+            raise ValueError(f"rank {rank} holds a part of shape {tuple(held)}, expected {want.shape} in this layout")
 
 
 def _show(box: Box) -> str:
-    return f"{box.shape} from {box.offset} on"
+    return f"{box.shape} at offset {box.offset}"

@@ -1,4 +1,4 @@
-"""What two layouts have in common: who sends which box to whom."""
+"""Plan a transfer between two layouts: which rank sends which box to which."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Overlaps", "overlaps"]
 
 
 class Overlaps(NamedTuple):
-    """What one rank does in a transfer; what it has already is among both, with itself.
+    """The part of one rank in a transfer. Both lists include what it already has, as a message to itself.
 
     Attributes:
-        sends: (rank, box of the whole tensor) for what it sends; to each rank in the order in which that receives.
-        recvs: (rank, box) for what it receives: together its box, each element once.
-        missing: how many elements of its box no rank holds.
+        sends: (dest, box of the whole tensor) pairs; for each dest in the order in which it receives them.
+        recvs: (source, box) pairs; together they cover its box, each element once.
+        missing: number of elements of its box that no rank holds.
     """
 
     sends: list[tuple[int, Box]]
@@ -25,10 +25,9 @@ class Overlaps(NamedTuple):
 
 
 def overlaps(source: Sequence[Box], dest: Sequence[Box], rank: int) -> Overlaps:
-    """What `rank` sends and receives so that a tensor of which the ranks hold the boxes `source` comes to `dest`.
+    """Find what `rank` sends and receives when a tensor moves from the boxes `source` to the boxes `dest`.
 
-    No element travels twice to a rank, and none that it holds itself; of the ranks that hold copies of a box, each
-    serves some of the others.
+    No rank receives an element twice, or one that it holds itself. Ranks that hold copies of a box share the sends.
 
     Example, on rank 0 of 2, from rows to columns of a 4 x 4 tensor::
 
@@ -37,62 +36,66 @@ def overlaps(source: Sequence[Box], dest: Sequence[Box], rank: int) -> Overlaps:
         >>> sends[1], recvs[1]
         ((1, Box(offset=(0, 2), shape=(2, 2))), (1, Box(offset=(2, 0), shape=(2, 2))))
     """
-    sharing = _Sharing(source)
-    recvs = list(sharing.parts(dest[rank], rank))
+    owners = _Owners(source)
+    recvs = list(owners.parts(dest[rank], rank))
     sends = []
-    for taker, wanted in enumerate(dest):
-        given = sharing.only(wanted, taker, rank) if sharing.apart else sharing.parts(wanted, taker)
-        sends += [(taker, box) for giver, box in given if giver == rank]
+    for peer, wanted in enumerate(dest):
+        found = owners.parts_of(rank, wanted, peer) if owners.disjoint else owners.parts(wanted, peer)
+        sends += [(peer, box) for owner, box in found if owner == rank]
     return Overlaps(sends, recvs, dest[rank].size() - sum(box.size() for _, box in recvs))
 
 
-class _Sharing:
-    """The boxes that ranks hold, each with its holders.
+class _Owners:
+    """The boxes that the ranks hold.
 
     Attributes:
-        apart: different boxes do not overlap, so that nothing has to be taken out of what is still wanted.
+        ranks: the owners of each box.
+        disjoint: whether different boxes never overlap, so that nothing must be subtracted from what is still missing.
     """
 
     def __init__(self, source: Sequence[Box]) -> None:
         self.source = source
-        self.holders: dict[Box, list[int]] = {}
+        self.ranks: dict[Box, list[int]] = {}
         for rank, box in enumerate(source):
             if box.size():
-                self.holders.setdefault(box, []).append(rank)
-        self.apart = _apart(list(self.holders))
+                self.ranks.setdefault(box, []).append(rank)
+        self.disjoint = _disjoint(list(self.ranks))
 
-    def parts(self, wanted: Box, taker: int) -> Iterator[tuple[int, Box]]:
-        """(a rank, what `taker` gets of it), for all that it wants: of itself first."""
-        own = self.source[taker]
+    def parts(self, wanted: Box, dest: int) -> Iterator[tuple[int, Box]]:
+        """Iterate over (owner, the part of `wanted` that it sends to `dest`), the part of `dest` itself first."""
+        own = self.source[dest]
         rest = [wanted] if wanted.size() else []
-        for box in sorted(self.holders, key=lambda box: box != own):
+        for box in sorted(self.ranks, key=lambda box: box != own):
             common = [part for part in (left.intersect(box) for left in rest) if part.size()]
             if common:
-                giver = self._giver(box, taker)
-                yield from ((giver, part) for part in common)
-                if not self.apart:
+                owner = self._owner(box, dest)
+                yield from ((owner, part) for part in common)
+                if not self.disjoint:
                     rest = [part for left in rest for part in left.without(box)]
 
-    def only(self, wanted: Box, taker: int, giver: int) -> Iterator[tuple[int, Box]]:
-        """What `taker` gets of one rank: a short way to it if the boxes are apart."""
-        common = wanted.intersect(self.source[giver])
-        if common.size() and self._giver(self.source[giver], taker) == giver:
-            yield giver, common
+    def parts_of(self, owner: int, wanted: Box, dest: int) -> Iterator[tuple[int, Box]]:
+        """Iterate over the parts that `owner` sends: the fast case of :meth:`parts` for disjoint boxes."""
+        common = wanted.intersect(self.source[owner])
+        if common.size() and self._owner(self.source[owner], dest) == owner:
+            yield owner, common
 
-    def _giver(self, box: Box, taker: int) -> int:
-        if self.source[taker] == box:
-            return taker
-        holders = self.holders[box]
-        return holders[taker % len(holders)]
+    def _owner(self, box: Box, dest: int) -> int:
+        """Return the owner that sends from a box to `dest`."""
+        if self.source[dest] == box:
+            return dest
+        owners = self.ranks[box]
+        return owners[dest % len(owners)]
 
 
-def _apart(boxes: list[Box]) -> bool:
-    """Whether no two boxes overlap: each is compared with those that begin before it ends, along the dim in which most
-    begin at places of their own."""
+def _disjoint(boxes: list[Box]) -> bool:
+    """Return whether no two boxes overlap.
+
+    Each box is compared with those that start before it ends, along the dim with the most distinct starts.
+    """
     if len(boxes) < 2:
         return True
-    begins = [len({box.offset[dim] for box in boxes}) for dim in range(len(boxes[0].shape))]
-    dim = begins.index(max(begins))
+    distinct = [len({box.offset[dim] for box in boxes}) for dim in range(len(boxes[0].shape))]
+    dim = distinct.index(max(distinct))
     ordered = sorted(boxes, key=lambda box: box.offset[dim])
     for i, box in enumerate(ordered):
         end = box.offset[dim] + box.shape[dim]

@@ -1,4 +1,4 @@
-"""How an extent is shared among ranks: counts and displacements, in rows."""
+"""Partition an extent among ranks: counts and displacements, in rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PARTITIONS", "balance", "block", "block_range", "block_ranges", "chu
 
 
 def block(extent: int, parts: int) -> list[int]:
-    """Share `extent` rows evenly: the first ``extent % parts`` ranks hold one row more.
+    """Partition `extent` rows evenly: the first ``extent % parts`` ranks hold one extra row.
 
     Example::
 
@@ -22,7 +22,7 @@ def block(extent: int, parts: int) -> list[int]:
 
 
 def chunk(extent: int, parts: int) -> list[int]:
-    """Share `extent` rows by the ceiling rule of ``torch.chunk`` and DTensor: the last ranks may hold none.
+    """Partition `extent` rows by the ceiling rule of ``torch.chunk`` and DTensor: the last ranks may hold none.
 
     Example::
 
@@ -34,36 +34,36 @@ def chunk(extent: int, parts: int) -> list[int]:
 
 
 def balance(weights: Sequence[float], parts: int) -> list[int]:
-    """Share rows of unequal weight evenly: counts for contiguous parts, in order, whose weights differ little.
+    """Partition rows of unequal weight into consecutive parts of similar weight; return their counts, in order.
 
-    Each cut is made at the row whose start is nearest to the ideal place, so that it is off by at most half the
-    largest weight. No part then weighs more than the ideal part plus the largest weight, and so none more than the
-    heaviest part of the best way to cut plus the largest weight.
+    Each cut is at the row start nearest to the ideal cut, off by at most half the largest weight. Therefore no part
+    weighs more than the ideal part plus the largest weight, or than the heaviest part of the best partition plus the
+    largest weight.
 
     Args:
-        weights: of each row, numbers >= 0, such as the length of a sequence.
+        weights: the weight of each row, a number >= 0, such as the length of a sequence.
         parts: the number of ranks.
 
     Raises:
-        ValueError: a weight is negative or not a number, or `parts` is not positive.
+        ValueError: if a weight is negative or not a number, or `parts` is not positive.
 
     Example::
 
         >>> balance([8, 1, 1, 1, 1, 4], 2)
         [1, 5]
     """
-    # An array's own numbers would overflow.
+    # NumPy integers would overflow.
     weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]
     if parts < 1:
         raise ValueError(f"parts is {parts}, expected at least 1")
     if not all(0 <= weight < float("inf") for weight in weights):
         raise ValueError("weights must be numbers >= 0")
-    starts = list(accumulate(weights, initial=0))  # of each row, and the end of the last
+    starts = list(accumulate(weights, initial=0))  # the start of each row, and the end of the last
     total, cuts = starts[-1], [0]
     if total == 0:
         return block(len(weights), parts)
     for part in range(1, parts):
-        # Scaled by `parts`, so that integers are compared exactly.
+        # Scaled by `parts`, to compare integers exactly.
         at = bisect_left(starts, part * total, key=lambda start: start * parts)
         if at > 0 and part * total - starts[at - 1] * parts < starts[at] * parts - part * total:
             at -= 1
@@ -78,12 +78,12 @@ def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> li
     """Turn a rule's name, explicit counts, or None (the block rule) into `parts` counts that add up to `extent`.
 
     Raises:
-        ValueError: the name is unknown, or the counts are not `parts` integers >= 0 with the sum `extent`.
+        ValueError: if the name is unknown, or the counts are not `parts` integers >= 0 that add up to `extent`.
     """
     if counts is None or isinstance(counts, str):
         rule = PARTITIONS.get("block" if counts is None else counts)
         if rule is None:
-            raise ValueError(f"counts names no rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
+            raise ValueError(f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
         return rule(extent, parts)
     values = [int(c) for c in counts]
     if len(values) != parts:
@@ -96,7 +96,7 @@ def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> li
 
 
 def displs(counts: Sequence[int]) -> list[int]:
-    """Where each rank's part starts in the whole.
+    """Return the start of each rank's part in the whole.
 
     Example::
 
@@ -107,7 +107,7 @@ def displs(counts: Sequence[int]) -> list[int]:
 
 
 def pieces(extent: int, limit: int) -> list[tuple[int, int]]:
-    """Cut `extent` into (start, length) pieces of at most `limit`; none for an extent of 0.
+    """Cut `extent` into (start, length) pieces of at most `limit`; an extent of 0 has no pieces.
 
     Example::
 
@@ -118,7 +118,7 @@ def pieces(extent: int, limit: int) -> list[tuple[int, int]]:
 
 
 def block_range(extent: int, parts: int, rank: int) -> range:
-    """Which of `extent` things are a rank's, if all of `parts` ranks share them by the block rule.
+    """Return the range of a rank in `extent` items that `parts` ranks share by the block rule.
 
     Example::
 
@@ -128,15 +128,15 @@ def block_range(extent: int, parts: int, rank: int) -> range:
     return range(*block_ranges(extent, parts, parts)[rank])
 
 
-def block_ranges(extent: int, parts: int, takers: int) -> list[tuple[int, int]]:
-    """Share `extent` things by the block rule among `takers` of `parts` ranks, evenly spread: (first, end) a rank.
+def block_ranges(extent: int, parts: int, owners: int) -> list[tuple[int, int]]:
+    """Partition `extent` items by the block rule among `owners` of `parts` ranks, evenly spread: (start, end) per rank.
 
     Example::
 
         >>> block_ranges(10, 4, 2)       # ranks 0 and 2
         [(0, 5), (5, 5), (5, 10), (10, 10)]
     """
-    chosen = {taker * parts // takers for taker in range(takers)}
-    counts = iter(block(extent, takers))
+    chosen = {i * parts // owners for i in range(owners)}
+    counts = iter(block(extent, owners))
     ends = list(accumulate((next(counts) if rank in chosen else 0 for rank in range(parts)), initial=0))
     return list(pairwise(ends))

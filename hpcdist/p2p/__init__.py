@@ -1,1 +1,1 @@
-"""send and recv: structures from one rank to another."""
+"""Point-to-point operations: send and receive structures."""

@@ -1,4 +1,4 @@
-"""What two ranks send each other: steps that wait for MPI, done at once, or by a thread that looks after many."""
+"""The engine of point-to-point transfers: runs their steps now, or in a thread that advances many of them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hpcdist.comm.matching import Envelope, Unexpected, conflict
 from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
 from hpcdist.runtime.background import Handle, check_threads
-from hpcdist.runtime.engine import LONGEST_NAP, Engine, Steps, Turn
+from hpcdist.runtime.engine import MAX_SLEEP, Engine, Steps, Turn
 
-__all__ = ["DONE", "Arrival", "Aside", "Departure", "Requests", "Transport", "transport"]
+__all__ = ["DONE", "RecvTurn", "Requests", "SendTurn", "Task", "Transport", "transport"]
 
 T = TypeVar("T")
 
-_SPINS = 200  # looks before the first nap
+_SPINS = 200  # polls before the first sleep
 
 
-class _Mark:
-    """A point in a transfer: there is nothing to wait for."""
+class _Done:
+    """The end of a transfer: nothing to wait for."""
 
     def ready(self) -> bool:
         return True
@@ -39,11 +39,11 @@ class _Mark:
         return None
 
 
-DONE = _Mark()
+DONE = _Done()
 
 
 class Requests:
-    """Until messages have been sent or received."""
+    """Waits until messages are sent or received."""
 
     def __init__(self, requests: list[MPI.Request]) -> None:
         self._requests = requests
@@ -55,9 +55,12 @@ class Requests:
         MPI.Request.Waitall(self._requests)
 
 
-class Aside(Generic[T]):
-    """Until a step that may take long, of this rank alone, is done: in a thread of its own where other transfers wait
-    meanwhile, else at once. What it raises, result() raises."""
+class Task(Generic[T]):
+    """Waits until a long step of this rank alone is done.
+
+    ready() runs it in a thread of its own, so that other transfers can advance; wait() runs it in this thread.
+    result() raises its error.
+    """
 
     def __init__(self, step: Callable[[], T]) -> None:
         self._step = step
@@ -85,96 +88,94 @@ class Aside(Generic[T]):
             self._future.set_exception(error)
 
 
-class Departure(Turn):
-    """Until a message may be sent: what it is made of is there, and those begun before it have been sent.
+class SendTurn(Turn):
+    """Waits until a message may be sent: after its task, and after the earlier messages of its queue.
 
     Args:
-        queue: (group, receiver, tag) of the message: those of one queue are sent in their order.
-        made: what has to be done first, if anything.
+        queue: (group, receiver, tag) of the message; messages of one queue are sent in order.
+        task: a task to do first, if any.
     """
 
-    def __init__(self, queue: tuple[int, int, int], made: Aside[Any] | None = None) -> None:
-        self._queue, self._made = queue, made
+    def __init__(self, queue: tuple[int, int, int], task: Task[Any] | None = None) -> None:
+        self._queue, self._task = queue, task
 
     def ready(self) -> bool:
-        return self._made is None or self._made.ready()
+        return self._task is None or self._task.ready()
 
     def wait(self) -> None:
-        if self._made is not None:
-            self._made.wait()
-            self._made.result()  # what it raises concerns this rank alone: nothing has been sent
+        if self._task is not None:
+            self._task.wait()
+            self._task.result()  # an error concerns this rank alone: nothing has been sent
 
     def conflicts_with(self, other: Turn) -> bool:
-        """Whether one of them has to be sent before the other."""
-        return isinstance(other, Departure) and self._queue == other._queue
+        return isinstance(other, SendTurn) and self._queue == other._queue
 
 
-class Arrival(Turn):
-    """Until a message has come in; it is then taken out, for this receiver alone.
+class RecvTurn(Turn):
+    """Waits until a message arrives, and takes it for this receive alone.
 
     Args:
-        group: in which it was sent.
-        source: the world's rank of its sender; None for any.
-        tag: None for any.
+        group: the group of the message.
+        source: the world rank of its sender; None means any.
+        tag: the tag of the message; None means any.
 
     Attributes:
-        taken: its envelope, when it has come.
+        matched: envelope of the message, once it has arrived.
     """
 
     def __init__(self, unexpected: Unexpected, group: Group, source: int | None, tag: int | None) -> None:
         self._unexpected, self._group = unexpected, group
         self._wanted = group.message_key(), source, tag
-        self.taken: list[Envelope] = []
+        self.matched: list[Envelope] = []
 
     def ready(self) -> bool:
         if self._group.ended:
             raise HpcdistError("the group has ended before this message was received")
-        return self._unexpected.take(*self._wanted, self.taken)
+        return self._unexpected.take(*self._wanted, self.matched)
 
     def give_back(self) -> None:
-        """Leave the message to another receive."""
-        for envelope in self.taken:
+        """Return the message, for another receive."""
+        for envelope in self.matched:
             self._unexpected.give_back(envelope)
 
     def wait(self) -> None:
-        """By looking again and again, and not inside MPI: there a handler of Python's, of Ctrl-C say, would not run."""
+        """Poll instead of waiting in MPI, where Python's signal handlers (Ctrl-C) would not run."""
         for _ in range(_SPINS):
             if self.ready():
                 return
             os.sched_yield()  # time.sleep(0) may take 50 us
         begin = time.monotonic()
         while not self.ready():
-            time.sleep(min(LONGEST_NAP, (time.monotonic() - begin) / 10))
+            time.sleep(min(MAX_SLEEP, (time.monotonic() - begin) / 10))
 
     def conflicts_with(self, other: Turn) -> bool:
-        """Whether there are messages that both could take."""
-        return isinstance(other, Arrival) and conflict(self._wanted, other._wanted)
+        return isinstance(other, RecvTurn) and conflict(self._wanted, other._wanted)
 
 
 class Transport(Engine):
-    """The transfers between this rank and others that are under way.
+    """The transfers in progress between this rank and others.
 
-    What was asked for first comes first: a transfer in the foreground queues after sends that have not begun, and
+    They run in the order of the calls: a transfer in the foreground queues after sends that have not begun, and after
     receives that have not ended, in the background.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__("hpcdist-p2p", partial(_set_device, context.settings.device))
         self.context = context
-        self._number = 0  # of the latest message sent, by which its parts are told from others'
+        self._number = 0  # number of the latest message sent, the MPI tag of its parts
         self._counting = threading.Lock()
-        self._ahead = {True: 0, False: 0}  # receives that have not ended, sends that have not begun
+        self._queued = {True: 0, False: 0}  # receives that have not ended, sends that have not begun
 
     def number(self) -> int:
-        """A number for a message, even and below the largest tag: an answer to it has the number behind it."""
+        """Return a number for a message: even and below the largest tag; the answer to it has the next number."""
         with self._counting:
             self._number = (self._number + 2) % (self.context.most_tag // 2 * 2)
             return self._number
 
     def run(self, verb: str, steps: Steps[T], receives: bool) -> T:
-        """Do a transfer now."""
-        if self._ahead[receives]:
-            return self._run_behind(verb, steps, receives)
+        """Run a transfer in the foreground."""
+        if self._queued[receives]:
+            return self._run_queued(verb, steps, receives)
         first, begun = next(steps), False
         try:
             first.wait()
@@ -184,43 +185,43 @@ class Transport(Engine):
                     waiting.wait()
                     activity.touch()
         except BaseException:
-            if not begun and isinstance(first, Arrival):
+            if not begun and isinstance(first, RecvTurn):
                 first.give_back()
             raise
         return _result(steps)
 
-    def _run_behind(self, verb: str, steps: Steps[T], receives: bool) -> T:
-        """Do a transfer now, behind others that are under way."""
+    def _run_queued(self, verb: str, steps: Steps[T], receives: bool) -> T:
+        """Run a transfer after others in the background, and wait for it."""
         future: futures.Future[T] = self._queue(steps, receives)
         try:
             return Handle(future, "the transfer().wait", self.context.team, activity.NOBODY).wait()
         except BaseException as error:
             if future.cancel() or (future.done() and future.exception() is error):
-                raise  # nothing has been taken or sent, or it is the transfer's own
+                raise  # nothing has been taken or sent, or it is the error of the transfer
             with abort.InStep(verb, self.context.team.size):
                 raise
 
     def start(self, verb: str, steps: Steps[T], peer: int, receives: bool) -> Handle[T]:
-        """Do a transfer in the background; it depends on `peer`, a rank of the world."""
+        """Start a transfer in the background; it depends on `peer`, a world rank."""
         return Handle(self._queue(steps, receives), f"{verb}().wait", self.context.team, peer)
 
     def _queue(self, steps: Steps[T], receives: bool) -> futures.Future[T]:
-        """Hand a transfer to the thread. Until it has got its message, or sends it, it can be cancelled."""
+        """Submit a transfer to the thread. It can be cancelled until it has matched a message, or starts sending."""
         check_threads()
         with self._counting:
-            self._ahead[receives] += 1
-        future = self.submit(steps, None if receives else lambda: self._passed(False))
+            self._queued[receives] += 1
+        future = self.submit(steps, None if receives else lambda: self._leave_queue(False))
         if receives:
-            future.add_done_callback(lambda _: self._passed(True))
+            future.add_done_callback(lambda _: self._leave_queue(True))
         return future
 
-    def _passed(self, receives: bool) -> None:
+    def _leave_queue(self, receives: bool) -> None:
         with self._counting:
-            self._ahead[receives] -= 1
+            self._queued[receives] -= 1
 
 
 def transport(context: Context) -> Transport:
-    """The transport of a job's ranks, begun when it is first used; nothing is communicated."""
+    """Return the transport of a job, created at its first use; no communication."""
     if context.engine is None:
         context.engine = Transport(context)
     assert isinstance(context.engine, Transport)
@@ -233,7 +234,7 @@ def _set_device(device: torch.device) -> None:
 
 
 def _result(steps: Steps[T]) -> T:
-    """Of a transfer that has nothing to wait for any more."""
+    """Finish a transfer that has nothing left to wait for."""
     try:
         while True:
             next(steps)

@@ -1,8 +1,8 @@
-"""send, recv, isend, irecv: whole structures from one rank to another, which knows nothing of them beforehand.
+"""send, recv, isend, irecv: send whole structures to a rank that needs no advance knowledge of them.
 
-One message has the header and all small tensors; each large one follows by itself, from its memory into new memory.
-They go over communicators of the library's own, and carry the group and a number of the sender's, so that nothing else
-meets them. No other rank of the group takes part: a group need not have been used before.
+One message carries the header and all small tensors; each large tensor follows by itself, from its memory into new
+memory. Messages use the library's own communicators, and carry the group and a number, so that they match no others. No
+other rank of the group takes part, and the group need not have been used before.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def send(
 ) -> None:
     """Send a tensor, or a structure of tensors, to another rank, which receives it with :func:`recv`.
 
-    Returns once the memory of `x` may be used again, which may be only when it is being received.
+    Returns when the memory of `x` can be reused, which may be only after the receiver has called recv.
 
     Args:
         x: tensors and numpy arrays of any shapes and dtypes, numbers, strings, bytes and None, in lists, tuples, dicts,
-            named tuples and dataclasses. No gradient flows.
+            named tuples and dataclasses. Gradients do not flow.
         dest: the rank in `group` that receives.
-        tag: a number >= 0 by which the receiver may choose among messages.
-        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks. The same as the receiver's.
-        route: "mpi" (which "auto" stands for), or "hdf5": through a file in the staging folder, for very large tensors.
-            The receiver need not be told.
-        allow_pickle: send other objects as pickles; the receiver must allow them too.
+        tag: a number >= 0 that the receiver can match.
+        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. The same as the receiver's.
+        route: "mpi" (the meaning of "auto"), or "hdf5": through a file in the staging folder, for very large tensors.
+            The receiver passes no route.
+        allow_pickle: whether to send other objects as pickles; the receiver must allow them too.
 
     Raises:
-        TypeError, ValueError: on this rank, for a wrong argument, or parts that cannot be sent. Nothing was sent.
-        HpcdistError: on this rank: `group` is a second communicator of the same ranks, and no collective call has told
-            the two apart yet.
-        FileError: with route "hdf5", on both ranks: the file cannot be written, or is not seen by the other one.
+        TypeError, ValueError: on this rank, if an argument is wrong, or a part cannot be sent. Nothing was sent.
+        HpcdistError: on this rank, if `group` is a second communicator of the same ranks, and no collective call on it
+            has distinguished the two yet.
+        FileError: with route "hdf5", on both ranks, if the file cannot be written, or the receiver does not see it.
 
     Example::
 
@@ -82,7 +82,7 @@ def isend(
     route: str = "auto",
     allow_pickle: bool = False,
 ) -> Handle[None]:
-    """As :func:`send`, in the background: returns a handle at once. Until it is done, `x` must not be changed."""
+    """Send in the background, as :func:`send`: return a handle at once. Until it is done, `x` must not be changed."""
     engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
     return engine.start("isend", steps, outgoing.dest, receives=False)
 
@@ -103,27 +103,27 @@ def recv(
     allow_pickle: bool = False,
     with_source: bool = False,
 ) -> Any:
-    """Receive what another rank has sent; nothing has to be known of it.
+    """Receive a structure from another rank, without advance knowledge of it.
 
-    Waits until something comes, up to the deadline of all calls; ``irecv(...).wait(timeout)`` waits as long as told.
-    A message for which there is no memory here ends the job, since its sender depends on this rank.
+    Waits until a message arrives, up to the deadline of all calls; ``irecv(...).wait(timeout)`` has its own timeout. A
+    message too large for the memory of this rank aborts the job, since its sender depends on this rank.
 
     Args:
-        source: the rank in `group` that sends; None for any. What one rank sends with one tag comes in that order.
-        tag: only what was sent with this tag; None for any.
-        group: as the sender's. The other ranks of the group take no part.
-        allow_pickle: read pickles, which can run any code; only from a sender that is trusted.
-        with_source: return (structure, source).
+        source: the rank in `group` that sends; None means any. Messages of one rank with one tag arrive in order.
+        tag: the tag of the message; None means any.
+        group: the same as the sender's. Other ranks of the group take no part.
+        allow_pickle: whether to load pickles, which can run any code: only from trusted senders.
+        with_source: whether to return (structure, source).
 
     Returns:
-        The structure. A tensor that was on a GPU is on this rank's own GPU, or on the CPU if it has none; the others
-        are on the CPU.
+        The structure. Tensors from a GPU are on this rank's own GPU, or on the CPU if it has none; others are on the
+        CPU.
 
     Raises:
-        TypeError: a class in it is not known here, or there is a pickle that is not allowed. The message is used up.
-        TypeError, ValueError: for a wrong argument.
-        FileError: as for :func:`send`.
-        HpcdistError: the message is damaged.
+        TypeError: if a class in it is unknown here, or it contains a pickle that is not allowed. The message is lost.
+        TypeError, ValueError: if an argument is wrong.
+        FileError: as in :func:`send`.
+        HpcdistError: if the message is damaged.
     """
     engine, peer, steps = _receiving(source, tag, group, allow_pickle)
     with activity.InCall("recv", engine.context.team, peer):
@@ -147,7 +147,7 @@ def irecv(
     allow_pickle: bool = False,
     with_source: bool = False,
 ) -> Handle[Any]:
-    """As :func:`recv`, in the background: returns a handle at once, whose wait() returns the structure."""
+    """Receive in the background, as :func:`recv`: return a handle at once, whose wait() returns the structure."""
     engine, peer, steps = _receiving(source, tag, group, allow_pickle)
 
     def received() -> Steps[Any]:
@@ -160,47 +160,47 @@ def irecv(
 def _sending(
     x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: bool
 ) -> tuple[Transport, Outgoing, Steps[None]]:
-    """Check what is to be sent, and the steps of sending it."""
+    """Validate the arguments; return the engine, the message, and the steps of sending it."""
     from hpcdist.p2p.engine import transport
     from hpcdist.p2p.transfers import Outgoing, by_file, by_mpi
 
-    _runs()
+    _check_eager()
     context = world.current().context
-    of, engine = context.group_of(group), transport(context)
-    _check("dest", dest, of.size)
+    ranks, engine = context.group_of(group), transport(context)
+    _check("dest", dest, ranks.size)
     _check_tag(context, tag)
     if route not in ROUTES:
         raise ValueError(f"route is {route!r}, expected one of {', '.join(ROUTES)}")
     tree = flatten(x, allow_pickle)
     if any(tensor.is_cuda for tensor in tree.tensors):
-        torch.cuda.current_stream().synchronize()  # the background has streams of its own
+        torch.cuda.current_stream().synchronize()  # the background uses other streams
     contents = Contents.of(tree.tensors)
-    outgoing = Outgoing(context, of.message_key(), of.peers[dest], tag, engine.number())
-    way = by_file if route == "hdf5" and contents.large else by_mpi
-    return engine, outgoing, way(outgoing, tree, contents)
+    outgoing = Outgoing(context, ranks.message_key(), ranks.peers[dest], tag, engine.number())
+    send_by = by_file if route == "hdf5" and contents.large else by_mpi
+    return engine, outgoing, send_by(outgoing, tree, contents)
 
 
 def _receiving(
     source: int | None, tag: int | None, group: Any, allow_pickle: bool
 ) -> tuple[Transport, int, Steps[tuple[Any, int]]]:
-    from hpcdist.p2p.engine import Arrival, transport
+    from hpcdist.p2p.engine import RecvTurn, transport
     from hpcdist.p2p.transfers import receive
 
-    _runs()
+    _check_eager()
     context = world.current().context
-    of, engine = context.group_of(group), transport(context)
+    ranks, engine = context.group_of(group), transport(context)
     if source is not None:
-        _check("source", source, of.size)
+        _check("source", source, ranks.size)
     if tag is not None:
         _check_tag(context, tag)
-    from_ = None if source is None else of.peers[source]
-    arrival = Arrival(context.unexpected, of, from_, tag)
-    return engine, activity.ANYBODY if from_ is None else from_, receive(context, of, arrival, allow_pickle)
+    peer = None if source is None else ranks.peers[source]
+    turn = RecvTurn(context.unexpected, ranks, peer, tag)
+    return engine, activity.ANYBODY if peer is None else peer, receive(context, ranks, turn, allow_pickle)
 
 
-def _runs() -> None:
-    if (untraceable := recorded()) is not None:
-        raise HpcdistError(untraceable)
+def _check_eager() -> None:
+    if (problem := recorded()) is not None:
+        raise HpcdistError(problem)
 
 
 def _check(name: str, rank: int, size: int) -> None:
@@ -210,4 +210,4 @@ def _check(name: str, rank: int, size: int) -> None:
 
 def _check_tag(context: Context, tag: int) -> None:
     if not 0 <= index(tag) <= context.most_tag:
-        raise ValueError(f"tag is {tag}, expected 0 to {context.most_tag}, which this MPI allows")
+        raise ValueError(f"tag is {tag}, expected 0 to {context.most_tag}, the maximum of this MPI")

@@ -1,4 +1,4 @@
-"""The steps by which a structure goes from rank to rank, through MPI or a file: see :mod:`hpcdist.p2p.engine`."""
+"""The steps of sending and receiving a structure, over MPI or through a file: see :mod:`hpcdist.p2p.engine`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from hpcdist import layout, limits
 from hpcdist.comm.context import Context
 from hpcdist.comm.groups import Group
-from hpcdist.comm.matching import Envelope, bytes_of, sealed
+from hpcdist.comm.matching import Envelope, bytes_of, with_envelope
 from hpcdist.errors import FileError, HpcdistError, reason
-from hpcdist.p2p.engine import DONE, Arrival, Aside, Departure, Requests
+from hpcdist.p2p.engine import DONE, RecvTurn, Requests, SendTurn, Task
 from hpcdist.process import abort
 from hpcdist.routes.hdf5 import Stage, fetch
 from hpcdist.runtime.engine import Steps
-from hpcdist.tensors.message import Contents, Header, Messages, bounded, encode, parse
+from hpcdist.tensors.message import Contents, Header, Messages, check_memory, encode, parse
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes, row_major
-from hpcdist.tensors.tree import Tree, finished, rebuild
+from hpcdist.tensors.tree import Tree, decode, rebuild
 
 __all__ = ["Outgoing", "by_file", "by_mpi", "receive"]
 
-_ANSWER = 1024  # bytes at most, of what went wrong while a file was read
+_ANSWER = 1024  # bytes of an error text at most, after a file was read
 
 
 class Outgoing(NamedTuple):
-    """Who sends what to whom: the group's key, the world's rank of the receiver, the tag, the message's number."""
+    """A message to send: key of the group, world rank of the receiver, tag, and number of the message."""
 
     context: Context
     key: int
@@ -37,30 +37,30 @@ class Outgoing(NamedTuple):
     tag: int
     number: int
 
-    def departure(self, made: Aside[Any] | None = None) -> Departure:
-        """The moment when it may be sent."""
-        return Departure((self.key, self.dest, self.tag), made)
+    def turn(self, task: Task[Any] | None = None) -> SendTurn:
+        """Return its turn among the messages to send."""
+        return SendTurn((self.key, self.dest, self.tag), task)
 
     def send_first(self, content: Tensor) -> list[MPI.Request]:
-        """Begin to send the header with the small tensors."""
-        envelope, *apart = sealed(self.key, self.tag, self.number, content)
+        """Start sending the header with the small tensors."""
+        envelope, *rest = with_envelope(self.key, self.tag, self.number, content)
         first = self.context.header_comm.Isend([bytes_of(envelope), MPI.BYTE], self.dest, 0)
-        return [first, *(request for x in apart for request in self.send(x))]
+        return [first, *(request for x in rest for request in self.send(x))]
 
     def send(self, x: Tensor) -> list[MPI.Request]:
-        """Begin to send bytes in host memory, in pieces."""
+        """Start sending bytes in host memory, in pieces."""
         comm, pieces = self.context.data_comm, layout.pieces(x.numel(), limits.PIECE)
         return [comm.Isend([bytes_of(x[at : at + n]), MPI.BYTE], self.dest, self.number) for at, n in pieces]
 
 
 def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
-    """The header with the small tensors, and each large one behind it."""
+    """Send the header with the small tensors, then each large tensor."""
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
     longest = max((x.numel() for x in large if x.is_cuda), default=0)
     chunk = Scratch(pinned=longest > 0).take([min(limits.WINDOW, longest)], torch.uint8)
-    yield outgoing.departure()
-    # From here on nothing takes memory: who has got the header depends on what follows.
+    yield outgoing.turn()
+    # No memory is allocated from here on: a receiver of the header depends on what follows.
     requests = outgoing.send_first(messages.first)
     for x in large:
         if x.is_cuda:
@@ -74,7 +74,7 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
 
 
 def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
-    """The header with the small tensors; the large ones are in a file by then, which goes when they have been read."""
+    """Write the large tensors to a file, send the header with the small ones; remove the file when it has been read."""
     context, sizes = outgoing.context, [contents.nbytes[i] for i in contents.large]
     stages: list[Stage] = []
 
@@ -86,10 +86,10 @@ def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
         return Messages(tree.tensors, contents, header)
 
     try:
-        written = Aside(write)
+        task = Task(write)
         answer = bytearray(_ANSWER)
-        yield outgoing.departure(written)
-        messages = written.result()
+        yield outgoing.turn(task)
+        messages = task.result()
         requests = outgoing.send_first(messages.first)
         for rest in messages.rest:
             requests += outgoing.send(rest)
@@ -104,69 +104,69 @@ def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
         raise FileError(f"send(): rank {outgoing.dest}: {problem}")
 
 
-def receive(context: Context, group: Group, arrival: Arrival, allow_pickle: bool) -> Steps[tuple[Any, int]]:
-    """Receive the message that `arrival` waits for; its structure, and the rank in `group` that sent it."""
-    yield arrival
-    (envelope,) = arrival.taken
+def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) -> Steps[tuple[Any, int]]:
+    """Receive the message that `turn` waits for; return its structure, and its source in `group`."""
+    yield turn
+    (envelope,) = turn.matched
     source, device, comm = group.peers.index(envelope.source), context.settings.device, context.data_comm
     if not 0 <= envelope.number < context.most_tag:
-        raise HpcdistError(f"a message of rank {source} is damaged: it has the number {envelope.number}")
+        raise HpcdistError(f"a message of rank {source} is damaged: its number is {envelope.number}")
     incoming = partial(_from_mpi, comm, envelope.source, envelope.number)
     with abort.InTransfer("recv", group.size if envelope.content is None else 1):
-        bounded(envelope.nbytes)
+        check_memory(envelope.nbytes)
         content = envelope.content
         if content is None:
             content = torch.empty(envelope.nbytes, dtype=torch.uint8, device="cpu")
             yield from incoming([(content, False)])
     header, packed = parse(content)
     with abort.InTransfer("recv", group.size if header.large or packed is None else 1):
-        bounded(sum(header.nbytes))
+        check_memory(sum(header.nbytes))
         if packed is None:
             packed = torch.empty(header.packed, dtype=torch.uint8, device="cpu")
             yield from incoming([(packed, False)])
-        places = header.unpack(packed, device)
-        places.update({i: header.recv_buffer(i, device) for i in header.large})
+        buffers = header.unpack(packed, device)
+        buffers.update({i: header.recv_buffer(i, device) for i in header.large})
     if "file" in header.more:
-        yield from _from_file(comm, envelope, header, places)
+        yield from _from_file(comm, envelope, header, buffers)
     else:
-        yield from incoming([(as_bytes(places[i]), header.metas[i].cuda) for i in header.large])
+        yield from incoming([(as_bytes(buffers[i]), header.metas[i].cuda) for i in header.large])
     yield DONE
-    return rebuild(header.spec, lambda kind, i: finished(kind, places[i], allow_pickle)), source
+    return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], allow_pickle)), source
 
 
 def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[Tensor, bool]]) -> Steps[None]:
-    """Receive what follows a header; what comes from a GPU in chunks."""
+    """Receive the messages after a header; tensors from a GPU arrive in chunks."""
     requests, scratch = [], Scratch(pinned=True)
     for x, from_gpu in large:
         for start, length in layout.pieces(x.numel(), limits.WINDOW if from_gpu else limits.PIECE):
-            place = x[start : start + length]
+            piece = x[start : start + length]
             if x.is_cuda:
                 scratch.reset()
                 chunk = scratch.take([length], torch.uint8)
                 yield Requests([comm.Irecv([bytes_of(chunk), MPI.BYTE], source, number)])
-                place.copy_(chunk)
+                piece.copy_(chunk)
             else:
-                requests.append(comm.Irecv([bytes_of(place), MPI.BYTE], source, number))
+                requests.append(comm.Irecv([bytes_of(piece), MPI.BYTE], source, number))
     yield Requests(requests)
 
 
-def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, places: dict[int, Tensor]) -> Steps[None]:
-    """Read the large tensors, and tell the sender, which keeps the file until then."""
+def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, buffers: dict[int, Tensor]) -> Steps[None]:
+    """Read the large tensors, then answer the sender, which keeps the file until then."""
     problem = ""
 
     def read() -> None:
         starts = layout.displs([header.nbytes[i] for i in header.large])
         for start, i in zip(starts, header.large, strict=True):
-            dtype, shape = places[i].dtype, places[i].shape
-            host = places[i] if places[i].is_cpu else torch.empty(shape, dtype=dtype, device="cpu")
+            dtype, shape = buffers[i].dtype, buffers[i].shape
+            host = buffers[i] if buffers[i].is_cpu else torch.empty(shape, dtype=dtype, device="cpu")
             fetch(header.more["file"], [(start, as_bytes(host))])
-            places[i] = host.to(places[i].device)
+            buffers[i] = host.to(buffers[i].device)
 
-    fetched = Aside(read)
-    yield fetched
+    task = Task(read)
+    yield task
     try:
-        fetched.result()
-    except Exception as error:  # whatever it is: the sender waits for an answer
+        task.result()
+    except Exception as error:  # any error, since the sender waits for an answer
         problem = reason(error)
     answer = bytearray(problem.encode(errors="backslashreplace")[:_ANSWER])
     yield Requests([comm.Isend([answer, MPI.BYTE], envelope.source, envelope.number + 1)])

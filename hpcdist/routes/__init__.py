@@ -1,1 +1,1 @@
-"""The ways that data can take between the ranks of a team."""
+"""Routes: communication libraries that move data between the ranks of a team."""

@@ -1,7 +1,7 @@
-"""What every route offers: the same five operations on messages.
+"""The interface of all routes: the same five operations on messages.
 
-A message is the memory of a contiguous tensor of any shape and dtype, with counts and displacements in bytes and in
-rank order. The caller has made sure that all ranks agree on them.
+A message is the memory of a contiguous tensor of any shape and dtype. Counts and displacements are in bytes and in rank
+order, and already agreed on by all ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["Alltoall", "Ints", "Message", "Route"]
 
 Ints = Sequence[int]
-Message = tuple[int, Tensor]  # (a rank of the team, the bytes that are sent to it or received from it)
+Message = tuple[int, Tensor]  # (a rank of the team, the bytes to send to it or to receive from it)
 
 
 class Alltoall(NamedTuple):
-    """What one rank sends to and receives from each in an alltoallv, in bytes.
+    """Counts and displacements of one rank in an alltoallv, in bytes.
 
     Attributes:
-        longest: of the messages of all ranks.
-        total: the most that the `send` or `recv` of any rank has.
+        longest: size of the longest message of all ranks.
+        total: maximum size of the `send` or `recv` of any rank.
     """
 
     sendcounts: Ints
@@ -37,26 +37,29 @@ class Alltoall(NamedTuple):
 
 
 class Route(Protocol):
-    """One way to move messages between the ranks of a team."""
+    """A communication library that moves messages between the ranks of a team."""
 
     def missing(self, team: Team) -> str | None:
-        """Why this route cannot be used in this job, and how to get it; None if it can. The same on all ranks."""
+        """Return why this route is unavailable in this job, and how to get it; else None. The same on all ranks."""
 
     def carries(self, team: Team, cuda: bool) -> bool:
-        """Whether it reads and writes GPU memory (`cuda`), or host memory, itself. Collective over the team."""
+        """Return whether it accesses GPU memory (`cuda`), or host memory, directly. Collective over the team."""
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        """Rank i's `send` (counts[i] bytes) arrives at the root in ``recv[displs[i]:]``."""
+        """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of the root."""
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        """The root's ``send[displs[i]:]`` (counts[i] bytes) arrives at rank i in `recv`."""
+        """Scatter ``send[displs[i]:]`` (counts[i] bytes) of the root into `recv` of rank i."""
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        """Rank i's `send` (counts[i] bytes) arrives at every rank in ``recv[displs[i]:]``."""
+        """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of every rank."""
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-        """Rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) arrives at rank j in ``recv[rdispls[i]:]``."""
+        """Send rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) into ``recv[rdispls[i]:]`` of rank j."""
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        """Each message on its own, straight from and into its memory. At most one each way for two ranks, none for a
-        rank and itself, none that is empty; `longest` is the number of bytes of the longest one of all ranks."""
+        """Send and receive separate messages, directly from and into their memory.
+
+        A pair of ranks exchanges at most one message in each direction; there are no empty messages, and none from a
+        rank to itself. `longest` is the size of the longest message of all ranks.
+        """

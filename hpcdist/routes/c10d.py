@@ -1,7 +1,7 @@
-"""A torch.distributed backend of the library's own for each team: NCCL for GPU memory, gloo for host memory.
+"""Private torch.distributed backends for each team: NCCL for GPU memory, gloo for host memory.
 
-They stand beside torch.distributed's own list of groups: a group in that list changes the names torch gives to the
-user's next ones, and ranks that do not find each other's name hang.
+They are not registered with torch.distributed: a registered group would change the names that torch gives to the user's
+next groups, and ranks with different names hang.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["GLOO", "NCCL"]
 
-_LATER = timedelta(minutes=1)  # after our own deadline, which can say more, comes torch's
+_LATER = timedelta(minutes=1)  # torch's deadline after our own, which reports more
 
 
 class _C10d(Exchange):
     backend: str
 
     def group(self, team: Team) -> Any:
-        """The team's torch backend, whose ranks are the team's. Collective over the team when first used."""
+        """Return the team's torch backend. Collective over the team at its first use."""
         group = team.torch_groups.get(self.backend)
         if group is None:
-            # A connection of its own: one is locked while a group waits in it, also for other threads' groups.
+            # A separate connection: a group that waits locks its connection, also for groups in other threads.
             own: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store = PrefixStore(f"hpcdist/{team.number}/{self.backend}", own)
             group = self.make(store, team, team.settings.timeout + _LATER)
@@ -46,13 +46,13 @@ class _C10d(Exchange):
 
     @abstractmethod
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
-        """The torch backend itself. Collective over the team."""
+        """Create the torch backend. Collective over the team."""
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        # Both backends keep the order of messages between two ranks, so that pieces need no tags of their own.
+        # Both backends keep the order of messages between two ranks: pieces need no tags.
         if team.size == 1:
             return
-        group = self.group(team)  # collective: for ranks without messages, too
+        group = self.group(team)  # collective: also on ranks without messages
         if not sends and not recvs:
             return
         if group.supports_coalescing:
@@ -95,8 +95,11 @@ class _Nccl(_C10d):
         return group
 
     def begin(self, group: Any, team: Team) -> None:
-        """The first operation of a group. torch: "if batch_isend_irecv is the first collective call in the group, all
-        its ranks must take part", and a rank without messages takes none."""
+        """Run the first operation of a group.
+
+        torch: "if batch_isend_irecv is the first collective call in the group, all its ranks must take part", but ranks
+        without messages do not.
+        """
         group.allreduce([torch.zeros(1, device=team.settings.device)]).wait()
 
     def missing(self, team: Team) -> str | None:
@@ -108,8 +111,11 @@ class _Nccl(_C10d):
         return cuda
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        """Equal messages: one NCCL all-gather. Else torch turns the list into one group of broadcasts, each straight
-        into its place (ProcessGroupNCCL::allgather), which NCCL 2.29.2 and later fuse into one kernel."""
+        """Gather equal messages by one NCCL all-gather, and others by a group of broadcasts.
+
+        torch makes the broadcasts of the list (ProcessGroupNCCL::allgather), directly into place; NCCL 2.29.2 and later
+        fuse them into one kernel.
+        """
         group = self.group(team)
         send, recv = as_bytes(send), as_bytes(recv)
         if len(set(counts)) == 1:

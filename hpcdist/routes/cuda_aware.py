@@ -1,4 +1,4 @@
-"""Does this MPI library read and write GPU memory? No library can be asked safely, so it is tried."""
+"""Detect whether the MPI library is CUDA-aware, by a trial, since there is no reliable query."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ raise SystemExit(0 if torch.equal(sent, received) else 1)
 
 
 def mpi_takes_gpu_memory(team: Team) -> bool:
-    """Whether every rank's MPI library takes device pointers. Collective over the team; tried once a team.
+    """Return whether the MPI library of every rank accepts device pointers. Collective; one trial per team.
 
     Returns:
-        The same answer on all ranks. One rank of each node tries, in a child process of its own.
+        The same answer on all ranks. One rank of each node runs the trial in a child process.
     """
     from mpi4py import MPI
 

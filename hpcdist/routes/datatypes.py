@@ -1,4 +1,4 @@
-"""MPI datatypes of tensors with strides: MPI then takes the elements from their places, and nothing is packed."""
+"""MPI datatypes of strided tensors, which MPI sends and receives without packing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 __all__ = ["datatype", "message"]
 
-# Both sides of a message have items of the same size, whatever they mean.
+# Both sides of a message have items of the same size; their meaning does not matter.
 _ITEMS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 
 @lru_cache(maxsize=1024)
 def datatype(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
-    """The datatype of all elements of a tensor, seen from the first one; committed, and freed when nobody has it."""
+    """Return the datatype of a strided tensor, relative to its first element: committed, freed when unreferenced."""
     dims = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
     run = 1
     while dims and dims[-1][1] == run:
@@ -35,7 +35,7 @@ def _free(kind: MPI.Datatype) -> None:
 
 
 def message(x: Tensor) -> list[object]:
-    """A tensor in host memory, of any strides, as mpi4py takes it."""
+    """Return a strided tensor in host memory as an mpi4py buffer specification."""
     shape, strides = tuple(x.shape), x.stride()
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
     memory = MPI.buffer.fromaddress(x.data_ptr(), span * x.itemsize)

@@ -1,4 +1,4 @@
-"""The operations on messages by sends and receives: straight from and into place, nothing padded, of any size."""
+"""The operations of a route by sends and receives: directly from and into place, without padding, of any size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """A route that only has to say how it exchanges a set of messages."""
+    """A route that only needs to implement `exchange`."""
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        """Send and receive all messages at once; returns when they are done. See :meth:`Route.exchange`."""
+        """Send and receive all messages concurrently, and wait for them. See :meth:`Route.exchange`."""
         raise NotImplementedError
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         if recv is None:
-            self.exchange(team, _filled([(root, as_bytes(send))]), [], max(counts))
+            self.exchange(team, _nonempty([(root, as_bytes(send))]), [], max(counts))
         else:
             blocks = _cut(recv, counts, displs)
             blocks[root].copy_(as_bytes(send))
@@ -32,7 +32,7 @@ class Exchange:
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         if send is None:
-            self.exchange(team, [], _filled([(root, as_bytes(recv))]), max(counts))
+            self.exchange(team, [], _nonempty([(root, as_bytes(recv))]), max(counts))
         else:
             blocks = _cut(send, counts, displs)
             as_bytes(recv).copy_(blocks[root])
@@ -42,7 +42,7 @@ class Exchange:
         blocks, send = _cut(recv, counts, displs), as_bytes(send)
         blocks[team.rank].copy_(send)
         sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
-        self.exchange(team, _filled(sends), _others(blocks, team.rank), max(counts))
+        self.exchange(team, _nonempty(sends), _others(blocks, team.rank), max(counts))
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         sends, recvs = _cut(send, what.sendcounts, what.sdispls), _cut(recv, what.recvcounts, what.rdispls)
@@ -55,12 +55,12 @@ def _cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:
     return [messages.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
 
 
-def _filled(messages: list[Message]) -> list[Message]:
-    """Without the empty ones: both sides know the counts, and neither posts them."""
+def _nonempty(messages: list[Message]) -> list[Message]:
+    """Drop empty messages: both sides know the counts, and post none."""
     return [(rank, block) for rank, block in messages if block.numel()]
 
 
 def _others(blocks: list[Tensor], me: int) -> list[Message]:
-    """The messages of all ranks but `me`, starting behind it, so that not all ranks turn to the same one first."""
+    """Return the messages of all ranks but `me`, starting after it, so that not all ranks start with the same one."""
     size = len(blocks)
-    return _filled([(rank % size, blocks[rank % size]) for rank in range(me + 1, me + size)])
+    return _nonempty([(rank % size, blocks[rank % size]) for rank in range(me + 1, me + size)])

@@ -1,7 +1,7 @@
-"""Through one HDF5 file in the staging folder: each rank writes what it sends, and reads what is for it.
+"""The route hdf5: one file in the staging folder, to which ranks write what they send, and read what they receive.
 
-For ranks that share a file system and little else. The file is made by rank 0, is there for one call, and belongs to
-its user alone; it holds the messages one after the other in one dataset.
+For ranks that share a file system and little else. Rank 0 creates the file for one call, accessible to its user only;
+one dataset holds the messages one after the other.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class _Hdf5(Exchange):
             file.read(_parts(file, as_bytes(recv), counts, displs))
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        # In the file: the messages of rank 0, one behind the other, those of rank 1, ...
+        # In the file: the messages of rank 0, then those of rank 1, ...
         table: list[list[tuple[int, int]]] = objects.all_gather_object(
             team.comm, [(dest, block.numel()) for dest, block in sends]
         )
         messages = [(source, dest, nbytes) for source, row in enumerate(table) for dest, nbytes in row]
         if messages:
             with _staged(team, [nbytes for _, _, nbytes in messages]) as file:
-                places = {(source, dest): start for (source, dest, _), start in zip(messages, file.starts, strict=True)}
-                file.write([(places[team.rank, dest], block) for dest, block in sends])
-                file.read([(places[source, team.rank], block) for source, block in recvs])
+                starts = {(source, dest): start for (source, dest, _), start in zip(messages, file.starts, strict=True)}
+                file.write([(starts[team.rank, dest], block) for dest, block in sends])
+                file.read([(starts[source, team.rank], block) for source, block in recvs])
 
 
 def _parts(file: _File, x: Tensor, counts: Ints, displs: Ints) -> list[tuple[int, Tensor]]:
-    """Each rank's part of `x`, and where it is in the file."""
+    """Return (offset in the file, each rank's part of `x`)."""
     return [(at, x[d : d + n]) for at, d, n in zip(file.starts, displs, counts, strict=True)]
 
 
@@ -82,10 +82,10 @@ class _File:
     """The file of one call.
 
     Attributes:
-        starts: of each message: on a page of its own, since two ranks are not to write one.
-        fd: where all ranks have the file in one cache of one system, the file, which has no name any more: it goes with
-            the last process that has it open. Else it is opened by its name for each step, and what was written is
-            brought to the disk, so that the others see it.
+        starts: offset of each message, on a page of its own, since two ranks must not write to the same page.
+        fd: descriptor of the file if all ranks share the page cache of one system. The file then has no name, and
+            vanishes with the last process that has it open. Otherwise None: the file is opened by name for each step,
+            and written data are synced to the disk, so that other ranks see them.
     """
 
     def __init__(self, team: Team, place: Layout, starts: list[int]) -> None:
@@ -95,7 +95,7 @@ class _File:
         self._place = place
 
     def find(self) -> None:
-        """See on this rank that it is the file that was meant. Collective."""
+        """Find the file on this rank, and verify that it is the right one. Collective."""
         seen = objects.all_gather(self._team.comm, VERB, self._open)
         if self._team.settings.nodes > 1 or len(set(seen)) > 1:
             self.close()
@@ -107,7 +107,7 @@ class _File:
         return found.st_dev, found.st_ino
 
     def close(self) -> None:
-        """Once more does nothing."""
+        """Close the file, if it is open."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -119,7 +119,7 @@ class _File:
         )
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Fill the messages on every rank from their offsets. Collective."""
+        """Read the messages on every rank from their offsets. Collective."""
         objects.all_gather(
             self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, raw.read_at, self.fd)
         )
@@ -144,10 +144,10 @@ def _each(
 
 
 def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
-    """Fill (offset, bytes) from the file of a :class:`Stage` on another rank.
+    """Read (offset, bytes) from the file of a :class:`Stage` on another rank.
 
     Raises:
-        FileError: this rank does not see the file; OSError, EOFError: it cannot be read.
+        FileError: if this rank does not see the file; OSError, EOFError: if it cannot be read.
     """
     path, token, token_at, start = ticket
     if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
@@ -159,19 +159,19 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
 
 @contextmanager
 def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
-    """A file for messages of these lengths that every rank sees; it is gone afterwards. Collective.
+    """Create a temporary file for messages of these lengths that every rank sees. Collective.
 
     Raises:
-        RankError: on every rank, if it cannot be made, or a rank does not see it. Nothing has been written.
+        RankError: on every rank, if it cannot be created, or a rank does not see it. Nothing has been written.
     """
     held: list[Stage] = []
     file = None
 
     def make() -> tuple[Layout, list[int]]:
         page = page_size(Path(team.settings.staging)) if os.path.isdir(team.settings.staging) else 1
-        room = [-(-n // page) * page for n in lengths]
-        held.append(Stage(team.settings.staging, sum(room)))
-        return held[0].place, layout.displs(room)
+        padded = [-(-n // page) * page for n in lengths]
+        held.append(Stage(team.settings.staging, sum(padded)))
+        return held[0].place, layout.displs(padded)
 
     try:
         place, starts = objects.broadcast(team.comm, VERB, make)
@@ -191,34 +191,36 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
 
 
 class Stage:
-    """A new file in the staging folder, on the rank that makes it.
+    """A new file in the staging folder, on the rank that creates it.
 
     Raises:
-        FileError: the folder is missing, not writable or full.
+        FileError: if the folder is missing, not writable or full.
     """
 
     def __init__(self, folder: str, nbytes: int) -> None:
         try:
             check_folder(Path(folder), nbytes, "the staging folder")
         except FileError as error:
-            raise FileError(f"{error} ({folder}; HPCDIST_STAGING, or init(staging=...), names another)") from error
+            raise FileError(f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))") from error
         sweep(Path(folder), PREFIX)
         self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
         abort.temp_files.add(self.path)
         try:
-            lock(self._fd)  # for as long as it is held, nobody sweeps the file
+            lock(self._fd)  # keeps other processes from sweeping the file
             dataset = Dataset("messages", (nbytes,), torch.uint8, [])
             plan, align = h5.summary([dataset], {}, ""), page_size(Path(folder))
             self.place = h5.create(Path(self.path), [dataset], plan, {}, align)
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):
-                raise FileError(f"{folder}: a staging file cannot be made: {reason(error)}") from error
+                raise FileError(f"{folder}: a staging file cannot be created: {reason(error)}") from error
             raise
 
     def ticket(self, one_node: bool) -> list[Any]:
-        """What another rank needs to find the file, and to know that it is the same. On one node the file has no name
-        from here on: it goes with this process."""
+        """Return what another rank needs to find and identify the file.
+
+        On one node, the file has no name from here on, and vanishes with this process.
+        """
         path = self.place.path
         if one_node:
             self.unname()
@@ -232,7 +234,7 @@ class Stage:
         _each(self.place, messages, os.O_WRONLY, raw.write_at, self._fd)
 
     def unname(self) -> None:
-        """Take its name, by which nobody needs to find it any more."""
+        """Unlink the file: no rank needs its name any more."""
         Path(self.path).unlink(missing_ok=True)
         abort.temp_files.discard(self.path)
 

@@ -1,6 +1,6 @@
-"""mpi4py: Gatherv, Scatterv, Allgatherv, Alltoallv; beyond what an int counts, sends and receives in pieces.
+"""The route mpi: Gatherv, Scatterv, Allgatherv, Alltoallv; beyond the range of an int, sends and receives in pieces.
 
-An Allgatherv that is large goes by sends and receives where that is faster: see DIRECT.
+A large Allgatherv is replaced by sends and receives if that is faster: see DIRECT.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "Views"]
 
 LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
-# Bytes in all from which an Allgatherv goes by sends and receives. MPICH pipelines it in pieces of 32 KiB around a
-# ring, which at 64 MiB a rank takes 2 times as long on 2 ranks, and 10 times and more with more ranks than cores.
+# Total bytes from which sends and receives replace an Allgatherv. MPICH pipelines it in pieces of 32 KiB around a
+# ring, which at 64 MiB per rank takes 2 times as long on 2 ranks, and 10 times or more with more ranks than cores.
 DIRECT = 2**23 if MPI.get_vendor()[0] == "MPICH" else LIMIT
 
 
@@ -69,7 +69,7 @@ class _Mpi(Exchange):
             )
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        # MPI keeps the order of messages between two ranks, so that pieces need no tags of their own.
+        # MPI keeps the order of messages between two ranks: pieces need no tags.
         comm = team.comm
         requests = [
             comm.Irecv([_memory(block[start : start + length]), MPI.BYTE], source)
@@ -87,8 +87,10 @@ class _Mpi(Exchange):
     def exchange_views(
         self, team: Team, sends: list[Message], recvs: list[Message], meanwhile: Callable[[], None]
     ) -> None:
-        """As exchange, of tensors in host memory of any strides, each below what an int counts; several for a pair
-        arrive in their order. `meanwhile` is called while they are under way."""
+        """Exchange strided tensors in host memory, each within the range of an int.
+
+        A pair of ranks may exchange several, which arrive in order. `meanwhile` is called while they are in transit.
+        """
         comm = team.comm
         requests = [comm.Irecv(datatypes.message(view), source) for source, view in recvs]
         requests += [comm.Isend(datatypes.message(view), dest) for dest, view in sends]
@@ -97,7 +99,7 @@ class _Mpi(Exchange):
             request.Wait()
 
     def views_of(self, x: Tensor, views: Sequence[Tensor | None]) -> Views:
-        """What alltoallw takes: for each rank a view of `x`, or None."""
+        """Convert views of `x` (one per rank, or None) for alltoallw."""
         start = x.data_ptr()
         return (
             [int(view is not None) for view in views],
@@ -106,12 +108,12 @@ class _Mpi(Exchange):
         )
 
     def alltoallw(self, team: Team, send: Tensor, sends: Views, recv: Tensor, recvs: Views) -> None:
-        """Rank i's view of `send` for rank j arrives in rank j's view of `recv` for rank i; both in host memory."""
+        """Send rank i's view of `send` for rank j into rank j's view of `recv` for rank i; both in host memory."""
         team.comm.Alltoallw([_memory(send), *sends], [_memory(recv), *recvs])
 
 
 def _memory(message: Tensor) -> object:
-    """The message's memory as mpi4py takes it; on a GPU, once what fills it has run."""
+    """Return the memory of a message as an mpi4py buffer; on a GPU, after pending work on it."""
     if message.is_cuda:
         torch.cuda.current_stream(message.device).synchronize()
     return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)

@@ -1,4 +1,4 @@
-"""Choose the route that a call takes."""
+"""Select the route of a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTES", "agreed", "best", "load"]
 
-# A route's name -> where it is made; the module is imported when the route is first selected.
+# name -> (module, attribute); the module is imported when the route is first selected
 ROUTES = {
     "nccl": ("hpcdist.routes.c10d", "NCCL"),
     "gloo": ("hpcdist.routes.c10d", "GLOO"),
@@ -26,19 +26,19 @@ ROUTES = {
 
 @cache
 def load(name: str) -> Route:
-    """The route of that name, its module imported."""
+    """Import and return the route of that name."""
     module, attribute = ROUTES[name]
     route: Route = getattr(import_module(module), attribute)
     return route
 
 
 def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
-    """The route of a call whose data are in memory of these kinds, by rank. Collective over the team.
+    """Return the route of a call, given the kind of memory of each rank's data. Collective over the team.
 
-    A route that does not touch the memory in which some rank has its data gets it by way of host buffers.
+    A route that cannot access GPU memory is given host buffers.
 
     Raises:
-        RankError: on every rank, if the route that was named cannot be used here or with these data.
+        RankError: on every rank, if the named route cannot be used here or with these data.
     """
     key = (name, kinds)
     if key not in team.routes:
@@ -48,7 +48,7 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
 
 
 def best(team: Team, cuda: bool) -> str:
-    """What route="auto" stands for: nccl where all data are in GPU memory (`cuda`) and the team has it, else mpi."""
+    """Return the meaning of route="auto": nccl if all data are in GPU memory (`cuda`) and it can be used, else mpi."""
     return "nccl" if cuda and load("nccl").missing(team) is None else "mpi"
 
 
@@ -64,6 +64,6 @@ def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> Route:
 
         return Staged(route)
     if not all(cuda) and not route.carries(team, cuda=False):
-        here = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
-        raise RankError(verb, {rank: here for rank, is_cuda in enumerate(cuda) if not is_cuda})
+        text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
+        raise RankError(verb, {rank: text for rank, is_cuda in enumerate(cuda) if not is_cuda})
     return route

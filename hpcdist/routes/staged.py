@@ -1,4 +1,4 @@
-"""A route for host memory, made to serve GPU memory: messages pass through two host buffers in bounded rounds."""
+"""Adapt a route for host memory to GPU memory: copy messages through two host buffers, in rounds of limited size."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Segment = tuple[int, int]  # (start, length) of one message within a tensor of m
 
 
 class Staged(Exchange):
-    """Round after round, every message advances by at most `step` bytes, by way of pinned host buffers.
+    """A route through pinned host buffers: in each round, every message advances by at most `step` bytes.
 
-    All ranks take part in every round, those with host memory too: the number of rounds follows from the longest
-    message, which all ranks know or agree on. Host memory stays within two windows, whatever the size of the data.
+    All ranks take part in every round, including those with data in host memory: the number of rounds follows from the
+    longest message, which all ranks know. Host memory stays within two windows, whatever the size of the data.
     """
 
     def __init__(self, route: Route) -> None:
@@ -78,7 +78,7 @@ class Staged(Exchange):
 
 
 def _at(messages: list[Message], buffer: Tensor, lengths: list[int]) -> list[Message]:
-    """The part of each message that travels in this round, in host memory."""
+    """Return the part of each message in this round, in host memory."""
     starts = layout.displs(lengths)
     return [
         (rank, buffer[start : start + length])
@@ -93,15 +93,15 @@ def _rounds(longest: int, size: int) -> list[tuple[int, int]]:
 
 
 def _lengths(messages: Iterable[int], start: int, step: int) -> list[int]:
-    """How much of messages of so many bytes travels in the round from `start`."""
+    """Return how many bytes of each message move in the round from `start`."""
     return [max(0, min(step, nbytes - start)) for nbytes in messages]
 
 
 class _Host:
-    """The host side of messages: memory for what travels of them in one round.
+    """The host side of messages: a buffer for their parts in one round.
 
     Attributes:
-        parts: the bytes of each message.
+        parts: bytes of each message.
     """
 
     def __init__(self, messages: Tensor, segments: Sequence[Segment]) -> None:
@@ -111,24 +111,24 @@ class _Host:
 
     @classmethod
     def of(cls, blocks: Sequence[Tensor]) -> _Host:
-        """Of messages that each have a memory of their own."""
+        """Create the host side of messages in separate memory."""
         host = cls(torch.empty(0, device="cpu"), [])
         host.parts = list(blocks)
         return host
 
     def lengths(self, start: int, step: int) -> list[int]:
-        """How much of each message travels in the round from `start`."""
+        """Return how many bytes of each message move in the round from `start`."""
         return _lengths((part.numel() for part in self.parts), start, step)
 
     def buffer(self, start: int, step: int) -> Tensor:
-        """Host memory for one round, packed without gaps."""
+        """Return a host buffer for one round, packed without gaps."""
         if self._scratch is None:
             self._scratch = Scratch(pinned=any(part.is_cuda for part in self.parts))
         self._scratch.reset()
         return self._scratch.take([sum(self.lengths(start, step))], torch.uint8)
 
     def load(self, start: int, step: int) -> Tensor:
-        """What this rank sends in the round, in host memory."""
+        """Copy what this rank sends in the round to the host buffer."""
         buffer = self.buffer(start, step)
         for host, part in self._pairs(buffer, start, step):
             host.copy_(part, non_blocking=True)
@@ -136,13 +136,13 @@ class _Host:
         return buffer
 
     def store(self, start: int, step: int) -> None:
-        """Bring what has arrived in the round to its place."""
+        """Copy what this rank received in the round to its place."""
         for host, part in self._pairs(self.buffer(start, step), start, step):
             part.copy_(host, non_blocking=True)
         self._wait()
 
     def _pairs(self, buffer: Tensor, start: int, step: int) -> list[tuple[Tensor, Tensor]]:
-        """(host memory, the part of a message that it stands for), for each message that moves in this round."""
+        """Return (host memory, part of the message) for each message that moves in this round."""
         lengths = self.lengths(start, step)
         return [
             (buffer[at : at + length], part[start : start + length])

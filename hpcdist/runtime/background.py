@@ -1,4 +1,4 @@
-"""Calls in the background: a thread for each team, and the handle by which a result is waited for."""
+"""Calls in the background: a thread for each team, and handles to wait for results."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from hpcdist.watch.deadlines import patience
 __all__ = [
     "Background",
     "Handle",
-    "at_once",
     "background",
     "check_threads",
-    "leaving",
+    "leave_all",
     "prepare",
     "report_failures",
+    "run_now",
 ]
 
 T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """The result of a call that goes on in the background; from ``async_op=True``, isend and irecv.
+    """The handle of a call in the background; returned by ``async_op=True``, isend and irecv.
 
-    Until it is done, what was passed to the call must not be changed. Several may be in flight: those of one group
-    are worked on in the order of the calls.
+    Until it is done, the arguments of the call must not be changed. Several calls may be in flight: those of one group
+    run in the order of the calls.
 
     Example::
 
         >>> handle = hd.concat(x, async_op=True)
-        >>> y = compute()                 # meanwhile
+        >>> y = compute()                 # at the same time
         >>> whole = handle.wait()
     """
 
@@ -60,49 +60,49 @@ class Handle(Generic[T]):
     ) -> None:
         self._future = future
         self._what = what
-        self._from = team, peer  # that it depends on, if nothing else watches over it
-        self._finish = finish  # what the thread that waits makes of the result, once
+        self._depends_on = team, peer  # unless something else watches over the call
+        self._finish = finish  # runs once, in the thread that waits
         self._finished: list[T] = []
         self._waited_for = threading.Event()
         future.add_done_callback(partial(_note_failure, what, self._waited_for))
 
     def wait(self, timeout: timedelta | float | None = None) -> T:
-        """The result, as soon as it is there; what the call has raised, if it has.
+        """Wait for the result and return it, or raise the error of the call.
 
-        May be called again. On a GPU, what this thread does from now on finds the data in place.
+        May be called again. On a GPU, the data are ready for all later work of this thread's stream.
 
         Args:
-            timeout: a timedelta or seconds, infinity for no limit; None for the deadline of all calls.
+            timeout: a timedelta or seconds, infinity for no limit; None means the deadline of all calls.
 
         Raises:
-            TimeoutError: it is not done by then. It goes on, and can be waited for again.
-            TypeError, ValueError: on this rank, for a timeout that is not a time, or negative.
+            TimeoutError: if the call is not done in time. It continues, and can be waited for again.
+            TypeError, ValueError: on this rank, if the timeout is not a time, or is negative.
         """
         seconds = patience(timeout)
-        team, peer = self._from
+        team, peer = self._depends_on
         try:
             own_end = timeout is not None or self._future.done()
             with activity.InCall(self._what, None if own_end else team, activity.NOBODY if own_end else peer):
                 result = self._future.result(seconds)
         except futures.TimeoutError:
-            if self._future.done():  # the call itself has raised it
+            if self._future.done():  # raised by the call itself
                 raise
-            raise TimeoutError(f"not done after {seconds:g} s; it goes on, and can be waited for again") from None
+            raise TimeoutError(f"not done after {seconds:g} s; it continues, and can be waited for again") from None
         finally:
             if self._future.done():
                 self._waited_for.set()
         if not self._finished:
             self._finished.append(result if self._finish is None else self._finish(result))
-        _hand_over(self._finished[0])
+        _record_stream(self._finished[0])
         return self._finished[0]
 
     def done(self) -> bool:
-        """Whether wait() would return, or raise, at once."""
+        """Return whether wait() would return, or raise, at once."""
         return self._future.done()
 
 
-# The latest asynchronous calls that have failed: what, whether somebody has waited for it, and the error
-# as text: with its traceback it would keep tensors alive.
+# The latest asynchronous calls that failed: the call, whether it was waited for, and its error as text, since a
+# traceback would keep tensors alive.
 _failed: deque[tuple[str, threading.Event, str]] = deque(maxlen=100)
 
 
@@ -113,31 +113,31 @@ def _note_failure(what: str, waited_for: threading.Event, future: futures.Future
 
 
 def report_failures() -> None:
-    """At the end, print the errors of asynchronous calls that nobody has waited for."""
+    """Print the errors of asynchronous calls whose handles were never waited for."""
     while _failed:
         what, waited_for, error = _failed.popleft()
         if not waited_for.is_set():
-            abort.print_error(f"hpcdist: nobody waited for {what}, which failed: {error}")
+            abort.print_error(f"hpcdist: {what} failed, but was never waited for: {error}")
 
 
-def _hand_over(result: object) -> None:
-    """A GPU's memory that was taken in the background's stream is from now on in use by this thread's."""
+def _record_stream(result: object) -> None:
+    """Mark GPU memory that was allocated in the background's stream as used by this thread's stream."""
     if isinstance(result, Tensor):
         if result.is_cuda:
             result.record_stream(torch.cuda.current_stream(result.device))
     elif isinstance(result, (list, tuple)):
         for item in result:
-            _hand_over(item)
+            _record_stream(item)
     elif isinstance(result, dict):
         for item in result.values():
-            _hand_over(item)
+            _record_stream(item)
     elif hasattr(result, "__dataclass_fields__"):
         for name in result.__dataclass_fields__:
-            _hand_over(getattr(result, name, None))
+            _record_stream(getattr(result, name, None))
 
 
-def at_once(step: Callable[[], T], async_op: bool) -> T | Handle[T]:
-    """Run a step that concerns this rank alone; with `async_op`, its result or error comes out of a handle."""
+def run_now(step: Callable[[], T], async_op: bool) -> T | Handle[T]:
+    """Run a step of this rank alone; with `async_op`, return a finished handle with its result or error."""
     if not async_op:
         return step()
     future: futures.Future[T] = futures.Future()
@@ -151,8 +151,8 @@ def at_once(step: Callable[[], T], async_op: bool) -> T | Handle[T]:
 class Background:
     """A thread that runs the asynchronous calls of a team, one after the other, over a communicator of its own.
 
-    A thread, because MPI makes progress only while somebody calls it; one, so that every rank works on the calls in
-    the same order.
+    A thread, because MPI makes progress only inside its functions; only one, so that every rank runs the calls in the
+    same order.
     """
 
     def __init__(self, team: Team) -> None:
@@ -169,10 +169,11 @@ class Background:
         finish: Callable[[T], T] | None = None,
         watched: bool = True,
     ) -> Handle[T]:
-        """Run a step after those submitted before; as a call that has a deadline, if it is `watched`.
+        """Run a step after those submitted before.
 
         Args:
-            finish: what the thread that waits makes of the result.
+            finish: converts the result, in the thread that waits.
+            watched: whether it is a call with a deadline.
         """
         what = activity.where(verb)
         before = self.team.foreground.calls[False]
@@ -183,7 +184,7 @@ class Background:
 
         def run() -> T:
             self.team.calls[False] = before
-            # torch's modes in this order
+            # torch requires this order of its modes
             with (
                 activity.InCall(verb, self.team, text=what) if watched else nullcontext(),
                 torch.inference_mode(modes[1]),
@@ -192,62 +193,64 @@ class Background:
             ):
                 return step(self.team) if ready is None else self._on_gpu(step, device, ready)
 
-        return Handle(self._engine.submit(_at_once(run)), f"{verb}().wait", finish=finish)
+        return Handle(self._engine.submit(_as_steps(run)), f"{verb}().wait", finish=finish)
 
     def _on_gpu(self, step: Callable[[Team], T], device: torch.device, ready: torch.cuda.Event) -> T:
-        """In a stream of the background's: after what the caller had under way, and until it has really happened."""
+        """Run a step in the background's stream: after the caller's earlier work, and until it is completed."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             result = step(self.team)
-            self._stream.synchronize()  # the caller's memory may be used again after that
+            self._stream.synchronize()  # afterwards the caller may reuse its memory
         return result
 
     def stop(self) -> bool:
-        """End the thread once all that was submitted is done; the communicator is freed with the team's own."""
+        """Stop the thread after all submitted calls; the communicator is freed with the team's own."""
         return self._engine.stop()
 
 
-def _at_once(step: Callable[[], T]) -> Steps[T]:
-    """A job that waits for nothing but what it calls."""
+def _as_steps(step: Callable[[], T]) -> Steps[T]:
+    """Wrap a blocking step as a job."""
     return step()
-    yield  # which makes it a generator
+    yield  # makes this function a generator
 
 
 def check_threads() -> None:
-    """Whether a thread may call MPI while another one does.
+    """Check that several threads may call MPI at the same time.
 
     Raises:
-        HpcdistError: it may not.
+        HpcdistError: if they may not.
     """
     from mpi4py import MPI
 
-    if _threads() < MPI.THREAD_MULTIPLE:
+    if _thread_level() < MPI.THREAD_MULTIPLE:
         raise HpcdistError(
             "asynchronous calls need an MPI that was initialised with MPI_THREAD_MULTIPLE, which is mpi4py's default "
-            "(mpi4py.rc.thread_level); this one was not, or cannot"
+            "(mpi4py.rc.thread_level); this one was not, or does not support it"
         )
 
 
-def _threads() -> int:
-    """The level of threads that MPI was initialised with."""
+def _thread_level() -> int:
+    """Return the thread level that MPI was initialised with."""
     from mpi4py import MPI
 
     return MPI.Query_thread()
 
 
 def prepare(team: Team) -> None:
-    """Begin the background of a team, if threads may: at the end of the program it answers the asynchronous calls of
-    other ranks, and no thread can be begun then."""
+    """Start the background of a team early, if MPI supports threads.
+
+    At the end of the program it answers the asynchronous calls of other ranks, when no thread can be started any more.
+    """
     from mpi4py import MPI
 
-    if team.size > 1 and _threads() >= MPI.THREAD_MULTIPLE:
+    if team.size > 1 and _thread_level() >= MPI.THREAD_MULTIPLE:
         background(team)
 
 
 def background(team: Team) -> Background:
-    """The background of a team; nothing is communicated."""
+    """Return the background of a team; no communication."""
     check_threads()
     if team.background is None:
         team.background = Background(team)
@@ -255,6 +258,6 @@ def background(team: Team) -> Background:
     return team.background
 
 
-def leaving(teams: Iterable[Team]) -> list[Handle[None]]:
-    """Leave the backgrounds of all teams, after what is under way there; who waits for that has a deadline."""
+def leave_all(teams: Iterable[Team]) -> list[Handle[None]]:
+    """Leave the backgrounds of all teams, after their calls in progress. The caller must set a deadline."""
     return [background(team).submit(LEAVE, leave, watched=False) for team in teams if team.background is not None]

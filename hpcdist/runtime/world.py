@@ -102,7 +102,7 @@ class World:
             with activity.InCall("finalize", self.team), abort.InStep("finalize", self.world_size):
                 # If it is refused, it can be repeated: nothing has been freed yet.
                 collective.exchange(self.team, Call(collective.LEAVE))
-                for done in background.leaving(self.context.teams.values()):
+                for done in background.leave_all(self.context.teams.values()):
                     done.wait()
             self._close()
 
@@ -248,7 +248,7 @@ def _leave() -> None:
         return
     with activity.InCall("", _world.team, text=b"the end of its program"):
         # These answer the calls with async_op of ranks that go on.
-        backgrounds = background.leaving(_world.context.teams.values())
+        backgrounds = background.leave_all(_world.context.teams.values())
         collective.leave(_world.team)
         for done in backgrounds:
             done.wait()

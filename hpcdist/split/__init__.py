@@ -1,4 +1,4 @@
-"""The verb split, and with ``python -m hpcdist.split`` the command."""
+"""The operation split, and the command ``python -m hpcdist.split``."""
 
 from hpcdist.collectives.split import split
 

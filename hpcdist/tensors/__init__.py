@@ -1,1 +1,1 @@
-"""Tensors as memory: where they are, their dtypes and their bytes."""
+"""Tensors as memory: kinds of memory, dtypes, bytes, messages, and structures of tensors."""

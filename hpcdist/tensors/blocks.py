@@ -1,4 +1,4 @@
-"""A tensor cut into one message a rank: which boxes of it each has, and where they lie in memory."""
+"""Blocks of a tensor, one message per rank: the boxes of each message, and where they lie in memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Blocks", "blocks"]
 
 
 class Blocks:
-    """The boxes of a tensor that each rank sends or receives, as one message a rank.
+    """The boxes of a tensor that each rank sends or receives, as one message per rank.
 
     Args:
-        shape: of the tensor.
-        boxes: for each rank, the boxes of the tensor that its message consists of.
-        dtype: of the tensor.
+        shape: shape of the tensor.
+        boxes: for each rank, the boxes of the tensor in its message.
+        dtype: dtype of the tensor.
 
     Attributes:
-        counts, displs: bytes and offset of each message where all are packed in rank order.
-        nbytes: bytes of all messages.
-        places: the offset of each message in a contiguous tensor, if each is one run of its memory; else None.
+        counts, displs: size and offset in bytes of each message if all are packed in rank order.
+        nbytes: total size of all messages.
+        in_place: offset in bytes of each message in a contiguous tensor if each is one run of its memory, else None.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Sequence[Box]], dtype: torch.dtype) -> None:
@@ -34,32 +34,32 @@ class Blocks:
         self.counts = [dtype.itemsize * sum(box.size() for box in of_one) for of_one in boxes]
         self.displs = layout.displs(self.counts)
         self.nbytes = sum(self.counts)
-        self.places = self._places()
+        self.in_place = self._in_place_displs()
 
-    def _places(self) -> list[int] | None:
-        places = []
+    def _in_place_displs(self) -> list[int] | None:
+        found = []
         for boxes, count in zip(self.boxes, self.counts, strict=True):
             if not count:
-                places.append(0)
+                found.append(0)
                 continue
             _, runs, starts = layout.runs(boxes[0], self.shape)
             if len(boxes) > 1 or runs > 1:
                 return None
-            places.append(next(starts) * self.dtype.itemsize)
-        return places
+            found.append(next(starts) * self.dtype.itemsize)
+        return found
 
     def displs_in(self, messages: Tensor, x: Tensor) -> list[int]:
-        """The offset of each message in `messages`, which is `x` itself or memory in which they are packed."""
-        return self.places if messages is x and self.places is not None else self.displs
+        """Return the offset of each message in `messages`, which is `x` itself or a buffer of packed messages."""
+        return self.in_place if messages is x and self.in_place is not None else self.displs
 
     def buffer(self, x: Tensor) -> Tensor:
-        """Memory for the messages: `x` itself where each is one run of it, else new memory to pack them in."""
-        if self.places is not None and x.is_contiguous():
+        """Return memory for the messages: `x` itself if each is one run of it, else a new buffer to pack them."""
+        if self.in_place is not None and x.is_contiguous():
             return x
         return torch.empty(self.nbytes // x.itemsize, dtype=x.dtype, device=x.device)
 
     def pack(self, x: Tensor) -> Tensor:
-        """The messages: `x` itself, or one copy."""
+        """Return the messages: `x` itself, or one packed copy."""
         messages = self.buffer(x)
         if messages is not x:
             for part, box in self._pairs(messages):
@@ -67,27 +67,27 @@ class Blocks:
         return messages
 
     def unpack(self, messages: Tensor, x: Tensor) -> None:
-        """Copy messages that did not arrive in `x` itself to their places there."""
+        """Copy the messages into `x`, unless they arrived there."""
         if messages is not x:
             for part, box in self._pairs(messages):
                 copyable(x[box.slices()]).copy_(part)
 
     def add(self, messages: Tensor, x: Tensor) -> None:
-        """Add packed messages to `x`, where several of them may have a part for one place."""
+        """Add packed messages to `x`; their boxes may overlap."""
         for part, box in self._pairs(messages):
             x[box.slices()].add_(part.to(x.dtype))
 
-    def part(self, rank: int, device: torch.device) -> Tensor:
-        """New memory for the box of a rank, which has one."""
+    def empty_part(self, rank: int, device: torch.device) -> Tensor:
+        """Allocate memory for the part of a rank that has a single box."""
         return torch.empty(self.boxes[rank][0].shape, dtype=self.dtype, device=device)
 
     def recv_buffer(self, out: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tensor (`out`, or new memory), and memory in which its messages arrive: the same, where that can be."""
+        """Return the tensor (`out`, or new memory) and the memory that receives its messages: the same if possible."""
         x = torch.empty(self.shape, dtype=self.dtype, device=device) if out is None else out
         return x, self.buffer(x)
 
     def _pairs(self, messages: Tensor) -> list[tuple[Tensor, Box]]:
-        """(the part of the packed messages, the box of the tensor that it is)."""
+        """Return (the part of the packed messages, its box in the tensor) for all boxes."""
         every = [box for boxes in self.boxes for box in boxes if box.size()]
         parts = torch.split(copyable(messages), [box.size() for box in every]) if every else ()
         return [(part.view(box.shape), box) for part, box in zip(parts, every, strict=True)]
@@ -95,11 +95,11 @@ class Blocks:
 
 @lru_cache(maxsize=256)
 def blocks(shape: tuple[int, ...], dim: int, extents: tuple[int, ...], dtype: torch.dtype) -> Blocks:
-    """A tensor cut along `dim` into one block a rank; made once for calls that repeat.
+    """Cut a tensor along `dim` into one block per rank; cached for repeated calls.
 
     Args:
-        shape: of a block; its entry at `dim` is ignored.
-        extents: the length of each rank's block along `dim`.
+        shape: shape of a block; the entry at `dim` is ignored.
+        extents: extent of each rank's block along `dim`.
     """
     shape = (*shape[:dim], sum(extents), *shape[dim + 1 :])
     boxes = []

@@ -1,4 +1,4 @@
-"""Kinds of memory in which a tensor, or the result of a call, can be."""
+"""Kinds of memory that a tensor, or the result of a call, can be in."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["MemoryKind"]
 
 
 class MemoryKind(IntEnum):
-    """Where a rank has its data of a call, as a number that travels in the header of the call.
+    """The memory in which a rank has its data in a call, as a number in the header of the call.
 
     Attributes:
-        CPU, CUDA: host memory, and that of a GPU.
-        FOLLOWS: of a receiver that brings no tensor: a GPU, if the root's tensor is on one.
+        CPU, CUDA: host memory, GPU memory.
+        FOLLOWS: memory of a receiver that passes no tensor: on its GPU if the root's tensor is on one.
         FOLLOWS_CPU: the same for a receiver without a GPU: host memory, wherever the root's tensor is.
     """
 

@@ -1,4 +1,4 @@
-"""Calls are run, not recorded: what torch's compilers and tracers are told, and why a call within one is refused."""
+"""Eager calls only: exclude public functions from torch's compilers, and refuse calls inside tracers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ class _Caller(threading.local):
     recorded: str | None = None
 
 
-_caller = _Caller()  # of a call that this thread works on in the background of another
+_caller = _Caller()  # the state of the thread whose call this thread runs in the background
 
 
 def recorded() -> str | None:
-    """Why a call cannot be made here: it would be recorded by a tracer, or transformed, without its data being moved.
+    """Return why a call cannot run here: a tracer would record it, or transform it, without moving data; else None.
 
-    None where it can. (What tracers record are the operations of torch, and MPI is none: the graph would return memory
-    that nobody has written.)
+    Tracers record only operations of torch. MPI is not one of them: the graph would return uninitialised memory.
     """
     if (
         torch._C._len_torch_dispatch_stack()
@@ -50,13 +49,13 @@ def _reason() -> str | None:
     interpreter = _functorch.peek_interpreter_stack()
     if interpreter is not None:
         within.append(f"torch.func (its {interpreter.key().name.lower()})")
-    if not within:  # other modes see what happens, and let it happen
+    if not within:  # other modes observe operations, and run them
         return None
-    return f"it cannot be traced or transformed: call it outside of {within[-1]}, which does not run what MPI does"
+    return f"it cannot be traced or transformed: call it outside of {within[-1]}, which does not run MPI operations"
 
 
 def _fx_traces_here() -> bool:
-    """Whether it is this thread that torch.fx traces: its flag is one for all, and torch.compile sets it, too."""
+    """Return whether torch.fx traces this thread: its flag is global, and torch.compile sets it too."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not _symbolic_trace.Tracer.trace.__code__:
         frame = frame.f_back  # type: ignore[assignment]
@@ -65,7 +64,7 @@ def _fx_traces_here() -> bool:
 
 @contextmanager
 def as_called(reason: str | None) -> Iterator[None]:
-    """To do in this thread what was called in another, where recorded() was `reason`."""
+    """Run a call of another thread, in which recorded() returned `reason`."""
     _caller.recorded = reason
     try:
         yield
@@ -74,10 +73,10 @@ def as_called(reason: str | None) -> Iterator[None]:
 
 
 def not_compiled(public: Iterable[object]) -> None:
-    """Have torch.compile leave these functions alone, the methods of these classes, and all that they call.
+    """Exclude these functions, the methods of these classes, and all that they call from torch.compile.
 
-    It breaks its graph there and runs them as they are, as it does with what torch.compiler.disable returns. That one
-    would import the compiler, which takes seconds, and put a call around each.
+    It breaks its graph there and runs them eagerly, as after torch.compiler.disable, which would import the compiler
+    (seconds) and wrap every call.
     """
     for item in public:
         if isinstance(item, type):

@@ -1,4 +1,4 @@
-"""What gather, concat and split make of structures: the structures of all ranks as one, and one cut into many."""
+"""Structures in gather, concat and split: merge those of all ranks into one, and cut one into many."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpcdist import layout
 from hpcdist.errors import RankError
 from hpcdist.tensors.tree import TENSORS, Node, Tree, node_of, rebuild
 
-__all__ = ["cut", "merge", "same"]
+__all__ = ["check_same", "cut", "merge"]
 
-# A named tuple whose fields depend on each other.
+# A named tuple whose fields depend on each other
 _PACKED = "torch.nn.utils.rnn:PackedSequence"
-_WHOLE = (
+_NOT_MERGED = (
     "is a PackedSequence, which is not joined or cut field by field: pass the list of its sequences "
     "(torch.nn.utils.rnn.unpack_sequence), or a list of PackedSequences, each of which stays as it is"
 )
@@ -40,43 +40,44 @@ def merge(
     leaf: Callable[[int, str, int], Any],
     path: str = "x",
 ) -> Any:
-    """Bring the structures of all ranks together in one.
+    """Merge the structures of all ranks into one.
 
-    Tensors in the same place, and numpy arrays, become one (`join`, which gets the kind, the path, and the number of
-    the tensor on each rank); lists are added up as they are (`leaf` gets rank, kind and number for what they hold);
-    single values become the list of all ranks' values; tuples, dicts and dataclasses are merged part by part.
+    Tensors and numpy arrays with the same path are joined (`join` gets the kind, the path, and the number of the
+    tensor on each rank). Lists are concatenated, their items unchanged (`leaf` gets the rank, and the kind and number
+    of each leaf). Single values become the list of all ranks' values. Tuples, dicts and dataclasses are merged part by
+    part.
 
     Raises:
-        RankError: the structures are not alike; the same on all ranks.
+        RankError: if the structures do not match; the same on all ranks.
     """
     kinds = [_kind(spec) for spec in specs]
-    same(verb, path, "is", [_NAMES[kind] for kind in kinds])
+    check_same(verb, path, "is", [_NAMES[kind] for kind in kinds])
 
-    def alone(rank: int, spec: Any) -> Any:
+    def one(rank: int, spec: Any) -> Any:
         return rebuild(spec, lambda kind, i: leaf(rank, kind, i))
 
     if kinds[0] in ("x", "n"):
         return join(kinds[0], path, [spec[1] for spec in specs])
     if kinds[0] == "s":
-        return [alone(rank, spec) for rank, spec in enumerate(specs)]
+        return [one(rank, spec) for rank, spec in enumerate(specs)]
     nodes = [node for spec in specs if (node := node_of(spec)) is not None]
     first = nodes[0]
     if first.kind == "l":
-        return [alone(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
-    same(verb, path, "is of class", [node.cls for node in nodes])
+        return [one(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
+    check_same(verb, path, "is of class", [node.cls for node in nodes])
     if first.cls == _PACKED:
-        raise RankError(verb, dict.fromkeys(range(len(specs)), f"{path} {_WHOLE}"))
-    same(verb, path, "has", [_shown_names(node) for node in nodes])
-    places = [{repr(name): i for i, name in enumerate(node.names)} for node in nodes]  # dicts may differ in order
+        raise RankError(verb, dict.fromkeys(range(len(specs)), f"{path} {_NOT_MERGED}"))
+    check_same(verb, path, "has", [_part_names(node) for node in nodes])
+    numbers = [{repr(name): i for i, name in enumerate(node.names)} for node in nodes]  # dicts may differ in order
     merged = []
     for i, name in enumerate(first.names):
-        parts = [node.parts[place[repr(name)]] for node, place in zip(nodes, places, strict=True)]
+        parts = [node.parts[number[repr(name)]] for node, number in zip(nodes, numbers, strict=True)]
         merged.append(merge(verb, parts, join, leaf, path + first.label(i)))
     return first.build(merged)
 
 
-def _shown_names(node: Node) -> str:
-    """What the parts of a node are, as two ranks compare it."""
+def _part_names(node: Node) -> str:
+    """Describe the parts of a node, to compare and to show."""
     if node.kind == "D":
         return f"the fields {list(node.names)}"
     if node.kind in ("d", "o"):
@@ -89,8 +90,8 @@ def _kind(spec: Any) -> str:
     return "s" if kind in ("g", "b", "a", "p", "z", "i") else str(kind)
 
 
-def same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
-    """A RankError if the ranks do not have the same."""
+def check_same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
+    """Raise a RankError if the ranks' values differ."""
     odd = {r: f"{path} {is_} {value}, where rank 0 has {values[0]}" for r, value in enumerate(values)}
     odd = {rank: text for rank, text in odd.items() if values[rank] != values[0]}
     if odd:
@@ -98,20 +99,21 @@ def same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
 
 
 def cut(tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int) -> list[Tree]:
-    """The structures that `parts` ranks get of one: of each tensor and array a part along `dim`, of each list some of
-    its items, of a single value a copy.
+    """Cut a structure into one for each of `parts` ranks.
+
+    Each rank gets a part of each tensor and array along `dim`, some items of each list, and a copy of single values.
 
     Args:
-        counts: rows of a tensor and items of a list for each rank, or the name of the rule by which each is cut.
+        counts: rows of tensors and items of lists for each rank, or the name of the rule by which to cut.
 
     Raises:
-        ValueError: for a tensor that has no such dim, or counts that do not fit; the text says where.
+        ValueError: if a tensor has no such dim, or counts do not match; the text contains the path.
     """
     return [_Cutter(tree, dim, counts, parts, rank).tree() for rank in range(parts)]
 
 
 class _Cutter:
-    """What one rank gets."""
+    """Cuts out the structure of one rank."""
 
     def __init__(self, tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int, rank: int) -> None:
         self.whole, self.dim, self.counts, self.parts, self.rank = tree, dim, counts, parts, rank
@@ -120,8 +122,8 @@ class _Cutter:
     def tree(self) -> Tree:
         return Tree(self._cut(self.whole.spec, "x"), self.tensors)
 
-    def _share(self, extent: int, path: str) -> tuple[int, int]:
-        """(start, length) of this rank's share of so many rows."""
+    def _range(self, extent: int, path: str) -> tuple[int, int]:
+        """Return (start, length) of this rank's part of `extent` rows or items."""
         try:
             counts = layout.counts_of(self.counts, extent, self.parts)
         except ValueError as wrong:
@@ -134,25 +136,25 @@ class _Cutter:
             x = self.whole.tensors[spec[1]]
             if not -x.dim() <= self.dim < x.dim():
                 raise ValueError(f"{path} has no dim {self.dim}: it has {x.dim()} dims")
-            return self._take(kind, x.narrow(self.dim, *self._share(x.shape[self.dim], path)))
+            return self._add(kind, x.narrow(self.dim, *self._range(x.shape[self.dim], path)))
         if kind == "s":
-            return self._all(spec)
+            return self._copy(spec)
         if kind == "N" and spec[1] == _PACKED:
-            raise ValueError(f"{path} {_WHOLE}")
+            raise ValueError(f"{path} {_NOT_MERGED}")
         if kind == "l":
-            start, length = self._share(len(spec) - 1, path)
-            return ["l", *map(self._all, spec[1 + start : 1 + start + length])]
+            start, length = self._range(len(spec) - 1, path)
+            return ["l", *map(self._copy, spec[1 + start : 1 + start + length])]
         node = node_of(spec)
         assert node is not None  # a leaf is one of the above
         return node.spec([self._cut(part, path + node.label(i)) for i, part in enumerate(node.parts)])
 
-    def _all(self, spec: Any) -> Any:
-        """All of a part, with tensors numbered anew."""
+    def _copy(self, spec: Any) -> Any:
+        """Copy a part unchanged, except that its tensors get new numbers."""
         if isinstance(spec, list) and spec[0] in TENSORS:
-            return self._take(spec[0], self.whole.tensors[spec[1]])
+            return self._add(spec[0], self.whole.tensors[spec[1]])
         node = node_of(spec)
-        return spec if node is None else node.spec([self._all(part) for part in node.parts])
+        return spec if node is None else node.spec([self._copy(part) for part in node.parts])
 
-    def _take(self, kind: str, x: Tensor) -> Any:
+    def _add(self, kind: str, x: Tensor) -> Any:
         self.tensors.append(x)
         return [kind, len(self.tensors) - 1]

@@ -1,6 +1,6 @@
-"""Tensors of any number, shape and dtype as a message: a header, the small ones packed, the large ones by themselves.
+"""Messages of tensors of any number, shape and dtype: a header, the small ones packed, each large one by itself.
 
-What a header says is checked before memory is taken for it.
+A header is checked before memory is allocated for what it announces.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hpcdist import limits, memory
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
-__all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "bounded", "encode", "pack", "parse"]
+__all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "check_memory", "encode", "pack", "parse"]
 
-SMALL = 2**16  # bytes: smaller tensors are packed, where copying costs less than a message of their own
-_ALIGN = 16  # bytes: of the largest dtype
+SMALL = 2**16  # bytes: smaller tensors are packed, since a copy costs less than a message
+_ALIGN = 16  # bytes, for the largest dtype
 INLINE = 2**24  # bytes of small tensors that travel with the header
 _CODES = {code: dtype for dtype, code in DTYPES.items()}
 
 
 class Meta(NamedTuple):
-    """What memory a tensor needs."""
+    """The dtype, shape and kind of memory of a tensor."""
 
     dtype: torch.dtype
     cuda: bool
@@ -40,9 +40,9 @@ class Contents:
     """The tensors of a message.
 
     Attributes:
-        metas: the tensors, by their number.
-        nbytes: of each.
-        large: the numbers of those that travel by themselves.
+        metas: metadata of the tensors, by number.
+        nbytes: size of each tensor.
+        large: numbers of the tensors that are sent by themselves.
     """
 
     def __init__(self, metas: list[Meta]) -> None:
@@ -58,7 +58,7 @@ class Contents:
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
-        """The small tensors of each dtype, the largest items first, so that all begin where they may."""
+        """Numbers of the small tensors of each dtype, the largest items first, so that all are aligned."""
         found: dict[torch.dtype, list[int]] = {}
         for i, (nbytes, (dtype, _, _)) in enumerate(zip(self.nbytes, self.metas, strict=True)):
             if nbytes < SMALL:
@@ -67,25 +67,25 @@ class Contents:
 
     @cached_property
     def packed(self) -> int:
-        """Bytes of all small tensors packed: a multiple of 16, so that what follows begins where any tensor may."""
+        """Size of all small tensors packed: a multiple of 16, so that what follows is aligned for any dtype."""
         return -(-(sum(self.nbytes) - sum(self.nbytes[i] for i in self.large)) // _ALIGN) * _ALIGN
 
     def is_large(self, i: int) -> bool:
         return self.nbytes[i] >= SMALL
 
     def large_of(self, on_gpu: bool) -> list[int]:
-        """The numbers of the large tensors in one kind of memory."""
+        """Return the numbers of the large tensors in one kind of memory."""
         return [i for i in self.large if self.metas[i].cuda == on_gpu]
 
     def unpack(self, packed: Tensor, device: torch.device) -> dict[int, Tensor]:
-        """The small tensors, each in memory of its own: those from a GPU on `device`, the others on the host."""
+        """Copy the small tensors into memory of their own: those from a GPU on `device`, the others on the host."""
         found, start = {}, 0
         for dtype, numbers in self.sections:
             itemsize = dtype.itemsize
             sizes = [self.nbytes[i] // itemsize for i in numbers]
             end = start + sum(sizes) * itemsize
             section = copyable(packed[start:end].view(dtype))
-            # It returns the parts, whatever torch's annotation says.
+            # It returns the parts, contrary to torch's annotation.
             parts: Any = torch.split_with_sizes_copy(section, sizes)  # type: ignore[func-returns-value]
             if section.dtype != dtype:
                 parts = [part.view(dtype) for part in parts]
@@ -97,29 +97,29 @@ class Contents:
         return found
 
     def recv_buffer(self, i: int, device: torch.device) -> Tensor:
-        """New memory for a tensor."""
+        """Allocate memory for a tensor."""
         meta = self.metas[i]
         return torch.empty(meta.shape, dtype=meta.dtype, device=device if meta.cuda else "cpu")
 
 
 def encode(spec: Any, contents: Contents, **more: object) -> bytes:
-    """The header of a structure, with more that its receiver has to know."""
+    """Encode the header of a structure, with `more` facts for its receiver."""
     metas = contents.metas
     tensors = [DTYPES[meta[0]] for meta in metas], [meta[1] for meta in metas], [meta[2] for meta in metas]
     return json.dumps({"spec": spec, "tensors": tensors, "more": more}, separators=(",", ":")).encode()
 
 
 class Header(Contents):
-    """What a message says of itself.
+    """The header of a message.
 
     Attributes:
-        spec, more: the description of the structure, and what else the sender has said.
+        spec, more: description of the structure, and the sender's other facts.
 
     Raises:
-        HpcdistError: it is damaged, or (if `bound`) announces more than this host has memory.
+        HpcdistError: if it is damaged, or (with `check`) announces more bytes than this host has memory.
     """
 
-    def __init__(self, text: bytes, bound: bool = True) -> None:
+    def __init__(self, text: bytes, check: bool = True) -> None:
         try:
             content = json.loads(text)
             self.spec: Any = content["spec"]
@@ -128,32 +128,32 @@ class Header(Contents):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
         super().__init__(metas)
-        if bound:
-            bounded(sum(self.nbytes))
+        if check:
+            check_memory(sum(self.nbytes))
 
 
-def bounded(nbytes: int) -> None:
-    """To be asked before memory is taken because a message says so.
+def check_memory(nbytes: int) -> None:
+    """Check that this host has memory for tensors that a message announces, before it is allocated.
 
     Raises:
-        HpcdistError: this host does not have so much.
+        HpcdistError: if it has not.
     """
     if nbytes > INLINE and nbytes > (most := memory.capacity()[0]):
-        raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than there is memory here ({most})")
+        raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than the memory of this host ({most})")
 
 
 def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[Meta]:
-    """The tensors of a header: of each the dtype's number, whether it is on a GPU, and its shape.
+    """Parse the tensors of a header: for each the number of its dtype, whether it is on a GPU, and its shape.
 
     Raises:
-        ValueError, KeyError, TypeError: there are no such tensors.
+        ValueError, KeyError, TypeError: if no such tensors can exist.
     """
     extents = list(chain.from_iterable(shapes))
     kinds = set(map(type, codes)), set(map(type, cuda)), set(map(type, extents))
     if not (kinds[0] <= {int} and kinds[1] <= {bool} and kinds[2] <= {int}):
-        raise TypeError("a tensor is described by other things than numbers")
+        raise TypeError("the description of a tensor contains something other than numbers")
     if min(extents, default=0) < 0 or max(extents, default=0) >= 2**63:
-        raise ValueError("a tensor has an extent that none can have")
+        raise ValueError("a tensor has an impossible extent")
     if max(map(len, shapes), default=0) > limits.MAX_DIMS:
         raise ValueError(f"a tensor has more than {limits.MAX_DIMS} dims")
     dtypes = [_CODES[code] for code in codes]
@@ -161,19 +161,19 @@ def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[
 
 
 def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
-    """The small tensors, as bytes behind each other in host memory."""
+    """Pack the small tensors into one buffer of bytes in host memory."""
     sections = []
     for dtype, numbers in contents.sections:
         of_one = [bits(tensors[i]) if dtype in BARE else tensors[i] for i in numbers]
         if any(x.is_cuda for x in of_one):
-            of_one = _fetched(of_one)
+            of_one = _to_host(of_one)
         sections.append(as_bytes(_flatten_dense_tensors(of_one)))  # type: ignore[no-untyped-call]
     rest = contents.packed - sum(map(len, sections))
     return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8, device="cpu")])
 
 
-def _fetched(tensors: list[Tensor]) -> list[Tensor]:
-    """With those on a GPU brought to the host, all in one copy."""
+def _to_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy the tensors on a GPU to the host, all in one copy."""
     on_gpu = [x for x in tensors if x.is_cuda]
     flat = _flatten_dense_tensors(on_gpu).cpu()  # type: ignore[no-untyped-call]
     parts = iter(flat.split([x.numel() for x in on_gpu]))
@@ -181,17 +181,17 @@ def _fetched(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class Messages:
-    """A structure as messages from one rank to another, but for the large tensors.
+    """The messages that carry a structure to another rank, except for the large tensors.
 
     Attributes:
-        first: the length of the header, the header, and the small tensors.
-        rest: the small tensors by themselves, if they are many: one message or none.
+        first: length of the header, header, and small tensors.
+        rest: the small tensors by themselves if they are too many for `first`: one message or none.
     """
 
     def __init__(self, tensors: Sequence[Tensor], contents: Contents, text: bytes) -> None:
         packed = pack(tensors, contents)
         inline = contents.packed <= INLINE
-        start = _small_from(len(text))
+        start = _small_start(len(text))
         self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8, device="cpu")
         begin = len(text).to_bytes(8, "little") + text
         self.first[: len(begin)] = of_bytes(begin)
@@ -201,21 +201,21 @@ class Messages:
 
 
 def parse(first: Tensor) -> tuple[Header, Tensor | None]:
-    """The header of :class:`Messages`, and the small tensors packed; None if they come by themselves.
+    """Parse ``Messages.first``: return the header and the packed small tensors, None if they come by themselves.
 
     Raises:
-        HpcdistError: it is damaged. What it announces has not been looked at yet.
+        HpcdistError: if it is damaged. What it announces is not checked yet.
     """
     length = int.from_bytes(first[:8].numpy().tobytes(), "little")
     if length > first.numel() - 8:
         raise HpcdistError(f"a message is damaged: {length} bytes of header in {first.numel()}")
-    header = Header(first[8 : 8 + length].numpy().tobytes(), bound=False)
-    packed = first[_small_from(length) :]
+    header = Header(first[8 : 8 + length].numpy().tobytes(), check=False)
+    packed = first[_small_start(length) :]
     if header.packed <= INLINE and packed.numel() != header.packed:
         raise HpcdistError(f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced")
     return header, packed if header.packed <= INLINE else None
 
 
-def _small_from(length: int) -> int:
-    """Where the small tensors begin, behind a header of this length: where any tensor may."""
+def _small_start(length: int) -> int:
+    """Return the aligned offset of the small tensors after a header of this length."""
     return -(-(8 + length) // _ALIGN) * _ALIGN

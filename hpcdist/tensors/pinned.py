@@ -1,4 +1,4 @@
-"""Host memory through which data pass on their way: reused, and pinned where a GPU copies from or to it."""
+"""Host buffers for data in transit: reused, and pinned where a GPU copies from or to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Scratch"]
 
 
 class Scratch:
-    """Host memory that is used again in every round: new memory costs more than a copy into it."""
+    """Host buffers that are reused in every round: new memory costs more than a copy into it."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -22,11 +22,11 @@ class Scratch:
         self._next = 0
 
     def reset(self) -> None:
-        """All that was taken is free again."""
+        """Make all buffers available again."""
         self._next = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Contiguous memory; its contents are not defined."""
+        """Take a contiguous buffer; its contents are undefined."""
         nbytes = prod(shape) * dtype.itemsize
         if self._next == len(self._held):
             self._held.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -36,7 +36,7 @@ class Scratch:
         return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
 
     def on_host(self, x: Tensor) -> Tensor:
-        """`x` in contiguous host memory: itself where it is, else one copy."""
+        """Return `x` in contiguous host memory: `x` itself if it is already there, else one copy."""
         if not x.is_cuda and x.is_contiguous():
             return x
         block = self.take(x.shape, x.dtype)

@@ -1,1 +1,1 @@
-"""Is a call right: on this rank, and on all ranks together?"""
+"""Validate calls: the arguments on each rank, and their agreement on all ranks."""

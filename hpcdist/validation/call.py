@@ -1,4 +1,4 @@
-"""What one rank asks of a collective: as the caller has passed it, and as the other ranks need to know it."""
+"""The arguments of a collective call: as the caller passed them, and as the ranks compare them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from torch import Tensor
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.tree import Tree
 
-__all__ = ["LOST", "SHARED", "Call", "LayoutArgs", "ShardArgs", "SplitArgs", "StructureArgs", "others", "show_shape"]
+__all__ = [
+    *("LOSES_GRADIENT", "SELF_OVERLAP", "Call", "LayoutArgs", "ShardArgs", "SplitArgs", "StructureArgs"),
+    *("except_dim", "show_shape"),
+]
 
-SHARED = "out is an expanded tensor, or like one: several of its elements share one place in memory"
-LOST = "out is given, but a gradient is to flow, which would be lost: leave out, or use torch.no_grad()"
+SELF_OVERLAP = "out overlaps itself: several of its elements share memory, as in an expanded tensor"
+LOSES_GRADIENT = "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"
 
 
 class Args(Protocol):
-    """What the caller of a collective has passed; see :class:`hpcdist.collectives.run.Operation`."""
+    """The arguments that every collective takes; see :class:`hpcdist.collectives.run.Operation`."""
 
     name: str
     x: Any
@@ -29,7 +32,7 @@ class Args(Protocol):
 
 
 class ShardArgs(Args, Protocol):
-    """Those of gather, and of concat, which is not `rooted`: there every rank receives."""
+    """The arguments of gather, and of concat, which is not `rooted`: every rank receives."""
 
     dim: Any
     root: Any
@@ -37,13 +40,13 @@ class ShardArgs(Args, Protocol):
 
 
 class StructureArgs(ShardArgs, Protocol):
-    """Those of gather and concat of structures."""
+    """The arguments of gather and concat of structures."""
 
     allow_pickle: Any
 
 
 class SplitArgs(Args, Protocol):
-    """Those of split."""
+    """The arguments of split."""
 
     dim: Any
     root: Any
@@ -52,7 +55,7 @@ class SplitArgs(Args, Protocol):
 
 
 class LayoutArgs(Args, Protocol):
-    """Those of redistribute."""
+    """The arguments of redistribute."""
 
     src: Any
     dst: Any
@@ -60,24 +63,24 @@ class LayoutArgs(Args, Protocol):
 
 @dataclass(slots=True)
 class Call:
-    """What one rank asks of a collective, as far as the other ranks need to know it.
+    """The call of one rank, as the ranks compare it.
 
     Attributes:
-        x: this rank's tensor as it travels: no gradient history, at least 1-d; None where it brings none.
-        out: the memory that the caller gave for the result, as it is written.
-        dim: made non-negative.
-        dim_arg: dim as it is compared; a receiver without a tensor cannot tell what a negative one means.
-        tensor: (dtype, number of dims, shape with a hole at dim), of `x`, or of `out` where there is no `x`.
-        extent: of `x` along dim, or -1.
-        out_extent: of `out` along dim, or -1.
-        kind: where the data are.
-        counts: how the root cuts the tensor: a rule's name or counts, as the caller gave it.
-        root_decides: what others have must fit to the root's tensor, and not to what most ranks have.
-        options: (name, value) of what must be the same on all ranks besides.
-        grad: a gradient is to flow back to this rank's tensor.
-        tree, header: of a structure: what it is made of, and its description as it travels; `extent` is its length.
-        trees: on split's root, the structures that the ranks get.
-        problem: what is wrong with the arguments on this rank.
+        x: tensor to send from this rank, detached and at least 1-d; None if it sends none.
+        out: memory for the result, if the caller passed it.
+        dim: non-negative dim.
+        dim_arg: dim to compare; a receiver without a tensor cannot resolve a negative one.
+        tensor: (dtype, number of dims, shape except dim) of `x`, or of `out` if there is no `x`.
+        extent: extent of `x` along dim, or -1.
+        out_extent: extent of `out` along dim, or -1.
+        kind: kind of memory that holds the data.
+        counts: partition of the root's tensor: a rule's name or counts, as the caller passed it.
+        root_decides: whether the others' tensors must match the root's, rather than the most common ones.
+        options: (name, value) pairs of other arguments that must agree.
+        grad: whether this rank's tensor needs a gradient.
+        tree, header: flattened structure, and its encoded description, of which `extent` is the length.
+        trees: structures of all ranks, on the root of split.
+        problem: error in the arguments of this rank, if any.
     """
 
     verb: str
@@ -102,17 +105,17 @@ class Call:
 
 
 @lru_cache(maxsize=1024)
-def others(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """A shape with a hole at `dim`."""
+def except_dim(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Return a shape with -1 at `dim`."""
     return (*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def show_shape(others: Sequence[int]) -> str:
-    """A shape with a hole, as users write it.
+def show_shape(shape: Sequence[int]) -> str:
+    """Format a shape, with * for -1.
 
     Example::
 
         >>> show_shape((3, -1, 4))
         '(3, *, 4)'
     """
-    return "(" + ", ".join("*" if extent < 0 else str(extent) for extent in others) + ("," * (len(others) == 1)) + ")"
+    return "(" + ", ".join("*" if extent < 0 else str(extent) for extent in shape) + ("," * (len(shape) == 1)) + ")"

@@ -1,4 +1,4 @@
-"""Is it the same on every rank? One exchange of a small header before any data move, and one error everywhere."""
+"""Compare a call on all ranks: one exchange of small headers before any data move, and the same error everywhere."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hpcdist.comm.team import HeaderBuffers, Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.tensors.dtypes import MemoryKind
-from hpcdist.validation.call import LOST, Call, show_shape
+from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["LEAVE", "Agreed", "check_out", "exchange", "leave"]
 
-LEAVE = "finalize"  # the verb of a rank that calls no other any more
-# Digests of the call, the tensor and the counts (zero: has none); extents of x and out along dim; where the data are;
-# 1 if a gradient is to flow; 1 if this rank has something to complain of; how many calls of the other kind (with
-# async_op, or without) came before: ranks that differ in async_op must not take one call for another.
+LEAVE = "finalize"  # the verb of a rank that makes no more calls
+# Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
+# 1 if a gradient is needed; 1 if this rank has a problem; the number of earlier calls of the other kind (with or
+# without async_op): ranks that differ in async_op must not match different calls.
 _HEADER = struct.Struct("<24sqqBBB5xq")
 _NONE = bytes(8)
-_LONGEST_NAP = 1e-3  # seconds
+_MAX_SLEEP = 1e-3  # seconds
 
 
 class Agreed(NamedTuple):
-    """What all ranks know after the exchange: an entry for each rank."""
+    """The headers of all ranks: each field has an entry for each rank."""
 
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
@@ -41,17 +41,17 @@ class Agreed(NamedTuple):
 
     @property
     def grad(self) -> bool:
-        """Whether a gradient is to flow back to any rank, so that all must take part in bringing it there."""
+        """Whether any rank needs a gradient, so that all must take part in the backward pass."""
         return 1 in self.grads
 
 
 def exchange(team: Team, call: Call) -> Agreed:
-    """Compare `call` on all ranks of the team. Collective; one small Allgather, no data, no GPU synchronised.
+    """Compare `call` on all ranks of the team. Collective; one small Allgather, no data, no GPU synchronisation.
 
     Raises:
-        RankError: on every rank, if the calls differ or a rank has a problem; the team can go on.
+        RankError: on every rank, if the calls differ or a rank has a problem; the team remains usable.
     """
-    agreed = _share(team, call)
+    agreed = _agree(team, call)
     activity.touch()
     if agreed is None:
         raise RankError(*_explain(team, call))
@@ -63,30 +63,35 @@ def exchange(team: Team, call: Call) -> Agreed:
 
 
 def leave(team: Team) -> None:
-    """Wait until every rank of the team is done. Collective, and the counterpart of whatever verb the others call:
-    a rank that still calls one gets a RankError that names those that have left."""
+    """Wait until every rank of the team leaves. Collective.
+
+    Matches any verb of the other ranks: a rank that still calls one gets a RankError that names those that have left.
+    """
     call = Call(LEAVE)
-    while _share(team, call) is None:
+    while _agree(team, call) is None:
         activity.touch()
         _explain(team, call)
-    team.calls = {False: 0, True: 0}  # a rank that ended early has begun fewer
+    team.calls = {False: 0, True: 0}  # a rank that left early has made fewer
 
 
 def check_out(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
-    """Raise on every rank if a rank's `out` has another extent along dim than its result will have, or would cut off a
-    gradient."""
+    """Check the extent of every `out` along dim, and that none would lose a gradient.
+
+    Raises:
+        RankError: on every rank, if a rank's `out` does not match its result.
+    """
     if max(agreed.out_extents) < 0:
         return
-    given = {rank: extent for rank, extent in enumerate(agreed.out_extents) if extent >= 0}
-    odd = {
-        r: f"out has extent {got} along dim, expected {expected[r]}" for r, got in given.items() if got != expected[r]
+    outs = {rank: extent for rank, extent in enumerate(agreed.out_extents) if extent >= 0}
+    wrong = {
+        r: f"out has extent {got} along dim, expected {expected[r]}" for r, got in outs.items() if got != expected[r]
     }
-    objects.raise_problems(verb, odd)
-    objects.raise_problems(verb, dict.fromkeys(given, LOST) if agreed.grad else {})
+    objects.raise_problems(verb, wrong)
+    objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if agreed.grad else {})
 
 
-def _share(team: Team, call: Call) -> Agreed | None:
-    """What the ranks agree on, or None if they do not."""
+def _agree(team: Team, call: Call) -> Agreed | None:
+    """Exchange the headers; return None if the ranks do not agree."""
     headers = team.headers
     if headers is None:
         headers = team.headers = HeaderBuffers(_HEADER.size, team.size)
@@ -104,38 +109,40 @@ def _share(team: Team, call: Call) -> Agreed | None:
     if team.foreground is team:
         team.comm.Allgather(headers.send, headers.recv)
     else:
-        _wait_quietly(team.comm.Iallgather(headers.send, headers.recv))
-    if headers.all == headers.last:  # a program repeats its calls: what they agreed on need not be worked out again
-        same: Agreed = headers.agreed
-        return same
+        _poll(team.comm.Iallgather(headers.send, headers.recv))
+    if headers.all == headers.last:  # programs repeat their calls: no need to compare the headers again
+        agreed: Agreed = headers.agreed
+        return agreed
     digests, extents, out_extents, kinds, grads, problems, calls = zip(*_HEADER.iter_unpack(headers.all), strict=True)
     whats, tensors, counts = (
         {digest[at : at + 8] for digest in digests if digest[at : at + 8] != _NONE} for at in (0, 8, 16)
     )
     if any(problems) or max(map(len, (whats, tensors, counts, set(calls)))) > 1:
         return None
-    headers.last, headers.agreed = bytes(headers.all), (found := Agreed(extents, out_extents, kinds, grads))
-    return found
+    headers.last, headers.agreed = bytes(headers.all), (agreed := Agreed(extents, out_extents, kinds, grads))
+    return agreed
 
 
-def _wait_quietly(request: MPI.Request) -> None:
-    """In the background, where the others may be long in coming: MPI's own way to wait would take a core from what
-    this process computes meanwhile. The naps grow with the time that has passed, and so delay nothing by much."""
+def _poll(request: MPI.Request) -> None:
+    """Wait for a request in the background, with sleeps: MPI's own wait would take a core from this process.
+
+    The sleeps grow with the time that has passed, and so never add much to it.
+    """
     begin = time.monotonic()
     while not request.Test():
-        time.sleep(min(_LONGEST_NAP, (time.monotonic() - begin) / 10))
+        time.sleep(min(_MAX_SLEEP, (time.monotonic() - begin) / 10))
 
 
 @lru_cache(maxsize=4096)
 def _digests(*parts: object) -> bytes:
-    """8 bytes for each part, zero for None."""
+    """Return 8 bytes for each part, zero for None."""
     return b"".join(_NONE if p is None else blake2b(repr(p).encode(), digest_size=8).digest() for p in parts)
 
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
-    """The verb and what is wrong on which rank, the same on every rank. Collective; only after a disagreement."""
+    """Return the verb and the problem of each wrong rank, the same on every rank. Collective, after a disagreement."""
     facts = objects.all_gather_object(team.comm, _facts(team, call))
-    if team.foreground is team:  # ranks that called different verbs have begun different numbers of them, and may go on
+    if team.foreground is team:  # ranks that disagreed may have made different numbers of calls, and may go on
         team.calls[False] = max(fact["calls"] for fact in facts)
     verbs = [fact["verb"] for fact in facts]
     if len(set(verbs)) > 1:
@@ -147,10 +154,10 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     options = [name for name in facts[0] if name not in ("verb", "problem", "calls")]
     for name in options:
         values = [None if fact["problem"] else fact.get(name) for fact in facts]
-        for rank, text in _deviations(name, values, _given(name, call, facts, values)).items():
+        for rank, text in _deviations(name, values, _of_root(name, call, facts, values)).items():
             problems.setdefault(rank, []).append(text)
         if name == "number of dims" and len({v for v in values if v is not None}) > 1:
-            break  # a difference of shape would say the same again
+            break  # the shapes would only repeat the difference
     if not problems:
         raise HpcdistError(f"the ranks' headers differ, but not their calls: {facts}")
     return verbs[0], {rank: "; ".join(texts) for rank, texts in problems.items()}
@@ -161,7 +168,7 @@ def _verb_text(verb: str) -> str:
 
 
 def _facts(team: Team, call: Call) -> dict[str, Any]:
-    dtype, ndim, others = call.tensor or (None, None, None)
+    dtype, ndim, shape = call.tensor or (None, None, None)
     kind = "with" if team.foreground is team else "without"
     return {
         "verb": call.verb,
@@ -172,34 +179,34 @@ def _facts(team: Team, call: Call) -> dict[str, Any]:
         "dim": call.dim_arg,
         "dtype": dtype and str(dtype),
         "number of dims": ndim,
-        "shape": show_shape(others) if others else None,
+        "shape": show_shape(shape) if shape else None,
         "counts": None if call.counts is None else str(call.counts),
         **{name: str(value) for name, value in call.options},
         f"the number of earlier calls {kind} async_op, which must agree,": team.calls[team.foreground is team],
     }
 
 
-def _given(name: str, call: Call, facts: list[dict[str, Any]], values: list[Any]) -> Any:
-    """What the root says, where it decides: of split's tensor, to which the memory for the parts must fit."""
+def _of_root(name: str, call: Call, facts: list[dict[str, Any]], values: list[Any]) -> Any:
+    """Return the root's value if it decides: the memory for split's parts must match its tensor."""
     root = call.root
     if name in ("dtype", "number of dims", "shape", "counts") and call.root_decides:
         return values[root] if all(fact["root"] == root >= 0 for fact in facts) else None
     return None
 
 
-def _deviations(name: str, values: list[Any], usual: Any = None) -> dict[int, str]:
-    """The ranks whose value is not `usual`: by default the most common one (of equals, that of the lowest rank)."""
+def _deviations(name: str, values: list[Any], expected: Any = None) -> dict[int, str]:
+    """Describe the values other than `expected`: by default the most common one (of several, the lowest rank's)."""
     known = [value for value in values if value is not None]
     if len(set(known)) < 2:
         return {}
-    if usual is None:
-        usual = Counter(known).most_common(1)[0][0]  # most_common keeps the order of first sight among equals
-    where = _ranks([rank for rank, value in enumerate(values) if value == usual])
-    is_, has = ("", "") if name == "verb" else (f"{name} is ", "has " if values.count(usual) == 1 else "have ")
+    if expected is None:
+        expected = Counter(known).most_common(1)[0][0]  # of equally common ones, the first
+    where = _ranks([rank for rank, value in enumerate(values) if value == expected])
+    is_, has = ("", "") if name == "verb" else (f"{name} is ", "has " if values.count(expected) == 1 else "have ")
     return {
-        rank: f"{is_}{value}, where {where} {has}{usual}"
+        rank: f"{is_}{value}, where {where} {has}{expected}"
         for rank, value in enumerate(values)
-        if value is not None and value != usual
+        if value is not None and value != expected
     }
 
 
