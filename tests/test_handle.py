@@ -148,7 +148,7 @@ def test_an_mpi_without_threads(world: hd.World, monkeypatch: pytest.MonkeyPatch
     """Said at once, and not found out by a crash."""
     from mpi4py import MPI
 
-    monkeypatch.setattr(handles, "_threads", lambda: MPI.THREAD_SERIALIZED)
+    monkeypatch.setattr(handles, "_thread_level", lambda: MPI.THREAD_SERIALIZED)
     findings = Findings(world.comm)
     for step in (lambda: hd.concat(torch.ones(1), async_op=True), lambda: hd.irecv(), lambda: hd.isend(1, 0)):
         try:
