@@ -249,7 +249,7 @@ def test_parameters_and_graphs_stay_here() -> None:
         (np.float64.__new__(_Metres, 3), "x is a .*_Metres, which is not sent"),
         (np.zeros(2, [("a", "i4"), ("b", "f8")]), "x is a numpy array of dtype .*, which no tensor can hold"),
         ({"t": np.array(["2020-01-01"], "M8[D]")}, r"x\['t'\] is a numpy array of dtype datetime64"),
-        (torch.ones(2).as_subclass(_Subclass), "x is a .*_Subclass, of which only memory would arrive"),
+        (torch.ones(2).as_subclass(_Subclass), "x is a .*_Subclass, of which only the memory would be sent"),
         (torch._efficientzerotensor((3,)), "x has no memory of its own"),
         ([torch.zeros(2).to_sparse()], r"x\[0\] must be a dense tensor"),
         (Point(torch.zeros(2, device="meta")), r"x.x is on device meta"),
@@ -268,7 +268,7 @@ def test_what_is_refused(value: Any, told: str) -> None:
 def test_what_is_more_than_its_memory() -> None:
     """Of which torch and numpy warn when it is made."""
     refused = {
-        "MaskedTensor, of which only memory would": torch.masked.masked_tensor(
+        "MaskedTensor, of which only the memory would": torch.masked.masked_tensor(
             torch.ones(2), torch.tensor([True, False])
         ),
         "NestedTensor, of which only": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),

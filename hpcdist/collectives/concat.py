@@ -8,17 +8,13 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation, run
+from hpcdist.collectives.gather import Gather
+from hpcdist.collectives.run import run
 from hpcdist.collectives.structures import Join
 from hpcdist.comm.team import Team
-from hpcdist.routes import select
 from hpcdist.routes.base import Alltoall
 from hpcdist.runtime import world
-from hpcdist.tensors.blocks import blocks
 from hpcdist.tensors.storage import row_major, sum_dtype
-from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call
-from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike, S, StructureOptions
@@ -106,24 +102,14 @@ def concat(
     return run(Join("concat", x, dim, None, False, route, out, allow_pickle), team, async_op)
 
 
-class Concat(Operation):
-    """Concatenate shards on every rank."""
+class Concat(Gather):
+    """Gather shards on every rank."""
 
     name = "concat"
-    root, rooted = None, False
+    rooted = False
 
     def __init__(self, x: Tensor, dim: int, route: str, out: Tensor | None) -> None:
-        self.x, self.dim, self.route, self.out = x, dim, route, out
-
-    def validate(self, team: Team) -> Call:
-        return local.shard_call(self, team)
-
-    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
-        self._route = select.agreed(self.name, call.route, team, agreed.kinds)
-        assert call.x is not None
-        self._shard, self._dest, self._agreed = call.x, call.out, agreed
-        self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
+        super().__init__(x, dim, None, route, out)
 
     def forward(self, team: Team) -> Tensor:
         cut, shard = self._blocks, self._shard

@@ -102,7 +102,7 @@ class Gather(Operation):
     name = "gather"
     rooted = True
 
-    def __init__(self, x: Tensor, dim: int, root: int, route: str, out: Tensor | None) -> None:
+    def __init__(self, x: Tensor, dim: int, root: Any, route: str, out: Tensor | None) -> None:
         self.x, self.dim, self.root, self.route, self.out = x, dim, root, route, out
 
     def validate(self, team: Team) -> Call:

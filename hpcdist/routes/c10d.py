@@ -91,10 +91,10 @@ class _Nccl(_C10d):
         options.global_ranks_in_group = team.peers
         options.group_name = dist.GroupName(f"hpcdist/{team.number}")
         group = dist.ProcessGroupNCCL(store, team.rank, team.size, options)
-        self.begin(group, team)
+        self.warm_up(group, team)
         return group
 
-    def begin(self, group: Any, team: Team) -> None:
+    def warm_up(self, group: Any, team: Team) -> None:
         """Run the first operation of a group.
 
         torch: "if batch_isend_irecv is the first collective call in the group, all its ranks must take part", but ranks

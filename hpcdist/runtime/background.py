@@ -159,7 +159,7 @@ class Background:
         assert team.background_comm is not None
         self.team = Team(team.background_comm, team.group, team.settings, foreground=team)
         self._engine = Engine("hpcdist")
-        self._engine.begin()
+        self._engine.start_thread()
         self._stream: torch.cuda.Stream | None = None
 
     def submit(

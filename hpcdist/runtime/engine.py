@@ -78,7 +78,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._abandoned: list[_Job] = []  # MPI may still read and write their memory
 
-    def begin(self) -> None:
+    def start_thread(self) -> None:
         """Start the thread now, rather than with the first job."""
         with self._lock:
             if self._thread is None:
@@ -88,7 +88,7 @@ class Engine:
     def submit(self, steps: Steps[T], on_begun: Callable[[], None] | None = None) -> futures.Future[T]:
         """Run a job. Jobs that conflict advance in the order of their submission."""
         future: futures.Future[T] = futures.Future()
-        self.begin()
+        self.start_thread()
         self._submitted.put(_Job(steps, future, on_begun))
         return future
 

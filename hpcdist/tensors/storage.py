@@ -48,7 +48,7 @@ def problem(x: Tensor) -> str | None:
         return "has a forward-mode tangent, which would be lost (torch.autograd.forward_ad.unpack_dual takes it off)"
     if type(x) not in _KINDS:
         name = f"{type(x).__module__}.{type(x).__qualname__}"
-        return f"is a {name}, of which only memory would arrive: pass its tensors (of a DTensor, x.to_local())"
+        return f"is a {name}, of which only the memory would be sent: pass its tensors (of a DTensor, x.to_local())"
     if _NAMED and x.has_names():  # type: ignore[attr-defined]
         return "has named dims, whose names would be lost: pass x.rename(None)"
     usual = x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested

@@ -101,7 +101,7 @@ class _StandIn(c10d._Nccl):
         store = dist.PrefixStore(str(self.made), store)
         self.made += 1
         group = _Rules(dist.ProcessGroupGloo(store, team.rank, team.size, timeout=timeout))
-        self.begin(group, team)
+        self.warm_up(group, team)
         return group
 
     def forget(self, team: Team) -> None:
