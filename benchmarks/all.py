@@ -1,7 +1,7 @@
-"""Runs every benchmark under one MPI, then the report and the pictures.
+"""Run every benchmark under one MPI, then the report and the plots.
 
 python benchmarks/all.py --np 2,4 --verbs concat,staging
-In the environment whose mpi4py and mpirun are to be measured.
+Run it in the environment whose mpi4py and mpirun you want to measure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from results import FOLDER
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-# How many ranks each runs with, unless told; staging writes files, resident only looks at memory.
+# Default numbers of ranks; staging writes files, resident only measures memory.
 RANKS = {
     "concat": (2, 4),
     "gather": (2, 4),
@@ -32,10 +32,10 @@ RANKS = {
     "staging": (1, 2, 4),
     "resident": (2,),
 }
-DEADLINES = {"staging": 2400, "redistribute": 600, "structures": 600}  # seconds; of the others, --deadline
-# Open MPI 4 and 5 would bind ranks to cores, MPICH does not, and gloo's threads want more than the rank's core.
+DEADLINES = {"staging": 2400, "redistribute": 600, "structures": 600}  # seconds; the others have --deadline
+# Open MPI 4 and 5 bind ranks to cores by default, MPICH does not, and gloo's threads need more than the rank's core.
 UNBOUND = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
-# Open MPI 4 and 5 refuse more ranks than cores unless told, and should then give way while they wait.
+# Open MPI 4 and 5 refuse more ranks than cores by default; if allowed, ranks should yield while they wait.
 CROWDED = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -44,13 +44,13 @@ CROWDED = {
 
 
 def environment(world_size: int) -> dict[str, str]:
-    """For mpirun: this one, and what makes launchers comparable where it is not set already."""
+    """Return the environment for mpirun: this one, plus settings that make launchers comparable, unless already set."""
     crowded = CROWDED if world_size > (os.cpu_count() or 1) else {}
     return {**UNBOUND, **crowded, **os.environ}
 
 
 def launch(command: list[str], environ: dict[str, str], deadline: float) -> str | None:
-    """Run a command to its end; past `deadline` seconds end it and all it started. Returns what went wrong."""
+    """Run a command, and terminate it and its children after `deadline` seconds; return the problem, if any."""
     process = subprocess.Popen(command, env=environ, start_new_session=True)
     try:
         status = process.wait(deadline)
@@ -59,7 +59,7 @@ def launch(command: list[str], environ: dict[str, str], deadline: float) -> str 
         return f"not done in {deadline:g} s"
     finally:
         if process.poll() is None:
-            process.terminate()  # mpirun hands it on to its ranks
+            process.terminate()  # mpirun forwards it to its ranks
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
@@ -68,7 +68,7 @@ def launch(command: list[str], environ: dict[str, str], deadline: float) -> str 
 
 
 def _mpirun() -> str:
-    """The launcher beside this Python (the wheels bring theirs), else the one on the path."""
+    """Return the launcher next to this Python (wheels contain one), else the one in PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
 
@@ -76,7 +76,7 @@ def _mpirun() -> str:
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the benchmarks: --rounds 10")
     parser.add_argument("--mpirun", type=shlex.split, default=[_mpirun()], help="with its own options, in quotes")
-    parser.add_argument("--python", default=sys.executable, help="that has hpcdist and mpi4py (this one)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with hpcdist and mpi4py (this one)")
     parser.add_argument(
         "--np",
         type=lambda text: [int(n) for n in text.split(",")],
@@ -85,8 +85,8 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(RANKS), metavar=",".join(RANKS))
     late = ", ".join(f"{verb}: {seconds}" for verb, seconds in DEADLINES.items())
-    parser.add_argument("--deadline", type=float, help=f"seconds for each run (300; {late})")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="for the results (benchmarks/results)")
+    parser.add_argument("--deadline", type=float, help=f"seconds per run (300; {late})")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder for the results (benchmarks/results)")
     return parser.parse_known_args()
 
 
@@ -108,7 +108,7 @@ def main() -> int:
     print(f"{len(runs)} runs in {time.monotonic() - start:.0f} s")
     scripts = ["plot.py", "report.py"] if importlib.util.find_spec("matplotlib") else ["report.py"]
     if len(scripts) == 1:
-        print("no pictures, for want of matplotlib here; draw them with a Python that has it: benchmarks/plot.py")
+        print("no plots: matplotlib is not installed here; run benchmarks/plot.py with a Python that has it")
     for script in scripts:
         problem = launch([sys.executable, str(HERE / script), str(asked.folder)], dict(os.environ), 300)
         if problem:

@@ -1,4 +1,4 @@
-"""concat: the shards of all ranks, joined on every rank. mpirun -n 2 python benchmarks/concat.py"""
+"""concat: concatenate the shards of all ranks on every rank. mpirun -n 2 python benchmarks/concat.py"""
 
 from __future__ import annotations
 

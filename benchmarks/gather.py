@@ -1,4 +1,4 @@
-"""gather: the shards of all ranks, joined on the root. mpirun -n 2 python benchmarks/gather.py"""
+"""gather: gather the shards of all ranks on the root. mpirun -n 2 python benchmarks/gather.py"""
 
 from __future__ import annotations
 

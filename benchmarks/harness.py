@@ -1,4 +1,4 @@
-"""Times several ways to do the same thing, taking turns in one run. What the words mean: README.md, Definitions."""
+"""Time several implementations of the same operation, interleaved in one run. For terms, see README.md, Definitions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tqdm import tqdm
 import hpcdist as hd
 
 ROOT = 0
-SAMPLE = 0.004  # seconds that a sample lasts when its number of calls is chosen; calls may get faster after that
-MOST_CALLS = 5000  # in one sample
-WARM_UP = 2  # rounds that are not counted
+SAMPLE = 0.004  # target seconds per sample, when the number of calls is chosen; calls may get faster later
+MOST_CALLS = 5000  # per sample
+WARM_UP = 2  # uncounted rounds
 FEWEST = 5  # rounds, for a contender that is too slow for all of them
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class Data(Protocol):
-    """What the contenders of a case work on, the same for each; `size`, `skew`, `nbytes`, `what` as in results.Case."""
+    """The data of a case, the same for each contender; `size`, `skew`, `nbytes`, `what` as in results.Case."""
 
     @property
     def size(self) -> int: ...
@@ -47,36 +47,36 @@ class Data(Protocol):
     @property
     def comm(self) -> MPI.Intracomm: ...
 
-    def spoil(self) -> None:
-        """Fill with -1 what contenders write to."""
+    def reset(self) -> None:
+        """Fill the memory for results with -1."""
 
-    def right(self, result: Any) -> bool:
-        """Whether it is what plain indexing gives."""
+    def correct(self, result: Any) -> bool:
+        """Return whether the result equals that of plain indexing."""
 
     def intact(self) -> bool:
-        """Whether what the contenders read, and what they are compared with, is unchanged."""
+        """Return whether the input and the expected result are unchanged."""
 
 
-def no_lack(case: Any) -> str | None:
-    """Of a contender for every case."""
+def supported(case: Any) -> str | None:
+    """Support every case."""
     return None
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do it: a name, and a function that takes a case and returns the result on this rank, if any.
+    """An implementation: a name, and a function that takes a case and returns the result on this rank, if any.
 
-    `lacks` says of a case why it cannot be done this way.
+    `unsupported` returns why a case is not supported, else None.
     """
 
     name: str
     call: Callable[[Any], Any]
-    lacks: Callable[[Any], str | None] = no_lack
+    unsupported: Callable[[Any], str | None] = supported
 
 
 @dataclass(frozen=True)
 class Step:
-    """A case to come: how its data are made, and who is timed on them; the first is the baseline."""
+    """A case to run: a function that makes its data, and its contenders, the baseline first."""
 
     make: Callable[[MPI.Intracomm], Data]
     contenders: Sequence[Contender]
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Turn:
-    """A contender, its timing so far, and the rounds that it takes part in."""
+    """A contender, its timing so far, and the rounds in which it is timed."""
 
     contender: Contender
     timing: results.Timing
@@ -92,19 +92,19 @@ class Turn:
 
 
 def check(contender: Contender, case: Data) -> None:
-    """Call it once and compare with plain indexing. Collective; ends the program on every rank if one is wrong."""
-    case.spoil()
-    right = case.right(contender.call(case))
-    wrong = [rank for rank, ok in enumerate(case.comm.allgather(right and case.intact())) if not ok]
+    """Call a contender once, and compare with plain indexing. Collective; exits on every rank if one is wrong."""
+    case.reset()
+    correct = case.correct(contender.call(case))
+    wrong = [rank for rank, ok in enumerate(case.comm.allgather(correct and case.intact())) if not ok]
     if wrong:
         what = f"{results.show_size(case.size)}, {case.skew}"
         raise SystemExit(f"{contender.name!r} gave wrong data, or changed its input, on ranks {wrong} ({what})")
 
 
 def sample(contender: Contender, case: Data, calls: int) -> float:
-    """Seconds per call on the slowest rank, of `calls` calls from one barrier on. Collective.
+    """Return the seconds per call on the slowest rank, over `calls` calls after a barrier. Collective.
 
-    A batch of short calls comes after one that is not timed, or the first would pay for the contender before it.
+    Before a batch of short calls, one call is not timed: it may be slow after another contender.
     """
     call = contender.call
     if calls > 1:
@@ -118,11 +118,11 @@ def sample(contender: Contender, case: Data, calls: int) -> float:
 
 
 def calibrate(contender: Contender, case: Data) -> tuple[int, float]:
-    """(calls that last at least SAMPLE, seconds per call). Collective, the same on all ranks."""
+    """Return (calls that take at least SAMPLE, seconds per call). Collective, the same on all ranks."""
     calls = 1
     while True:
         each = sample(contender, case, calls)
-        if calls * each < 5 * SAMPLE:  # short enough to be wrong by chance
+        if calls * each < 5 * SAMPLE:  # short enough for outliers
             each = min(each, sample(contender, case, calls), sample(contender, case, calls))
         if calls * each >= SAMPLE or calls == MOST_CALLS:
             return calls, each
@@ -130,11 +130,10 @@ def calibrate(contender: Contender, case: Data) -> tuple[int, float]:
 
 
 def plan(costs: Sequence[float], rounds: int, left: float, fewest: int = FEWEST) -> list[int]:
-    """How many rounds each contender takes part in: at most `rounds`, at least `fewest`, in `left` seconds if it can.
+    """Return the number of rounds of each contender: from `fewest` to `rounds`, within `left` seconds if possible.
 
-    `costs` are the seconds that a round takes each, the baseline's first. The cheap ones come first, and what they
-    leave of their share goes to the slow ones. The baseline takes part in all, or the others would have nothing to be
-    compared with.
+    `costs` are the seconds per round of each, the baseline's first. Time that fast contenders do not need goes to the
+    slow ones. The baseline runs in all rounds, since the others are compared with it.
     """
     taken = [0] * len(costs)
     for done, i in enumerate(sorted(range(len(costs)), key=costs.__getitem__)):
@@ -146,15 +145,15 @@ def plan(costs: Sequence[float], rounds: int, left: float, fewest: int = FEWEST)
 
 
 def prepare(contenders: Sequence[Contender], case: Data, rounds: int, budget: float, until: float) -> list[Turn]:
-    """Check every contender, and choose the rounds it takes part in: evenly spread, none if it is too slow.
+    """Check every contender, and choose its rounds: evenly spread, none if it is too slow.
 
-    Collective. The baseline is the first. `until` is when the case should be done, by time.monotonic() on the root.
+    Collective. The baseline is the first. `until` is the target end of the case, by time.monotonic() on the root.
     """
     found, turns = [], []
     for contender in contenders:
-        lack = contender.lacks(case)
-        if lack:
-            turns.append(Turn(contender, results.Timing(contender.name, 1, [], lack), set()))
+        reason = contender.unsupported(case)
+        if reason:
+            turns.append(Turn(contender, results.Timing(contender.name, 1, [], reason), set()))
             continue
         check(contender, case)
         found.append((contender, *calibrate(contender, case)))
@@ -173,15 +172,15 @@ def prepare(contenders: Sequence[Contender], case: Data, rounds: int, budget: fl
 def measure(turns: Sequence[Turn], case: Data, until: float) -> None:
     """Fill in the timings, round by round. Collective.
 
-    Past `until`, by time.monotonic() on the root, it ends early, but not before FEWEST rounds.
+    Ends early after `until`, by time.monotonic() on the root, but not before FEWEST rounds.
     """
     rounds = len(turns[0].rounds)
-    warm_up = WARM_UP if rounds > FEWEST else 0  # so slow that being called twice already has to do
+    warm_up = WARM_UP if rounds > FEWEST else 0  # if so slow, the two earlier calls must suffice
     gc.collect()
-    gc.freeze()  # what is loaded by now stays, and need not be looked through after every round
+    gc.freeze()  # objects that exist by now stay: exclude them from the collection after every round
     gc.disable()
     for round_ in range(-warm_up, rounds):
-        order = random.Random(round_).sample(turns, len(turns))  # none always runs after the same other one
+        order = random.Random(round_).sample(turns, len(turns))  # so that none always runs after the same other one
         for turn in order:
             if round_ in turn.rounds:
                 turn.timing.samples[round_] = float(f"{sample(turn.contender, case, turn.timing.calls):.4g}")
@@ -198,10 +197,10 @@ def measure(turns: Sequence[Turn], case: Data, until: float) -> None:
 
 
 def run(record: results.Record, comm: MPI.Intracomm, steps: Sequence[Step], asked: argparse.Namespace) -> None:
-    """Time every step, print on rank 0, write JSON. Collective; `asked` comes from a parser of :func:`parser`."""
+    """Time every step, print on rank 0, write JSON. Collective; `asked` comes from :func:`parser`."""
     root, end = comm.rank == ROOT, time.monotonic() + asked.seconds
     for done, step in enumerate(tqdm(steps, desc=record.verb, unit="case", disable=None if root else True)):
-        case = step.make(comm)  # disable=None: tqdm looks whether stderr is a terminal
+        case = step.make(comm)  # disable=None: tqdm checks whether stderr is a terminal
         now = time.monotonic()
         share = max(0, end - now) / (len(steps) - done)
         chosen = [c for i, c in enumerate(step.contenders) if not i or not any(w in c.name for w in asked.without)]
@@ -210,20 +209,20 @@ def run(record: results.Record, comm: MPI.Intracomm, steps: Sequence[Step], aske
         record.cases.append(results.Case(case.size, case.skew, case.nbytes, [turn.timing for turn in turns], case.what))
         if root:
             tqdm.write(report.case_table(record, record.cases[-1]) + "\n")
-        if asked.json and root:  # what has been measured stays, should the run be ended
+        if asked.json and root:  # keeps the measurements if the run is interrupted
             results.save(record, asked.json)
-        del case  # or the next one would be made beside it
+        del case  # frees its memory before the next one is made
 
 
 def start(verb: str, comm: MPI.Intracomm) -> results.Record:
-    """A record without figures yet, once torch has its share of the cores."""
+    """Give torch its share of the cores, and create an empty record."""
     cpus = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cpus // comm.size))
     return new_record(verb, comm.size, cpus)
 
 
 def new_record(verb: str, world_size: int, cpus: int) -> results.Record:
-    """A record without figures yet: what runs, and on what."""
+    """Create an empty record: the software and the machine."""
     vendor, version = MPI.get_vendor()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -244,31 +243,32 @@ def new_record(verb: str, world_size: int, cpus: int) -> results.Record:
 
 
 def parser(what: str, sizes_: str, seconds: float = 150, budget: float = 12) -> argparse.ArgumentParser:
-    """The command line that the benchmarks have in common; `sizes_` are the default ones."""
+    """Create the parser of the common command line; `sizes_` are the default sizes."""
     found = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--sizes", type=sizes, default=sizes_, metavar="LIST", help=f"bytes a rank ({sizes_})")
-    found.add_argument("--rounds", type=_rounds, default=30, help="samples of each contender (%(default)s)")
+    found.add_argument("--sizes", type=sizes, default=sizes_, metavar="LIST", help=f"bytes per rank ({sizes_})")
+    found.add_argument("--rounds", type=_rounds, default=30, help="samples per contender (%(default)s)")
     found.add_argument(
-        "--seconds", type=float, default=seconds, help="for the run: fewer rounds for slow contenders (%(default)g)"
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="target duration; slow contenders get fewer rounds (%(default)g)",
     )
     found.add_argument(
         "--budget",
         type=float,
         default=budget,
         metavar="SECONDS",
-        help=f"skip a contender, and say so in the table, if {FEWEST} calls take longer (%(default)g)",
+        help=f"skip a contender, with a note in the table, if {FEWEST} calls take longer (%(default)g)",
     )
     found.add_argument(
-        "--without", type=words, default=[], metavar="LIST", help="leave out contenders with these words in their name"
+        "--without", type=words, default=[], metavar="LIST", help="omit contenders with these words in their name"
     )
-    found.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all samples there; in a folder: as MPI-npN-verb"
-    )
+    found.add_argument("--json", type=Path, metavar="FILE", help="file for all samples; in a folder: MPI-npN-verb")
     return found
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """For the command line: words, all of them among the known ones."""
+    """Return a parser of known words for the command line."""
 
     def parse(text: str) -> list[str]:
         found = words(text)
@@ -280,7 +280,7 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def words(text: str) -> list[str]:
-    """A list on the command line."""
+    """Parse a list on the command line."""
     return text.split(",")
 
 
@@ -291,7 +291,7 @@ def _rounds(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """A list of sizes on the command line."""
+    """Parse a list of sizes on the command line."""
     try:
         return [int(part.rstrip("KMG")) * _UNITS[part.lstrip("0123456789")] for part in text.upper().split(",")]
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""How much memory one call takes at its peak, as the Linux kernel counts it."""
+"""Measure the peak memory of one call with the counters of the Linux kernel."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _LEAST = 2**24
 
 
 def unavailable(comm: MPI.Intracomm) -> str | None:
-    """Why peaks cannot be measured here; None if they can. Collective, the same on all ranks."""
+    """Return why peaks cannot be measured here, else None. Collective, the same on all ranks."""
     try:
         _CLEAR.write_text(_RESET_PEAK)
         _resident("VmHWM")
         reason = None
     except (OSError, LookupError) as error:
-        reason = f"the kernel does not let this process reset its peak of memory ({error})"
+        reason = f"the kernel does not let this process reset its peak memory ({error})"
     return next((r for r in comm.allgather(reason) if r), None)
 
 
 def too_small(nbytes: int) -> str | None:
-    """Why a call that moves `nbytes` a rank is too small to measure; None if it is not."""
-    return f"{nbytes} bytes a rank drown in the kernel's counters; take {_LEAST >> 20} MiB" if nbytes < _LEAST else None
+    """Return why a call that moves `nbytes` per rank is too small to measure, else None."""
+    return f"{nbytes} bytes a rank are too few for the counters; use {_LEAST >> 20} MiB" if nbytes < _LEAST else None
 
 
 def peak(comm: MPI.Intracomm, call: Callable[[], object]) -> int:
-    """Bytes of resident memory that `call` takes at its peak, its result included; the most of all ranks.
+    """Measure the resident memory of `call` at its peak, including its result: the maximum over all ranks, in bytes.
 
-    Collective. Call it once before, so that what MPI and torch set up for the first call is not counted. The kernel
-    batches its counters: figures are good to some 100 KiB.
+    Collective. Run the call once before, to exclude what MPI and torch allocate for the first call. The kernel batches
+    its counters: figures are accurate to about 100 KiB.
     """
     gc.collect()
-    _trim()  # or memory that was freed but kept by the allocator would be taken again unseen
+    _trim()  # otherwise memory that the allocator keeps would be reused unnoticed
     _CLEAR.write_text(_RESET_PEAK)
     before = _resident("VmRSS")
     comm.Barrier()
@@ -49,7 +49,7 @@ def peak(comm: MPI.Intracomm, call: Callable[[], object]) -> int:
 
 
 def _resident(name: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Read a field of /proc/self/status, in bytes."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""The tables of overlap: how much of a transfer is hidden behind a computation."""
+"""Tables of overlap: the part of a transfer that a computation hides."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import results
 from results import Case, Record, Spread
 from tables import figure, table
 
-LATE = 0.05  # seconds that rank 1 comes late
+LATE = 0.05  # seconds that rank 1 is late
 KINDS = {
     "mm": "products of matrices on this core",
     "sleep": "sleep: another device computes",
     "late": "products of matrices, rank 1 comes 50 ms late",
 }
-WAYS = {
+METHODS = {
     "mpi": "hpcdist mpi",
     "gloo": "hpcdist gloo",
     "Iallgather": "mpi4py, Iallgather",
@@ -27,7 +27,7 @@ _NAMES = (TRANSFER, COMPUTE, AFTER, TOGETHER)
 
 
 def overlap(case: Case) -> Spread | None:
-    """The time that is saved, by the most that can be: the shorter one of transfer and computation. Of each round."""
+    """Return the saved time of each round, relative to the maximum: the shorter of transfer and computation."""
     timings = [case.timing(name) for name in (AFTER, TOGETHER, TRANSFER, COMPUTE)]
     rounds = zip(*(timing.samples for timing in timings if timing), strict=True)
     found = [(a - b) / min(t, c) for a, b, t, c in (r for r in rounds if len(r) == len(timings) and None not in r)]
@@ -35,12 +35,12 @@ def overlap(case: Case) -> Spread | None:
 
 
 def label(case: Case) -> str:
-    """What is moved and computed, in words."""
-    return f"{WAYS[case.what]}, {KINDS[case.skew]}, {results.show_size(case.size)} a rank"
+    """Describe the transfer and the computation of a case."""
+    return f"{METHODS[case.what]}, {KINDS[case.skew]}, {results.show_size(case.size)} a rank"
 
 
 def overlap_table(record: Record) -> str:
-    """One run at a glance: a row for each way and kind, milliseconds."""
+    """Summarise one run: a row for each method and kind, in milliseconds."""
     head = [f"overlap, np {record.world_size}", "the computation", *(f"{name}, ms" for name in _NAMES)]
     rows = []
     for case in record.cases:
@@ -48,12 +48,12 @@ def overlap_table(record: Record) -> str:
         cells = ["-" if timing is None else figure(results.seconds(timing).median * 1e3) for timing in timings]
         found = overlap(case)
         last = ["-", "-"] if found is None else [f"{found.median:.2f}", f"{found.low:.2f} to {found.high:.2f}"]
-        rows.append([WAYS[case.what], KINDS[case.skew], *cells, *last])
+        rows.append([METHODS[case.what], KINDS[case.skew], *cells, *last])
     return table([*head, "overlap", "IQR"], rows)
 
 
 def section(records: Sequence[Record]) -> list[str]:
-    """What README.md shows of overlap; nothing if it was not measured."""
+    """Return the section on overlap of README.md; empty if it was not measured."""
     runs = [record for record in records if record.verb == "overlap" and record.cases]
     if not runs:
         return []

@@ -1,9 +1,9 @@
-"""What it costs that no two ranks write the same page: saves with whole pages, and as if a page were one byte, in turn.
+"""Measure the cost of page alignment (no two ranks write the same page): saves with real pages, and with 1-byte pages.
 
 mpirun -n 2 python benchmarks/pages.py [FOLDER]
 
-ms: median over the rounds of the slowest rank's time; spread: a quarter of the rounds is below, and a quarter above it.
-ratio: whole pages to single bytes. With single bytes nothing travels between ranks, as on a folder of one client.
+ms: median over the rounds of the slowest rank's time; spread: its quartiles. ratio: whole pages to single bytes. With
+single bytes no data move between ranks, as in a folder of one client.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES: dict[str, Any] = {
 
 
 def save(world: hd.World, path: Path, data: Any) -> float:
-    """Seconds of the slowest rank."""
+    """Save, and return the seconds of the slowest rank."""
     world.comm.Barrier()
     start = time.perf_counter()
     staging.save(path, data, writer="posix")
@@ -50,7 +50,7 @@ def main() -> None:
                 whole = turn % 2 == 0
                 with mock.patch("hpcdist.files.h5.page_size", page_size if whole else lambda folder: 1):
                     took = save(world, path, data)
-                if turn > 1:  # the first of each warm up
+                if turn > 1:  # the first two are warm-up
                     seconds[whole].append(1e3 * took)
             if world.rank == 0:
                 print(f"{name:34}{_shown(seconds[True])}{_shown(seconds[False])}{_ratio(seconds):8.2f}", flush=True)

@@ -1,7 +1,7 @@
-"""The ways people write gather, concat and split by hand today. Each is correct for ragged shards.
+"""Common hand-written implementations of gather, concat and split. Each is correct for ragged shards.
 
-Each takes a shards.Case and returns the result on this rank, None where it gets none. Only the preallocated mpi4py
-ones are told the counts of all ranks; the others find out, as a program must. All shards are 1-d and of one dtype.
+Each takes a shards.Case and returns the result on this rank, or None. Only the preallocated mpi4py ones have the counts
+of all ranks in advance; the others must exchange them, as a program must. All shards are 1-d and of one dtype.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from shards import Case
 
 ROOT = 0
-# torch 2.13 has a new name for it; everybody's code has this one.
+# torch 2.13 has a new name for it; existing code uses this one.
 warnings.filterwarnings("ignore", ".*all_gather_into_tensor.* is deprecated", FutureWarning)
 
 
-# What several of them need
+# Helpers
 
 
 def _sizes_of_all(x: Tensor) -> list[int]:
-    """Rows of every rank's shard, by an all_gather of one integer each."""
+    """Gather the number of rows of every rank's shard, by an all_gather of one integer."""
     mine = torch.tensor([len(x)])
     sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, mine)
@@ -35,7 +35,7 @@ def _sizes_of_all(x: Tensor) -> list[int]:
 
 
 def _sizes_from_root(counts: list[int]) -> list[int]:
-    """Rows of every rank's part, which only the root knows, by a broadcast."""
+    """Broadcast the number of rows of every rank's part from the root."""
     sizes = torch.tensor(counts) if dist.get_rank() == ROOT else torch.empty(dist.get_world_size(), dtype=torch.int64)
     dist.broadcast(sizes, ROOT)
     return [int(size) for size in sizes]
@@ -45,19 +45,19 @@ def _pad(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else torch.cat([x, x.new_empty(rows - len(x))])
 
 
-def _send_to_root(x: Tensor, places: Sequence[Tensor]) -> None:
-    """isend to the root, which posts an irecv for each rank; `places` (on the root) take the shards in rank order."""
+def _send_to_root(x: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Send to the root, which receives the shards in `buffers` (on the root), in rank order."""
     if dist.get_rank() != ROOT:
         works = [dist.isend(x, ROOT)]
     else:
-        works = [dist.irecv(place, rank) for rank, place in enumerate(places) if rank != ROOT]
-        places[ROOT].copy_(x)
+        works = [dist.irecv(buffer, rank) for rank, buffer in enumerate(buffers) if rank != ROOT]
+        buffers[ROOT].copy_(x)
     _wait(works)
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:
     for work in works:
-        if work is not None:  # as for a rank outside the group
+        if work is not None:  # None for a rank outside the group
             work.wait()
 
 
@@ -65,7 +65,7 @@ def _wait(works: Iterable[dist.Work | None]) -> None:
 
 
 def concat_mpi4py(case: Case) -> Tensor | None:
-    """The baseline. mpi4py as its tutorial has it for arrays: Allgatherv into memory that is there, counts known."""
+    """The baseline: mpi4py as in its tutorial for arrays: Allgatherv into preallocated memory, counts known."""
     case.comm.Allgatherv(case.send, case.recv)
     return case.out
 
@@ -79,7 +79,7 @@ def concat_mpi4py_new(case: Case) -> Tensor:
 
 
 def concat_mpi4py_pickle(case: Case) -> Tensor:
-    """mpi4py's lower-case call: it pickles the tensors."""
+    """mpi4py's lower-case call, which pickles the tensors."""
     return torch.cat(case.comm.allgather(case.shard))
 
 
@@ -95,7 +95,7 @@ def concat_gloo_padded(case: Case) -> Tensor:
 
 def concat_gloo_into_tensor(case: Case) -> Tensor:
     """all_reduce of the sizes, pad to the largest, all_gather_into_tensor, trim if ragged: as accelerate's
-    pad_across_processes and gather do, whose users trim themselves."""
+    pad_across_processes and gather, whose users trim themselves."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = len(case.shard)
     dist.all_reduce(sizes)
@@ -109,7 +109,7 @@ def concat_gloo_into_tensor(case: Case) -> Tensor:
 
 
 def concat_gloo_by_root(case: Case) -> Tensor:
-    """Point to point to the root, unpadded, and a broadcast of the whole from there."""
+    """Send unpadded shards to the root, and broadcast the whole from there."""
     sizes = _sizes_of_all(case.shard)
     whole = case.shard.new_empty(sum(sizes))
     _send_to_root(case.shard, torch.split(whole, sizes))
@@ -118,7 +118,7 @@ def concat_gloo_by_root(case: Case) -> Tensor:
 
 
 def concat_gloo_object(case: Case) -> Tensor:
-    """all_gather_object: torch pickles, pads and unpickles; detectron2's and many evaluation loops' way."""
+    """all_gather_object: torch pickles, pads and unpickles; as in detectron2 and many evaluation loops."""
     parts: list[Tensor] = [case.shard] * dist.get_world_size()
     dist.all_gather_object(parts, case.shard)
     return torch.cat(parts)
@@ -128,7 +128,7 @@ def concat_gloo_object(case: Case) -> Tensor:
 
 
 def gather_mpi4py(case: Case) -> Tensor | None:
-    """The baseline. mpi4py's Gatherv into memory that is there, counts known."""
+    """The baseline: mpi4py's Gatherv into preallocated memory, counts known."""
     case.comm.Gatherv(case.send, case.recv, ROOT)
     return case.out
 
@@ -143,7 +143,7 @@ def gather_mpi4py_new(case: Case) -> Tensor | None:
 
 
 def gather_mpi4py_pickle(case: Case) -> Tensor | None:
-    """mpi4py's lower-case call: it pickles the tensors."""
+    """mpi4py's lower-case call, which pickles the tensors."""
     parts = case.comm.gather(case.shard, ROOT)
     return None if parts is None else torch.cat(parts)
 
@@ -161,13 +161,13 @@ def gather_gloo_padded(case: Case) -> Tensor | None:
 
 
 def gather_gloo_into_tensor(case: Case) -> Tensor | None:
-    """The same as for concat, and all ranks but the root drop the result: for want of a ragged gather."""
+    """The same as for concat, since there is no ragged gather; all ranks but the root drop the result."""
     whole = concat_gloo_into_tensor(case)
     return whole if case.rank == ROOT else None
 
 
 def gather_gloo_sends(case: Case) -> Tensor | None:
-    """Exchange sizes, then send to the root, which receives straight into place."""
+    """Exchange sizes, then send to the root, which receives directly into place."""
     sizes = _sizes_of_all(case.shard)
     whole = case.shard.new_empty(sum(sizes)) if case.rank == ROOT else None
     _send_to_root(case.shard, () if whole is None else torch.split(whole, sizes))
@@ -185,7 +185,7 @@ def gather_gloo_object(case: Case) -> Tensor | None:
 
 
 def split_mpi4py(case: Case) -> Tensor | None:
-    """The baseline. mpi4py's Scatterv into memory that is there, counts known."""
+    """The baseline: mpi4py's Scatterv into preallocated memory, counts known."""
     case.comm.Scatterv(case.send, case.recv, ROOT)
     return case.out
 
@@ -200,7 +200,7 @@ def split_mpi4py_new(case: Case) -> Tensor:
 
 
 def split_mpi4py_pickle(case: Case) -> Tensor:
-    """mpi4py's lower-case call: it pickles the parts (cloned, or torch pickles the whole with each)."""
+    """mpi4py's lower-case call, which pickles the parts (cloned: torch would pickle the whole with each)."""
     parts = None if case.whole is None else [part.clone() for part in torch.split(case.whole, case.counts)]
     part: Tensor = case.comm.scatter(parts, ROOT)
     return part
@@ -217,7 +217,7 @@ def split_gloo_padded(case: Case) -> Tensor:
 
 
 def split_gloo_broadcast(case: Case) -> Tensor:
-    """Broadcast the whole, and each rank keeps a copy of its part."""
+    """Broadcast the whole, then copy this rank's part."""
     sizes = _sizes_from_root(case.counts)
     whole = torch.empty(sum(sizes), dtype=torch.int64) if case.whole is None else case.whole
     dist.broadcast(whole, ROOT)
@@ -225,7 +225,7 @@ def split_gloo_broadcast(case: Case) -> Tensor:
 
 
 def split_gloo_sends(case: Case) -> Tensor:
-    """Broadcast the sizes, then the root isends each part straight from its place, and each rank receives its own."""
+    """Broadcast the sizes, then the root sends each part directly from its place."""
     sizes = _sizes_from_root(case.counts)
     mine = torch.empty(sizes[case.rank], dtype=torch.int64)
     if case.whole is None:
@@ -239,7 +239,7 @@ def split_gloo_sends(case: Case) -> Tensor:
 
 
 def split_gloo_object(case: Case) -> Tensor:
-    """scatter_object_list: torch pickles the parts (cloned, or it pickles the whole with each), pads, unpickles."""
+    """scatter_object_list: torch pickles the parts (cloned: it would pickle the whole with each), pads, unpickles."""
     parts = None if case.whole is None else [part.clone() for part in torch.split(case.whole, case.counts)]
     mine: list[Tensor] = [torch.empty(0)]
     dist.scatter_object_list(mine, parts, ROOT)

@@ -1,14 +1,14 @@
-"""How long one rank plans a save, or a load, of many tensors by many ranks. python benchmarks/planning.py
+"""Measure how long one rank plans a save or load of many tensors by many ranks. python benchmarks/planning.py
 
-Needs no MPI, and no file: planning is arithmetic on shapes, extents and tables of pieces, and each case plans what one
-rank of a job of that size plans. Counted are, for every tensor, the plan itself, this rank's own pieces, and the ranks
-it sends to and receives from in all rounds. Not counted is what is the same however a tensor is planned: that the ranks
-compare their arguments and tell each other extents, and that tables of pieces are read from the file.
+Needs neither MPI nor files: planning is arithmetic on shapes, extents and tables of pieces, and each case makes the
+plans of one rank in a job of that size. Included for every tensor: the plan, this rank's own pieces, and the ranks that
+it sends to and receives from in all rounds. Excluded, since independent of the plan: comparing arguments, exchanging
+extents, and reading tables of pieces from the file.
 
-Each case runs in a process of its own. s: seconds of one planning of all tensors, the median of three. CPU s: seconds
-of the processor in the same, which what else runs on the machine does not lengthen. MB: resident memory at the peak,
-less what Python, numpy and torch took before, and the tables of pieces of a file that is read (in one of as many
-ranks, 48 bytes a piece); the extents of all ranks in a save are included. 1 MB is 10^6 bytes.
+Each case runs in its own process. s: seconds to plan all tensors once, the median of three. CPU s: processor time of
+the same, unaffected by other programs. MB: peak resident memory, less that of Python, numpy and torch before, and of
+the tables of pieces of the file to load (48 bytes per piece, for a file of as many ranks); it includes the extents of
+all ranks in a save. 1 MB is 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 BESIDES = 256  # extent of the other dim; float32
 WINDOW = 2**28
-TARGET = 5.0, 500.0  # seconds and MB a rank
+TARGET = 5.0, 500.0  # seconds and MB per rank
 REPEATS = 3
 
 
@@ -36,12 +36,12 @@ def shape_of(dim: int | None, extent: int) -> tuple[int, int]:
 
 
 def now() -> tuple[float, float]:
-    """On the clock, and of the processor."""
+    """Return wall-clock time and processor time."""
     return time.perf_counter(), time.process_time()
 
 
 def peers(plan: Any, rank: int) -> int:
-    """Find this rank's pieces, and whom it exchanges data with; how many of both there are."""
+    """Find this rank's pieces, and the ranks with which it exchanges data; return the number of both."""
     pieces = [plan.pieces[row] for row in plan.rows(rank)]
     if plan.straight:
         return len(pieces)
@@ -55,7 +55,7 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
     from hpcdist.staging.pieces import plan_save
 
     asked.before = asked.before or resident()
-    extents = np.empty((asked.tensors, asked.ranks), np.int64)  # as they come from all ranks
+    extents = np.empty((asked.tensors, asked.ranks), np.int64)  # as gathered from all ranks
     for i in range(asked.tensors):
         extents[i] = asked.extent // asked.ranks + (np.random.default_rng(i).integers(0, 9, asked.ranks) * ragged)
     plans = []
@@ -69,7 +69,7 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
 
 
 def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
-    """Several shapes, since what is planned for one is used again for the same one; but `counts` are of one extent."""
+    """Plan loads, with different shapes, since plans are cached by shape; with `counts`, all extents are equal."""
     import torch
 
     from hpcdist import layout
@@ -132,12 +132,12 @@ CASES: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def resident() -> int:
-    """Bytes that are in memory now."""
+    """Return the resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def one(case: str, asked: argparse.Namespace) -> None:
-    """Run a case, and print its figures for the program that has started this one."""
+    """Run a case, and print its figures for the parent process."""
     import torch  # noqa: F401
 
     import hpcdist.staging  # noqa: F401
@@ -151,9 +151,9 @@ def one(case: str, asked: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensors", type=int, default=10_000, help="of the file (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=1024, help="of the job; the one in the middle plans (%(default)s)")
-    parser.add_argument("--extent", type=int, default=16_384, help=f"along dim, of rows of {BESIDES} (%(default)s)")
+    parser.add_argument("--tensors", type=int, default=10_000, help="number of tensors (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=1024, help="number of ranks; the middle one plans (%(default)s)")
+    parser.add_argument("--extent", type=int, default=16_384, help=f"rows along dim, of {BESIDES} (%(default)s)")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -1,5 +1,4 @@
-"""Draws results/<mpi>-<verb>.svg out of the JSON files: the ratio of every contender to preallocated mpi4py; of staging
-the rates of all.
+"""Plot results/<mpi>-<verb>.svg from the JSON files: ratios to preallocated mpi4py; for staging, rates.
 
 python benchmarks/plot.py [FOLDER]; needs matplotlib (pip install -e .[bench]).
 """
@@ -20,8 +19,8 @@ from matplotlib.patches import Patch
 from results import BASELINE, CONTROL, FOLDER, KINDS, STRUCTURES, Record
 
 mpl.use("Agg")
-mpl.rcParams["svg.hashsalt"] = "hpcdist"  # the same figures give the same file
-mpl.rcParams["svg.fonttype"] = "none"  # text stays text: a third of the size
+mpl.rcParams["svg.hashsalt"] = "hpcdist"  # the same data give the same file
+mpl.rcParams["svg.fonttype"] = "none"  # keep text as text: a third of the size
 
 _BAR = 0.8  # of the height of a contender's row, shared by its bars
 Colour = tuple[float, float, float, float]
@@ -29,9 +28,9 @@ _COLOURS = plt.get_cmap("viridis")
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """A panel for each number of ranks and skew, a row for each contender, a bar for each size.
+    """Plot a panel for each number of ranks and skew, a row for each contender, a bar for each size.
 
-    Bars start at 1 (as fast as preallocated mpi4py) on a log scale: to the left is faster, to the right slower. The
+    Bars start at 1 (as fast as preallocated mpi4py) on a log scale: left is faster, right is slower. The
     line on a bar spans the quartiles.
     """
     skews = list(dict.fromkeys(case.skew for record in records for case in record.cases))
@@ -74,13 +73,13 @@ def _panel(panel: Axes, record: Record, skew: str, names: Sequence[str], colours
 
 
 def _skew(skew: str) -> str:
-    """What a panel shows, in words."""
+    """Describe the data of a panel."""
     words = {**KINDS, **STRUCTURES, "even": "even"}
     return words.get(skew, f"{skew} (rank 0 holds the most)")
 
 
 def _rows(panel: Axes, names: Sequence[str]) -> None:
-    """A row for each contender, from the top; ours in bold."""
+    """Label a row for each contender, from the top; hpcdist in bold."""
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
     panel.set_yticks(range(len(names)), names)
@@ -90,7 +89,7 @@ def _rows(panel: Axes, names: Sequence[str]) -> None:
 
 
 def draw_rates(records: Sequence[Record], path: Path) -> None:
-    """Staging at the largest size that all records have: panels for save and load at each number of ranks.
+    """Plot staging at the largest size that all records have: panels for save and load at each number of ranks.
 
     A row for each contender, a bar for each layout. The line on a bar spans the quartiles.
     """
@@ -135,7 +134,7 @@ def _rates(panel: Axes, record: Record, size: int, what: str, colours: Mapping[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="of the JSON files (benchmarks/results)")
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="with the JSON files (benchmarks/results)")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     asked = parser.parse_args()
     pictures: dict[str, list[Record]] = {}

@@ -1,4 +1,4 @@
-"""redistribute: a tensor changes its layout, beside hand-written Alltoallv and Alltoallw, DTensor and Heat.
+"""redistribute: change the layout of a tensor; compared with hand-written Alltoallv and Alltoallw, DTensor and Heat.
 
 mpirun -n 4 python benchmarks/redistribute.py --kinds columns,tiles
 """
@@ -51,7 +51,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     with hd.init(device="cpu") as world:
-        few = world.world_size < 4 or world.world_size % 2  # tiles of 2 rows need 4 ranks; 2 ranks have columns
+        few = world.world_size < 4 or world.world_size % 2  # on 2 ranks, tiles are columns
         steps = [
             Step(partial(peers.make_case, size=size, kind=kind), CONTENDERS)
             for kind, size in product(asked.kinds, asked.sizes)

@@ -1,14 +1,14 @@
-"""What benchmarks/redistribute.py times: the case, and the ways people write a change of layout by hand.
+"""The contenders of benchmarks/redistribute.py: the case, and common hand-written implementations.
 
-Heat is optional, and wants an environment of its own: its 1.8 asks for a torch older than the one that all others run
-with here, and for torchvision, which resplit does not use. With Debian's Open MPI:
+Heat is optional, and needs a separate environment: version 1.8 requires an older torch than the other contenders here,
+and torchvision, which resplit does not use. With Debian's Open MPI:
 
     python3 -m venv .venv/heat
     .venv/heat/bin/pip install -c .ci/constraints.txt torch==2.13.0 mpi4py scipy -e .
     .venv/heat/bin/pip install --no-deps heat==1.8.0
     mpirun -n 2 .venv/heat/bin/python benchmarks/redistribute.py        # or benchmarks/all.py --verbs redistribute
 
-There everything else runs beside it, in one run; without it, the tables say so.
+All other contenders run there too, in the same run; without Heat, the tables contain a note.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ NO_HEAT = None if importlib.util.find_spec("heat") else "Heat is not installed h
 
 @dataclass(frozen=True)
 class Case:
-    """A 2-d tensor of int64 in one layout, wanted in another; each value is its index in the whole.
+    """A 2-d tensor of int64 to redistribute; each value is its index in the whole.
 
     Attributes:
-        size: bytes of a shard, in the mean, rounded to whole rows.
-        skew: a key of KINDS.
-        shape: of the whole.
-        sources, targets: of each rank, the rows and columns it holds, and those it must get.
-        counts: of each rank's rows, where they are ragged.
-        shard, expected: this rank's, contiguous.
-        out: memory for the result, filled already.
-        kept: what contenders prepare in their first call, which is not timed.
+        size: mean bytes of a shard, rounded to whole rows.
+        skew: key of KINDS.
+        shape: shape of the whole tensor.
+        sources, targets: rows and columns that each rank holds, and those that it must get.
+        counts: rows of each rank, if ragged.
+        shard, expected: shard and result of this rank, contiguous.
+        out: preallocated memory for the result.
+        cache: state that contenders prepare in their first, untimed call.
     """
 
     size: int
@@ -60,7 +60,7 @@ class Case:
     shard: Tensor
     expected: Tensor
     out: Tensor
-    kept: dict[object, Any] = field(default_factory=dict)
+    cache: dict[object, Any] = field(default_factory=dict)
     what: str = ""
 
     @property
@@ -69,22 +69,22 @@ class Case:
 
     @property
     def layouts(self) -> tuple[object, object]:
-        """The same in hpcdist's words."""
+        """Return source and target as hpcdist layouts."""
         rows, columns = hd.Split(0, counts=self.counts), hd.Split(1)
         if self.skew == "tiles":
             return rows, hd.Block((2, self.comm.size // 2), (0, 1))
         return {"columns": (rows, columns), "rows": (columns, rows), "ragged": (rows, hd.Split(0))}[self.skew]
 
     def once(self, key: object, make: Callable[[], Any]) -> Any:
-        """What `make` gave in the first call."""
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+        """Return the result of `make` from the first call."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
-    def spoil(self) -> None:
+    def reset(self) -> None:
         self.out.fill_(-1)
 
-    def right(self, result: Tensor) -> bool:
+    def correct(self, result: Tensor) -> bool:
         return torch.equal(result, self.expected)
 
     def intact(self) -> bool:
@@ -96,7 +96,7 @@ class Case:
 
 
 def shares(extent: int, parts: int) -> list[range]:
-    """By the block rule: the first extent % parts get one more."""
+    """Partition by the block rule: the first extent % parts get one extra."""
     return spans([extent // parts + (r < extent % parts) for r in range(parts)])
 
 
@@ -106,17 +106,17 @@ def spans(counts: Sequence[int]) -> list[range]:
 
 
 def values(box: Box, shape: tuple[int, int]) -> Tensor:
-    """The index in the whole of each element of a box."""
+    """Return the index in the whole of each element of a box."""
     rows, columns = (torch.arange(r.start, r.stop) for r in box)
     return rows.unsqueeze(1) * shape[1] + columns
 
 
 def make_case(comm: MPI.Intracomm, size: int, kind: str) -> Case:
-    """The data of one size and kind on this rank."""
+    """Make the data of one size and kind on this rank."""
     p, total = comm.size, comm.size * size // 8
     columns = 1 << (total.bit_length() - 1) // 2
     if kind == "ragged":
-        columns += 1  # an odd number, and rows that no number of ranks divides
+        columns += 1  # odd, and a number of rows that is no multiple of the ranks
     shape = (max(p, total // columns), columns)
     all_rows, all_columns = range(shape[0]), range(columns)
     rows: list[Box] = [(part, all_columns) for part in shares(shape[0], p)]
@@ -136,12 +136,12 @@ def make_case(comm: MPI.Intracomm, size: int, kind: str) -> Case:
 
 
 def pieces(x: Tensor, mine: Box, others: Sequence[Box]) -> list[Tensor]:
-    """Views of what `x`, which holds `mine`, has in common with the box of each rank."""
+    """Return views of the intersections of `x`, which holds `mine`, with the box of each rank."""
     return [x[tuple(slice(*bounds) for bounds in common(mine, other))] for other in others]
 
 
 def common(mine: Box, other: Box) -> list[tuple[int, int]]:
-    """In each dim, where the common part of two boxes begins and ends within the first."""
+    """Return start and end of the intersection of two boxes, relative to the first, in each dim."""
     found = []
     for a, b in zip(mine, other, strict=True):
         start = min(max(a.start, b.start), a.stop)
@@ -150,30 +150,30 @@ def common(mine: Box, other: Box) -> list[tuple[int, int]]:
 
 
 class ByHand:
-    """pack + Alltoallv + unpack, as an expert writes it: all prepared, and nothing copied that need not be.
+    """Pack, Alltoallv, unpack, as written by an expert: prepared in advance, without needless copies.
 
-    Where the pieces of all ranks lie in the shard (or in the result) in one run each, MPI gets them from there (or
-    puts them there). Each rank keeps its own piece: one copy, past MPI; or, with `own_by_mpi`, MPI has that too.
+    If the pieces of all ranks are one run each in the shard (or in the result), MPI sends (or receives) in place. Each
+    rank copies its own piece, without MPI; or MPI moves it too, with `own_by_mpi`.
     """
 
     def __init__(self, case: Case, out: Tensor, own_by_mpi: bool = False) -> None:
         me = case.comm.rank
-        gives = pieces(case.shard, case.sources[me], case.targets)
-        takes = pieces(out, case.targets[me], case.sources)
+        sends = pieces(case.shard, case.sources[me], case.targets)
+        recvs = pieces(out, case.targets[me], case.sources)
         self.own: list[tuple[Tensor, Tensor]] = []
         if not own_by_mpi:
-            self.own = [(takes[me], gives[me])]
-            gives[me], takes[me] = gives[me][:0], takes[me][:0]
-        self.send, packed = self.message(case.shard, gives)
-        self.recv, unpacked = self.message(out, takes)
-        self.packs = [(a, b) for a, b in zip(packed, gives, strict=False) if b.numel()]
-        self.unpacks = [(b, a) for a, b in zip(unpacked, takes, strict=False) if b.numel()]
+            self.own = [(recvs[me], sends[me])]
+            sends[me], recvs[me] = sends[me][:0], recvs[me][:0]
+        self.send, packed = self.message(case.shard, sends)
+        self.recv, unpacked = self.message(out, recvs)
+        self.packs = [(a, b) for a, b in zip(packed, sends, strict=False) if b.numel()]
+        self.unpacks = [(b, a) for a, b in zip(unpacked, recvs, strict=False) if b.numel()]
         self.comm = case.comm
         self.out = out
 
     @staticmethod
     def message(x: Tensor, parts: list[Tensor]) -> tuple[list[object], list[Tensor]]:
-        """(what mpi4py takes, the same as views of memory that must be packed; none if it is x's own)."""
+        """Return (mpi4py buffer specification, views to pack; empty if in place)."""
         counts = [part.numel() for part in parts]
         if all(part.is_contiguous() for part in parts):
             return [x.numpy(), counts, [part.storage_offset() for part in parts], MPI.INT64_T], []
@@ -196,17 +196,17 @@ def by_hand(case: Case) -> Tensor:
 
 
 def by_hand_own(case: Case) -> Tensor:
-    """The same, and MPI moves the piece that stays, too."""
+    """The same, but MPI moves the own piece, too."""
     return case.once("hand, own", lambda: ByHand(case, case.out, own_by_mpi=True))()
 
 
 def by_hand_new(case: Case) -> Tensor:
-    """The same as the baseline with new memory, for the result and for messages, and everything prepared anew."""
+    """The same as the baseline, with new memory for result and messages, and without preparation."""
     return ByHand(case, torch.empty_like(case.out))()
 
 
 def _subarrays(x: Tensor, mine: Box, others: Sequence[Box], without: int | None = None) -> list[Any]:
-    """What mpi4py's Alltoallw takes: nothing is packed, a datatype tells MPI where each rank's piece lies."""
+    """Return the mpi4py Alltoallw specification: a subarray datatype for each rank's piece, nothing packed."""
     counts, types = [], []
     for rank, other in enumerate(others):
         bounds = common(mine, other)
@@ -219,9 +219,9 @@ def _subarrays(x: Tensor, mine: Box, others: Sequence[Box], without: int | None 
 
 
 class BySubarrays:
-    """Nothing is packed by hand: MPI is told where each piece lies, in advance.
+    """Subarray datatypes for all pieces, prepared in advance: nothing is packed by hand.
 
-    With `own_by_mpi`, that which stays is one of them; else torch copies it, past MPI.
+    With `own_by_mpi`, MPI moves the own piece too; else torch copies it.
     """
 
     def __init__(self, case: Case, own_by_mpi: bool) -> None:
@@ -230,11 +230,11 @@ class BySubarrays:
         self.comm, self.out = case.comm, case.out
         self.send = _subarrays(case.shard, case.sources[me], case.targets, without)
         self.recv = _subarrays(case.out, case.targets[me], case.sources, without)
-        give, take = (
+        send, recv = (
             pieces(case.shard, case.sources[me], case.targets),
             pieces(case.out, case.targets[me], case.sources),
         )
-        self.own = [] if own_by_mpi else [(take[me], give[me])]
+        self.own = [] if own_by_mpi else [(recv[me], send[me])]
         ranks = [(me + step) % p for step in range(1, p)]  # the next rank first
         self.sends = [([self.send[0], 1, self.send[3][r]], r) for r in ranks if self.send[1][r]]
         self.recvs = [([self.recv[0], 1, self.recv[3][r]], r) for r in ranks[::-1] if self.recv[1][r]]
@@ -262,24 +262,24 @@ def _by_subarrays(case: Case, own_by_mpi: bool = False) -> BySubarrays:
 
 
 def alltoallw(case: Case) -> Tensor:
-    """Alltoallw with subarrays: MPI's own way to say it."""
+    """Alltoallw with subarrays: the direct equivalent in MPI."""
     return _by_subarrays(case, own_by_mpi=True).alltoallw()
 
 
 def alltoallw_copy(case: Case) -> Tensor:
-    """The same, but for the piece that stays, which torch copies."""
+    """The same, except that torch copies the own piece."""
     return _by_subarrays(case).alltoallw()
 
 
 def alltoallw_new(case: Case) -> Tensor:
-    """The same as alltoallw, with new memory; the datatypes are there."""
+    """The same as alltoallw, with new memory, but prepared datatypes."""
     prepared, out = _by_subarrays(case, own_by_mpi=True), torch.empty_like(case.out)
     case.comm.Alltoallw(prepared.send, [out.numpy(), *prepared.recv[1:]])
     return out
 
 
 def messages(case: Case) -> Tensor:
-    """A message a piece, of subarrays, all begun at once; meanwhile torch copies the piece that stays."""
+    """One message per piece, of subarrays, all at the same time, while torch copies the own piece."""
     return _by_subarrays(case).messages()
 
 
@@ -289,7 +289,7 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def dtensor(case: Case) -> Tensor:
-    """DTensor, on gloo: redistribute of a DTensor that is there, and to_local."""
+    """DTensor on gloo: redistribute of an existing DTensor, and to_local."""
     before, after = {
         "columns": ([Shard(0)], [Shard(1)]),
         "rows": ([Shard(1)], [Shard(0)]),
@@ -315,7 +315,7 @@ def _heat() -> ModuleType:
 
 
 def heat(case: Case) -> Tensor:
-    """Heat, over MPI: resplit of a DNDarray that is there; balance, where the rows are ragged."""
+    """Heat over MPI: resplit of an existing DNDarray; balance if rows are ragged."""
     ht, columns = _heat(), 1
     split = columns if case.skew == "rows" else 0
     whole = case.once("Heat", lambda: ht.array(case.shard, is_split=split))
@@ -329,7 +329,7 @@ def no_heat(case: Case) -> str | None:
 
 
 def plan(case: Case) -> Callable[..., Tensor]:
-    """hpcdist's plan, made in advance."""
+    """Return hpcdist's plan, made in advance."""
     found: Callable[..., Tensor] = case.once(
         "plan", lambda: hd.plan_redistribute(case.shard, *case.layouts, route="mpi")
     )

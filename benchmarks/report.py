@@ -1,4 +1,4 @@
-"""Renders the tables: results/tables.md, and README.md between its two marks. python benchmarks/report.py [FOLDER]"""
+"""Write the tables: results/tables.md, and README.md between its two marks. python benchmarks/report.py [FOLDER]"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LARGE = 64 * _MIB
 
 
 def case_table(record: Record, case: Case) -> str:
-    """Everything about one size and skew: times, bandwidth, the paired ratio and difference to the baseline."""
+    """Format all measurements of one size and skew: times, bandwidth, paired ratio and difference to the baseline."""
     fastest = min(results.seconds(t).median for t in case.timings if not t.skipped)
     scale, unit = (1e6, "us") if fastest < 1e-3 else (1e3, "ms")
     head = [
@@ -55,7 +55,7 @@ def case_table(record: Record, case: Case) -> str:
 
 
 def shards(record: Record, case: Case) -> str:
-    """What the ranks hold, in words."""
+    """Describe the data of the ranks."""
     if record.verb == "overlap":
         return f"np {record.world_size}, {overlap_tables.label(case)}"
     if case.skew in KINDS:
@@ -89,13 +89,13 @@ def _skipped(case: Case) -> list[str]:
 
 
 def _left_out(record: Record, case: Case, timing: Timing) -> str:
-    """What README.md says of a contender that was not timed: where, unless it never can be in such a case."""
+    """Describe a contender that was not timed, for README.md: in which case, or in which kind of case."""
     where = f"{record.name}, {shards(record, case)}" if timing.samples else f"{record.verb}, {KINDS[case.skew]}"
     return f"{where}: {timing.name}: skipped, {timing.skipped}."
 
 
 def peak_table(record: Record) -> str:
-    """The peak of extra memory of each contender."""
+    """Format the peak additional memory of each contender."""
     if not record.peaks:
         return f"Peak memory was not measured: {record.no_peaks}."
     shown = f"{record.peaks[0].result / _MIB:.0f} MiB"
@@ -104,7 +104,7 @@ def peak_table(record: Record) -> str:
 
 
 def ratio_table(record: Record, what: str = "") -> str:
-    """One run at a glance: a row for each contender, a column for each size and skew, paired ratios."""
+    """Summarise the paired ratios of one run: a row for each contender, a column for each size and skew."""
     cases = [case for case in record.cases if case.what == what]
     head = [f"{record.verb}, {what + ', ' if what else ''}np {record.world_size}"]
     head += [f"{results.show_size(case.size)}{'' if case.skew == 'even' else ' ' + case.skew}" for case in cases]
@@ -125,7 +125,7 @@ def _baseline_time(case: Case) -> str:
 
 
 class Target(NamedTuple):
-    """What is promised, and how a record shows whether it holds. `measure` is None where there is nothing to show."""
+    """A target, and how to measure it in a record; `measure` returns None if the record has no such case."""
 
     what: str
     verb: str
@@ -156,7 +156,7 @@ def _peak_of_result(record: Record) -> Spread | None:
 
 
 def _by_best(kind: str) -> Callable[[Record], Spread | None]:
-    """hpcdist's plan beside what was the fastest by hand in this case; both write to memory that is there."""
+    """Compare hpcdist's plan with the fastest hand-written one of the case; both write to preallocated memory."""
 
     def measure(record: Record) -> Spread | None:
         case = record.case(_LARGE, kind)
@@ -175,7 +175,7 @@ def _structures(kind: str, other: str) -> Callable[[Record], Spread | None]:
 
 
 def _redistributed() -> Iterator[Target]:
-    """Of every change of layout; tiles have 2 rows of ranks, and DTensor has no ragged shards."""
+    """Iterate over the targets of redistribute; tiles need 2 rows of ranks, and DTensor has no ragged shards."""
     for kind, words in KINDS.items():
         what, ranks = f"redistribute, 64 MiB, {words}", (4,) if kind == "tiles" else (2, 4)
         yield Target(f"{what}: best by hand's time", "redistribute", ranks, 0.95, False, "x", _by_best(kind))
@@ -203,11 +203,11 @@ TARGETS = [
     Target("concat of lists, 64 MiB a rank: all_gather_object's time", "structures", (2, 4), 5, False, "x", _LISTS),
     *_redistributed(),
 ]
-_COUNTERS = 0.005  # of the result: what the kernel's counters of memory may be off by
+_COUNTERS = 0.005  # error of the kernel's memory counters, relative to the result
 
 
 def target_table(records: Sequence[Record]) -> str:
-    """The targets beside what was measured, for every MPI and number of ranks that they speak of."""
+    """Format targets and measurements, for every MPI and number of ranks."""
     rows = []
     for target in TARGETS:
         limit = f"{'at most' if target.at_most else 'at least'} {target.limit:g} {target.unit}"
@@ -228,7 +228,7 @@ def _verdict(target: Target, found: Spread) -> list[str]:
 
 
 def _origin(records: Sequence[Record]) -> str:
-    """What the records were measured with and on, a line for each difference."""
+    """List the software and machines of the records, one line per combination."""
     lines: dict[str, None] = {}
     for record in records:
         versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
@@ -237,7 +237,7 @@ def _origin(records: Sequence[Record]) -> str:
 
 
 def block(everything: Sequence[Record]) -> str:
-    """What README.md shows."""
+    """Format the generated part of README.md."""
     records = [record for record in everything if record.verb not in (*staging_tables.VERBS, "overlap")]
     parts = ["Measured with:", _origin(everything)]
     parts += _verbs(records) if records else []
@@ -245,7 +245,7 @@ def block(everything: Sequence[Record]) -> str:
 
 
 def _verbs(records: Sequence[Record]) -> list[str]:
-    """The part about all verbs that are compared with mpi4py into memory that is there."""
+    """Format the part on all verbs that are compared with preallocated mpi4py."""
     parts = ["### Targets", target_table(records)]
     parts += ["### Ratios", "Paired ratio to preallocated mpi4py (its own row: time); under 1 is faster."]
     for mpi in dict.fromkeys(record.mpi for record in records):
@@ -263,14 +263,14 @@ def _verbs(records: Sequence[Record]) -> list[str]:
 
 
 def _picture(record: Record, what: str = "") -> str:
-    """The picture of the record's MPI and verb, for README.md; nothing if it was not drawn."""
+    """Embed the plot of the record's MPI and verb in README.md, if it exists."""
     name = f"{record.verb}-{what}" if what else record.verb
     path = FOLDER / f"{record.name.split('-np')[0]}-{name}.svg"
     return f"![{name}, {record.mpi}](results/{path.name})" if path.exists() else ""
 
 
 def tables(records: Sequence[Record]) -> str:
-    """results/tables.md: every case of every record in full."""
+    """Format results/tables.md: every case of every record in full."""
     parts = ["# All measurements", "Written by report.py; the words are defined in ../README.md."]
     for record in records:
         parts += [f"## {record.verb}, np {record.world_size}, {record.mpi}", _origin([record])]
@@ -282,9 +282,13 @@ def tables(records: Sequence[Record]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--show", action="store_true", help="print everything, write nothing")
+    parser.add_argument("--show", action="store_true", help="print everything without writing files")
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=FOLDER, help="of the JSON files; README.md shows benchmarks/results"
+        "folder",
+        type=Path,
+        nargs="?",
+        default=FOLDER,
+        help="with the JSON files; README.md contains benchmarks/results",
     )
     asked = parser.parse_args()
     records = results.load_all(asked.folder)

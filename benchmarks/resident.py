@@ -1,7 +1,7 @@
-"""How much memory python -m hpcdist.gather keeps to with a window. mpirun -n 2 python benchmarks/resident.py
+"""Measure the memory of python -m hpcdist.gather with a window. mpirun -n 2 python benchmarks/resident.py
 
-Writes .npy files, has the command join them into one .h5 file, and reads what the kernel counted of each rank's whole
-process: Python, torch and MPI included.
+Writes .npy files, runs the command to join them into one .h5 file, and reads the kernel's counters of each rank's whole
+process, including Python, torch and MPI.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mpi4py import MPI
 
 SHARDS = 12
 COLUMNS = 1024  # of int64
-BLOCK = 256  # rows written at a time: what this program takes itself must not be the peak
+BLOCK = 256  # rows written at a time, so that this program itself does not cause the peak
 
 
 def write_shard(path: Path, first: int, rows: int) -> None:
-    """A .npy file of `rows` rows, each value its index in the whole, of which row `first` is the first here."""
+    """Write a .npy file of `rows` rows from row `first` of the whole; each value is its index in the whole."""
     with path.open("wb") as file:
         header = {"descr": "<i8", "fortran_order": False, "shape": (rows, COLUMNS)}
         np.lib.format.write_array_header_1_0(file, header)
@@ -38,7 +38,7 @@ def write_shard(path: Path, first: int, rows: int) -> None:
 
 
 def gather(command: list[str]) -> None:
-    """Run the command in this process; ends the program if it fails."""
+    """Run the command in this process; exit if it fails."""
     sys.argv = command
     try:
         runpy.run_module("hpcdist.gather", run_name="__main__")
@@ -48,7 +48,7 @@ def gather(command: list[str]) -> None:
 
 
 def check(path: Path, rows: int) -> None:
-    """Look at places all over the result; ends the program if one is wrong."""
+    """Check samples of the result; exit if one is wrong."""
     with h5py.File(path, "r") as file:
         (name,) = (name for name in file if isinstance(file[name], h5py.Dataset))
         for row in {*range(0, rows, max(1, rows // 1000)), rows - 1}:
@@ -58,12 +58,12 @@ def check(path: Path, rows: int) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=harness.sizes, default="6G", help="of all files together (%(default)s)")
-    parser.add_argument("--window", default="64M", help="for the command (%(default)s)")
-    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="for twice the size (%(default)s)")
+    parser.add_argument("--size", type=harness.sizes, default="6G", help="total size of all files (%(default)s)")
+    parser.add_argument("--window", default="64M", help="window of the command (%(default)s)")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the figures there; in a folder: MPI-npN-resident"
+        "--folder", type=Path, default=tempfile.gettempdir(), help="twice the size must fit (%(default)s)"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures; in a folder: MPI-npN-resident")
     return parser.parse_args()
 
 

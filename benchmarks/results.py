@@ -1,4 +1,4 @@
-"""What a benchmark run leaves behind, and the statistics taken from it. Plain Python: no torch, no MPI."""
+"""The results of benchmark runs, and their statistics. Only Python: no torch, no MPI."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CONTROL = "the same once more (control)"
 HPCDIST_OUT = "hpcdist mpi, out="
 HPCDIST_NEW = "hpcdist mpi"
 GLOO_PADDED = "gloo, padded"
-# Of redistribute, where the baseline is pack, Alltoallv, unpack:
+# redistribute; the baseline is pack, Alltoallv, unpack
 ALLTOALLV_OWN, ALLTOALLW = "Alltoallv, own piece by MPI too", "Alltoallw, subarrays"
 ALLTOALLW_COPY, MESSAGES = "Alltoallw, own piece copied", "Isend, Irecv, subarrays, own piece copied"
-BY_HAND = (BASELINE, ALLTOALLV_OWN, ALLTOALLW, ALLTOALLW_COPY, MESSAGES)  # all into memory that is there
+BY_HAND = (BASELINE, ALLTOALLV_OWN, ALLTOALLW, ALLTOALLW_COPY, MESSAGES)  # all into preallocated memory
 PLAN_OUT, DTENSOR = "hpcdist plan, out=", "DTensor on gloo"
 KINDS = {
     "columns": "rows to columns",
@@ -26,14 +26,14 @@ KINDS = {
     "tiles": "rows to tiles",
     "ragged": "ragged rows to even rows",
 }
-# Of structures, where the baseline is one call for each tensor:
+# structures; the baseline is one call per tensor
 GLOO_ONE_BY_ONE, ALL_GATHER_OBJECT = "gloo, one by one", "gloo, all_gather_object"
 STRUCTURES = {
     "small": "1,000 small tensors to the next rank",
     "large": "10 tensors of 8 MiB to the next rank",
     "many": "16 tensors from every rank to all",
 }
-# Of staging, where the baseline is what the operating system offers for the same bytes in one shared file:
+# staging; the baseline is the operating system's calls for the same bytes in one shared file
 POSIX = "POSIX"
 HPCDIST = "hpcdist"
 HPCDIST_MPIO, HPCDIST_POSIX = "hpcdist, writer mpio", "hpcdist, writer posix"
@@ -51,13 +51,13 @@ class Spread(NamedTuple):
 
 @dataclass
 class Timing:
-    """How long one contender took in one case.
+    """The timing of one contender in one case.
 
     Attributes:
-        name: the contender.
-        calls: in one sample, one after the other.
-        samples: seconds per call on the slowest rank, an entry for each round; None where it sat the round out.
-        skipped: why it was not timed at all, or None.
+        name: name of the contender.
+        calls: number of consecutive calls in a sample.
+        samples: seconds per call on the slowest rank, for each round; None if it was not timed in the round.
+        skipped: reason why it was not timed at all, or None.
     """
 
     name: str
@@ -72,15 +72,14 @@ class Timing:
 
 @dataclass
 class Case:
-    """All contenders, timed in the same rounds.
+    """A case: all contenders, timed in the same rounds.
 
     Attributes:
-        size: bytes of an even shard, and of rank 0's shard where the skew is not "even"; of staging, of a shard in
-            the mean.
-        skew: "even" or "16:1"; of staging, how the ranks share the tensor.
+        size: bytes of an even shard, or of rank 0's shard if the skew is not "even"; for staging, the mean.
+        skew: "even" or "16:1"; for staging, the partition of the tensor.
         nbytes: bytes of each rank's shard.
-        timings: one for each contender, the baseline first.
-        what: of a record that has cases of several kinds: "save" or "load"; "send" or "gather".
+        timings: timings of the contenders, the baseline first.
+        what: kind of case, if a record has several: "save" or "load"; "send" or "gather".
     """
 
     size: int
@@ -90,14 +89,14 @@ class Case:
     what: str = ""
 
     def timing(self, name: str) -> Timing | None:
-        """The contender's timing; None if it is unknown or was skipped."""
+        """Return the timing of a contender; None if it is unknown or was skipped."""
         return next((t for t in self.timings if t.name == name and not t.skipped), None)
 
 
 @dataclass
 class Peak:
-    """Bytes that one call took at its peak beyond what the process held before (result included), the most of all
-    ranks; and the bytes of the result."""
+    """Peak memory of one call in bytes: the additional memory of the process, including the result (maximum over all
+    ranks), and the size of the result."""
 
     name: str
     extra: int
@@ -106,7 +105,7 @@ class Peak:
 
 @dataclass
 class Resident:
-    """Bytes of memory that each rank's whole process had resident at its peak, in a command over so many bytes."""
+    """Peak resident memory of each rank's whole process, in a command on `nbytes` of data."""
 
     command: str
     nbytes: int
@@ -115,7 +114,7 @@ class Resident:
 
 @dataclass
 class Record:
-    """One run of one verb: what ran, on what, and all samples."""
+    """One run of one verb: software, machine, and all samples."""
 
     verb: str
     world_size: int
@@ -131,7 +130,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Of its file and its table: <mpi>-np<N>-<verb>."""
+        """Name of its file and its table: <mpi>-np<N>-<verb>."""
         vendor = self.mpi.rsplit(" ", 1)[0]
         return f"{vendor.lower().replace(' ', '')}-np{self.world_size}-{self.verb}"
 
@@ -141,7 +140,7 @@ class Record:
 
 
 def save(record: Record, path: Path) -> Path:
-    """Write the record to `path`, or under its own name if that is a folder. One line a case."""
+    """Write the record to `path`, or under its own name if that is a folder. One line per case."""
     path = path / f"{record.name}.json" if path.is_dir() else path
     whole = asdict(record)
     cases, peaks = whole.pop("cases"), whole.pop("peaks")
@@ -164,23 +163,23 @@ def load(path: Path) -> Record:
 
 
 def load_all(folder: Path = FOLDER) -> list[Record]:
-    """All records in a folder, by name."""
+    """Load all records in a folder, by name."""
     return sorted((load(path) for path in folder.glob("*.json")), key=lambda record: record.name)
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles."""
+    """Compute median and quartiles."""
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return Spread(median(values), low, high)
 
 
 def seconds(timing: Timing) -> Spread:
-    """The time of one call on the slowest rank, in seconds."""
+    """Compute the time of one call on the slowest rank, in seconds."""
     return spread([sample for sample in timing.samples if sample is not None])
 
 
 def pairs(case: Case, name: str, other: str = BASELINE) -> list[tuple[float, float]]:
-    """(seconds of `name`, seconds of `other`) in each round that both took part in; empty if one was not timed."""
+    """Return (seconds of `name`, seconds of `other`) of the rounds with both; empty if one was not timed."""
     first, second = case.timing(name), case.timing(other)
     if first is None or second is None:
         return []
@@ -189,30 +188,30 @@ def pairs(case: Case, name: str, other: str = BASELINE) -> list[tuple[float, flo
 
 
 def ratio(case: Case, name: str, other: str = BASELINE) -> Spread | None:
-    """The paired ratio: in each round the time of `name` divided by that of `other`."""
+    """Compute the paired ratio: in each round, the time of `name` divided by that of `other`."""
     both = pairs(case, name, other)
     return spread([a / b for a, b in both]) if both else None
 
 
 def difference(case: Case, name: str, other: str = BASELINE) -> Spread | None:
-    """The paired difference: in each round the time of `name` less that of `other`, in seconds."""
+    """Compute the paired difference: in each round, the time of `name` minus that of `other`, in seconds."""
     both = pairs(case, name, other)
     return spread([a - b for a, b in both]) if both else None
 
 
 def best(case: Case, names: Sequence[str]) -> str | None:
-    """The contender out of `names` with the least median time; None if none was timed."""
+    """Return the contender of `names` with the smallest median time; None if none was timed."""
     timings = [timing for timing in map(case.timing, names) if timing]
     return min(timings, key=lambda timing: seconds(timing).median).name if timings else None
 
 
 def gigabytes_per_second(case: Case, timing: Timing) -> float:
-    """Bytes of the whole tensor (each counted once) by the median time of a call, in 1e9 bytes a second."""
+    """Compute the bytes of the whole tensor divided by the median time of a call, in 1e9 bytes per second."""
     return sum(case.nbytes) / seconds(timing).median / 1e9
 
 
 def show_size(nbytes: int) -> str:
-    """A size as people write it.
+    """Format a size.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The data of concat, gather and split, and the program that they have in common."""
+"""The data and the main program of the benchmarks of concat, gather and split."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Case:
 
     Attributes:
         size, skew, what: as in results.Case.
-        rank, comm: of this process, and the communicator of all ranks.
+        rank, comm: rank of this process, and communicator of all ranks.
         counts: rows of each rank's shard, in rank order.
-        shard: this rank's rows: what it brings to concat and gather, what it must get from split.
-        whole: all rows: what split's root brings, what concat and gather's root must get; None on the other ranks.
-        expected: the one of the two that this rank must get; None where it gets nothing.
-        out: memory for the result, filled already; None where there is none.
-        send, recv: the same as mpi4py takes it, made in advance.
+        shard: rows of this rank: the input of concat and gather, the result of split.
+        whole: all rows: the input of split's root, the result of concat and of gather's root; None on other ranks.
+        expected: expected result of this rank (shard or whole); None if it gets none.
+        out: preallocated memory for the result, if any.
+        send, recv: mpi4py buffer specifications of input and result, made in advance.
     """
 
     size: int
@@ -53,24 +53,24 @@ class Case:
     def nbytes(self) -> list[int]:
         return [count * DTYPE.itemsize for count in self.counts]
 
-    def spoil(self) -> None:
+    def reset(self) -> None:
         if self.out is not None:
             self.out.fill_(-1)
 
-    def right(self, result: torch.Tensor | None) -> bool:
+    def correct(self, result: torch.Tensor | None) -> bool:
         if result is None or self.expected is None:
             return result is None and self.expected is None
         return torch.equal(result, self.expected)
 
     def intact(self) -> bool:
-        """Whether what the contenders read, and what they are compared with, is unchanged."""
+        """Return whether the input and the expected result are unchanged."""
         first = sum(self.counts[: self.rank])
         shard, whole = torch.arange(first, first + len(self.shard)), torch.arange(sum(self.counts))
         return torch.equal(self.shard, shard) and (self.whole is None or torch.equal(self.whole, whole))
 
 
 def make_counts(size: int, skew: str, world_size: int) -> list[int]:
-    """Rows of each rank's shard. For skew "16:1" rank 0 holds `size` bytes (16 rows at least), the others 1/16."""
+    """Return the rows of each rank. With skew "16:1", rank 0 holds `size` bytes (at least 16 rows), the others 1/16."""
     rows = max(1, size // DTYPE.itemsize)
     if skew == "even":
         return [rows] * world_size
@@ -80,25 +80,25 @@ def make_counts(size: int, skew: str, world_size: int) -> list[int]:
 
 
 def make_case(comm: MPI.Intracomm, verb: str, size: int, skew: str) -> Case:
-    """The data of `verb` on this rank."""
+    """Make the data of `verb` on this rank."""
     counts = make_counts(size, skew, comm.size)
     displs = list(accumulate(counts, initial=0))
     everything = torch.arange(displs[-1], dtype=DTYPE)
     shard = everything[displs[comm.rank] : displs[comm.rank + 1]].clone()
     whole = everything if verb == "concat" or comm.rank == ROOT else None
-    brings, gets = (whole, shard) if verb == "split" else (shard, whole)
-    out = None if gets is None else torch.full_like(gets, -1)
+    x, expected = (whole, shard) if verb == "split" else (shard, whole)
+    out = None if expected is None else torch.full_like(expected, -1)
 
     def message(x: torch.Tensor | None) -> list[object] | None:
         if x is None:
             return None
         return [x.numpy(), len(x), MPI_TYPE] if len(x) == len(shard) else [x.numpy(), counts, displs[:-1], MPI_TYPE]
 
-    return Case(size, skew, "", comm.rank, comm, counts, shard, whole, gets, out, message(brings), message(out))
+    return Case(size, skew, "", comm.rank, comm, counts, shard, whole, expected, out, message(x), message(out))
 
 
 def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
-    """The peak of extra memory of one call of each. Collective."""
+    """Measure the peak additional memory of one call of each contender. Collective."""
     nbytes = sum(case.counts) * DTYPE.itemsize
     found = []
     for contender in contenders:
@@ -109,7 +109,7 @@ def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
 
 
 def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) -> None:
-    """The program of a verb: parse the command line, time every size and skew, print on rank 0, write JSON.
+    """Run the benchmark of a verb: parse the command line, time every size and skew, print on rank 0, write JSON.
 
     The first contender is the baseline.
     """

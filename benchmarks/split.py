@@ -1,4 +1,4 @@
-"""split: each rank's part of a tensor that the root holds. mpirun -n 2 python benchmarks/split.py"""
+"""split: scatter the parts of a tensor of the root. mpirun -n 2 python benchmarks/split.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hpcdist as hd
 
 
 def split(case: Case, route: str, out: Tensor | None) -> Tensor:
-    """hpcdist's; as a user would, only the root says how to cut."""
+    """Call hpcdist as a user would: only the root passes counts."""
     counts = None if case.whole is None else case.counts
     part: Tensor = hd.split(case.whole, counts=counts, route=route, out=out)
     return part

@@ -1,6 +1,6 @@
-"""staging.save and staging.load beside the other ways to bring shards to a disk and back.
+"""staging.save and staging.load, compared with other methods to write shards to a disk and read them back.
 
-mpirun -n 2 python benchmarks/staging.py --folder DIR       DIR on a disk, with room for five times the shards
+mpirun -n 2 python benchmarks/staging.py --folder DIR       DIR on a disk, with space for five times the shards
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import staging_tables
 import torch
 from mpi4py import MPI
 from results import POSIX
-from staging_peers import COLUMNS, LOADS, SAVES, SERIAL, Case, Way, make_case, sync
+from staging_peers import COLUMNS, LOADS, SAVES, SERIAL, Case, Method, make_case, sync
 from tqdm import tqdm
 
 import hpcdist as hd
 
 FEWEST = 3  # rounds, for a contender that is too slow for all of them
-ROOM = 5  # times the shards: the files of four formats that load reads, and one to spare
+SPACE = 5  # times the shards: the files of four formats that load reads, and one extra
 
 
 def clear(case: Case) -> None:
-    """Remove all files, and wait until the disk knows. Collective."""
+    """Remove all files, and sync the folder. Collective."""
     if case.comm.rank == 0:
         shutil.rmtree(case.folder, ignore_errors=True)
         case.folder.mkdir()
@@ -45,7 +45,7 @@ def clear(case: Case) -> None:
 
 
 def page_in(case: Case, pattern: str) -> None:
-    """Have files in the page cache, each rank a share of each: what the kernel has dropped is no contender's fault."""
+    """Read files into the page cache, each rank a part, so that no contender pays for pages that the kernel dropped."""
     buffer = bytearray(2**22)
     for path in sorted(case.folder.glob(pattern)):
         with path.open("rb", buffering=0) as file:
@@ -55,52 +55,52 @@ def page_in(case: Case, pattern: str) -> None:
                 file.readinto(buffer)
 
 
-def sample(case: Case, way: Way) -> tuple[float, torch.Tensor | None]:
-    """(seconds of one call on the slowest rank, what it returned). Collective."""
-    if way.files:
-        page_in(case, way.files)
+def sample(case: Case, method: Method) -> tuple[float, torch.Tensor | None]:
+    """Return (seconds of one call on the slowest rank, its result). Collective."""
+    if method.files:
+        page_in(case, method.files)
     else:
         clear(case)
     case.comm.Barrier()
     start = time.perf_counter()
-    result = way.call(case)
+    result = method.call(case)
     mine = time.perf_counter() - start
     return float(case.comm.allreduce(mine, op=MPI.MAX)), result
 
 
-def check(case: Case, way: Way) -> float:
-    """Call it once, end the program if the data are wrong; the seconds that a round takes. Collective."""
+def check(case: Case, method: Method) -> float:
+    """Call a method once, exit if the data are wrong; return the seconds per round. Collective."""
     begin = time.monotonic()
-    _, result = sample(case, way)
+    _, result = sample(case, method)
     cost = case.comm.allreduce(time.monotonic() - begin, op=MPI.MAX)
-    got = way.back(case) if way.back else result
+    got = method.back(case) if method.back else result
     want, first = case.shard, case.start - case.base
-    if way.in_order:
+    if method.in_order:
         want = torch.arange(first // 8, first // 8 + want.numel()).view_as(want)
     wrong = [rank for rank, ok in enumerate(case.comm.allgather(got is not None and torch.equal(got, want))) if not ok]
     if wrong:
-        raise SystemExit(f"{way.name!r} gave wrong data on ranks {wrong} ({case.size} bytes a rank, {case.layout})")
+        raise SystemExit(f"{method.name!r} gave wrong data on ranks {wrong} ({case.size} bytes a rank, {case.layout})")
     return float(cost)
 
 
-def measure(case: Case, ways: Sequence[Way], rounds: int, seconds: float) -> list[results.Timing]:
-    """Check all contenders, then let them take turns; slow ones in fewer rounds, if need be. Collective."""
+def measure(case: Case, methods: Sequence[Method], rounds: int, seconds: float) -> list[results.Timing]:
+    """Check all contenders, then time them in turn; slow ones in fewer rounds, if necessary. Collective."""
     until = time.monotonic() + seconds
-    costs = {way.name: check(case, way) for way in ways if not way.lacks}
+    costs = {method.name: check(case, method) for method in methods if not method.unsupported}
     left = case.comm.bcast(until - time.monotonic())
     taken = dict(zip(costs, harness.plan(list(costs.values()), rounds, left, min(FEWEST, rounds)), strict=True))
     total = taken[POSIX]
-    timings = [results.Timing(way.name, 1, [None] * total, way.lacks) for way in ways]
+    timings = [results.Timing(method.name, 1, [None] * total, method.unsupported) for method in methods]
     turns = {name: {i * total // n for i in range(n)} for name, n in taken.items()}
     for round_ in range(total):
-        for way, timing in random.Random(round_).sample(list(zip(ways, timings, strict=True)), len(ways)):
-            if round_ in turns.get(way.name, ()):
-                timing.samples[round_] = float(f"{sample(case, way)[0]:.4g}")
+        for method, timing in random.Random(round_).sample(list(zip(methods, timings, strict=True)), len(methods)):
+            if round_ in turns.get(method.name, ()):
+                timing.samples[round_] = float(f"{sample(case, method)[0]:.4g}")
     return timings
 
 
 def measure_loads(case: Case, rounds: int, seconds: float) -> list[results.Timing]:
-    """The same for what reads: hpcdist's file, which most of them read, and those of the others. Collective."""
+    """Measure loads, of hpcdist's file, which most of them read, or of their own. Collective."""
     clear(case)
     for save in (peers.save_hpcdist, peers.save_torch, peers.save_dcp, peers.save_safetensors):
         save(case)
@@ -111,18 +111,18 @@ def measure_loads(case: Case, rounds: int, seconds: float) -> list[results.Timin
 
 
 def fitting(comm: MPI.Intracomm, folder: Path, sizes: Sequence[int]) -> tuple[list[int], list[str]]:
-    """(the sizes that there is room for, why not the others). As rank 0 sees it; collective."""
+    """Return (the sizes that fit, notes on the others), as determined by rank 0. Collective."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     memory = int(lines["MemAvailable"].removesuffix("kB")) * 1024
     disk = shutil.disk_usage(folder).free
-    room, notes = [], []
+    fit, notes = [], []
     for size in sizes:
         need = size * comm.size
-        if 4 * need > memory or ROOM * need > disk:  # the shard, the result and copies of those who make them
-            notes.append(f"{results.show_size(size)} a rank: left out, for want of memory or room on the disk")
+        if 4 * need > memory or SPACE * need > disk:  # the shard, the result, and copies that some contenders make
+            notes.append(f"{results.show_size(size)} a rank: left out: not enough memory or disk space")
         else:
-            room.append(size)
-    return comm.bcast((room, notes))
+            fit.append(size)
+    return comm.bcast((fit, notes))
 
 
 def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
@@ -148,28 +148,26 @@ def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
         record.cases.append(results.Case(size, layout, case.nbytes, timings, what))
         if root:
             tqdm.write(staging_tables.case_table(record, record.cases[-1]) + "\n")
-        if root and asked.json:  # what has been measured stays, should the run be ended
+        if root and asked.json:  # keeps the measurements if the run is interrupted
             results.save(record, asked.json)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes, layouts = "64M,256M,1G", ",".join(COLUMNS)
-    parser.add_argument("--sizes", type=harness.sizes, default=sizes, metavar="LIST", help=f"bytes a rank ({sizes})")
+    parser.add_argument("--sizes", type=harness.sizes, default=sizes, metavar="LIST", help=f"bytes per rank ({sizes})")
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=layouts, metavar="LIST", help=layouts)
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each contender (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="samples per contender (%(default)s)")
     parser.add_argument(
         "--seconds",
         type=float,
         default=900,
-        help=f"for the run: fewer rounds, but {FEWEST}, for slow ones (%(default)g)",
+        help=f"target duration of the run: slow contenders get fewer rounds, at least {FEWEST} (%(default)g)",
     )
     parser.add_argument(
-        "--folder", type=Path, default=tempfile.gettempdir(), help="on the disk that is to be measured (%(default)s)"
+        "--folder", type=Path, default=tempfile.gettempdir(), help="folder on the disk to measure (%(default)s)"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all samples there; in a folder: MPI-npN-staging"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all samples; in a folder: MPI-npN-staging")
     asked = parser.parse_args()
     if asked.rounds < 1 or not set(asked.layouts) <= set(COLUMNS):
         parser.error(f"expected --rounds of at least 1, and --layouts out of {layouts}")

@@ -1,4 +1,4 @@
-"""What benchmarks/staging.py times: the case, hpcdist's save and load, and the ways people write them by hand."""
+"""The contenders of benchmarks/staging.py: the case, hpcdist's save and load, and common hand-written equivalents."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from results import CONTROL, HPCDIST, HPCDIST_MPIO, HPCDIST_POSIX, PLAIN_H5PY, P
 
 import hpcdist as hd
 
-# Columns of int64; of dim1, those of each rank: a run of 16 KiB. 1001 lets shards begin in the middle of a page.
+# Columns of int64; for dim1, those of each rank: a run of 16 KiB. With 1001, shards start in the middle of a page.
 COLUMNS = {"even": 1024, "ragged": 1001, "dim1": 2048}
 SERIAL = None if h5py.get_config().mpi else f"h5py {h5py.__version__} was built without MPI here"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor of int64 split along a dim; each value is its index in the whole, so that a wrong place is seen.
+    """A tensor of int64 split along a dim; each value is its index in the whole, to detect misplaced data.
 
     Attributes:
-        size: bytes of a shard, in the mean.
-        layout: a key of COLUMNS; ragged: of n ranks, rank r holds (2r+1)/n of `size`.
-        counts: the extent of each rank's shard along `dim`.
-        nbytes: of each rank's shard.
-        folder: for the files, empty or made by this case.
-        base: the byte of the shared file at which the tensor begins.
+        size: mean bytes of a shard.
+        layout: key of COLUMNS; ragged: of n ranks, rank r holds (2r+1)/n of `size`.
+        counts: extent of each rank's shard along `dim`.
+        nbytes: bytes of each rank's shard.
+        folder: folder for the files, empty or created by this case.
+        base: offset of the tensor in the shared file.
     """
 
     size: int
@@ -54,30 +54,30 @@ class Case:
         return self.folder / "x"
 
     @property
-    def place(self) -> tuple[slice, ...]:
-        """This rank's part, as an index of the whole."""
+    def index(self) -> tuple[slice, ...]:
+        """Index of this rank's part in the whole."""
         first = sum(self.counts[: self.comm.rank])
         return (slice(None),) * self.dim + (slice(first, first + self.counts[self.comm.rank]),)
 
     @property
     def start(self) -> int:
-        """The byte at which this rank's shard begins if the shards lie one after the other, as along dim 0."""
+        """Offset of this rank's shard in the file if the shards are contiguous, as along dim 0."""
         return self.base + sum(self.nbytes[: self.comm.rank])
 
     def own(self, ending: str) -> Path:
-        """A file of this rank alone."""
+        """Return the path of a file of this rank alone."""
         return self.folder / f"x-{self.comm.rank}.{ending}"
 
 
 @dataclass(frozen=True)
-class Way:
-    """A contender: its call returns what it has loaded, or None.
+class Method:
+    """A contender: its call returns the loaded tensor, or None.
 
     Attributes:
-        back: of a save, how to read what it has written, to check it.
-        files: of a load, the pattern of what it reads, to have it in the page cache.
-        in_order: of a load, it gets as many bytes, but those that lie one after the other.
-        lacks: why it cannot run here.
+        back: function to load what a save has written, to check it.
+        files: pattern of the files that a load reads, to bring them into the page cache.
+        in_order: whether a load reads as many bytes, but contiguous ones.
+        unsupported: reason why it cannot run here.
     """
 
     name: str
@@ -85,11 +85,11 @@ class Way:
     back: Callable[[Case], torch.Tensor] | None = None
     files: str = ""
     in_order: bool = False
-    lacks: str | None = None
+    unsupported: str | None = None
 
 
 def make_case(comm: MPI.Intracomm, folder: Path, size: int, layout: str) -> Case:
-    """The tensor of one size and layout, and this rank's shard."""
+    """Make the tensor of one size and layout, and this rank's shard."""
     columns, n = COLUMNS[layout], comm.size
     rows = max(n, size // (columns * 8))
     if layout == "dim1":
@@ -105,14 +105,14 @@ def make_case(comm: MPI.Intracomm, folder: Path, size: int, layout: str) -> Case
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk."""
+    """Sync a file, or the entries of a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
 
 def save_posix(case: Case) -> None:
-    """The least that can be done for a file that is complete or not there; along dim 1, as if it were dim 0."""
+    """Write a file that is either complete or missing, with minimal effort; along dim 1, as if it were dim 0."""
     part = case.folder / ".x.part"
     if case.comm.rank == 0:
         part.touch()
@@ -147,7 +147,7 @@ def save_hpcdist(case: Case, writer: str = "auto") -> None:
 
 
 class NoDigest:
-    """In the place of a checksum: costs nothing."""
+    """A substitute for checksums without cost."""
 
     def update(self, data: memoryview, /) -> None:
         pass
@@ -166,10 +166,10 @@ def load_hpcdist(case: Case, verify: bool | None = None) -> torch.Tensor:
 
 
 def view(case: Case, file: MPI.File) -> int:
-    """Let MPI-IO see this rank's part of the file; where in that its data begin."""
+    """Set the view of this rank's part of the file; return the offset of its data in the view."""
     if case.dim == 0:
         return case.start
-    part = MPI.INT64_T.Create_subarray(case.shape, tuple(case.shard.shape), (0, case.place[1].start)).Commit()
+    part = MPI.INT64_T.Create_subarray(case.shape, tuple(case.shard.shape), (0, case.index[1].start)).Commit()
     file.Set_view(case.base, MPI.INT64_T, part)
     part.Free()
     return 0
@@ -195,7 +195,7 @@ def save_h5py(case: Case, collective: bool) -> None:
     with h5py.File(case.path, "w", driver="mpio", comm=case.comm) as file:
         dset = file.create_dataset("data", case.shape, "i8")
         with dset.collective if collective else nullcontext():
-            dset[case.place] = case.shard.numpy()
+            dset[case.index] = case.shard.numpy()
     sync(case.path)
 
 
@@ -203,12 +203,12 @@ def load_h5py(case: Case) -> torch.Tensor:
     with h5py.File(case.path, "r", driver="mpio", comm=case.comm) as file:
         dset = file["data"]
         with dset.collective:
-            return torch.from_numpy(dset[case.place])
+            return torch.from_numpy(dset[case.index])
 
 
 def load_h5py_alone(case: Case) -> torch.Tensor:
     with h5py.File(case.path, "r") as file:
-        return torch.from_numpy(file["data"][case.place])
+        return torch.from_numpy(file["data"][case.index])
 
 
 def save_torch(case: Case) -> None:
@@ -226,12 +226,12 @@ def save_safetensors(case: Case) -> None:
 
 
 def load_safetensors(case: Case) -> torch.Tensor:
-    """Its tensors are views of the mapped file, of which nothing has been read yet: the others give new memory."""
+    """Load, and clone: its tensors are lazy views of the mapped file, while the others return new memory."""
     return safetensors.torch.load_file(case.own("safetensors"))["x"].clone()
 
 
 def save_dcp(case: Case) -> None:
-    """A key for each rank, which suits shards of any shape; its files are synced unless one says otherwise."""
+    """Save one key per rank, which allows shards of any shape; files are synced by default."""
     dcp.save({f"x{case.comm.rank}": case.shard}, checkpoint_id=case.folder / "x-dcp")
 
 
@@ -243,27 +243,27 @@ def load_dcp(case: Case) -> torch.Tensor:
 
 UNVERIFIED_LOAD = partial(load_hpcdist, verify=False)
 SAVES = [
-    Way(POSIX, save_posix, load_posix),
-    Way(CONTROL, save_posix, load_posix),
-    Way(HPCDIST_MPIO, partial(save_hpcdist, writer="mpio"), load_hpcdist, lacks=SERIAL),
-    Way(HPCDIST_POSIX, partial(save_hpcdist, writer="posix"), load_hpcdist),
-    Way(UNCHECKED, save_unchecked, UNVERIFIED_LOAD),
-    Way("MPI-IO, Write_at_all", save_mpiio, load_mpiio),
-    Way(PLAIN_H5PY, partial(save_h5py, collective=True), load_h5py_alone, lacks=SERIAL),
-    Way("h5py, independent", partial(save_h5py, collective=False), load_h5py_alone, lacks=SERIAL),
-    Way("torch.save, a file a rank", save_torch, load_torch),
-    Way("torch DCP", save_dcp, load_dcp),
-    Way("safetensors, a file a rank", save_safetensors, load_safetensors),
+    Method(POSIX, save_posix, load_posix),
+    Method(CONTROL, save_posix, load_posix),
+    Method(HPCDIST_MPIO, partial(save_hpcdist, writer="mpio"), load_hpcdist, unsupported=SERIAL),
+    Method(HPCDIST_POSIX, partial(save_hpcdist, writer="posix"), load_hpcdist),
+    Method(UNCHECKED, save_unchecked, UNVERIFIED_LOAD),
+    Method("MPI-IO, Write_at_all", save_mpiio, load_mpiio),
+    Method(PLAIN_H5PY, partial(save_h5py, collective=True), load_h5py_alone, unsupported=SERIAL),
+    Method("h5py, independent", partial(save_h5py, collective=False), load_h5py_alone, unsupported=SERIAL),
+    Method("torch.save, a file a rank", save_torch, load_torch),
+    Method("torch DCP", save_dcp, load_dcp),
+    Method("safetensors, a file a rank", save_safetensors, load_safetensors),
 ]
 LOADS = [
-    Way(POSIX, load_posix, files="x", in_order=True),
-    Way(CONTROL, load_posix, files="x", in_order=True),
-    Way(HPCDIST, load_hpcdist, files="x"),
-    Way(UNVERIFIED, UNVERIFIED_LOAD, files="x"),
-    Way("MPI-IO, Read_at_all", load_mpiio, files="x"),
-    Way("h5py, collective", load_h5py, files="x", lacks=SERIAL),
-    Way("h5py, each rank on its own", load_h5py_alone, files="x"),
-    Way("torch.load, a file a rank", load_torch, files="x-*.pt"),
-    Way("torch DCP", load_dcp, files="x-dcp/*"),
-    Way("safetensors, a file a rank, copied", load_safetensors, files="x-*.safetensors"),
+    Method(POSIX, load_posix, files="x", in_order=True),
+    Method(CONTROL, load_posix, files="x", in_order=True),
+    Method(HPCDIST, load_hpcdist, files="x"),
+    Method(UNVERIFIED, UNVERIFIED_LOAD, files="x"),
+    Method("MPI-IO, Read_at_all", load_mpiio, files="x"),
+    Method("h5py, collective", load_h5py, files="x", unsupported=SERIAL),
+    Method("h5py, each rank on its own", load_h5py_alone, files="x"),
+    Method("torch.load, a file a rank", load_torch, files="x-*.pt"),
+    Method("torch DCP", load_dcp, files="x-dcp/*"),
+    Method("safetensors, a file a rank, copied", load_safetensors, files="x-*.safetensors"),
 ]

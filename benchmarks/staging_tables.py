@@ -1,4 +1,4 @@
-"""The tables and targets of staging: rates beside those of POSIX."""
+"""The tables and targets of staging: rates relative to POSIX."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from results import HPCDIST, PLAIN_H5PY, POSIX, UNCHECKED, UNVERIFIED, Case, Rec
 from tables import figure, table
 
 VERBS = ("staging", "resident")
-WRITER = "staging writer"  # in a record's versions: what writer="auto" is
+WRITER = "staging writer"  # key in a record's versions: the meaning of writer="auto"
 LAYOUTS = {"even": "dim 0, even", "ragged": "dim 0, ragged", "dim1": "dim 1"}
 _MIB = 2**20
 
 
 def rate(case: Case, name: str, other: str) -> Spread | None:
-    """The paired ratio of rates: in each round, the time of `other` divided by that of `name`."""
+    """Compute the paired ratio of rates: in each round, the time of `other` divided by that of `name`."""
     return results.ratio(case, other, name)
 
 
 def case_table(record: Record, case: Case) -> str:
-    """Everything about one layout and size."""
+    """Format all measurements of one layout and size."""
     what = f"{case.what}, np {record.world_size}, {LAYOUTS[case.skew]}, {results.show_size(case.size)} a rank"
     others = [POSIX, PLAIN_H5PY] if case.what == "save" and case.timing(PLAIN_H5PY) else [POSIX]
     head = [what, "ms", "IQR, ms", "GB/s"]
@@ -51,7 +51,7 @@ def _range(found: Spread) -> str:
 
 
 def rate_table(record: Record, what: str) -> str:
-    """One run at a glance: a row for each contender, a column for each layout and size."""
+    """Summarise one run: a row for each contender, a column for each layout and size."""
     cases = [case for case in record.cases if case.what == what]
     head = [f"{what}, np {record.world_size}"]
     head += [f"{LAYOUTS[case.skew].removeprefix('dim 0, ')}, {results.show_size(case.size)}" for case in cases]
@@ -68,7 +68,7 @@ def _gigabytes(case: Case) -> str:
 
 
 class Target(NamedTuple):
-    """What is promised of every size, and how a case shows whether it holds."""
+    """A target for every size, and how to measure it in a case."""
 
     what: str
     case: tuple[str, str]  # save or load, layout
@@ -113,7 +113,7 @@ _RESIDENT = 400 * _MIB
 
 
 def target_table(records: Sequence[Record]) -> str:
-    """The targets beside what was measured: the median and in brackets the IQR, for every size."""
+    """Format targets and measurements: the median and in brackets the IQR, for every size."""
     runs = [record for record in records if record.verb == "staging"]
     sizes = sorted({case.size for record in runs for case in record.cases})
     rows = []
@@ -135,7 +135,7 @@ def target_table(records: Sequence[Record]) -> str:
 
 
 def resident_line(record: Record, resident: Resident) -> str:
-    """The target of resident memory, and what was measured."""
+    """Format the target of resident memory, and the measurement."""
     most = max(resident.ranks)
     ranks = ", ".join(f"{nbytes / _MIB:.0f}" for nbytes in resident.ranks)
     return (
@@ -146,7 +146,7 @@ def resident_line(record: Record, resident: Resident) -> str:
 
 
 def section(records: Sequence[Record], picture: Callable[[Record], str]) -> list[str]:
-    """What README.md shows of staging; nothing if it was not measured. `picture` embeds that of a record's MPI."""
+    """Return the section on staging of README.md, empty if not measured. `picture` embeds a record's plot."""
     runs = [record for record in records if record.verb == "staging" and record.cases]
     parts = []
     if runs:
@@ -158,8 +158,8 @@ def section(records: Sequence[Record], picture: Callable[[Record], str]) -> list
         mine = [record for record in runs if record.mpi == mpi]
         parts += [f"#### Staging, {mpi}", picture(mine[0])]
         parts += [rate_table(record, what) for record in mine for what in ("save", "load")]
-    lacks = {
+    notes = {
         f"- {r.mpi}, {t.name}: left out: {t.skipped}." for r in runs for c in r.cases for t in c.timings if t.skipped
     }
-    parts += ["\n".join(sorted(lacks))] if lacks else []
+    parts += ["\n".join(sorted(notes))] if notes else []
     return [part for part in parts if part]

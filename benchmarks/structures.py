@@ -1,4 +1,4 @@
-"""Lists of tensors: sent to another rank, or gathered on all ranks, beside one by one and pickle.
+"""Send lists of tensors to another rank, or gather them on all ranks: compared with one by one, and with pickle.
 
 mpirun -n 2 python benchmarks/structures.py --kinds small,large,many --sizes 64M
 """

@@ -1,6 +1,6 @@
-"""What benchmarks/structures.py times: lists of tensors to another rank, or from all ranks to all, by hand.
+"""The contenders of benchmarks/structures.py: lists of tensors to another rank, or from all ranks to all, by hand.
 
-Everyone who receives knows how many tensors come, and, but for those who pickle and hpcdist, their shapes and dtypes.
+Receivers know the number of tensors in advance, and, except with pickle and hpcdist, their shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 import hpcdist as hd
 
-# torch 2.13 has a new name for it; everybody's code has this one.
+# torch 2.13 has a new name for it; existing code uses this one.
 warnings.filterwarnings("ignore", ".*all_gather_into_tensor.* is deprecated", FutureWarning)
-TENSORS = {"small": 1000, "large": 10, "many": 16}  # in a list
+TENSORS = {"small": 1000, "large": 10, "many": 16}  # per list
 LARGE = 2**23  # bytes of each large tensor
 MPI_TYPES = {torch.float32: MPI.FLOAT, torch.int64: MPI.INT64_T}
 EXACT = 2**24  # up to here float32 holds every integer
@@ -29,16 +29,16 @@ EXACT = 2**24  # up to here float32 holds every integer
 
 @dataclass(frozen=True)
 class Case:
-    """Lists of tensors, float32 and int64 by turns; each value tells rank, tensor and place, modulo EXACT.
+    """Lists of alternating float32 and int64 tensors; values encode rank, tensor and index, modulo EXACT.
 
     Attributes:
         size: bytes of a rank's list.
-        skew, what: a key of TENSORS, and "send" (each even rank to the next one) or "gather" (all to all).
-        shapes, dtypes: of a list.
-        tree: this rank's list; empty where it has nothing to send.
-        expected: the list that this rank must get; None where it gets none.
-        out: memory for it, filled already; the baseline of gather makes its own.
-        kept: what contenders prepare in their first call, which is not timed.
+        skew, what: key of TENSORS, and "send" (each even rank to the next one) or "gather" (all to all).
+        shapes, dtypes: shapes and dtypes in a list.
+        tree: list of this rank; empty if it sends nothing.
+        expected: list that this rank must get, or None.
+        out: preallocated memory for it; the baseline of gather allocates its own.
+        cache: state that contenders prepare in their first, untimed call.
     """
 
     size: int
@@ -50,7 +50,7 @@ class Case:
     tree: list[Tensor]
     expected: list[Tensor] | None
     out: list[Tensor]
-    kept: dict[object, Any] = field(default_factory=dict)
+    cache: dict[object, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> list[int]:
@@ -65,20 +65,20 @@ class Case:
         return self.comm.rank ^ 1
 
     def empty(self) -> list[Tensor]:
-        """New memory for a list."""
+        """Allocate memory for a list."""
         return [torch.empty(shape, dtype=dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
 
     def once(self, key: object, make: Callable[[], Any]) -> Any:
-        """What `make` gave in the first call."""
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+        """Return the result of `make` from the first call."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
-    def spoil(self) -> None:
+    def reset(self) -> None:
         for x in self.out:
             x.fill_(-1)
 
-    def right(self, result: list[Tensor] | None) -> bool:
+    def correct(self, result: list[Tensor] | None) -> bool:
         if result is None or self.expected is None:
             return result is None and self.expected is None
         return equal(result, self.expected)
@@ -89,14 +89,14 @@ class Case:
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether two lists have the same tensors, dtypes included."""
+    """Return whether two lists have the same tensors, including dtypes."""
     return len(one) == len(other) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
     )
 
 
 def make_tree(rank: int, shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> list[Tensor]:
-    """A rank's list."""
+    """Make the list of a rank."""
     found = []
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         first = 1000 * i + 7 * rank
@@ -105,7 +105,7 @@ def make_tree(rank: int, shapes: Iterable[tuple[int, ...]], dtypes: Iterable[tor
 
 
 def make_case(comm: MPI.Intracomm, kind: str, size: int = 0) -> Case:
-    """The lists of one kind on this rank; for "many", of `size` bytes."""
+    """Make the lists of one kind on this rank; for "many", of `size` bytes."""
     number = TENSORS[kind]
     dtypes = [(torch.float32, torch.int64)[i % 2] for i in range(number)]
     if kind == "small":
@@ -128,7 +128,7 @@ def make_case(comm: MPI.Intracomm, kind: str, size: int = 0) -> Case:
 
 
 def message(x: Tensor) -> list[object]:
-    """As mpi4py takes it."""
+    """Return an mpi4py buffer specification."""
     return [x.numpy(), MPI_TYPES[x.dtype]]
 
 
@@ -136,7 +136,7 @@ def message(x: Tensor) -> list[object]:
 
 
 def send_mpi4py(case: Case) -> list[Tensor] | None:
-    """The baseline. mpi4py's Send and Recv, one by one, into memory that is there, the arguments made in advance."""
+    """The baseline: mpi4py's Send and Recv, one by one, into preallocated memory, with prepared arguments."""
     messages = case.once("messages", lambda: [message(x) for x in (case.tree if case.sends else case.out)])
     if case.sends:
         for one in messages:
@@ -160,7 +160,7 @@ def send_mpi4py_new(case: Case) -> list[Tensor] | None:
 
 
 def send_mpi4py_packed(case: Case) -> list[Tensor] | None:
-    """One message a dtype: torch.cat, mpi4py's Send and Recv, split. What one writes who knows all shapes."""
+    """One message a dtype: torch.cat, mpi4py's Send and Recv, split: possible if all shapes are known."""
     if case.sends:
         for dtype in MPI_TYPES:
             flat = torch.cat([x.view(-1) for x in case.tree if x.dtype == dtype])
@@ -203,7 +203,7 @@ def send_gloo_async(case: Case) -> list[Tensor] | None:
     out = None if case.sends else case.empty()
     works = [dist.isend(x, case.peer) for x in case.tree] if out is None else [dist.irecv(x, case.peer) for x in out]
     for work in works:
-        if work is not None:  # as for a rank outside the group
+        if work is not None:  # None for a rank outside the group
             work.wait()
     return out
 
@@ -220,7 +220,7 @@ def send_gloo_object(case: Case) -> list[Tensor] | None:
 
 
 def send_hpcdist(case: Case) -> list[Tensor] | None:
-    """hpcdist: the receiver knows nothing of what comes."""
+    """hpcdist: the receiver has no advance knowledge."""
     if case.sends:
         hd.send(case.tree, case.peer)
         return None
@@ -232,7 +232,7 @@ def send_hpcdist(case: Case) -> list[Tensor] | None:
 
 
 def gather_mpi4py(case: Case) -> list[Tensor]:
-    """The baseline. An Allgather a tensor, each straight into place in memory that is there, all prepared."""
+    """The baseline: one Allgather per tensor, directly into preallocated memory, with prepared arguments."""
     messages, out = case.once("messages", lambda: _gathers(case))
     for send, recv in messages:
         case.comm.Allgather(send, recv)
@@ -241,23 +241,23 @@ def gather_mpi4py(case: Case) -> list[Tensor]:
 
 
 def _gathers(case: Case) -> tuple[list[tuple[object, object]], list[Tensor]]:
-    """(the arguments, the result as views of the memory that they write to)."""
+    """Return (the arguments, the result as views of their memory)."""
     wholes = [whole.fill_(-1) for whole in _wholes(case)]
     return [(message(x), message(y)) for x, y in zip(case.tree, wholes, strict=True)], _lists(case, wholes)
 
 
 def _wholes(case: Case) -> list[Tensor]:
-    """New memory: for each tensor of a list, that of all ranks."""
+    """Allocate memory for each tensor of a list, of all ranks."""
     return [torch.empty((case.comm.size, *x.shape), dtype=x.dtype) for x in case.tree]
 
 
 def _lists(case: Case, wholes: list[Tensor]) -> list[Tensor]:
-    """The lists of all ranks, one after the other."""
+    """Return the lists of all ranks, concatenated."""
     return [whole[rank] for rank in range(case.comm.size) for whole in wholes]
 
 
 def gather_mpi4py_new(case: Case) -> list[Tensor]:
-    """An Allgather a tensor, into new memory."""
+    """One Allgather per tensor, into new memory."""
     wholes = _wholes(case)
     for x, whole in zip(case.tree, wholes, strict=True):
         case.comm.Allgather(message(x), message(whole))

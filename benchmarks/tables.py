@@ -1,4 +1,4 @@
-"""What all tables are made of: markdown with aligned columns, and figures of three digits."""
+"""Format tables: markdown with aligned columns, and figures of three digits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A markdown table with aligned columns, all but the first to the right."""
+    """Format a markdown table; all columns but the first are aligned right."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
 
@@ -19,7 +19,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def figure(value: float) -> str:
-    """Three significant digits, and two decimals near 1, where ratios are read.
+    """Format a number with three significant digits, and with two decimals near 1, for ratios.
 
     Example::
 
