@@ -51,8 +51,9 @@ def peers(plan: Any, rank: int) -> int:
 
 def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Sequence[int] | None = None) -> int:
     import numpy as np
+    import torch
 
-    from hpcdist.staging.pieces import plan_save
+    from hpcdist.staging.pieces import Sharded, plan_save
 
     asked.before = asked.before or resident()
     extents = np.empty((asked.tensors, asked.ranks), np.int64)  # as gathered from all ranks
@@ -62,7 +63,7 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
     start = now()
     for along in extents:
         shape = shape_of(dim, int(along.sum()))
-        plans.append(plan_save(shape, 4, dim, along, WINDOW, asked.ranks, chunks))
+        plans.append(plan_save(Sharded(shape, torch.float32, dim, along, chunks), WINDOW, asked.ranks))
     found = sum(peers(plan, asked.ranks // 2) for plan in plans)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
@@ -76,8 +77,8 @@ def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
     from hpcdist.files.h5 import records
     from hpcdist.files.raw import Raw
     from hpcdist.layout import Box
-    from hpcdist.staging.contents import Stored
-    from hpcdist.staging.wants import Ask, find_wants, plan_load, read_apart
+    from hpcdist.staging.catalog import Stored
+    from hpcdist.staging.wants import Arguments, find_wants, plan_load, reads_alone
 
     dim = None if how == "dim=None" else 1 if "dim 1" in how or "boxes" in how else 0
     counts, box, tables = None, None, {}
@@ -96,15 +97,15 @@ def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
     asks = []
     for rank in range(asked.ranks):
         box = Box((0, rank * each), (BESIDES, each)) if how == "boxes" else None
-        asks.append(Ask({"dim": dim, "counts": counts}, box))
+        asks.append(Arguments({"dim": dim, "counts": counts}, box))
     asked.before = asked.before or resident()
     start, found = now(), 0
     wants, problems = find_wants(datasets, asks)
     if problems:
         raise SystemExit(f"{how}: {problems}")
     for key, stored in datasets.items():
-        stored = replace(stored)  # as load() does, for what is worked out of a table is not kept
-        if read_apart(stored, wants[key], None):
+        stored = replace(stored)  # as load() does, for what is computed from a table is not kept
+        if reads_alone(stored, wants[key], None):
             found += len(stored.boxes.intersecting(wants[key][asked.ranks // 2])) if table else 1
         else:
             found += peers(plan_load(stored, wants[key], WINDOW, asked.ranks, None)[0], asked.ranks // 2)

@@ -61,7 +61,7 @@ def test_every_tensor_is_read_as_torch_reads_it(kind: str, window: int, tmp_path
     for name in names:
         expected = loaded(tmp_path / name)
         assert same_bits(sources.load(str(tmp_path / name)), expected), name
-        with sources.opened(str(tmp_path / name)) as array:
+        with sources.open_array(str(tmp_path / name)) as array:
             assert (array.shape, array.dtype) == (tuple(expected.shape), expected.dtype)
             for dim, extent in enumerate(expected.shape):
                 for start in range(extent):
@@ -203,7 +203,7 @@ def test_nothing_is_read_but_what_is_asked_for(tmp_path: Path, monkeypatch: pyte
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", counted)
-    with sources.opened(f"{tmp_path}/x.pt") as array:
+    with sources.open_array(f"{tmp_path}/x.pt") as array:
         out = torch.empty(1000, 5, dtype=torch.int64)
         array.read(Box((0, 7), (1000, 5)), out, 10_000)
     assert torch.equal(out, torch.arange(7000, 12000).view(5, 1000).t())

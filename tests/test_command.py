@@ -245,8 +245,8 @@ def test_no_space_half_way_leaves_nothing_behind(output: str, route: str, tmp_pa
                 raise OSError(errno.ENOSPC, "No space left on device")
             return pwrite(fd, data, offset)
         os.pwrite = failing
-        from hpcdist.staging import writers
-        writers.missing = lambda name: "made up"  # HDF5's own writes cannot be made to fail here
+        from hpcdist.staging import drivers
+        drivers.missing = lambda name: "made up"  # HDF5's own writes cannot be made to fail here
         sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / output)!r}, "--window", "1M"]
         sys.argv += ["--route", {route!r}]
         runpy.run_module("hpcdist.gather", run_name="__main__")
@@ -276,8 +276,8 @@ def test_the_result_that_differs_is_found(all_: str, output: str, tmp_path: Path
     code = f"""
         import runpy, sys
         from hpcdist.commands import outputs
-        for kind in (outputs._Flat, outputs._Staged):
-            kind.put = lambda self, row, piece, put=kind.put: put(self, row, piece.flip(0))
+        put = outputs.Output.put
+        outputs.Output.put = lambda self, row, piece: put(self, row, piece.flip(0))
         sys.argv = ["gather", {str(tmp_path / "x.npy")!r}, "-o", {str(tmp_path / output)!r}, "--verify"]
         sys.argv += [{all_!r}] if {all_!r} else []
         runpy.run_module("hpcdist.gather", run_name="__main__")

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 import hpcdist as hd
 from hpcdist.comm.groups import Group
 from hpcdist.comm.team import Team
-from hpcdist.commands import outputs
 from hpcdist.commands import sources as files
+from hpcdist.commands.outputs import Array, Output
 from hpcdist.errors import FileError, InputError, RankError
 from hpcdist.layout import Box
+from hpcdist.staging.target import SaveOptions
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes
 
 
@@ -30,7 +31,7 @@ def save(x: torch.Tensor, path: str) -> None:
 
     nowhere: Any = None  # what writes needs no settings
     team = Team(MPI.COMM_SELF.Dup(), Group(0, [0], {}, MPI.COMM_SELF), nowhere)
-    out = outputs.create(team, "test", path, tuple(x.shape), x.dtype, 64)
+    out = Output(team, "test", Array(path, tuple(x.shape), x.dtype), SaveOptions(window=64))
     for row in out.mine():
         out.put(row, x[out.pieces[row].slices()].contiguous())
     out.finish()
@@ -196,7 +197,7 @@ def test_what_a_library_reads_is_what_we_read(tmp_path: Path) -> None:
                 assert (y.shape, y.dtype) == (x.shape, x.dtype)
                 assert torch.equal(as_bytes(y), as_bytes(x)), (dtype, suffix)
     np.save(tmp_path / "f.npy", np.asfortranarray(np.arange(24, dtype=">f8").reshape(4, 6)))
-    with files.opened_by_library(f"{tmp_path}/f.npy") as array:
+    with files.open_array(f"{tmp_path}/f.npy", by_library=True) as array:
         out = torch.empty(2, 3, dtype=torch.float64)
         array.read(Box((1, 2), (2, 3)), out, 100)
     assert out.tolist() == [[8, 9, 10], [14, 15, 16]]
@@ -291,7 +292,7 @@ def test_a_damaged_piece_of_ours_is_named(compression: str | None, tmp_path: Pat
         files.load(path)
     for box, right in ((Box((0, 0), (15, 10)), True), (Box((20, 9), (1, 1)), False), (Box((0, 2), (40, 1)), False)):
         out = torch.empty(box.shape, dtype=x.dtype)
-        with files.opened(path) as array:
+        with files.open_array(path) as array:
             if right:
                 array.read(box, out, 10**6)
                 assert out.equal(x[box.slices()])

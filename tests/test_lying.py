@@ -26,12 +26,12 @@ from cases import assert_refused
 from launch import mpirun, run
 
 import hpcdist as hd
-from hpcdist import memory
+from hpcdist import layout, memory
 from hpcdist.commands import sources
 from hpcdist.errors import FileError, InputError
 from hpcdist.files.h5 import record_dtype
 from hpcdist.runtime import cli
-from hpcdist.staging.contents import describe
+from hpcdist.staging.catalog import describe
 
 X = np.arange(6)
 
@@ -131,9 +131,9 @@ def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "header.npz": "its header has 4,294,967,295 bytes",
         },
     )
-    with sources.opened("data.npz") as array:
+    with sources.open_array("data.npz") as array:
         out = torch.ones(5, dtype=torch.uint8)
-        array.read(sources.layout.Box((2**20,), (5,)), out, 100)
+        array.read(layout.Box((2**20,), (5,)), out, 100)
         assert out.tolist() == [0] * 5
     monkeypatch.setattr(memory, "available", lambda: 2**20)
     with pytest.raises(

@@ -50,20 +50,6 @@ def test_any_box_into_any_strides(kind: str, short: int, tmp_path: Path, monkeyp
             assert got.tobytes() == expected.tobytes(), (kind, shape, box, strided, window)
 
 
-def test_writing_a_box_changes_nothing_else(tmp_path: Path) -> None:
-    draw = random.Random(6)
-    for turn in range(40):
-        shape = tuple(draw.randrange(1, 7) for _ in range(draw.randrange(1, 4)))
-        whole, box = whole_of(shape, torch.int32), random_box(draw, shape)
-        (tmp_path / "x").write_bytes(b"head" + whole.numpy().tobytes())
-        x = whole_of(box.shape, torch.int32, salt=turn + 1)
-        fd = os.open(tmp_path / "x", os.O_RDWR)
-        Raw("", 4, shape, torch.int32).write(fd, box, x)
-        os.close(fd)
-        whole[box.slices()] = x
-        assert (tmp_path / "x").read_bytes() == b"head" + whole.numpy().tobytes()
-
-
 def test_a_checksum_is_of_the_bytes_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "BLOCK", 7)
     data = bytes(range(100))

@@ -15,7 +15,7 @@ import torch
 from launch import Job, commands, mpirun
 from safetensors.torch import load_file, save_file
 
-from hpcdist.staging import contents
+from hpcdist.staging import catalog
 
 WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
 
@@ -337,7 +337,7 @@ def test_a_damaged_file_is_found_and_its_piece_named(tmp_path: Path) -> None:
     }  # fmt: skip
     with h5py.File(tmp_path / "y.h5") as file:
         start = file["data"].id.get_offset()
-    table = contents.describe(str(tmp_path / "y.h5")).datasets["data"].pieces
+    table = catalog.describe(str(tmp_path / "y.h5")).datasets["data"].pieces
     assert table is not None
     rank = table["rank"][4]
     with (tmp_path / "y.h5").open("r+b") as raw:

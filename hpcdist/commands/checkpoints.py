@@ -1,9 +1,9 @@
-"""The files of torch.save: which tensors one holds, and where their bytes lie.
+"""The files of torch.save: which tensors a file holds, and where their bytes are.
 
-torch itself reads the description of a zip archive, from a copy of the archive that has no data in it. Each tensor is
-then read from its member of the archive a box at a time: stored or deflated, of either byte order, of any strides, with
-the lazy conjugate and negative bits. What cannot be described without data is read whole: torch's older format, and
-files that hold a quantized or nested tensor.
+torch itself reads the description of a zip archive, from a copy of the archive without the data. Each tensor is then
+read from its member of the archive a box at a time: stored or deflated, of either byte order, of any strides, with the
+lazy conjugate and negative bits. What cannot be described without data is read whole: torch's older format, and files
+that hold a quantized or nested tensor.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import re
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hpcdist import memory
-from hpcdist.commands.arrays import Opened, pick
-from hpcdist.errors import InputError
+from hpcdist.errors import InputError, listed
 from hpcdist.files.raw import Fetch, Raw, read_at, read_from, read_strided
 from hpcdist.files.regular import open_regular
 from hpcdist.layout import Box
+from hpcdist.staging.reader import Reader
 from hpcdist.tensors.storage import bits
 
-__all__ = ["array", "load", "opened", "tensors"]
+__all__ = ["load", "open_array", "pick"]
 
 _MOST = 2**28  # bytes of a description: more than any real one has, and what a forged one cannot exceed
 _MOST_NAMES = 2**18
@@ -40,8 +40,8 @@ _UNSWAPPED = {torch.uint16, torch.uint32, torch.uint64, torch.complex32}  # torc
 
 
 @contextmanager
-def opened(path: str, name: str | None) -> Iterator[Opened]:
-    """A tensor of a file: by its name, the only one, or one that was saved alone.
+def open_array(path: str, name: str | None) -> Iterator[Reader]:
+    """Open a tensor of a file: by its name, the only one, or one that was saved alone.
 
     Raises:
         InputError: the file, or the tensor, is not of a kind that can be read.
@@ -53,9 +53,8 @@ def opened(path: str, name: str | None) -> Iterator[Opened]:
             described = _Description(path, archive)
             held = described.held
             if held is not None:
-                key, x = array(path, held, name)
-                with described.fetched(key, x) as found:
-                    yield found
+                with described.open_tensor(*_pick_tensor(path, held, name)) as array:
+                    yield array
                 return
     nbytes, free = os.path.getsize(path), memory.available()
     if nbytes > free:
@@ -65,20 +64,20 @@ def opened(path: str, name: str | None) -> Iterator[Opened]:
     def read(box: Box, out: Tensor, window: int) -> None:
         bits(out).copy_(bits(x[box.slices()]))
 
-    yield Opened(key, tuple(x.shape), x.dtype, read)
+    yield Reader(key, tuple(x.shape), x.dtype, read)
 
 
 def load(path: str, name: str | None, mmap: bool = False) -> tuple[str, Tensor]:
-    """A tensor of a file as torch.load gives it, with the lazy bits resolved, on the host; and its name."""
-    key, x = array(path, _loaded(path, path, map_location="cpu", mmap=mmap), name)
+    """Read a tensor of a file with torch.load, with the lazy bits resolved, on the host; and its name."""
+    key, x = _pick_tensor(path, _loaded(path, path, map_location="cpu", mmap=mmap), name)
     return key, x.resolve_conj().resolve_neg()
 
 
 def _loaded(path: str, source: str | io.BytesIO, **how: Any) -> Any:
-    """What torch loads without running any code that is in a file. An InputError if there is some, or it is damaged."""
+    """Load a file with torch, without running code that is in it; an InputError if there is some, or it is damaged."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle that is none of torch's
+            warnings.simplefilter("ignore")  # of a pickle that torch did not write
             return torch.load(source, weights_only=True, **how)
     except UnpicklingError as error:  # torch advises to run the code
         found = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
@@ -86,20 +85,37 @@ def _loaded(path: str, source: str | io.BytesIO, **how: Any) -> Any:
         raise InputError(f"{path}: cannot be read: {what}") from error
 
 
-def array(path: str, held: object, name: str | None) -> tuple[str, Tensor]:
-    """The tensor that is meant, of what a file holds, and its name."""
+def pick(path: str, name: str | None, names: Sequence[str]) -> str:
+    """Choose the array that is named, or the only one.
+
+    Raises:
+        InputError: there is no such array, or there are several, or none.
+    """
+    if name is not None:
+        if name not in names:
+            raise InputError(f"{path}: holds no array {name!r}; it has: {listed(names)}")
+        return name
+    if not names:
+        raise InputError(f"{path}: holds no array")
+    if len(names) > 1:
+        raise InputError(f"{path}: holds {len(names)} arrays; name one as {path}:NAME; it has: {listed(names)}")
+    return names[0]
+
+
+def _pick_tensor(path: str, held: object, name: str | None) -> tuple[str, Tensor]:
+    """Choose the tensor that `name` refers to, of what a file holds; and its name."""
     if isinstance(held, Tensor):
         if name is not None:
             raise InputError(f"{path}: holds a tensor without a name, and no array {name!r}")
         return "", _dense(path, held.detach())
     if not isinstance(held, dict):
         raise InputError(f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
-    found = tensors(path, held)
+    found = _tensors(path, held)
     key = pick(path, name, list(found))
     return key, _dense(path, found[key].detach())
 
 
-def tensors(path: str, held: dict[Any, Any]) -> dict[str, Tensor]:
+def _tensors(path: str, held: dict[Any, Any]) -> dict[str, Tensor]:
     """The tensors of nested dicts by their path: ``{"model": {"w": x}}`` -> ``{"model/w": x}``."""
     found: dict[str, Tensor] = {}
     seen = set()
@@ -127,18 +143,11 @@ def _dense(path: str, x: Tensor) -> Tensor:
     return x
 
 
-class _Member(NamedTuple):
-    """The data of a storage: a member of the archive, and where they lie in the file if they are stored as they are."""
-
-    info: zipfile.ZipInfo
-    start: int | None
-
-
 class _Description:
     """What an archive of torch.save holds.
 
     Attributes:
-        held: the object that was saved, its tensors on the device "meta"; None if it cannot be had without data.
+        held: the object that was saved, its tensors on the device "meta"; None if it cannot be described without data.
     """
 
     def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
@@ -156,11 +165,11 @@ class _Description:
         copy, self._names = self._without_data()
         try:
             self.held: object | None = _loaded(path, copy, map_location="meta")
-        except NotImplementedError:  # torch has no way to make one on "meta"
+        except NotImplementedError:  # torch cannot make one on "meta"
             self.held = None
 
     def _without_data(self) -> tuple[io.BytesIO, dict[int, str]]:
-        """The archive without data and byte order, and the member whose data begin at each of its offsets."""
+        """Copy the archive without data and byte order; and map offsets of the copy to the members that begin there."""
         data, own = f"{self._root}data/", [f"{self._root}{name}" for name in ("byteorder", ".format_version")]
         if sum(i.file_size for i in self._archive.infolist() if not i.filename.startswith(data)) > _MOST:
             raise InputError(f"{self._path}: cannot be read: its description is longer than {_MOST:,} bytes")
@@ -174,8 +183,8 @@ class _Description:
         return copy, starts
 
     @contextmanager
-    def fetched(self, key: str, x: Tensor) -> Iterator[Opened]:
-        """A tensor of the description, for reading."""
+    def open_tensor(self, key: str, x: Tensor) -> Iterator[Reader]:
+        """Open a tensor of the description."""
         info, start = self._member(x)
         size = x.itemsize
         last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
@@ -186,21 +195,19 @@ class _Description:
         where = Raw(self._path, (start or 0) + int(x.storage_offset()) * size, tuple(x.shape), x.dtype, self._swapped)
         if start is None:
             with self._archive.open(info) as file:
-                yield Opened(key, where.shape, where.dtype, _reader(x, where, partial(read_from, file)))
-            return
-        fd = open_regular(self._path)
-        try:
-            yield Opened(key, where.shape, where.dtype, _reader(x, where, partial(read_at, fd)))
-        finally:
-            os.close(fd)
+                yield Reader(key, where.shape, where.dtype, _reads(x, where, partial(read_from, file)))
+        else:
+            with open_regular(self._path) as fd:
+                yield Reader(key, where.shape, where.dtype, _reads(x, where, partial(read_at, fd)))
 
-    def _member(self, x: Tensor) -> _Member:
+    def _member(self, x: Tensor) -> tuple[zipfile.ZipInfo, int | None]:
+        """The member of the archive that holds a storage, and its position in the file if it is not compressed."""
         offset = getattr(x.untyped_storage(), "_checkpoint_offset", None)
         if offset is None:
             raise InputError(f"{self._path}: holds a tensor without data")
         info = self._archive.getinfo(self._names[offset])
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            return _Member(info, None)
+            return info, None
         with open(self._path, "rb") as file:
             file.seek(info.header_offset)
             head = file.read(_LOCAL)
@@ -210,11 +217,11 @@ class _Description:
         start += int.from_bytes(head[28:30], "little")
         if start + info.file_size > os.path.getsize(self._path):
             raise InputError(f"{self._path}: cannot be read: it ends in the middle of its data")
-        return _Member(info, start)
+        return info, start
 
 
-def _reader(x: Tensor, where: Raw, fetch: Fetch) -> Callable[[Box, Tensor, int], None]:
-    """What reads boxes of a tensor: by its strides, and with the bits that make it conjugate or negative."""
+def _reads(x: Tensor, where: Raw, fetch: Fetch) -> Callable[[Box, Tensor, int], None]:
+    """A function that reads boxes of a tensor: by its strides, and with the bits that make it conjugate or negative."""
     strides = None if x.is_contiguous() else x.stride()
     conj, neg = x.is_conj(), x.is_neg()
 

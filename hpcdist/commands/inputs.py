@@ -1,4 +1,4 @@
-"""The arrays that a command reads: which there are, which rank reads which, and whether they fit together."""
+"""The arrays that a command reads: find them, divide them among the ranks, check that they fit together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist import layout, limits, memory
+from hpcdist import layout, memory
 from hpcdist.commands import sources as files
-from hpcdist.commands.arrays import Opened
 from hpcdist.commands.sources import Source
 from hpcdist.control import objects
 from hpcdist.errors import InputError
@@ -26,6 +25,7 @@ from hpcdist.layout import Box
 from hpcdist.runtime.cli import progress
 from hpcdist.runtime.world import World
 from hpcdist.staging.pieces import shard_boxes
+from hpcdist.staging.reader import Reader
 from hpcdist.tensors.storage import as_bytes, copyable, row_major
 
 __all__ = ["Inputs", "check_memory", "equal", "find", "sha256"]
@@ -33,13 +33,13 @@ __all__ = ["Inputs", "check_memory", "equal", "find", "sha256"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the ranks read together.
+    """The arrays that the ranks read together.
 
     Attributes:
         sources: all arrays, in order; rank r reads ``sources[bounds[r]:bounds[r + 1]]``.
         shape, dtype: of all of them, joined.
-        dim: along which they are joined, >= 0.
-        of_stdlib: they are the source files of Python's standard library, as uint8.
+        dim: dimension along which they are joined, >= 0.
+        of_stdlib: whether they are the source files of Python's standard library, as uint8.
     """
 
     sources: list[Source]
@@ -53,12 +53,12 @@ class Inputs:
         return prod(self.shape) * self.dtype.itemsize
 
     def fingerprint(self) -> str:
-        """What tells these inputs from others, and from themselves once they are changed."""
+        """A text that differs for other inputs, and for these once they are changed."""
         stats = [(s.spec, os.stat(files.path_of(s.spec))) for s in self.sources]
         return repr((self.dim, [(spec, stat.st_size, stat.st_mtime_ns) for spec, stat in stats]))
 
     def names(self) -> list[str]:
-        """What was taken, in the order in which it is joined; not the standard library's files."""
+        """The names of the arrays, in the order in which they are joined; not of the standard library's files."""
         return [] if self.of_stdlib else [source.spec for source in self.sources]
 
     def nbytes_by_rank(self) -> list[int]:
@@ -70,36 +70,31 @@ class Inputs:
             for start, end in pairwise(self.bounds)
         ]
 
-    def opened(self, source: Source) -> AbstractContextManager[Opened]:
-        """One array, for reading boxes of it."""
-        return files.opened_bytes(source.spec) if self.of_stdlib else files.opened(source.spec)
-
-    def opened_by_library(self, source: Source) -> AbstractContextManager[Opened]:
-        """The same, by its format's own library."""
-        return files.opened_bytes(source.spec) if self.of_stdlib else files.opened_by_library(source.spec)
+    def open(self, source: Source, by_library: bool = False) -> AbstractContextManager[Reader]:
+        """Open one array, to read boxes of it: as the commands do, or by its format's own library."""
+        return files.open_bytes(source.spec) if self.of_stdlib else files.open_array(source.spec, by_library)
 
     def boxes(self) -> list[Box]:
-        """Where each of the arrays lies in the whole."""
+        """The box of each array in the whole."""
         return shard_boxes(self.shape, self.dim, [source.extent(self.dim) for source in self.sources])
 
-    def read(self, source: Source, opened: AbstractContextManager[Opened]) -> Tensor:
-        """One array that is opened here, with at least one dim.
+    def read(self, source: Source, by_library: bool = False) -> Tensor:
+        """Read one array, as open() opens it, with at least one dim.
 
         Raises:
-            InputError: it cannot be read, or is not what its header said before.
+            InputError: it cannot be read, or differs from its header as it was before.
         """
-        with opened as array:
+        with self.open(source, by_library) as array:
             if array.shape != source.shape or array.dtype != source.dtype:
                 raise InputError(f"{source.spec}: has changed while it was read")
-            x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
-            array.read(layout.whole(array.shape), x, limits.WINDOW)
+            x = array.whole()
         return x if x.dim() else x.view(1)
 
     def shard(self, world: World) -> Tensor:
-        """This rank's arrays, joined; no rows if it has none. Collective: an error on one rank is one on all."""
+        """Read this rank's arrays and join them; no rows if it has none. Collective: errors are raised on all ranks."""
         mine = self.sources[self.bounds[world.rank] : self.bounds[world.rank + 1]]
         parts: list[Tensor] = []
-        step = lambda: parts.extend(self.read(source, self.opened(source)) for source in progress(mine, world, "read"))  # noqa: E731
+        step = lambda: parts.extend(self.read(source) for source in progress(mine, world, "read"))  # noqa: E731
         objects.all_gather(world.team.comm, "read", step)
         if len(parts) == 1:
             return parts[0]
@@ -109,8 +104,7 @@ class Inputs:
         return torch.cat(list(map(copyable, parts)), self.dim).view(self.dtype)
 
     def verify(self, held: Sequence[Tensor], world: World) -> tuple[bool, str | None]:
-        """Whether the tensors that are held have the bits of all inputs, read here, on one process, by the formats' own
-        libraries.
+        """Compare tensors bit by bit with all inputs, read here, on one process, by the formats' own libraries.
 
         Returns:
             The verdict, and for dim 0 the SHA-256 of the inputs in their order.
@@ -118,7 +112,7 @@ class Inputs:
         digest = hashlib.sha256()
         start, right = 0, all(tuple(whole.shape) == self.shape for whole in held)
         for source in progress(self.sources, world, "verify"):
-            x = self.read(source, self.opened_by_library(source))
+            x = self.read(source, by_library=True)
             rows = x.shape[self.dim]
             right = right and all(equal(whole.narrow(self.dim, start, rows), x) for whole in held)
             digest.update(as_bytes(row_major(x)).numpy().data)
@@ -127,9 +121,9 @@ class Inputs:
 
 
 def find(world: World, given: Sequence[str], dim: int, output: str | None) -> Inputs:
-    """The inputs that `given` stands for, in that order; nothing given stands for Python's standard library.
+    """Find the inputs that `given` names, in that order; by default, the files of Python's standard library.
 
-    Collective. With an `output` something must be given: a variable of a script that is empty must not fill a file.
+    Collective. With an `output` something must be given: an empty variable of a script must not fill a file.
 
     Raises:
         RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
@@ -152,17 +146,17 @@ def find(world: World, given: Sequence[str], dim: int, output: str | None) -> In
 
 
 def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> None:
-    """Find before anything is read that a node has no memory for its ranks' inputs and results. Collective.
+    """Check before anything is read that each node has memory for its ranks' inputs and results. Collective.
 
     Raises:
-        InputError: on all ranks.
+        InputError: on all ranks, if one has not.
     """
     own = data.nbytes_by_rank()[world.rank]
     need = own + (data.nbytes() if everywhere or world.rank == root else 0)
-    told = objects.all_gather_object(world.team.comm, (world.node, need, memory.available()))
+    nodes = objects.all_gather_object(world.team.comm, (world.node, need, memory.available()))
     for node in range(world.nodes):
-        total = sum(bytes_ for where, bytes_, _ in told if where == node)
-        free = min(free for where, _, free in told if where == node)
+        total = sum(bytes_ for where, bytes_, _ in nodes if where == node)
+        free = min(free for where, _, free in nodes if where == node)
         if total > free:
             where = f"node {node}" if world.nodes > 1 else "this host"
             raise InputError(
@@ -172,7 +166,7 @@ def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> Non
 
 
 def _check(sources: Sequence[Source], dim: int) -> int:
-    """Whether the arrays can be joined along dim, which is returned non-negative."""
+    """Check that the arrays can be joined along dim, which is returned non-negative."""
     first = sources[0]
     ndim = len(first.shape) or 1
     if not -ndim <= dim < ndim:
@@ -189,7 +183,7 @@ def _check(sources: Sequence[Source], dim: int) -> int:
 
 
 def _besides(source: Source, dim: int) -> tuple[int, ...]:
-    """What must be the same in all arrays: the number of dims, and the extents besides dim."""
+    """The number of dims and the extents besides dim, which must be the same in all arrays."""
     return (len(source.shape), *source.shape[:dim], *source.shape[dim + 1 :])
 
 
@@ -203,11 +197,11 @@ def _describe_text(path: str) -> Source:
 
 
 def equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits."""
+    """Compare the shapes, dtypes and bits of two tensors."""
     same = x.shape == y.shape and x.dtype == y.dtype
     return same and torch.equal(as_bytes(row_major(x)), as_bytes(row_major(y)))
 
 
 def sha256(x: Tensor) -> str:
-    """Of the tensor's bytes, in order."""
+    """The SHA-256 of a tensor's bytes, in order."""
     return hashlib.sha256(as_bytes(row_major(x.cpu())).numpy().data).hexdigest()

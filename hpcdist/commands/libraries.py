@@ -1,7 +1,7 @@
-"""Arrays as each format's own library reads them: what --verify compares with.
+"""Arrays as each format's own library reads them, with which --verify compares.
 
-Nothing here is shared with what the commands read by, but for the choice of the array and, of .h5, what is refused.
-Files that a library maps are opened for each part anew: what has been read is not held in memory.
+Nothing here is shared with the readers of the commands, except the choice of the array and, for .h5, what is refused.
+Files that a library maps are opened again for each part, so that what has been read is not kept in memory.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from torch import Tensor
 
 from hpcdist import layout, memory
 from hpcdist.commands import checkpoints
-from hpcdist.commands.arrays import Opened, pick
+from hpcdist.commands.checkpoints import pick
 from hpcdist.commands.formats import stored_in
 from hpcdist.errors import InputError
 from hpcdist.files.regular import utf8_path
 from hpcdist.layout import Box
-from hpcdist.staging.contents import read_box
+from hpcdist.staging.reader import Reader, read_box
 from hpcdist.tensors.storage import bits
 
-__all__ = ["opened"]
+__all__ = ["open_array"]
 
 Part = Callable[[Box], Tensor]  # the values of a box
+Found = tuple[str, tuple[int, ...], torch.dtype, Part]  # name, shape and dtype of an array
 
 
 @contextmanager
-def opened(path: str, name: str | None) -> Iterator[Opened]:
-    """An array in a file."""
+def open_array(path: str, name: str | None) -> Iterator[Reader]:
+    """Open an array of a file."""
     if Path(path).suffix == ".h5":
         stored = stored_in(path, name)
-        yield Opened(stored.place, stored.shape, stored.dtype, partial(read_box, path, stored.place))
+        yield Reader(stored.place, stored.shape, stored.dtype, partial(read_box, path, stored.place))
         return
     key, shape, dtype, part = _LIBRARIES[Path(path).suffix](path, name)
 
     def read(box: Box, out: Tensor, window: int) -> None:
         bits(out).copy_(bits(part(box)))
 
-    yield Opened(key, shape, dtype, read)
+    yield Reader(key, shape, dtype, read)
 
 
-def _numpy(key: str, held: Callable[[], Any]) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+def _numpy(key: str, held: Callable[[], Any]) -> Found:
     def part(box: Box) -> Tensor:
         some = held()[box.slices()]
         return torch.from_numpy(np.array(some, some.dtype.newbyteorder("="), order="C"))
@@ -57,7 +58,7 @@ def _numpy(key: str, held: Callable[[], Any]) -> tuple[str, tuple[int, ...], tor
     return key, tuple(array.shape), part(layout.whole((0,) * array.ndim)).dtype, part
 
 
-def _npy(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+def _npy(path: str, name: str | None) -> Found:
     def held() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it was written by Python 2
@@ -66,7 +67,7 @@ def _npy(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype
     return _numpy("", held)
 
 
-def _npz(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+def _npz(path: str, name: str | None) -> Found:
     with np.load(path, allow_pickle=False) as held, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it was written by Python 2
         key = pick(path, name, list(dict.fromkeys(held.files)))
@@ -75,7 +76,7 @@ def _npz(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype
     return _numpy(key, lambda: array)
 
 
-def _pt(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+def _pt(path: str, name: str | None) -> Found:
     if not _as_in_memory(path):  # torch would map what it has to change
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -94,14 +95,14 @@ def _pt(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype,
 
 
 def _fits(path: str, nbytes: int) -> None:
-    """Whether what a library reads whole has a place in memory: a few bytes may unpack to any number of them."""
+    """Check that memory can hold what a library reads whole: a few bytes may unpack to any number of them."""
     free = memory.available()
     if nbytes > free:
         raise InputError(f"{path}: can only be verified whole: {nbytes:,} bytes of memory needed, {free:,} available")
 
 
 def _as_in_memory(path: str) -> bool:
-    """Whether a file of torch.save holds its data as they are in memory."""
+    """Check that a file of torch.save holds its data as they are in memory."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -109,7 +110,7 @@ def _as_in_memory(path: str) -> bool:
         return orders in ([], [b"little"]) and not any(info.compress_type for info in archive.infolist())
 
 
-def _safetensors(path: str, name: str | None) -> tuple[str, tuple[int, ...], torch.dtype, Part]:
+def _safetensors(path: str, name: str | None) -> Found:
     from safetensors import safe_open
 
     def part(box: Box) -> Tensor:

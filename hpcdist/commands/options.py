@@ -10,7 +10,7 @@ from typing import Any
 from hpcdist.comm.settings import ROUTES
 from hpcdist.errors import InputError
 from hpcdist.runtime.cli import Parser, nbytes, path
-from hpcdist.staging.saving import WINDOW
+from hpcdist.staging.target import WINDOW
 
 __all__ = ["Options", "add_common", "join_parser"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,19 +13,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist import layout, limits
 from hpcdist.commands import libraries
-from hpcdist.commands.arrays import Opened
-from hpcdist.commands.formats import FORMATS, of_raw
+from hpcdist.commands.formats import FORMATS, open_raw
 from hpcdist.errors import FileError, InputError, reason
 from hpcdist.files.commit import check_target
 from hpcdist.files.raw import Raw
 from hpcdist.files.regular import check_regular
+from hpcdist.staging.reader import Reader
 from hpcdist.tensors.storage import DTYPES
 
 __all__ = [
     *("OUTPUTS", "Source", "check_once", "check_output", "describe"),
-    *("expand", "load", "opened", "opened_bytes", "opened_by_library", "path_of"),
+    *("expand", "load", "open_array", "open_bytes", "path_of"),
 ]
 
 OUTPUTS = (".npy", ".pt", ".safetensors", ".h5")
@@ -37,9 +36,9 @@ class Source:
     """One array in one file, as its header describes it.
 
     Attributes:
-        spec: what the user calls it: the path, and behind a colon the array's name where the file may hold several.
+        spec: the user's name for it: the path, and after a colon the array's name where the file may hold several.
         shape, dtype: of the array.
-        name: of the array in the file, given or not.
+        name: name of the array in the file, given or not.
     """
 
     spec: str
@@ -53,9 +52,9 @@ class Source:
 
 
 def expand(inputs: Sequence[str]) -> list[str]:
-    """The files that the given names and patterns stand for; a name behind a colon goes with each file.
+    """Expand names and patterns into files; a name after a colon is applied to each file.
 
-    In the order given; the files that a pattern matches in natural order, s2 before s10.
+    They come in the order given; the files that a pattern matches in natural order, s2 before s10.
 
     Raises:
         InputError: a pattern that matches nothing.
@@ -76,10 +75,10 @@ def _natural(path: str) -> list[tuple[int, str]]:
 
 
 def check_once(sources: Sequence[Source]) -> None:
-    """Find an array that is named twice, by whatever paths: of one file, which may have several names.
+    """Check that no array is named twice, under whatever names the file has.
 
     Raises:
-        InputError: there is one, or a file is gone.
+        InputError: one is, or a file is gone.
     """
     seen: dict[tuple[int, int, str], str] = {}
     for source in sources:
@@ -94,61 +93,53 @@ def check_once(sources: Sequence[Source]) -> None:
 
 
 def describe(spec: str) -> Source:
-    """Read what an array is, without its data where the format allows that.
+    """Read the header of an array, without its data where the format allows that.
 
     Raises:
         InputError: no such file or array, not readable, not of its format, or of a dtype torch does not have.
     """
-    with opened(spec) as array:
+    with open_array(spec) as array:
         return Source(spec, array.shape, array.dtype, array.name)
 
 
 def load(spec: str, by_library: bool = False) -> Tensor:
-    """Read an array as a CPU tensor, of native byte order. Raises as :func:`describe` does."""
-    with opened_by_library(spec) if by_library else opened(spec) as array:
-        x = torch.empty(array.shape, dtype=array.dtype, device="cpu")
-        array.read(layout.whole(array.shape), x, limits.WINDOW)
-        return x
+    """Read an array as a CPU tensor. Raises as :func:`describe` does."""
+    with open_array(spec, by_library) as array:
+        return array.whole()
 
 
 @contextmanager
-def opened(spec: str) -> Iterator[Opened]:
-    """An array in an open file; every failure, also to read a part of it, is an InputError."""
-    with _opened(spec, lambda path, name: FORMATS[Path(path).suffix].opened(path, name)) as array:
-        if array.dtype not in DTYPES:
-            raise InputError(f"{spec}: holds {array.dtype}, which cannot be moved")
-        yield array
+def open_array(spec: str, by_library: bool = False) -> Iterator[Reader]:
+    """Open an array of a file; every failure, also to read a part of it, becomes an InputError.
 
-
-def opened_by_library(spec: str) -> AbstractContextManager[Opened]:
-    """An array in an open file, read by its format's own library: to compare with what :func:`opened` reads."""
-    return _opened(spec, libraries.opened)
-
-
-@contextmanager
-def _opened(spec: str, how: Callable[[str, str | None], AbstractContextManager[Opened]]) -> Iterator[Opened]:
+    Args:
+        by_library: whether the format's own library reads it, for a comparison with what the commands read.
+    """
     path, name = _split(spec)
     if Path(path).suffix not in FORMATS:
         raise InputError(f"{path}: unknown suffix {Path(path).suffix!r}; expected one of {', '.join(FORMATS)}")
+    opener = libraries.open_array if by_library else FORMATS[Path(path).suffix].open_array
     try:
         check_regular(path)
-        with how(path, name) as array:
+        with opener(path, name) as array:
+            if array.dtype not in DTYPES:
+                raise InputError(f"{spec}: holds {array.dtype}, which cannot be moved")
             yield array
     except InputError:
         raise
     except FileError as error:
         raise InputError(str(error)) from error
-    except Exception as error:  # each library has its own way to say that a file is damaged
+    except Exception as error:  # each library has errors of its own for a damaged file
         raise InputError(f"{path}: cannot be read: {reason(error)}") from error
 
 
-def opened_bytes(path: str) -> AbstractContextManager[Opened]:
-    """A file of any kind as an array of its bytes."""
-    return of_raw(Raw(path, 0, (os.path.getsize(path),), torch.uint8))
+def open_bytes(path: str) -> AbstractContextManager[Reader]:
+    """Open a file of any kind as an array of its bytes."""
+    return open_raw(Raw(path, 0, (os.path.getsize(path),), torch.uint8))
 
 
 def check_output(path: str, dtype: torch.dtype, nbytes: int, inputs: Sequence[str] = ()) -> None:
-    """Find before any data move what would keep a tensor from being written to `path`.
+    """Check before any data move that a tensor can be written to `path`.
 
     `inputs` are files that must survive; `path` must be none of them.
 
@@ -171,12 +162,12 @@ def check_output(path: str, dtype: torch.dtype, nbytes: int, inputs: Sequence[st
 
 
 def path_of(spec: str) -> str:
-    """The file in which an array is."""
+    """The path of the file that holds an array."""
     return _split(spec)[0]
 
 
 def _split(spec: str) -> tuple[str, str | None]:
-    """The path and the name: a file of the whole text comes first, then the longest path that there is."""
+    """Split into path and name: a file named by the whole text comes first, then the longest path that exists."""
     colons = [match.start("colon") for match in _NAMED.finditer(spec)][::-1]
     if not colons or os.path.lexists(spec):
         return spec, None

@@ -19,15 +19,16 @@ from hpcdist import layout
 from hpcdist.collectives.gather import gather
 from hpcdist.comm.groups import Group
 from hpcdist.comm.team import Team
-from hpcdist.commands import outputs
-from hpcdist.commands.arrays import Opened
 from hpcdist.commands.inputs import Inputs
+from hpcdist.commands.outputs import Array, Output, pieces_of
 from hpcdist.commands.sources import Source
 from hpcdist.control import objects
 from hpcdist.errors import InputError, reason
 from hpcdist.layout import Box
 from hpcdist.runtime.cli import meter, placed
 from hpcdist.runtime.world import World
+from hpcdist.staging.reader import Reader
+from hpcdist.staging.target import SaveOptions
 from hpcdist.tensors.storage import as_bytes
 
 __all__ = ["Joined", "Writer"]
@@ -44,7 +45,7 @@ class Joined:
         self._window = window
         rows = [source.extent(data.dim) for source in data.sources]
         self._starts = list(accumulate(rows, initial=0))
-        self._open: dict[int, tuple[ExitStack, Opened]] = {}
+        self._open: dict[int, tuple[ExitStack, Reader]] = {}
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
         self._most = max(1, min(_MAX_OPEN, (free - _SPARE) // 2))  # an archive takes two
 
@@ -72,12 +73,12 @@ class Joined:
                 row = stop
             i += 1
 
-    def _array(self, i: int, source: Source) -> Opened:
+    def _array(self, i: int, source: Source) -> Reader:
         if i not in self._open:
             if len(self._open) >= self._most:
                 self._open.pop(next(iter(self._open)))[0].close()
             stack = ExitStack()
-            array = stack.enter_context(self._data.opened(source))
+            array = stack.enter_context(self._data.open(source))
             if array.shape != source.shape or array.dtype != source.dtype:
                 stack.close()
                 raise InputError(f"{source.spec}: has changed while it was read")
@@ -142,10 +143,10 @@ class Writer:
         gather(placed(world, nothing, route), 0, root, route=route)  # refuses a route before the file exists
         with _alone(world) as team, self._meter(shape, 1) as bar:
             share = max(2 * self.dtype.itemsize, self.window // size)
-            out: list[outputs.Output] = []
-            create = lambda: out.append(outputs.create(team, self.verb, path, shape, self.dtype, share))  # noqa: E731
-            objects.broadcast(comm, self.verb, create, root)
-            pieces = outputs.pieces_of(shape, self.dtype, share)
+            out: list[Output] = []
+            array, window = Array(path, shape, self.dtype), SaveOptions(window=share)
+            objects.broadcast(comm, self.verb, lambda: out.append(Output(team, self.verb, array, window)), root)
+            pieces = pieces_of(shape, self.dtype, share)
             buffer = _Buffer(pieces, self.dtype)
             received = _Buffer(pieces, self.dtype, min(size, len(pieces))) if world.rank == root else None
             problem = None
@@ -171,13 +172,12 @@ class Writer:
     def _seconds(self, start: float) -> dict[str, Any]:
         return {"seconds": max(objects.all_gather_object(self.world.team.comm, time.perf_counter() - start))}
 
-    def _write(self, team: Team, read: Read, path: str, shape: tuple[int, ...]) -> outputs.Output:
+    def _write(self, team: Team, read: Read, path: str, shape: tuple[int, ...]) -> Output:
         """Write one file: every rank of the team reads and writes its share of the pieces. Collective over `team`."""
         resume = self.source is not None
         with self._meter(shape, team.size) as bar:
-            out = outputs.create(
-                team, self.verb, path, shape, self.dtype, self.window, resume, self.source or "", bar.update
-            )
+            options = SaveOptions(window=self.window, resume=resume, source=self.source or "", progress=bar.update)
+            out = Output(team, self.verb, Array(path, shape, self.dtype), options)
             problem = None
             try:
                 buffer = _Buffer(out.pieces, self.dtype)
@@ -199,7 +199,7 @@ def _shifted(read: Read, part: Box) -> Read:
     return lambda box, out: read(box.shift(part.offset), out)
 
 
-def _put(out: outputs.Output, first: int, boxes: Sequence[Box], values: Tensor) -> None:
+def _put(out: Output, first: int, boxes: Sequence[Box], values: Tensor) -> None:
     """Write the pieces from number `first` on, whose values follow each other."""
     pieces = torch.split(values, [box.size() for box in boxes])
     for i, (box, piece) in enumerate(zip(boxes, pieces, strict=True)):

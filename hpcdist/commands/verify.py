@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.commands import sources
-from hpcdist.commands.arrays import Opened
 from hpcdist.commands.inputs import Inputs, equal, sha256
 from hpcdist.commands.sources import Source
 from hpcdist.control import objects
 from hpcdist.files.raw import memory
 from hpcdist.layout import Box
 from hpcdist.runtime.world import World
+from hpcdist.staging.reader import Reader
 
 __all__ = ["verify_files", "verify_tensors"]
 
@@ -52,7 +52,7 @@ def verify_files(data: Inputs, parts: Sequence[tuple[str, Box]], window: int) ->
     """
     right, digest = True, hashlib.sha256()
     for spec, whole in parts:
-        with sources.opened_by_library(spec) as held:
+        with sources.open_array(spec, by_library=True) as held:
             right = right and held.shape == whole.shape and held.dtype == data.dtype
             for source, box in zip(data.sources, data.boxes(), strict=True) if right else ():
                 right = right and _same(data, source, box, held, whole, window // 4)
@@ -61,12 +61,12 @@ def verify_files(data: Inputs, parts: Sequence[tuple[str, Box]], window: int) ->
     return {"verified": right, "sha256": digest.hexdigest()}
 
 
-def _same(data: Inputs, source: Source, box: Box, held: Opened, whole: Box, window: int) -> bool:
+def _same(data: Inputs, source: Source, box: Box, held: Reader, whole: Box, window: int) -> bool:
     """Compare a file, which holds `whole` of the array, with an input, which is `box` of it, where they intersect."""
     common = box.intersect(whole)
     if common.size() == 0:
         return True
-    with data.opened_by_library(source) as array:
+    with data.open(source, by_library=True) as array:
         if array.shape != source.shape or array.dtype != source.dtype:
             return False
         for part in _blocks(common, data.dtype, window):
@@ -77,7 +77,7 @@ def _same(data: Inputs, source: Source, box: Box, held: Opened, whole: Box, wind
     return True
 
 
-def _read(array: Opened, box: Box, dtype: torch.dtype, window: int) -> Tensor:
+def _read(array: Reader, box: Box, dtype: torch.dtype, window: int) -> Tensor:
     x = torch.empty(box.shape, dtype=dtype, device="cpu")
     array.read(box, x, window)
     return x

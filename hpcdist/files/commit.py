@@ -1,12 +1,12 @@
 """A file that appears under its name only when it is complete: written beside it, made durable, renamed.
 
-Whatever dies at whatever moment, the name holds the old file or the complete new one. Until then it is in
+Whatever dies at whatever moment, the name holds the old file or the complete new one. Until then the data are in
 ``.NAME.TAG.part``, which no pattern of a shell or of glob matches: TAG is new for every try, so that no cache of names
-mixes two up, and says which process writes it. The next one that writes NAME removes what a dead one has left, or takes
-it over. Locks help to tell, where the file system has them; nothing depends on them.
+confuses two of them, and identifies the process that writes it. The next process that writes NAME removes what a dead
+one has left, or takes it over. Locks show who is alive, where the file system has them; nothing depends on them.
 
-The new file is another inode. It gets from the one that it replaces: mode, owner, group, POSIX ACL and user attributes,
-as far as the system permits. Other hard links to the old file keep the old contents.
+The new file is another inode. It gets mode, owner, group, POSIX ACL and user attributes of the one that it replaces, as
+far as the system permits. Other hard links to the old file keep the old contents.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ __all__ = ["Commit", "check_folder", "check_target", "lock", "patiently", "priva
 
 T = TypeVar("T")
 
-PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be behind
-_NAP = 0.1  # seconds between two looks
-_GRACE = 60  # seconds for which a file without a lock may still be on the way to one
-_KEPT = ("user.", "system.posix_acl_access")  # extended attributes that the file which replaces another one gets
+PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be out of date
+_NAP = 0.1  # seconds between two attempts
+_GRACE = 60  # seconds in which the creator of a file may not have locked it yet
+_KEPT = ("user.", "system.posix_acl_access")  # extended attributes that a file takes over from the one that it replaces
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 _UNSYNCABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)  # of a folder
 
 
 def check_target(target: Path, nbytes: int) -> None:
-    """Find before anything is written what would keep a file of `nbytes` from being written at `target`.
+    """Check before anything is written that a file of `nbytes` can be written at `target`.
 
     Raises:
         FileError: no such folder, no regular file in its place, not writable, or no space.
     """
     old = _old(target)
     real = Path(os.path.realpath(target)).parent
-    if not target.parent.is_dir():  # what is no folder has no ".." either
+    if not target.parent.is_dir():  # without a folder, there is no ".." either
         raise FileError(f"{target}: no such folder: {target.parent}")
     check_folder(real, nbytes, str(target))
     if old is not None and not os.access(target, os.W_OK):
@@ -58,7 +58,7 @@ def check_target(target: Path, nbytes: int) -> None:
 
 
 def _old(target: Path) -> os.stat_result | None:
-    """The file that a new one would replace, at the end of all symbolic links; a FileError if it is not regular."""
+    """The status of the file to be replaced, all symbolic links followed; a FileError if it is not regular."""
     try:
         old = os.stat(target)
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _old(target: Path) -> os.stat_result | None:
 
 
 def check_folder(folder: Path, nbytes: int, target: str) -> None:
-    """Find what would keep `nbytes` from being written in a folder; a FileError about `target`."""
+    """Check that `nbytes` can be written to a folder; raise a FileError about `target` if not."""
     if not folder.is_dir():
         raise FileError(f"{target}: no such folder: {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -83,7 +83,7 @@ def check_folder(folder: Path, nbytes: int, target: str) -> None:
 
 
 def private_folder(base: str) -> str:
-    """A folder in `base` that only this user can look into; `base`, if somebody else has taken its name.
+    """Make a folder in `base` that only this user can read; return `base` if somebody else has taken its name.
 
     Example::
 
@@ -101,7 +101,7 @@ def private_folder(base: str) -> str:
 
 
 def sync(path: Path, forget: bool = False) -> None:
-    """Bring a file, or the entries of a folder, to the disk. To `forget`, have the system drop what it holds, which
+    """Bring a file, or the entries of a folder, to the disk; to `forget`, also drop it from the system's cache, which
     could hide what others write."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -113,7 +113,7 @@ def sync(path: Path, forget: bool = False) -> None:
 
 
 def patiently(look: Callable[[], T | None]) -> T | None:
-    """The first problem-free look, None, or what `look` still finds wrong when caches can no longer be behind."""
+    """Repeat `look` until it finds no problem, or caches cannot be out of date any more; return its last result."""
     until = time.monotonic() + PATIENCE
     while (problem := look()) is not None and time.monotonic() < until:
         time.sleep(_NAP)
@@ -123,7 +123,7 @@ def patiently(look: Callable[[], T | None]) -> T | None:
 def lock(fd: int) -> bool:
     """Take the lock on a file, for as long as it is open here; False if another process has it.
 
-    On a file system without locks everybody gets it.
+    On a file system without locks, every process gets it.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,9 +136,9 @@ def lock(fd: int) -> bool:
 
 
 def sweep(folder: Path, prefix: str) -> None:
-    """Remove the files of that prefix that jobs which are gone have left: those that nobody holds locked."""
+    """Remove the files with a prefix that dead jobs have left: those that no process has locked."""
     for path in folder.glob(f"{glob.escape(prefix)}*"):
-        with suppress(OSError):  # somebody else's, or gone by now
+        with suppress(OSError):  # another user's, or gone by now
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 if time.time() - os.fstat(fd).st_mtime > _GRACE and lock(fd):
@@ -154,10 +154,10 @@ class Commit:
     """The one writer of a target. In a job one rank has it, and the others write to `part`.
 
     Attributes:
-        target: the name the file will have; of a symbolic link, what it points to.
-        part: the name it has until then; it exists, and is empty unless `keep` found what another run left.
-        journal: the name of a file beside it in which the ranks may note what is complete; it goes with the part.
-        resumed: there was something left.
+        target: name that the file will have; of a symbolic link, the name that it points to.
+        part: name that it has until then; it exists, and is empty unless `keep` found what another run left.
+        journal: name of a file beside it in which the ranks may note what is complete; it is removed with the part.
+        resumed: whether something was left.
 
     Raises:
         FileError: another process is writing the same target, or the part cannot be made.
@@ -169,7 +169,7 @@ class Commit:
         self._old = _old(self.target)
         self.part = self.target.with_name(_part_name(self.target.name))
         try:
-            self._lock, self.resumed = self._opened(path, keep)
+            self._lock, self.resumed = self._open_part(path, keep)
         except OSError as error:
             raise FileError(f"{path}: cannot be written: {reason(error)}") from error
         _held.add(self.part.name)
@@ -178,11 +178,11 @@ class Commit:
     def journal(self) -> Path:
         return self.part.with_suffix(".journal")
 
-    def _opened(self, path: str | Path, keep: bool) -> tuple[int, bool]:
-        """The part, open and locked, and whether it is one that was left, and is wanted."""
-        mode = 0o666 if self._old is None else 0o600  # until it is complete, nobody reads more than of the old file
+    def _open_part(self, path: str | Path, keep: bool) -> tuple[int, bool]:
+        """Open the part and lock it; and whether it is one that was left, which is taken over."""
+        mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
         for left in _left(self.target):
-            fd = self._taken(path, left, keep)
+            fd = self._take_over(path, left, keep)
             if fd is not None:
                 os.fchmod(fd, mode & ~_umask())
                 return fd, True
@@ -190,9 +190,9 @@ class Commit:
         lock(fd)
         return fd, False
 
-    def _taken(self, path: str | Path, left: Path, keep: bool) -> int | None:
-        """A part that a dead process has left, open and locked, under this one's name; else None, and it is gone if it
-        is nobody's."""
+    def _take_over(self, path: str | Path, left: Path, keep: bool) -> int | None:
+        """Open and lock a part that a dead process has left, and give it this one's name; or remove it, and return
+        None. A part of a process that may be alive stays."""
         try:
             fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:  # its writer has finished meanwhile
@@ -202,10 +202,10 @@ class Commit:
             if not lock(fd):
                 who = "this process is writing it already" if left.name in _held else "another process is writing it"
                 raise FileError(f"{path}: {who} (it holds {left})")
-            if not _is_dead(left, fd):  # no locks, or on its way to one: whoever ends last has the name
+            if not _is_dead(left, fd):  # no locks, or not locked yet: whichever ends last gets the name
                 if keep:
-                    told = f"{left} may still be written by another host, and is not gone on with: begun anew"
-                    warnings.warn(told, stacklevel=2)
+                    text = f"{left} may still be written by another host, and is not resumed: written again"
+                    warnings.warn(text, stacklevel=2)
             elif keep and os.fstat(fd).st_size > 0 and _renamed(left, self.part):
                 _renamed(left.with_suffix(".journal"), self.journal)
                 taken = True
@@ -219,7 +219,7 @@ class Commit:
         return fd if taken else None
 
     def finish(self) -> None:
-        """Put the complete file in place. The caller has brought what other processes wrote to the disk."""
+        """Put the complete file in place. The caller has synced what other processes wrote."""
         self._old = _old(self.target) or self._old
         if self._old is not None:
             _look_like(self._lock, self._old, self.target)
@@ -229,7 +229,7 @@ class Commit:
             os.replace(self.part, self.target)
         except FileNotFoundError as error:
             raise FileError(f"{self.target}: {self.part} is gone: another process has taken or removed it") from error
-        self._unlock()  # at once: HDF5 does not read a file that is locked
+        self._unlock()  # immediately: HDF5 does not read a file that is locked
         try:
             sync(self.target.parent)
         except OSError as error:  # the file has its name, and not every folder can be opened, or synced
@@ -237,7 +237,7 @@ class Commit:
                 raise
 
     def discard(self, keep: bool = False) -> None:
-        """Give up; what was written goes, or stays for another try. The target is as it was. After finish(), or a
+        """Give up; what was written is removed, or kept for another try. The target is as it was. After finish(), or a
         second time, it does nothing."""
         if self._lock >= 0:
             if not keep:
@@ -252,9 +252,9 @@ class Commit:
 
 
 def _part_name(name: str) -> str:
-    """``.NAME.TAG.part``, with TAG for the name, the system, this process, its start, and the try: 8 hex digits each.
+    """``.NAME.TAG.part``; TAG identifies the name, the system, this process, its start, and the try: 8 hex digits each.
 
-    Of a long name only the beginning is there: a file's name has 255 bytes at most.
+    A long name is cut: a file's name has 255 bytes at most.
     """
     pid = os.getpid()
     tag = f"{_digest(name)}{_system()}{pid:08x}{_started(pid)}{secrets.token_hex(4)}"
@@ -278,12 +278,12 @@ def _digest(text: str) -> str:
 
 
 def _system() -> str:
-    """What tells the processes that this one sees from those of other hosts and containers."""
+    """A digest that identifies this host and container: the processes that this one can see."""
     return _digest(Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"))
 
 
 def _started(pid: int) -> str:
-    """What tells a process from others that had or will have its number; zeros if there is none."""
+    """A digest of when a process started, which its number alone does not identify; zeros if there is none."""
     try:
         return _digest(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -291,7 +291,7 @@ def _started(pid: int) -> str:
 
 
 def _left(target: Path) -> list[Path]:
-    """The parts of a target, newest first; only what hpcdist can have left of this user's."""
+    """The parts of a target, newest first; only this user's, and such as hpcdist makes."""
     stem = _stem(target.name)
     tag = re.compile(re.escape(f"{stem}{_digest(target.name)}") + r"[0-9a-f]{32}\.part")
     found = []
@@ -305,9 +305,9 @@ def _left(target: Path) -> list[Path]:
 
 
 def _is_dead(part: Path, fd: int) -> bool:
-    """Whether nobody writes a part any more: its process is gone from this system, or elsewhere has let it rest."""
+    """Check that no process writes a part any more: its own is gone from this system, or elsewhere has let it rest."""
     if not part.exists() or not os.path.samestat(os.fstat(fd), os.lstat(part)):
-        return False  # it has got its name, or another one has taken it
+        return False  # it has been renamed, or another process has taken it over
     system, pid, started = part.stem[-32:-24], int(part.stem[-24:-16], 16), part.stem[-16:-8]
     if system != _system():
         return time.time() - os.fstat(fd).st_mtime > _GRACE
@@ -315,7 +315,7 @@ def _is_dead(part: Path, fd: int) -> bool:
 
 
 def _remove_beside(part: Path) -> None:
-    """Remove what belongs to a part: its journal, and what Open MPI's MPI-IO leaves of a process that was killed."""
+    """Remove the files that belong to a part: its journal, and the locks of Open MPI's MPI-IO, if it was killed."""
     for path in (part.with_suffix(".journal"), *part.parent.glob(f"{glob.escape(part.name)}-*.lock")):
         path.unlink(missing_ok=True)
 
@@ -328,12 +328,12 @@ def _renamed(old: Path, new: Path) -> bool:
 
 
 def _look_like(fd: int, old: os.stat_result, path: Path) -> None:
-    """Give an open file what the one that it replaces has: mode, owner and group, ACL and attributes."""
+    """Copy mode, owner and group, ACL and attributes of a file to the open one that replaces it."""
     mine, mode, kept = os.fstat(fd), stat.S_IMODE(old.st_mode) & ~(stat.S_ISUID | stat.S_ISGID), list(_KEPT)
     if (mine.st_uid, mine.st_gid) != (old.st_uid, old.st_gid):
         try:
             os.fchown(fd, old.st_uid, old.st_gid)
-        except OSError:  # another user's file: the group at least; another group may do no more than everybody
+        except OSError:  # another user's file: the group at least; a group that differs gets the rights of all others
             try:
                 os.fchown(fd, -1, old.st_gid)
             except OSError:

@@ -1,12 +1,12 @@
-"""What is in a staging file: ordinary HDF5 datasets, and beside them a small group that says what has been written.
+"""The format of a staging file: ordinary HDF5 datasets, and a small group that records what has been written.
 
     /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
       @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits
     /_hpcdist          attribute version: 2
       state            uint8[1]: 1 once the file is complete
-      token            uint8[16]: by which the ranks of one save know that they see the same file
-      plan             uint8[n]: what was to be written, for a save that goes on with it
-      pieces           uint8[n]: a table for each tensor, one behind the other, of its pieces: offset, shape, checksum,
+      token            uint8[16]: by which the ranks of one save recognise the file
+      plan             uint8[n]: what the save writes, for one that resumes it
+      pieces           uint8[n]: a table for each tensor, one after the other, of its pieces: offset, shape, checksum,
                        rank, and whether it is written (in version 1 a group with a dataset I for the I-th tensor)
 
 All of it is laid out before the first data are written, and from then on only the contents of datasets change: a job
@@ -34,19 +34,9 @@ from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES
 
 __all__ = [
-    *("ALIGNMENT", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset", "Layout", "Table"),
-    *(
-        "alignment_of",
-        "create",
-        "digest",
-        "filled",
-        "find_layout",
-        "look",
-        "record_dtype",
-        "records",
-        "stored_dtype",
-        "summary",
-    ),
+    *("ALIGNMENT", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset", "FileMap", "Table"),
+    *("check_visible", "checksum", "create", "digest", "find_map", "record_dtype", "records"),
+    *("stored_dtype", "summary", "tables"),
 ]
 
 GROUP = "_hpcdist"
@@ -69,8 +59,15 @@ def digest() -> Any:
     return xxhash.xxh3_64()
 
 
+def checksum(data: memoryview) -> int:
+    """The checksum of a piece in memory."""
+    import xxhash
+
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
 def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """How a dtype is stored: as numpy's own, or as raw bits."""
+    """The dtype in which a tensor is stored: numpy's own, or raw bits."""
     if dtype in NUMPY:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return np.dtype(_RAW_BITS[dtype.itemsize])
@@ -94,26 +91,26 @@ def records(boxes: Sequence[Box], ndim: int) -> Table:
     return table
 
 
-def filled(datasets: Sequence[Dataset], written: Sequence[Ints]) -> bytes:
-    """The tables of pieces of a complete file, as they are stored.
+def tables(datasets: Sequence[Dataset], written: Sequence[Ints] = ()) -> bytes:
+    """The tables of pieces of a file, as they are stored.
 
     Args:
         written: for each rank the rows (dataset, piece, bits of the checksum) of what it has written.
     """
-    tables = [records(d.pieces, len(d.shape)) for d in datasets]
+    made = [records(d.pieces, len(d.shape)) for d in datasets]
     for rank, rows in enumerate(written):
         for i in np.unique(rows[:, 0]):
             mine = rows[rows[:, 0] == i]
-            found = tables[i][mine[:, 1]]
+            found = made[i][mine[:, 1]]
             found["xxh3_64"] = mine[:, 2].view(np.uint64)
             found["rank"], found["written"] = rank, 1
-            tables[i][mine[:, 1]] = found
-    return b"".join(table.tobytes() for table in tables)
+            made[i][mine[:, 1]] = found
+    return b"".join(table.tobytes() for table in made)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A tensor that is to be written.
+    """A tensor to be written.
 
     Attributes:
         name: its path in the file.
@@ -137,31 +134,29 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where things lie in a file that is being written: byte offsets; of a compressed tensor, None.
+class FileMap:
+    """Byte offsets in a file that is being written.
 
     Attributes:
-        page: the bytes of a page, of which each is written by one rank: see :mod:`hpcdist.staging.pages`.
+        path: of the file.
+        data: where each dataset begins; None for a compressed one.
+        page: size of a page, each of which is written by one rank: see :mod:`hpcdist.staging.pages`.
+        token, token_at: of a staging file, the bytes by which ranks recognise it, and where they are.
+        state, table: of a staging file, where its state and its tables of pieces are.
     """
 
     path: str
-    token: bytes
-    token_at: int
-    state: int
     data: list[int | None]
-    table: int
     page: int
-
-
-def alignment_of(folder: Path, asked: int | None) -> int:
-    """The alignment of datasets in bytes: as asked, or a multiple of the file system's preferred block (on Lustre
-    that is the stripe)."""
-    return asked or max(ALIGNMENT, os.stat(folder).st_blksize)
+    token: bytes = b""
+    token_at: int = 0
+    state: int = 0
+    table: int = 0
 
 
 def create(
     path: Path, datasets: Sequence[Dataset], plan: Mapping[str, Any], attrs: Mapping[str, Any], align: int
-) -> Layout:
+) -> FileMap:
     """Lay out a file for these datasets; the data are not there yet. `attrs` are those of the file itself."""
     import h5py
 
@@ -182,13 +177,12 @@ def create(
                 made.attrs[DTYPE_ATTRIBUTE] = str(dataset.dtype).removeprefix("torch.")
         group = file.create_group(GROUP)
         group.attrs["version"] = VERSION
-        tables = b"".join(records(d.pieces, len(d.shape)).tobytes() for d in datasets)
-        contents = {"state": b"\0", "token": os.urandom(16), "plan": json.dumps(plan).encode(), "pieces": tables}
-        for name, content in contents.items():
+        parts = {"state": b"\0", "token": os.urandom(16), "plan": json.dumps(plan).encode()}
+        for name, content in (parts | {"pieces": tables(datasets)}).items():
             made = _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1"))
             if content:
                 made.write_direct(np.frombuffer(content, np.uint8))
-        return _layout(path, file, [d.name for d in datasets])
+        return _map(path, file, [d.name for d in datasets])
 
 
 def _create_dataset(file: Any, dataset: Dataset) -> Any:
@@ -214,49 +208,43 @@ def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[
     return file[name]
 
 
-def find_layout(path: Path) -> Layout:
-    """Where things lie in a file that create() has made."""
+def find_map(path: Path) -> FileMap:
+    """The map of a file that create() has made."""
     import h5py
 
     with h5py.File(path, "r", locking=False) as file:
         plan = json.loads(bytes(file[GROUP]["plan"][()]))
-        return _layout(path, file, [d["name"] for d in plan["datasets"]])
+        return _map(path, file, [d["name"] for d in plan["datasets"]])
 
 
-def _layout(path: Path, file: Any, names: Sequence[str]) -> Layout:
-    group = file[GROUP]
-    token = group["token"]
-    return Layout(
-        str(path),
-        bytes(token[()]),
-        token.id.get_offset(),
-        group["state"].id.get_offset(),
-        [_offset(file[name]) for name in names],
-        _offset(group["pieces"]) or 0,
-        page_size(path.parent),
-    )
+def _map(path: Path, file: Any, names: Sequence[str]) -> FileMap:
+    group, data = file[GROUP], [_offset(file[name]) for name in names]
+    at = {name: _offset(group[name]) or 0 for name in ("token", "state", "pieces")}
+    token = bytes(group["token"][()])
+    return FileMap(str(path), data, page_size(path.parent), token, at["token"], at["state"], at["pieces"])
 
 
-def look(place: Layout) -> None:
-    """Does this rank see the file that another one has laid out, and may it write there?
+def check_visible(file_map: FileMap) -> None:
+    """Check that this rank sees the file that another one has laid out, and may write to it.
 
-    Caches of names and attributes may be some seconds behind: the token is what counts, read again until then.
+    Caches of names and attributes may be some seconds out of date: the token decides, and is read again until then.
 
     Raises:
         FileError: it does not: the folder is another one on this node.
     """
-    path, problem = place.path, patiently(lambda: _unseen(place))
+    path, problem = file_map.path, patiently(lambda: _unseen(file_map))
     if problem is not None:
         raise FileError(f"{path}: {problem}: the folder is not shared by all nodes")
     if not os.access(path, os.R_OK | os.W_OK):
         raise FileError(f"{path}: cannot be written by this rank")
 
 
-def _unseen(place: Layout) -> str | None:
+def _unseen(file_map: FileMap) -> str | None:
     try:
-        with open(place.path, "rb") as file:
-            file.seek(place.token_at)
-            return None if file.read(len(place.token)) == place.token else "another file by that name on this rank"
+        with open(file_map.path, "rb") as file:
+            file.seek(file_map.token_at)
+            same = file.read(len(file_map.token)) == file_map.token
+            return None if same else "another file by that name on this rank"
     except FileNotFoundError:
         return "not seen by this rank"
     except OSError as error:
@@ -264,8 +252,8 @@ def _unseen(place: Layout) -> str | None:
 
 
 def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What is written, and in which pieces: two saves with the same summary can go on with each other's file."""
-    details = repr(([(d.pieces, d.filters, _told(d.attrs)) for d in datasets], _told(attrs), source))
+    """What is written, and in which pieces: a save can resume what another one with the same summary has left."""
+    details = repr(([(d.pieces, d.filters, _comparable(d.attrs)) for d in datasets], _comparable(attrs), source))
     return {
         "datasets": [
             {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
@@ -276,7 +264,7 @@ def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) 
     }
 
 
-def _told(attrs: Mapping[str, Any]) -> list[tuple[str, object]]:
+def _comparable(attrs: Mapping[str, Any]) -> list[tuple[str, object]]:
     """Attributes as text, long arrays whole: numpy leaves out the middle."""
     return [(name, (x.dtype.str, x.tolist()) if isinstance(x, np.ndarray) else x) for name, x in sorted(attrs.items())]
 

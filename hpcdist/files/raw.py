@@ -1,7 +1,7 @@
-"""Arrays that lie in a file as plain bytes, at an offset: reading and writing boxes of them. One process.
+"""Arrays that are plain bytes at an offset of a file: read boxes of them, write bytes. One process.
 
-Every system call is positioned, so that any number of processes work on one file at once; memory that is not asked
-for stays within the caller's window. A checksum is taken block by block, while the block is in the cache.
+Every system call is positioned, so that any number of processes can work on one file at once; buffers stay within the
+caller's window. A checksum is computed block by block, while the block is in the cache.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ __all__ = [
 Fetch = Callable[[int, memoryview], None]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is hashed and copied without going to memory twice
+BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is still there to be copied when it is hashed
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
 
-_LARGEST = 2**16  # bytes: a preferred block may be a stripe of many MiB, which nobody caches as one page
-_SPARSE = 8  # so many times what is asked for is read in one go
+_LARGEST = 2**16  # bytes: a preferred block may be a stripe of many MiB, which no client caches as one page
+_SPARSE = 8  # at most this many times the elements of a box are read in one go
 
 
 class Digest(Protocol):
-    """What takes a checksum: one of hashlib's or xxhash's objects."""
+    """A checksum in the making: one of hashlib's or xxhash's objects."""
 
     def update(self, data: memoryview, /) -> object: ...
 
 
 def page_size(folder: Path) -> int:
-    """The bytes that the ranks are not to share: those of a page of memory, or of the file system's block."""
+    """The size of what two ranks must not both write: a page of memory, or the file system's block."""
     return max(mmap.PAGESIZE, min(os.stat(folder).st_blksize, _LARGEST))
 
 
@@ -71,7 +71,7 @@ def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None
 
 
 def read_from(file: IO[bytes], offset: int, into: memoryview) -> None:
-    """Fill `into` from a file that may have to be decompressed up to there.
+    """Fill `into` from a file object, such as a member of an archive that is decompressed up to there.
 
     Raises:
         OSError: the file cannot be read; EOFError: it ends before.
@@ -101,15 +101,15 @@ def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = Non
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Have Linux begin to bring what was just written to the disk, so that the sync at the end finds less to do.
+    """Start to write what was just written to the disk, so that the sync at the end has less to do.
 
-    It is what the advice does for dirty pages, which also stay in the cache (mm/fadvise.c); elsewhere it does nothing.
+    Linux does so with this advice for dirty pages, which stay in the cache (mm/fadvise.c); others ignore it.
     """
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def forget(fd: int) -> None:
-    """Have the system drop what it holds of a file, so that it is read from where it is."""
+    """Drop a file from the system's cache, so that it is read from the disk or the server."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -120,8 +120,8 @@ class Raw:
     Attributes:
         path, offset: the file, and the first byte of the array in it.
         shape, dtype: of the array.
-        swapped: it is stored in the other byte order.
-        fortran: the first dim is the one that varies fastest, as in numpy's Fortran order.
+        swapped: whether it is stored in the other byte order.
+        fortran: whether the first dim varies fastest, as in numpy's Fortran order.
     """
 
     path: str
@@ -135,7 +135,7 @@ class Raw:
         return prod(self.shape) * self.dtype.itemsize
 
     def place(self, box: Box) -> int:
-        """The byte of the file at which a box begins that is one run."""
+        """The position in the file of a box that is one run."""
         _, _, starts = layout.runs(box, self.shape)
         return self.offset + next(starts) * self.dtype.itemsize
 
@@ -165,7 +165,7 @@ class Raw:
                 bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
 
     def _cover(self, box: Box) -> Box:
-        """The box, with its short runs made longer by all that lies between them."""
+        """The box, its short runs extended by all that lies between them."""
         length, count, _ = layout.runs(box, self.shape)
         dim = len(self.shape)
         while count > 1 and length * self.dtype.itemsize < SHORT and dim > 0:
@@ -187,19 +187,11 @@ class Raw:
             flat = as_bytes(out).view(-1, part)
             flat.copy_(flat.flip(1))
 
-    def write(self, fd: int, box: Box, x: Tensor) -> None:
-        """Write a contiguous CPU tensor as a box, run by run."""
-        source = memory(x)
-        length, _, starts = layout.runs(box, self.shape)
-        size = length * self.dtype.itemsize
-        for i, start in enumerate(starts if box.size() else ()):
-            write_at(fd, self.offset + start * self.dtype.itemsize, source[i * size : (i + 1) * size])
-
 
 def read_strided(where: Raw, strides: Sequence[int], fetch: Fetch, box: Box, out: Tensor, window: int) -> None:
-    """Read a box of an array whose elements are not in order: of dim d, `strides[d]` elements from one to the next.
+    """Read a box of an array with strides: along dim d, `strides[d]` elements from one to the next.
 
-    In host memory of at most `window` bytes; what lies between the elements is read, too, where it is little.
+    Uses host memory of at most `window` bytes; reads what lies between the elements, too, where that is little.
     """
     first = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
     reach = [(n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)]

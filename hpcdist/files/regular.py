@@ -1,4 +1,4 @@
-"""Regular files only: a FIFO waits for its other end for ever, a device is no place for an array."""
+"""Regular files only: a FIFO waits for its other end for ever, and a device cannot hold an array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = {
 
 
 def kind(mode: int) -> str | None:
-    """What a file is that is not regular, in one or two words; None of a regular file."""
+    """The kind of a file that is not regular, in one or two words; None of a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "special file")
 
 
@@ -42,7 +42,8 @@ def check_regular(path: str) -> os.stat_result:
     return found
 
 
-def open_regular(path: str) -> int:
+@contextmanager
+def open_regular(path: str) -> Iterator[int]:
     """A file descriptor for reading a regular file.
 
     Raises:
@@ -55,23 +56,19 @@ def open_regular(path: str) -> int:
         raise FileError(f"{path}: cannot be read: {reason(error)}") from error
     try:
         _require(path, os.fstat(fd).st_mode)  # it may have been replaced meanwhile
-    except FileError:
+        yield fd
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 @contextmanager
 def utf8_path(path: str) -> Iterator[str]:
-    """A path of a regular file for libraries that know only names in UTF-8, as Linux need not be."""
+    """A path of a regular file for libraries that accept only names in UTF-8, which Linux does not require."""
     if path.encode(errors="replace") == os.fsencode(path):
         yield path
-        return
-    fd = open_regular(path)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
+    else:
+        with open_regular(path) as fd:
+            yield f"/proc/self/fd/{fd}"
 
 
 def _require(path: str, mode: int) -> None:
@@ -81,7 +78,7 @@ def _require(path: str, mode: int) -> None:
 
 
 def shown(text: str) -> str:
-    r"""Text in which a file may be named, in one line that every terminal can print.
+    r"""Escape text, such as a file's name, into one line that every terminal can print.
 
     Example::
 

@@ -22,7 +22,7 @@ from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
 from hpcdist.files import h5, raw
 from hpcdist.files.commit import check_folder, lock, sweep
-from hpcdist.files.h5 import Dataset, Layout
+from hpcdist.files.h5 import Dataset, FileMap
 from hpcdist.files.raw import page_size
 from hpcdist.process import abort
 from hpcdist.routes.base import Ints, Message
@@ -88,7 +88,7 @@ class _File:
             and written data are synced to the disk, so that other ranks see them.
     """
 
-    def __init__(self, team: Team, place: Layout, starts: list[int]) -> None:
+    def __init__(self, team: Team, place: FileMap, starts: list[int]) -> None:
         self.starts = starts
         self.fd: int | None = None
         self._team = team
@@ -101,7 +101,7 @@ class _File:
             self.close()
 
     def _open(self) -> tuple[int, int]:
-        h5.look(self._place)
+        h5.check_visible(self._place)
         self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
         found = os.fstat(self.fd)
         return found.st_dev, found.st_ino
@@ -126,7 +126,7 @@ class _File:
 
 
 def _each(
-    place: Layout,
+    place: FileMap,
     messages: list[tuple[int, Tensor]],
     flags: int,
     step: Callable[[int, int, memoryview], None],
@@ -152,8 +152,8 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
     path, token, token_at, start = ticket
     if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
         raise FileError(f"{path}: not a staging file")
-    place = Layout(path, bytes.fromhex(token), token_at, 0, [start], 0, 1)
-    h5.look(place)
+    place = FileMap(path, [start], 1, bytes.fromhex(token), token_at)
+    h5.check_visible(place)
     _each(place, messages, os.O_RDONLY, raw.read_at)
 
 
@@ -167,7 +167,7 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
     held: list[Stage] = []
     file = None
 
-    def make() -> tuple[Layout, list[int]]:
+    def make() -> tuple[FileMap, list[int]]:
         page = page_size(Path(team.settings.staging)) if os.path.isdir(team.settings.staging) else 1
         padded = [-(-n // page) * page for n in lengths]
         held.append(Stage(team.settings.staging, sum(padded)))

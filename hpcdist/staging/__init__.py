@@ -1,16 +1,16 @@
-"""Tensors larger than any rank's memory, to and from one HDF5 file, written by all ranks at once.
+"""Save and load tensors larger than any rank's memory: one HDF5 file, written by all ranks at once.
 
 >>> from hpcdist import staging
 >>> staging.save("w.h5", {"weight": shard})       # every rank its rows; the file holds the whole tensor
 >>> shard = staging.load("w.h5", "weight")        # on any number of ranks, along any dim
 
-``mpirun -n N python -m hpcdist.staging verify FILE`` checks every piece of a file, ``... ls FILE`` tells what it holds.
+``mpirun -n N python -m hpcdist.staging verify FILE`` checks every piece of a file, ``... ls FILE`` lists what it holds.
 The format is an ordinary HDF5 file: see :mod:`hpcdist.files.h5`.
 """
 
+from hpcdist.staging.drivers import active as writer
 from hpcdist.staging.load import load
 from hpcdist.staging.piecewise import ReadFile, WriteFile, open
 from hpcdist.staging.save import save
-from hpcdist.staging.writers import active as writer
 
 __all__ = ["ReadFile", "WriteFile", "load", "open", "save", "writer"]

@@ -9,12 +9,12 @@ from typing import Any
 from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError
-from hpcdist.files.regular import shown
+from hpcdist.files.regular import open_regular, shown
 from hpcdist.runtime.cli import Parser, meter, ranks_text, run, show_bytes, table
 from hpcdist.runtime.world import World
-from hpcdist.staging.contents import Contents, Stored, describe
-from hpcdist.staging.reader import Reader, opened
-from hpcdist.staging.saving import WINDOW
+from hpcdist.staging.catalog import Catalog, Stored, describe
+from hpcdist.staging.reader import DatasetReader
+from hpcdist.staging.target import WINDOW
 
 _DAMAGED = 1  # exit status if a piece differs from its checksum
 _MAX_SHOWN = 20  # damaged pieces
@@ -22,15 +22,15 @@ _MAX_SHOWN = 20  # damaged pieces
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Run the subcommand on the ranks of the world; return the exit status. Collective."""
-    contents = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
+    catalog = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
     if args.what == "verify":
-        return _verify(world, contents, args)
+        return _verify(world, catalog, args)
     if world.rank == 0:
-        print(json.dumps(_as_json(contents)) if args.json else _listing(contents), flush=True)
+        print(json.dumps(_as_json(catalog)) if args.json else _listing(catalog), flush=True)
     return 0
 
 
-def _listing(contents: Contents) -> str:
+def _listing(catalog: Catalog) -> str:
     rows = [
         [
             shown(stored.name),
@@ -41,17 +41,17 @@ def _listing(contents: Contents) -> str:
             _writers(stored),
             stored.filters or "contiguous",
         ]
-        for stored in contents.datasets.values()
+        for stored in catalog.datasets.values()
     ]
-    rows += [[shown(name), "-", "-", "-", "-", "-", why] for name, why in contents.elsewhere.items()]
+    rows += [[shown(name), "-", "-", "-", "-", "-", why] for name, why in catalog.external.items()]
     head = ["name", "shape", "dtype", "size", "pieces", "writers", "storage"]
-    return "\n".join([table(head, rows), "", f"state: {_state(contents)}"])
+    return "\n".join([table(head, rows), "", f"state: {_state(catalog)}"])
 
 
-def _state(contents: Contents) -> str:
-    if contents.plan is None:
+def _state(catalog: Catalog) -> str:
+    if catalog.plan is None:
         return "not written by hpcdist: no checksums"
-    return "complete" if contents.complete else "INCOMPLETE: the job that wrote it ended before it was done"
+    return "complete" if catalog.complete else "INCOMPLETE: the job that wrote it ended before it was done"
 
 
 def _written(stored: Stored) -> int:
@@ -65,10 +65,10 @@ def _writers(stored: Stored) -> str:
     return ranks_text(stored.pieces["rank"][stored.pieces["written"] == 1].tolist())
 
 
-def _as_json(contents: Contents) -> dict[str, Any]:
+def _as_json(catalog: Catalog) -> dict[str, Any]:
     return {
-        "path": contents.path,
-        "state": "foreign" if contents.plan is None else "complete" if contents.complete else "incomplete",
+        "path": catalog.path,
+        "state": "foreign" if catalog.plan is None else "complete" if catalog.complete else "incomplete",
         "tensors": [
             {
                 "name": stored.name,
@@ -79,26 +79,26 @@ def _as_json(contents: Contents) -> dict[str, Any]:
                 "written": None if stored.pieces is None else _written(stored),
                 "filters": stored.filters,
             }
-            for stored in contents.datasets.values()
+            for stored in catalog.datasets.values()
         ],
-        "elsewhere": contents.elsewhere,
+        "elsewhere": catalog.external,
     }
 
 
-def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
+def _verify(world: World, catalog: Catalog, args: argparse.Namespace) -> int:
     """Read every piece once; each rank reads its share. Collective."""
-    pieces = [(stored, row) for stored in contents.datasets.values() for row in range(len(stored.boxes))]
-    if contents.plan is None:
+    pieces = [(stored, row) for stored in catalog.datasets.values() for row in range(len(stored.boxes))]
+    if catalog.plan is None:
         raise InputError(f"{args.file}: not written by hpcdist: it holds no checksums")
     mine = [pieces[i] for i in layout.block_range(len(pieces), world.world_size, world.rank)]
     damaged: list[str] = []
 
     def check() -> None:
         total = sum(stored.boxes[row].size() * stored.dtype.itemsize for stored, row in mine)
-        with opened(args.file) as fd, meter(world, "verify", total) as bar:
+        with open_regular(args.file) as fd, meter(world, "verify", total) as bar:
             for stored, row in mine:
                 try:
-                    Reader(args.file, fd, stored, WINDOW, None).check(row)
+                    DatasetReader(args.file, fd, stored).check(row, WINDOW)
                 except FileError as error:
                     damaged.append(str(error))
                 bar.update(stored.boxes[row].size() * stored.dtype.itemsize)
@@ -106,7 +106,7 @@ def _verify(world: World, contents: Contents, args: argparse.Namespace) -> int:
     objects.all_gather(world.team.comm, "verify", check)
     found = [text for texts in objects.all_gather_object(world.team.comm, damaged) for text in texts]
     if world.rank == 0:
-        nbytes = sum(stored.nbytes() for stored in contents.datasets.values())
+        nbytes = sum(stored.nbytes() for stored in catalog.datasets.values())
         report = {"path": args.file, "pieces": len(pieces), "bytes": nbytes, "damaged": found}
         print(json.dumps(report) if args.json else _verdict(args.file, len(pieces), nbytes, found), flush=True)
     return _DAMAGED if found else 0

@@ -1,5 +1,8 @@
-"""Sequences of boxes, one for each rank or piece, none of which is listed: a box is worked out when it is asked for,
-and those that meet another box are found by arithmetic, or by bisection, without going through all."""
+"""Sequences of boxes, one for each rank or piece, that are not listed: a box is computed when it is asked for, and
+those that intersect another box are found by arithmetic, or by bisection, without going through all of them.
+
+How they are printed is part of the format of files: see :func:`hpcdist.files.h5.summary`.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,34 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 from operator import index
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
 from hpcdist import layout
+from hpcdist.files.raw import Ints
 from hpcdist.layout import Box
 
-__all__ = ["BoxSequence", "Chosen", "Copies", "Corners", "CutShards", "Grid", "Integers", "Listed", "Shards", "summed"]
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-_NONE: Integers = np.empty(0, np.int64)
+__all__ = ["BoxSequence", "Chosen", "Copies", "Corners", "CutShards", "Grid", "Listed", "Shards", "summed"]
 
 
 class BoxSequence(Sequence[Box], ABC):
-    """Boxes of one tensor."""
+    """Boxes of one tensor, of the shape `shape`."""
+
+    shape: tuple[int, ...]
 
     @abstractmethod
     def box(self, i: int) -> Box:
         """The i-th box, for 0 <= i < len()."""
 
     @abstractmethod
-    def intersecting(self, box: Box) -> Integers:
-        """Which of the boxes have an element in common with `box`, in ascending order."""
+    def _find(self, box: Box) -> Ints:
+        """As intersecting(), of a box of the tensor that has elements."""
+
+    def intersecting(self, box: Box) -> Ints:
+        """The numbers, ascending, of the boxes that have an element in common with `box`."""
+        common = box.intersect(layout.whole(self.shape))
+        return self._find(common) if common.size() else np.empty(0, np.int64)
 
     @overload
     def __getitem__(self, i: int) -> Box: ...
@@ -54,26 +61,22 @@ class Copies(BoxSequence):
     """The whole tensor, once for each of `size` ranks."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
-        self._whole = layout.whole(shape)
-        self._size = size
+        self.shape, self._size = tuple(shape), size
 
     def __len__(self) -> int:
         return self._size
 
-    def __repr__(self) -> str:
-        return f"Copies({self._whole.shape}, {self._size})"
-
     def box(self, i: int) -> Box:
-        return self._whole
+        return layout.whole(self.shape)
 
-    def intersecting(self, box: Box) -> Integers:
-        return np.arange(self._size if box.intersect(self._whole).size() else 0)
+    def _find(self, box: Box) -> Ints:
+        return np.arange(self._size)
 
 
 class Shards(BoxSequence):
-    """A tensor that is cut along `dim`: the i-th box is from ``displs[i]`` to ``displs[i + 1]``."""
+    """A tensor that is cut along `dim`: the i-th box is ``displs[i]`` to ``displs[i + 1]``."""
 
-    def __init__(self, shape: Sequence[int], dim: int, displs: Integers) -> None:
+    def __init__(self, shape: Sequence[int], dim: int, displs: Ints) -> None:
         self.shape, self.dim, self.displs = tuple(shape), dim, displs
 
     def __len__(self) -> int:
@@ -86,18 +89,15 @@ class Shards(BoxSequence):
         start, end = int(self.displs[i]), int(self.displs[i + 1])
         return layout.whole(self.shape).narrow(self.dim, start, end)
 
-    def intersecting(self, box: Box) -> Integers:
-        common = box.intersect(layout.whole(self.shape))
-        if not common.size():
-            return _NONE
-        first = common.offset[self.dim]
+    def _find(self, box: Box) -> Ints:
+        first = box.offset[self.dim]
         low = np.searchsorted(self.displs, first, "right") - 1
-        high = np.searchsorted(self.displs, first + common.shape[self.dim], "left")
+        high = np.searchsorted(self.displs, first + box.shape[self.dim], "left")
         return low + np.flatnonzero(np.diff(self.displs[low : high + 1]))
 
 
 class Grid(BoxSequence):
-    """What ``layout.boxes(layout.whole(shape), limit)`` lists; with a `cell`, what ``layout.grid_boxes`` does."""
+    """The boxes of ``layout.boxes(layout.whole(shape), limit)``; with a `cell`, of ``layout.grid_boxes``."""
 
     def __init__(self, shape: Sequence[int], limit: int, cell: Sequence[int] | None = None) -> None:
         self.shape, self._cell = tuple(shape), tuple(cell or (1,) * len(shape))
@@ -130,14 +130,11 @@ class Grid(BoxSequence):
         ends = zip(offset, shape, self._cell, self.shape, starts, strict=True)
         return Box(starts, tuple(min((o + n) * c, extent) - start for o, n, c, extent, start in ends))
 
-    def intersecting(self, box: Box) -> Integers:
-        common = box.intersect(layout.whole(self.shape))
-        if not common.size():
-            return _NONE
+    def _find(self, box: Box) -> Ints:
         rows = np.zeros(1, np.int64)
         for dim in range(min(self._dim + 1, len(self.shape))):
-            first = common.offset[dim] // self._cell[dim]
-            last = (common.offset[dim] + common.shape[dim] - 1) // self._cell[dim]
+            first = box.offset[dim] // self._cell[dim]
+            last = (box.offset[dim] + box.shape[dim] - 1) // self._cell[dim]
             extent = self._cells[dim]
             if dim == self._dim:
                 first, last, extent = first // self._step, last // self._step, self._per_lead
@@ -149,11 +146,11 @@ class CutShards(BoxSequence):
     """Shards cut along their dim, each on its own, into boxes of `step` indices; before `dim`, extents are 1.
 
     Attributes:
-        bounds: which of the boxes are those of shard i: from ``bounds[i]`` to ``bounds[i + 1]``.
+        bounds: shard i has the boxes ``bounds[i]`` to ``bounds[i + 1]``.
     """
 
     def __init__(self, shards: Shards, step: int) -> None:
-        self._shards, self._step = shards, step
+        self.shape, self._shards, self._step = shards.shape, shards, step
         self.bounds = summed(-(-np.diff(shards.displs) // step))
 
     def __len__(self) -> int:
@@ -165,71 +162,55 @@ class CutShards(BoxSequence):
     def box(self, i: int) -> Box:
         displs, shard = self._shards.displs, int(np.searchsorted(self.bounds, i, "right")) - 1
         start = int(displs[shard]) + (i - int(self.bounds[shard])) * self._step
-        return layout.whole(self._shards.shape).narrow(
-            self._shards.dim, start, min(start + self._step, int(displs[shard + 1]))
-        )
+        end = min(start + self._step, int(displs[shard + 1]))
+        return layout.whole(self.shape).narrow(self._shards.dim, start, end)
 
-    def intersecting(self, box: Box) -> Integers:
-        common = box.intersect(layout.whole(self._shards.shape))
-        if not common.size():
-            return _NONE
-        first = common.offset[self._shards.dim]
-        return np.arange(self._at(first), self._at(first + common.shape[self._shards.dim] - 1) + 1)
+    def _find(self, box: Box) -> Ints:
+        first = box.offset[self._shards.dim]
+        return np.arange(self._at(first), self._at(first + box.shape[self._shards.dim] - 1) + 1)
 
     def _at(self, place: int) -> int:
-        """The box that holds an index along dim."""
+        """The number of the box that holds an index along dim."""
         displs = self._shards.displs
         shard = np.searchsorted(displs, place, "right") - 1
         return int(self.bounds[shard] + (place - displs[shard]) // self._step)
 
 
 class Corners:
-    """Where boxes begin, and their shapes: a row for each box."""
+    """The offsets and the shapes of boxes: a row for each box."""
 
-    def __init__(self, offsets: Integers, shapes: Integers) -> None:
+    def __init__(self, offsets: Ints, shapes: Ints) -> None:
         self.offsets, self.shapes = offsets, shapes
 
     @cached_property
-    def sizes(self) -> Integers:
+    def sizes(self) -> Ints:
         """The number of elements of each box."""
-        found: Integers = self.shapes.prod(axis=1)
+        found: Ints = self.shapes.prod(axis=1)
         return found
 
     @cached_property
     def cover(self) -> Box:
-        """The least box that holds all of them; an empty one, if they are empty."""
+        """The least box that holds all of them; an empty one if they are empty."""
         filled = self.sizes > 0
         if not filled.any():
             return Box((0,) * self.shapes.shape[1], (0,) * self.shapes.shape[1])
         low = self.offsets[filled].min(axis=0)
         return Box(tuple(low.tolist()), tuple(((self.offsets + self.shapes)[filled].max(axis=0) - low).tolist()))
 
-    @cached_property
-    def least_shape(self) -> tuple[int, ...] | None:
-        """The shape of the least tensor that all of them are in, the empty ones too; None if they are in none."""
-        if min(self.offsets.min(initial=0), self.shapes.min(initial=0)) < 0:
-            return None
-        return tuple((self.offsets + self.shapes).max(axis=0, initial=0).tolist())
-
 
 class Listed(BoxSequence):
-    """Boxes in any order, of which some may overlap, of a tensor of the shape `whole`."""
+    """Boxes in any order; they may overlap."""
 
-    def __init__(self, corners: Corners, whole: Sequence[int]) -> None:
-        self.corners, self._whole = corners, tuple(whole)
+    def __init__(self, corners: Corners, shape: Sequence[int]) -> None:
+        self.corners, self.shape = corners, tuple(shape)
 
     def __len__(self) -> int:
         return len(self.corners.offsets)
 
-    def __repr__(self) -> str:
-        return f"Listed({self.corners.offsets.tolist()}, {self.corners.shapes.tolist()}, {self._whole})"
-
     def box(self, i: int) -> Box:
         return Box(tuple(self.corners.offsets[i].tolist()), tuple(self.corners.shapes[i].tolist()))
 
-    def intersecting(self, box: Box) -> Integers:
-        if not box.size():
-            return _NONE
+    def _find(self, box: Box) -> Ints:
         low, high = 0, len(self)
         if self._runs is not None:
             last = [o + n - 1 for o, n in zip(box.offset, box.shape, strict=True)]
@@ -242,15 +223,15 @@ class Listed(BoxSequence):
             common &= least > np.maximum(offsets[:, dim], first)
         return low + np.flatnonzero(common)
 
-    def run_lengths(self) -> tuple[Integers, Integers]:
-        """Of each box, the elements of a run of the tensor's memory, and the number of runs: see layout.runs()."""
+    def run_lengths(self) -> tuple[Ints, Ints]:
+        """For each box, the elements of a run of the tensor's memory, and the number of runs: see layout.runs()."""
         lengths, counts = np.ones((2, len(self)), np.int64)
-        running = np.full(len(self), True)  # while all of what is behind this dim is there
-        for dim in reversed(range(len(self._whole))):
+        running = np.full(len(self), True)  # while the box has all of the later dims
+        for dim in reversed(range(len(self.shape))):
             extents = self.corners.shapes[:, dim]
             lengths *= np.where(running, extents, 1)
             counts *= np.where(running, 1, extents)
-            running &= extents == self._whole[dim]
+            running &= extents == self.shape[dim]
         return lengths, counts
 
     def _place(self, at: Sequence[int]) -> int:
@@ -258,13 +239,13 @@ class Listed(BoxSequence):
 
     @cached_property
     def _strides(self) -> list[int]:
-        return [prod(self._whole[dim + 1 :]) for dim in range(len(self._whole))]
+        return [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
 
     @cached_property
-    def _runs(self) -> Integers | None:
-        """Where each begins in the tensor's memory, if they are runs of it, one behind the other."""
+    def _runs(self) -> Ints | None:
+        """The start of each in the tensor's memory, if they are runs of it in ascending order."""
         sizes = self.corners.sizes
-        if prod(self._whole) > np.iinfo(np.int64).max or not sizes.all() or (self.run_lengths()[1] > 1).any():
+        if prod(self.shape) > np.iinfo(np.int64).max or not sizes.all() or (self.run_lengths()[1] > 1).any():
             return None
         starts = np.zeros(len(self), np.int64)
         for dim, stride in enumerate(self._strides):
@@ -275,22 +256,19 @@ class Listed(BoxSequence):
 class Chosen(BoxSequence):
     """Some of the boxes of another sequence: those with the numbers `rows`, which ascend."""
 
-    def __init__(self, boxes: BoxSequence, rows: Integers) -> None:
-        self._boxes, self._rows = boxes, rows
+    def __init__(self, boxes: BoxSequence, rows: Ints) -> None:
+        self.shape, self._boxes, self._rows = boxes.shape, boxes, rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __repr__(self) -> str:
-        return f"Chosen({self._boxes!r}, {self._rows.tolist()})"
-
     def box(self, i: int) -> Box:
         return self._boxes.box(int(self._rows[i]))
 
-    def intersecting(self, box: Box) -> Integers:
+    def _find(self, box: Box) -> Ints:
         return np.flatnonzero(np.isin(self._rows, self._boxes.intersecting(box), assume_unique=True))
 
 
-def summed(counts: Sequence[int] | Integers) -> Integers:
-    """Where each of consecutive parts starts, and the end of the last."""
+def summed(counts: Sequence[int] | Ints) -> Ints:
+    """The start of each of consecutive parts, and the end of the last."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])

@@ -1,4 +1,4 @@
-"""Parts of a tensor in contiguous host memory, one after the other; from and to a GPU by way of two pinned buffers."""
+"""Parts of a tensor in contiguous host memory, one after the other; from and to a GPU through two pinned buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["incoming", "outgoing"]
 
 
 def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
-    """Each part of `x` in contiguous host memory, valid until the next one is asked for.
+    """Yield each part of `x` in contiguous host memory, valid until the next one is asked for.
 
     Views of a CPU tensor where they are contiguous, else one copy. Of a GPU tensor, the next part is copied while the
     caller works on this one.
@@ -39,8 +39,8 @@ def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
 
 
 def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
-    """Contiguous host memory for each part of `out`; once the caller has filled it and asks for the next, it is on its
-    way to its place. All have arrived when the iterator ends.
+    """Yield contiguous host memory for each part of `out`, which is copied there when the caller, having filled it,
+    asks for the next. All copies are complete when the iterator ends.
 
     Views of a CPU tensor where they are contiguous, else one copy. Of a GPU tensor, a part is copied while the caller
     fills the next.
@@ -68,7 +68,7 @@ def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
 
 
 class _Pinned:
-    """Two pinned buffers that the parts of a tensor take in turn."""
+    """Two pinned buffers that the parts of a tensor use in turn."""
 
     def __init__(self, x: Tensor, parts: Sequence[Box]) -> None:
         self._dtype = x.dtype

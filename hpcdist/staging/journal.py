@@ -1,6 +1,6 @@
-"""What the ranks of a save have written so far, for one that goes on with it: a file beside the part, a slot a rank.
+"""A record of what the ranks of a save have written so far, for one that resumes it: a file beside the part.
 
-Each rank appends to its own pages, and to no others.
+Each rank has a slot, and appends to its own pages only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 __all__ = ["Journal", "read"]
 
 _RECORD = np.dtype([("tensor", "<i8"), ("row", "<i8"), ("xxh3_64", "<u8"), ("check", "<u8")])
-_SALT = 0x9E3779B97F4A7C15  # what was not written is no record
+_SALT = 0x9E3779B97F4A7C15  # so that zeros are not a record
 
 
 class Journal:
@@ -29,7 +29,7 @@ class Journal:
         self._place = start
 
     def note(self, tensor: int, row: int, checksum: int) -> None:
-        """A piece is complete."""
+        """Note that a piece is complete."""
         record = np.array([(tensor, row, checksum, _check(tensor, row, checksum))], _RECORD)
         self._place += os.pwrite(self._fd, record.tobytes(), self._place)
 
@@ -38,12 +38,12 @@ class Journal:
 
 
 def nbytes(records: int, page: int) -> int:
-    """Of a slot for so many records: whole pages."""
+    """The size of a slot for so many records: whole pages."""
     return -(-records * _RECORD.itemsize // page) * page
 
 
 def read(path: Path) -> dict[tuple[int, int], int]:
-    """(tensor, row) -> checksum of the pieces that were noted; nothing if there is no journal."""
+    """(tensor, row) -> checksum of the pieces that were noted; empty if there is no journal."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def read(path: Path) -> dict[tuple[int, int], int]:
     table: Any = np.frombuffer(content[: len(content) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
     found = {}
     for tensor, row, checksum, check in table[table["check"] != 0].tolist():
-        if check == _check(tensor, row, checksum):  # else its writer died in the middle
+        if check == _check(tensor, row, checksum):  # else its writer died while it wrote the record
             found[tensor, row] = checksum
     return found
 

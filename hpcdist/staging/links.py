@@ -1,8 +1,8 @@
-"""Only the file that is named is read: what in an HDF5 file would lead to other files is found before it is opened.
+"""Only the file that is named is read: whatever in an HDF5 file refers to other files is found before it is opened.
 
 Three things do: a link into another file, a dataset with external storage, whose bytes are in any file that it names,
-and a virtual dataset, which is put together from datasets of other files. Whoever gives a user such a file could have
-it read whatever the user may read.
+and a virtual dataset, which is composed of datasets of other files. Somebody who hands a user such a file could make
+the user's job read any file that the user may read.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 from hpcdist.errors import FileError
 
-__all__ = ["elsewhere", "hard_path"]
+__all__ = ["dataset_names", "external_data", "hard_path"]
 
-_MOST = 40  # soft links on the way to one thing, as in Linux
+_DEEPEST = 1000  # groups within each other
+_MOST = 40  # soft links in one path, as in Linux
 
 
-def elsewhere(dataset: Any) -> str | None:
-    """Why the data of a dataset are not read; None of one that has them in its own file."""
+def external_data(dataset: Any) -> str | None:
+    """Why the data of a dataset are not read; None if they are in its own file."""
     from h5py import h5d
 
     made = dataset.id.get_create_plist()
@@ -29,7 +30,7 @@ def elsewhere(dataset: Any) -> str | None:
 
 
 def hard_path(path: str, file: Any, name: str) -> str | None:
-    """Where a name in the file leads, without links on the way; None if there is nothing.
+    """The path of a name in the file, with all links resolved; None if there is nothing.
 
     Raises:
         FileError: it leads into another file.
@@ -37,13 +38,13 @@ def hard_path(path: str, file: Any, name: str) -> str | None:
     import h5py
 
     left, at, soft = [part for part in name.split("/") if part][::-1], "", 0
-    group, step = file["/"], ""  # what is open on the way, and the next step from there
+    group, step = file["/"], ""  # what is open so far, and the next step from there
     while left:
         part = left.pop()
         group, step = group[step] if step else group, ""
         try:
             link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
-        except TypeError:  # of a kind that somebody has defined
+        except TypeError:  # a user-defined kind
             link = h5py.ExternalLink("?", "?")
         if isinstance(link, h5py.ExternalLink):
             raise FileError(f"{path}: {name} is a link into another file ({_text(link.filename)}), which is not read")
@@ -57,6 +58,40 @@ def hard_path(path: str, file: Any, name: str) -> str | None:
         else:
             at, step = f"{at}/{part}".strip("/"), part
     return at
+
+
+def dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
+    """The names of all datasets, by hard links only; and of those that h5py cannot open, the reason."""
+    from h5py import h5g, h5l, h5o
+
+    names: list[str] = []
+    others: dict[str, str] = {}
+    root = file["/"].id
+    seen = {h5o.get_info(root).addr}  # a group may hold itself
+    groups = [(b"", root, iter(root))]
+    while groups:  # HDF5's own visit resolves each path from the root
+        prefix, group, links = groups[-1]
+        name = next(links, None)
+        if name is None:
+            groups.pop()
+            continue
+        if group.links.get_info(name).type != h5l.TYPE_HARD:
+            continue
+        info = h5o.get_info(group, name)
+        if info.addr in seen:
+            continue
+        seen.add(info.addr)
+        if info.type == h5o.TYPE_GROUP:
+            inner = h5g.open(group, name)
+            groups.append((prefix + name + b"/", inner, iter(inner)))
+            if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
+                raise FileError(f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other")
+        elif info.type == h5o.TYPE_DATASET:
+            try:
+                names.append((prefix + name).decode())
+            except UnicodeDecodeError:
+                others[(prefix + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
+    return names, others
 
 
 def _text(name: str | bytes) -> str:

@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import FileError, listed, reason
 from hpcdist.files import raw
+from hpcdist.files.regular import open_regular
 from hpcdist.layout import Box
-from hpcdist.process import abort
 from hpcdist.runtime import world
+from hpcdist.staging.arguments import agreed, count, positive
 from hpcdist.staging.boxes import BoxSequence
-from hpcdist.staging.contents import Contents, describe
+from hpcdist.staging.catalog import Catalog, describe
+from hpcdist.staging.exchange import deliver
 from hpcdist.staging.names import SINGLE, nest
-from hpcdist.staging.pieces import deliver
-from hpcdist.staging.reader import Reader, opened
-from hpcdist.staging.saving import WINDOW
-from hpcdist.staging.wants import Ask, find_wants, plan_load, read_apart
+from hpcdist.staging.reader import DatasetReader
+from hpcdist.staging.target import WINDOW
+from hpcdist.staging.wants import Arguments, find_wants, plan_load, reads_alone
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import written
-from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call
+from hpcdist.validation import local
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 VERB = "staging.load"
-_NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between looks at a file that is not the same on all ranks
+_NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between attempts to see the same file on all ranks
 
 
 def load(
@@ -58,29 +57,29 @@ def load(
     progress: Callable[[int], None] | None = None,
     group: GroupLike | None = None,
 ) -> Any:
-    """Read each rank's part of the tensors of an HDF5 file, with any number of ranks, whoever wrote it.
+    """Read each rank's part of the tensors of an HDF5 file, with any number of ranks, whatever wrote it.
 
     Collective over `group`. Along dim 0 every rank reads straight into its result; where parts are so narrow that
-    reading them alone would read everything many times, the ranks share the reading and send each other what they
-    want, a window at a time.
+    reading them alone would read everything many times, the ranks share the reading and send each other their parts, a
+    window at a time.
 
     Args:
         path: of the file, seen by all ranks.
-        name: of a tensor, or of a group of them; None for all that the file holds. Must agree.
+        name: of a tensor, or of a group of them; None for all of the file. Must agree.
         dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
-            name, 0 for those that are not in it. Must agree. 0-d tensors are given whole to every rank.
+            name, 0 for those that are not in it. Must agree. Every rank gets the whole of 0-d tensors.
         counts: the extent along `dim` for each rank, or a rule, as in :func:`hpcdist.split`: "block" by default. Must
             agree.
         box: this rank's part as (offset, shape), each with an entry for every dim; instead of `dim` and `counts`, on
-            all ranks or on none. Each rank is free in its box; boxes may overlap.
+            all ranks or on none. Each rank has a box of its own; boxes may overlap.
         out: memory for this rank's part of the one tensor that is read, of its shape and dtype, any strides, any
-            device. Each rank is free to give it. If the call fails, its contents are not defined.
-        device: where the result is to be, without `out`; the CPU by default.
+            device. Each rank may give it or not. If the call fails, its contents are undefined.
+        device: device of the result, without `out`; the CPU by default.
         window: bytes of host memory that a rank may use besides the result. Must agree.
         readers: how many ranks read from the file; by default all. Must agree.
         verify: True: check every piece of which something is read against its checksum; None: those that are read
             whole; False: none. Files of other tools have no checksums. Must agree.
-        progress: called on each rank, now and then, with the number of bytes it has just read.
+        progress: called on each rank, from time to time, with the number of bytes just read.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
 
     Returns:
@@ -100,106 +99,82 @@ def load(
         tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
     """
     team = world.current().context.team_of(group)
-    call = Call(VERB)
-    ask = Ask()
-    try:
-        local.runs()
-        ask = _ask(path, name, dim, counts, box, out, window, readers, verify, team.size)
-        target = torch.device("cpu" if device is None else device)
-    except Exception as error:  # the other ranks are to hear of it
-        call.problem = local.problem_of(error)
-    with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
-        collective.exchange(team, call)
-        same = digests.same(team.comm, VERB, ask.same, ask.same, objects.first_difference)
-        own = objects.all_gather_object(team.comm, (ask.box, ask.out))
-        asks = [Ask(same, *each) for each in own]
-        place, results = str(same["path"]), {}
+
+    def check() -> tuple[Arguments, torch.device]:
+        if name is not None and not isinstance(name, str):
+            raise local.WrongError(f"name must be a string or None, got {name!r}")
+        if box is not None and (dim != 0 or counts is not None):
+            raise local.WrongError("box is given together with dim or counts, which it replaces")
+        mine = None if box is None else Box(tuple(index(o) for o in box[0]), tuple(index(n) for n in box[1]))
+        if out is not None:
+            local.tensor(out, 0, "out")
+        same = {
+            "path": os.fsdecode(path), "name": None if name is None else name.strip("/"),
+            "dim": {str(k): _dim(v) for k, v in dim.items()} if isinstance(dim, Mapping) else _dim(dim),
+            "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
+            "window": positive("window", window), "readers": count("readers", readers, team.size), "verify": verify,
+            "box": "not given" if box is None else "given",
+        }  # fmt: skip
+        held = None if out is None else (out.dtype, tuple(out.shape))
+        return Arguments(same, mine, held), torch.device("cpu" if device is None else device)
+
+    with agreed(team, VERB, check) as (arguments, target):
+        same = digests.same(team.comm, VERB, arguments.same, arguments.same, objects.first_difference)
+        own = objects.all_gather_object(team.comm, (arguments.box, arguments.out))
+        results: dict[str, Tensor] = {}
         problems: list[str] = []
-        with _opened_by_all(team, place, same["name"]) as (contents, fd):
-            wants, wrong = find_wants(contents.datasets, asks)
+        with _opened_by_all(team, str(same["path"]), same["name"]) as (catalog, fd):
+            wants, wrong = find_wants(catalog.datasets, [Arguments(same, *each) for each in own])
             objects.raise_problems(VERB, wrong)
-            mine = {key: (wants[key][team.rank], stored.dtype) for key, stored in contents.datasets.items()}
-            step = lambda: results.update({key: _memory(out, *what, target) for key, what in mine.items()})  # noqa: E731
-            objects.all_gather(team.comm, VERB, step)
+
+            def allocate() -> None:
+                for key, stored in catalog.datasets.items():
+                    shape = wants[key][team.rank].shape
+                    empty = partial(torch.empty, shape, dtype=stored.dtype, device=target)
+                    results[key] = empty() if out is None else out.detach().view(shape)
+
+            objects.all_gather(team.comm, VERB, allocate)
             written(out, None)
-            for key, stored in contents.datasets.items():
-                # A copy: what is worked out of its table goes with it.
-                reader = Reader(place, fd, replace(stored), window, verify, progress)
-                _read(team, reader, wants[key], results[key].view(mine[key][0].shape), readers, problems)
-        told = enumerate(objects.all_gather_object(team.comm, problems[:1]))
-        objects.raise_problems(VERB, {rank: texts[0] for rank, texts in told if texts})
+            for key, stored in catalog.datasets.items():
+                # A copy: what is computed from its table is freed with it.
+                reader = DatasetReader(catalog.path, fd, replace(stored), verify, progress)
+                problems += _read(team, reader, wants[key], results[key], same)
+        found = enumerate(objects.all_gather_object(team.comm, problems[:1]))
+        objects.raise_problems(VERB, {rank: texts[0] for rank, texts in found if texts})
         if out is not None:
             return out
-        return nest(results, ask.same["name"] or (SINGLE if list(results) == [SINGLE] else ""))
-
-
-def _ask(
-    path: Any, name: Any, dim: Any, counts: Any, box: Any, out: Any, window: Any, readers: Any, verify: Any, size: int
-) -> Ask:
-    if name is not None and not isinstance(name, str):
-        raise local.WrongError(f"name must be a string or None, got {name!r}")
-    if index(window) < 1:
-        raise local.WrongError(f"window is {window}, expected a number of bytes >= 1")
-    if readers is not None and not 1 <= index(readers) <= size:
-        raise local.WrongError(f"readers is {readers}, expected 1 to {size} in a group of {size} ranks")
-    if box is not None and (dim != 0 or counts is not None):
-        raise local.WrongError("box is given, and so is dim or counts: a box says it all")
-    if counts is not None and not isinstance(counts, str):
-        counts = tuple(index(c) for c in counts)
-    same = {
-        "path": os.fsdecode(path),
-        "name": None if name is None else name.strip("/"),
-        "dim": {str(k): _dim(v) for k, v in dim.items()} if isinstance(dim, Mapping) else _dim(dim),
-        "counts": counts,
-        "window": index(window),
-        "readers": readers,
-        "verify": verify,
-        "box": "given" if box is not None else "not given",
-    }
-    mine = None
-    if box is not None:
-        offset, shape = box
-        mine = Box(tuple(index(o) for o in offset), tuple(index(n) for n in shape))
-    kept = None
-    if out is not None:
-        local.tensor(out, 0, "out")
-        kept = (out.dtype, tuple(out.shape))
-    return Ask(same, mine, kept)
+        return nest(results, same["name"] or (SINGLE if list(results) == [SINGLE] else ""))
 
 
 def _dim(dim: Any) -> int | None:
     return None if dim is None else index(dim)
 
 
-def _describe(path: str, name: str | None) -> Contents:
-    """The tensors of a file that are meant."""
-    contents = describe(path, name=name)
-    contents.require(name or "")
+def _describe(path: str, name: str | None) -> Catalog:
+    """List the tensors of a file that `name` refers to."""
+    catalog = describe(path, name=name)
+    catalog.require(name or "")
     if name is None:
-        return contents
-    chosen = {key: s for key, s in contents.datasets.items() if key == name or key.startswith(f"{name}/")}
+        return catalog
+    chosen = {key: s for key, s in catalog.datasets.items() if key == name or key.startswith(f"{name}/")}
     if not chosen:
-        raise FileError(f"{path}: holds no tensor {name!r}; it has: {listed(contents.datasets)}")
-    return replace(contents, datasets=chosen)
-
-
-def _memory(out: Tensor | None, want: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(want.shape, dtype=dtype, device=device) if out is None else out.detach()
+        raise FileError(f"{path}: holds no tensor {name!r}; it has: {listed(catalog.datasets)}")
+    return replace(catalog, datasets=chosen)
 
 
 @contextmanager
-def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Contents, int]]:
-    """What the file holds, and the same file open on every rank; a RankError everywhere if one cannot have it.
+def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Catalog, int]]:
+    """What the file holds, and the same file open on every rank; a RankError everywhere if one cannot open it.
 
-    A file may be replaced meanwhile, and caches of names may be some seconds behind: it is looked at again.
+    A file may be replaced meanwhile, and caches of names may be some seconds out of date: it is opened again then.
     """
     for nap in (*_NAPS, None):
         with ExitStack() as stack:
             fds: list[int] = []
-            contents = objects.broadcast(team.comm, VERB, lambda: _describe(path, name))
-            found = objects.all_gather(team.comm, VERB, partial(_is_same, stack, contents, fds, nap is None))
+            catalog = objects.broadcast(team.comm, VERB, lambda: _describe(path, name))
+            found = objects.all_gather(team.comm, VERB, partial(_is_same, stack, catalog, fds, nap is None))
             if all(found):
-                yield contents, fds[0]
+                yield catalog, fds[0]
                 return
         if nap is not None:
             time.sleep(nap)
@@ -207,52 +182,52 @@ def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Co
     objects.raise_problems(VERB, {rank: text for rank, right in enumerate(found) if not right})
 
 
-def _is_same(stack: ExitStack, contents: Contents, fds: list[int], last: bool) -> bool:
-    """Open the file on this rank: whether it is the one that rank 0 has described."""
+def _is_same(stack: ExitStack, catalog: Catalog, fds: list[int], last: bool) -> bool:
+    """Open the file on this rank, and check that it is the one that rank 0 has described."""
     try:
-        fds.append(stack.enter_context(opened(contents.path)))
-        if contents.is_in(fds[0]):
+        fds.append(stack.enter_context(open_regular(catalog.path)))
+        if catalog.is_in(fds[0]):
             return True
-        raw.forget(fds[0])  # it may be the cache that is behind
-        return contents.is_in(fds[0])
+        raw.forget(fds[0])  # the cache may be out of date
+        return catalog.is_in(fds[0])
     except FileError:
         if last:
             raise
         return False
 
 
-def _read(
-    team: Team, reader: Reader, wants: BoxSequence, out: Tensor, readers: int | None, problems: list[str]
-) -> None:
-    """Read this rank's box; what goes wrong is added to `problems`. Collective."""
-    stored = reader.stored
-    if stored.raw is None or (readers is None and read_apart(stored, wants, reader.verify)):
+def _read(team: Team, reader: DatasetReader, wants: BoxSequence, out: Tensor, same: Mapping[str, Any]) -> list[str]:
+    """Read this rank's box; return the errors of this rank. Collective."""
+    stored, window, readers = reader.stored, same["window"], same["readers"]
+    problems: list[str] = []
+    if stored.raw is None or (readers is None and reads_alone(stored, wants, reader.verify)):
         with _kept(problems):
-            reader.read(wants[team.rank], out)
-        return
-    plan, rows = plan_load(stored, wants, reader.window, readers or team.size, reader.verify)
+            reader.read(wants[team.rank], out, window)
+        return problems
+    plan, rows = plan_load(stored, wants, window, readers or team.size, reader.verify)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with _kept(problems):
             for number in range(team.rank, len(stored.boxes), team.size):
-                reader.check(number)
+                reader.check(number, window)
     scratch = Scratch(pinned=out.is_cuda)
     for round_ in plan.rounds:
         scratch.reset()
         piece = None
-        row = round_.get(team.rank)
+        row = plan.piece(team.rank, round_)
         if row is not None:
             box = plan.pieces[row]
             piece = scratch.take(box.shape, stored.dtype)
             in_table = None if rows is None or reader.verify is False else int(rows[row])
             if (reader.verify and rows is not None) or len(wants.intersecting(box)):
                 with _kept(problems):
-                    reader.fill(box, in_table, piece)
+                    reader.fill(box, in_table, piece, window)
         deliver(team, plan, piece, out, round_, scratch)
+    return problems
 
 
 @contextmanager
 def _kept(problems: list[str]) -> Iterator[None]:
-    """Keep what goes wrong on this rank, so that it goes on with the others, who are told at the end."""
+    """Keep an error of this rank, so that it continues with the others, which get it at the end."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Nested dicts of tensors, and the names that their tensors have in a file."""
+"""Nested dicts of tensors, and the names of their tensors in a file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hpcdist.validation.local import WrongError
 
 __all__ = ["SINGLE", "check_attrs", "flatten", "nest"]
 
-SINGLE = "data"  # the name of a tensor that was saved alone
+SINGLE = "data"  # the name of a tensor that is saved without one
 
 
 def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of a nested dict by their path, ``{"a": {"b": x}}`` -> ``{"a/b": x}``; of a lone leaf, SINGLE.
+    """The leaves of a nested dict by their path, ``{"a": {"b": x}}`` -> ``{"a/b": x}``; a single leaf is named SINGLE.
 
     Raises:
         ValueError, TypeError: a name that a file cannot have, or that two leaves have.
@@ -47,7 +47,7 @@ def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """The nested dict of these paths, from below `prefix` on; the tensor itself, if it has that very name."""
+    """The nested dict of these paths, without `prefix`; the tensor itself, if its name is `prefix`."""
     if prefix in flat:
         return flat[prefix]
     tree: dict[str, Any] = {}
@@ -61,10 +61,10 @@ def nest(flat: Mapping[str, Tensor], prefix: str = "") -> Any:
 
 
 def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
-    """A WrongError for attributes of tensors that there are not, or that are ours."""
+    """Raise a WrongError for attributes of unknown tensors, or with a name of our own."""
     for name, values in (attrs or {}).items():
         if name and name not in given:
-            raise WrongError(f"attrs has {name!r}, which is none of the tensors: {listed(given)}")
+            raise WrongError(f"attrs has {name!r}, which is not one of the tensors: {listed(given)}")
         if not isinstance(values, Mapping):
             raise WrongError(f"attrs of {name!r} must be a dict, got {type(values).__name__}")
         if DTYPE_ATTRIBUTE in values:

@@ -1,24 +1,23 @@
 """No two ranks write the same page of a file: clients of a shared file system may write back whole pages, each its own.
 
-What of a rank's bytes lies in a page that others write, too, travels over MPI to the one rank that owns the page. Pages
-with anything but data, such as headers and tables, belong to rank 0, which has made the file.
+Bytes of a rank in a page that others write, too, are sent over MPI to the one rank that owns the page. Pages that hold
+anything but data, such as headers and tables, belong to rank 0, which has made the file.
 """
 
 from __future__ import annotations
 
 import tempfile
-from array import array
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
+from hpcdist.comm.team import Team
+from hpcdist.control import objects
 from hpcdist.files.raw import Digest, Ints
-
-if TYPE_CHECKING:
-    from hpcdist.comm.team import Team
+from hpcdist.staging.exchange import Bytes, all_to_all
 
 __all__ = ["Edges", "Owner", "Pages"]
 
@@ -62,7 +61,7 @@ class Pages:
         return found
 
     def _all_data(self, pages: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which of the pages that begin at these bytes hold nothing but data."""
+        """Find which of the pages that begin at these bytes hold nothing but data."""
         if not len(self._spans):
             return np.zeros(len(pages), np.bool_)
         k = np.searchsorted(self._spans[:, 0], pages, "right") - 1
@@ -70,8 +69,8 @@ class Pages:
         return found
 
     def cut(self, start: int, end: int) -> list[tuple[int, int, int | None]]:
-        """A run of the file as (first byte, end, owner): up to the first border between pages, from there to the last
-        one, and behind it; the owner is None where the run has its pages to itself."""
+        """Cut a run of the file at the first and the last border between pages, into (first byte, end, owner); the
+        owner is None where the run has its pages to itself."""
         if start == end:
             return []
         first, last = -(-start // self.size) * self.size, end // self.size * self.size
@@ -85,10 +84,10 @@ class Pages:
     def write(
         self, rank: int, place: int, data: memoryview, write: Write, edges: Edges, digest: Digest | None = None
     ) -> None:
-        """Write a run of the file on this rank, but for what lies in pages of others: that is kept.
+        """Write a run of the file on this rank; keep what lies in pages of others.
 
         Args:
-            digest: takes the checksum of all of it.
+            digest: updated with all of it.
         """
         for start, end, owner in self.cut(place, place + len(data)):
             part = data[start - place : end - place]
@@ -109,7 +108,7 @@ class Pages:
 
 
 class Edges:
-    """What this rank has to write into pages of other ranks. Kept in memory up to `limit` bytes, then in `folder`."""
+    """This rank's bytes for pages of other ranks, kept in memory up to `limit` bytes, then in `folder`."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._data = tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder))  # noqa: SIM115
@@ -117,7 +116,7 @@ class Edges:
         self._failed: Exception | None = None
 
     def add(self, rows: Ints, data: memoryview) -> None:
-        """Keep runs that follow each other in `data`: a row for each, of its place in the file, bytes and owner."""
+        """Keep runs that follow each other in `data`: a row for each, of its position, bytes and owner."""
         try:
             self._data.write(data)
         except Exception as error:  # how much of it is there is unknown
@@ -126,45 +125,37 @@ class Edges:
         self._tables.append(rows)
 
     def settle(self, team: Team, write: Write) -> Exception | None:
-        """Bring everything to its owner, which writes it. Collective.
+        """Send everything to its owner, which writes it. Collective.
 
         Returns:
-            What went wrong on this rank, if anything: the others have got what they were to get.
+            The error on this rank, if there was one; the others have received all that is theirs.
         """
         table = np.concatenate([np.empty((0, 3), np.int64), *([] if self._failed else self._tables)])
         self._data.seek(0)
         ends = np.cumsum(table[:, 1])
         turns = _turns(ends)
         problem = self._failed
-        most = array("q", [0] * team.size)
-        team.comm.Allgather([array("q", [len(turns)]), _int64()], [most, _int64()])
-        for turn in range(max(most)):
+        for turn in range(max(objects.all_gather_object(team.comm, len(turns)))):
             first, end = turns[turn] if turn < len(turns) else (0, 0)
             rows = table[first:end]
             data = np.frombuffer(self._data.read(int(rows[:, 1].sum())), np.uint8)
-            arrived = _exchanged(team, rows, data)
+            arrived = [_unpacked(block) for block in all_to_all(team, _packed(team, rows, data)) if len(block)]
             try:
-                for place, run in _joined(arrived):
+                for place, run in _merged(arrived):
                     write(place, run, None)
-            except Exception as error:  # told to all when no rank waits for this one
+            except Exception as error:  # reported when no rank waits for this one
                 problem = problem or error
         self.close()
         return problem
 
     def close(self) -> None:
-        """Once more does nothing."""
+        """Free all of it. Closing again does nothing."""
         self._data.close()
         self._tables.clear()
 
 
-def _int64() -> Any:
-    from mpi4py import MPI
-
-    return MPI.INT64_T
-
-
 def _turns(ends: Ints) -> list[tuple[int, int]]:
-    """Rows that are sent at a time: (first, end), of _ROUND bytes, or of one row."""
+    """Cut rows into those that are sent at a time: (first, end), of _ROUND bytes, or of one row."""
     turns, first, sent = [], 0, 0
     while first < len(ends):
         end = max(first + 1, int(np.searchsorted(ends, sent + _ROUND, "right")))
@@ -173,39 +164,28 @@ def _turns(ends: Ints) -> list[tuple[int, int]]:
     return turns
 
 
-def _exchanged(team: Team, rows: Ints, data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[Ints, Any]]:
-    """Send each row to its owner: (places and lengths, the bytes) of what has come, by sender. Collective."""
-    from hpcdist.routes.mpi import MPI_ROUTE
-
+def _packed(team: Team, rows: Ints, data: Bytes) -> list[Bytes]:
+    """A message for each rank: how many rows it has, (position, bytes) of each, and the bytes."""
     order = np.argsort(rows[:, 2], kind="stable")
     rows, data = rows[order], _permuted(data, rows[:, 1], order)
     bounds = np.searchsorted(rows[:, 2], np.arange(team.size + 1))
     starts = np.concatenate([[0], np.cumsum(rows[:, 1])])
     messages = []
-    for rank in range(team.size):
-        first, end = bounds[rank], bounds[rank + 1]
+    for first, end in pairwise(bounds):
         head = np.concatenate([[end - first], rows[first:end, :2].ravel()]).astype(np.int64)
         content = data[starts[first] : starts[end]]
         messages.append(np.concatenate([head.view(np.uint8), content]) if end > first else content)
-    lengths = array("q", [len(message) for message in messages])
-    coming = array("q", bytes(8 * team.size))
-    team.comm.Alltoall([lengths, _int64()], [coming, _int64()])
-    got = [np.empty(n, np.uint8) for n in coming]
-    sends = [(r, torch.from_numpy(m)) for r, m in enumerate(messages) if len(m) and r != team.rank]
-    recvs = [(r, torch.from_numpy(block)) for r, block in enumerate(got) if len(block) and r != team.rank]
-    got[team.rank] = messages[team.rank]
-    MPI_ROUTE.exchange(team, sends, recvs, 0)
-    return [_opened(block) for block in got if len(block)]
+    return messages
 
 
-def _opened(message: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Ints, Any]:
+def _unpacked(message: Bytes) -> tuple[Ints, Bytes]:
     count = int(message[:8].view(np.int64)[0])
     head = 8 + 16 * count
     return message[8:head].view(np.int64).reshape(-1, 2), message[head:]
 
 
-def _joined(arrived: list[tuple[Ints, Any]]) -> list[tuple[int, memoryview]]:
-    """What has come as runs of the file in order: neighbours are one."""
+def _merged(arrived: list[tuple[Ints, Bytes]]) -> list[tuple[int, memoryview]]:
+    """What has arrived, as runs of the file in order; adjacent ones are joined."""
     if not arrived:
         return []
     rows = np.concatenate([rows for rows, _ in arrived])
@@ -222,7 +202,7 @@ def _joined(arrived: list[tuple[Ints, Any]]) -> list[tuple[int, memoryview]]:
     ]
 
 
-def _permuted(data: np.ndarray[Any, Any], lengths: Ints, order: Ints) -> np.ndarray[Any, Any]:
+def _permuted(data: Bytes, lengths: Ints, order: Ints) -> Bytes:
     """Runs of these lengths, which follow each other in `data`, in another order."""
     if len(order) < 2 or bool((order[1:] > order[:-1]).all()):
         return data

@@ -1,27 +1,168 @@
-"""Reading boxes of the datasets of one file into tensors, on one rank, with the checksums of what is read whole."""
+"""Read boxes of arrays in open files, on one rank; of files that hpcdist has written, with checksums."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import activity, layout, limits
 from hpcdist.errors import FileError
 from hpcdist.files import h5, raw
 from hpcdist.files.raw import memory
-from hpcdist.files.regular import open_regular
 from hpcdist.layout import Box
-from hpcdist.staging.contents import Stored, read_box
+from hpcdist.staging.catalog import Stored
 from hpcdist.staging.host import incoming
+from hpcdist.staging.links import external_data, hard_path
 from hpcdist.staging.pieces import PIECE
+from hpcdist.tensors.storage import bits
 
-__all__ = ["Reader", "checksum_of", "damage", "opened"]
+__all__ = ["DatasetReader", "Reader", "checksum_of", "read_box"]
+
+_CHUNK = 2**26  # bytes of a chunk that HDF5 may always hold beside the window
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An array in an open file of any format.
+
+    Attributes:
+        name: name of the array in the file; "" in a format that holds one array without a name.
+        shape, dtype: of the array.
+        read: fills a tensor with a box of it, in host memory of at most so many bytes: read(box, out, window).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Box, Tensor, int], None]
+
+    def whole(self) -> Tensor:
+        """Read all of it, as a CPU tensor of native byte order."""
+        x = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read(layout.whole(self.shape), x, limits.WINDOW)
+        return x
+
+
+@dataclass(frozen=True)
+class DatasetReader:
+    """A dataset in an open HDF5 file.
+
+    Attributes:
+        path, fd: of the file.
+        stored: the dataset.
+        verify: True: every piece of which something is read is checked, and read whole for that if need be; None:
+            those that are read whole anyway; False: none.
+        progress: called with the number of bytes that have just been read.
+    """
+
+    path: str
+    fd: int
+    stored: Stored
+    verify: bool | None = None
+    progress: Callable[[int], None] | None = None
+    _checked: set[int] = field(default_factory=set, init=False, repr=False)
+
+    def read(self, want: Box, out: Tensor, window: int) -> None:
+        """Read a box into `out`, a tensor of its shape on any device.
+
+        Raises:
+            FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
+        """
+        limit = max(1, min(PIECE, window // 2) // out.itemsize)
+        one_run = self.stored.raw is None or layout.runs(want, self.stored.shape)[1] == 1
+        if one_run and self.verify is not False and self.stored.pieces is not None:
+            parts = self._pieces(want, limit, window)
+        else:
+            parts = [(None, part) for part in layout.boxes(want, limit)]
+            for row in self.stored.boxes.intersecting(want).tolist() if self.verify else ():
+                self.check(row, window)
+        local = [part.relative_to(want.offset) for _, part in parts]
+        for (row, part), target in zip(parts, incoming(out, local), strict=True):
+            self.fill(part, row, target, window)
+
+    def _pieces(self, want: Box, limit: int, window: int) -> list[tuple[int | None, Box]]:
+        """What a box is read in: (a piece's number where the whole piece is read, the part)."""
+        found: list[tuple[int | None, Box]] = []
+        for row in self.stored.boxes.intersecting(want).tolist():
+            piece = self.stored.boxes[row]
+            part = piece.intersect(want)
+            if part == piece and part.size() <= limit:
+                found.append((row, part))
+                continue
+            if self.verify or part == piece:
+                self.check(row, window)
+            found += [(None, cut) for cut in layout.boxes(part, limit)]
+        return found
+
+    def fill(self, part: Box, row: int | None, target: Tensor, window: int) -> None:
+        """Read a box into contiguous host memory; if it is the piece `row`, check it."""
+        where = self.stored.raw
+        if row is not None and where is not None and where.swapped:  # the checksum is of the bytes as they are stored
+            self.check(row, window)
+            row = None
+        if row is not None:
+            self._prove(row, partial(self._read_piece, part, target, window))
+        elif where is None:
+            read_box(self.path, self.stored.place, part, target, window, self.fd)
+        else:
+            with self._truncation():
+                where.read(partial(raw.read_at, self.fd), part, target, window)
+        activity.touch()
+        if self.progress is not None:
+            self.progress(target.nbytes)
+
+    def check(self, row: int, window: int) -> None:
+        """Read a piece and compare its checksum, unless that was done before; a FileError if it is damaged."""
+        if row in self._checked:
+            return
+        where, box = self.stored.raw, self.stored.boxes[row]
+        if where is None:
+            buffer = torch.empty(box.shape, dtype=self.stored.dtype, device="cpu")
+            self._prove(row, partial(self._read_piece, box, buffer, window))
+        else:
+            self._prove(row, partial(checksum_of, self.fd, where, box))
+        self._checked.add(row)
+
+    def _read_piece(self, box: Box, target: Tensor, window: int) -> int:
+        """Read a piece into contiguous host memory; its checksum."""
+        if self.stored.raw is None:
+            read_box(self.path, self.stored.place, box, target, window, self.fd)
+            return h5.checksum(memory(target))
+        digest = h5.digest()
+        raw.read_at(self.fd, self.stored.raw.place(box), memory(target), digest)
+        return int(digest.intdigest())
+
+    def _prove(self, row: int, read: Callable[[], int]) -> None:
+        """Compare the checksum of what `read` reads; once more, in case the cache is out of date."""
+        assert self.stored.pieces is not None
+        expected = int(self.stored.pieces[row]["xxh3_64"])
+        with self._truncation():
+            if read() == expected:
+                return
+            raw.forget(self.fd)
+            if read() != expected:
+                raise FileError(self._damage(row))
+
+    def _damage(self, row: int) -> str:
+        assert self.stored.pieces is not None
+        box, rank = self.stored.boxes[row], self.stored.pieces[row]["rank"]
+        where = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
+        return f"{self.path}: {self.stored.name}: piece {row} is damaged: elements [{where}], written by rank {rank}"
+
+    @contextmanager
+    def _truncation(self) -> Iterator[None]:
+        try:
+            yield
+        except EOFError as error:
+            raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
 
 
 def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
@@ -40,155 +181,23 @@ def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
     return int(digest.intdigest())
 
 
-def damage(path: str, stored: Stored, row: int) -> str:
-    """What is said of a piece whose bytes are not those that were written."""
-    assert stored.pieces is not None
-    box, rank = stored.boxes[row], stored.pieces[row]["rank"]
-    where = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
-    return f"{path}: {stored.name}: piece {row} is damaged: elements [{where}], written by rank {rank}"
+def read_box(path: str, place: str, box: Box, out: Tensor, window: int, fd: int | None = None) -> None:
+    """Read a box of a dataset that only HDF5 can read (chunked, compressed, never written) into a CPU tensor; of the
+    file that is open as `fd`, even if another one has its name by now."""
+    import h5py
 
-
-@dataclass(frozen=True)
-class Reader:
-    """A dataset in an open file.
-
-    Attributes:
-        path, fd: of the file.
-        stored: the dataset.
-        window: bytes of host memory for what is on its way.
-        verify: True: every piece that is touched is checked, and read whole for that if need be; None: those that are
-            read whole anyway; False: none.
-        progress: called with the bytes that have just been read.
-    """
-
-    path: str
-    fd: int
-    stored: Stored
-    window: int
-    verify: bool | None
-    progress: Callable[[int], None] | None = None
-
-    def read(self, want: Box, out: Tensor) -> None:
-        """Read a box into `out`, a tensor of its shape on any device.
-
-        Raises:
-            FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
-        """
-        where = self.stored.raw
-        if where is None:
-            self._by_hdf5(want, out)
-            return
-        _, count, _ = layout.runs(want, self.stored.shape)
-        limit = max(1, min(PIECE, self.window // 2) // where.dtype.itemsize)
-        rows: list[int | None]
-        if count == 1 and self.verify is not False and self.stored.pieces is not None:
-            rows, parts = self._pieces(want, limit)
-        else:
-            parts = list(layout.boxes(want, limit))
-            rows = [None] * len(parts)
-            if self.verify:
-                self._check(want)
-        local = [part.relative_to(want.offset) for part in parts]
-        for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
-            self.fill(part, row, target)
-
-    def fill(self, part: Box, row: int | None, target: Tensor) -> None:
-        """Read a box into contiguous host memory; if it is the piece `row`, check it."""
-        where = self.stored.raw
-        assert where is not None
-        try:
-            if row is not None and where.swapped:  # the checksum is of the bytes as they are stored
-                self.check(row)
-            if row is None or where.swapped:
-                where.read(partial(raw.read_at, self.fd), part, target, self.window)
-            else:
-                self._prove(row, partial(_read_whole, self.fd, where.place(part), memory(target)))
-        except EOFError as error:
-            raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
-        self._report(target.nbytes)
-
-    def _report(self, nbytes: int) -> None:
-        activity.touch()
-        if self.progress is not None:
-            self.progress(nbytes)
-
-    def _pieces(self, want: Box, limit: int) -> tuple[list[int | None], list[Box]]:
-        """What a run of the dataset is read in: (a piece's number where the whole piece is read, the part)."""
-        found: list[tuple[int | None, Box]] = []
-        for row in self.stored.boxes.intersecting(want).tolist():
-            piece = self.stored.boxes[row]
-            part = piece.intersect(want)
-            if part == piece and part.size() <= limit:
-                found.append((row, part))
-                continue
-            if self.verify or part == piece:
-                self.check(row)
-            found += [(None, cut) for cut in layout.boxes(part, limit)]
-        return [row for row, _ in found], [part for _, part in found]
-
-    def _check(self, want: Box) -> None:
-        """Check every piece that a box touches."""
-        for row in self.stored.boxes.intersecting(want).tolist():
-            self.check(row)
-
-    def check(self, row: int) -> None:
-        """Read a piece and compare its checksum; a FileError if it is damaged."""
-        where, box = self.stored.raw, self.stored.boxes[row]
-        if where is None:
-            buffer = torch.empty(box.shape, dtype=self.stored.dtype, device="cpu")
-            read_box(self.path, self.stored.place, box, buffer, self.window, self.fd)
-            digest = h5.digest()
-            digest.update(memory(buffer))
-            self._compare(row, digest.intdigest())
-            return
-        try:
-            self._prove(row, partial(checksum_of, self.fd, where, box))
-        except EOFError as error:
-            raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
-
-    def _prove(self, row: int, read: Callable[[], int]) -> None:
-        """Compare the checksum of what `read` reads; once more, if it may be the cache that is behind."""
-        try:
-            self._compare(row, read())
-        except FileError:
-            raw.forget(self.fd)
-            self._compare(row, read())
-
-    def _compare(self, row: int, checksum: int) -> None:
-        assert self.stored.pieces is not None
-        if checksum != int(self.stored.pieces[row]["xxh3_64"]):
-            raise FileError(damage(self.path, self.stored, row))
-
-    def _by_hdf5(self, want: Box, out: Tensor) -> None:
-        limit = max(1, min(PIECE, self.window // 2) // out.itemsize)
-        rows: list[int | None]
-        if self.verify is not False and self.stored.pieces is not None:
-            rows, parts = self._pieces(want, limit)
-        else:
-            parts = list(layout.boxes(want, limit))
-            rows = [None] * len(parts)
-        local = [part.relative_to(want.offset) for part in parts]
-        for row, part, target in zip(rows, parts, incoming(out, local), strict=True):
-            read_box(self.path, self.stored.place, part, target, self.window, self.fd)
-            if row is not None:
-                digest = h5.digest()
-                digest.update(memory(target))
-                self._compare(row, digest.intdigest())
-            self._report(target.nbytes)
-
-
-def _read_whole(fd: int, place: int, into: memoryview) -> int:
-    """Read a run of the file; its checksum."""
-    digest = h5.digest()
-    raw.read_at(fd, place, into, digest)
-    return int(digest.intdigest())
-
-
-@contextmanager
-def opened(path: str) -> Iterator[int]:
-    """A file descriptor for reading; a FileError if there is no such regular file, or it may not be read."""
-    fd = open_regular(path)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    stored = h5.stored_dtype(out.dtype)
+    held = nullcontext(path) if fd is None else os.fdopen(os.dup(fd), "rb", 0)
+    with held as source, h5py.File(source, "r", locking="best-effort") as file:
+        dataset = None if hard_path(path, file, place) != place else file[place]
+        if dataset is None or external_data(dataset) is not None:
+            raise FileError(f"{path}: has changed while it was read")
+        chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
+        if chunk > max(_CHUNK, window, box.size() * out.dtype.itemsize):
+            raise FileError(
+                f"{path}: {place}: is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than the window"
+            )
+        for part in layout.boxes(box, max(1, window // (2 * out.dtype.itemsize))):  # HDF5 has a copy of its own
+            array = np.asarray(dataset[part.slices()]).astype(stored, copy=False)
+            target = bits(out)[part.slices(box.offset)]
+            target.copy_(bits(torch.from_numpy(np.ascontiguousarray(array)).view(out.dtype)).view_as(target))

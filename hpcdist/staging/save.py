@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from operator import index
 from pathlib import Path
@@ -14,22 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
-from hpcdist.process import abort
+from hpcdist.files.raw import Ints
 from hpcdist.runtime import world
-from hpcdist.staging import writers as ways
-from hpcdist.staging.boxes import Integers
+from hpcdist.staging import drivers
+from hpcdist.staging.arguments import agreed, count, positive
+from hpcdist.staging.exchange import collect
 from hpcdist.staging.host import outgoing
 from hpcdist.staging.names import check_attrs, flatten
-from hpcdist.staging.pieces import Plan, check_shape, collect, plan_save
-from hpcdist.staging.saving import WINDOW, Options, Saving
+from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
+from hpcdist.staging.saving import Saving
+from hpcdist.staging.target import WINDOW, SaveOptions
 from hpcdist.tensors.pinned import Scratch
-from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call
+from hpcdist.validation import local
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
@@ -37,16 +38,16 @@ if TYPE_CHECKING:
 __all__ = ["save"]
 
 VERB = "staging.save"
-_CHUNK = 2**20  # bytes of a chunk, where the caller leaves it to us
+_CHUNK = 2**20  # bytes of a chunk, where the caller does not give its shape
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """What one rank wants to be saved. `same` must be the same on all ranks.
+class _Arguments:
+    """What one rank wants to save.
 
     Attributes:
         shards: by name: dtype, dim, and the shape.
-        same: the options that count, by name.
+        same: options that must be the same on all ranks, by name.
     """
 
     shards: dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
@@ -72,33 +73,33 @@ def save(
 ) -> None:
     """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
 
-    Collective over `group`. The file appears under its name when it is complete and on the disk: whatever dies before,
-    the name holds what it held. A file that is replaced hands its mode, owner, group, ACL and user attributes on to the
-    new one, as far as the system permits. Along dim 0 every rank writes its shard straight from its memory; along other
-    dims the ranks first bring the pieces of the file together, a window at a time.
+    Collective over `group`. The file appears under its name when it is complete and on the disk: until then, even if
+    the job dies, the name keeps the old file. The new file gets the mode, owner, group, ACL and user attributes of the
+    one that it replaces, as far as the system permits. Along dim 0 every rank writes its shard straight from its
+    memory; along other dims the ranks first bring the pieces of the file together, a window at a time.
 
     Args:
         path: of the file, in a folder that all ranks see.
         tensors: this rank's shard, which gets the name "data", or a dict of shards by name; dicts may be nested, and
-            names may hold slashes: ``{"model": {"w": x}}`` and ``{"model/w": x}`` are the same. Any shape, dtype and
-            strides, on the CPU or a GPU. Names, dtypes and the extents besides `dim` must agree on all ranks.
+            names may contain slashes: ``{"model": {"w": x}}`` and ``{"model/w": x}`` are the same. Any shape, dtype
+            and strides, on the CPU or a GPU. Names, dtypes and the extents besides `dim` must agree on all ranks.
         dim: the dimension along which the shards are joined, in rank order, extents of zero included; None if every
             rank holds the whole tensor; or a dict of these by name. Must agree. 0-d shards are stacked.
         attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written.
         compression: "gzip", a gzip level, or h5py's arguments for another filter, such as ``hdf5plugin.Zstd()``. The
             file is then chunked, and a save that died starts anew. Must agree.
         chunks: shape of a chunk, for compressed tensors; by default, rows of about 1 MiB. Must agree.
-        window: bytes of host memory that a rank may use for what is on its way. Must agree.
+        window: bytes of host memory that a rank may use for data in transit. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
             :func:`hpcdist.staging.writer`. The file is the same. Must agree.
         writers: how many ranks write; all by default. Must agree.
         align: alignment of the tensors in the file, in bytes; by default the file system's stripe, or 1 MiB.
         hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
-        resume: go on with what a job that died in the same save, with `resume`, has left: pieces that are proven
-            complete by their checksums, and hold the same data, are not written again. If this call fails, what it has
+        resume: continue what a job that died in the same save, with `resume`, has left: pieces whose checksums prove
+            that they are complete, and hold the same data, are not written again. If this call fails, what it has
             written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it
             begins anew.
-        progress: called on each rank, now and then, with the number of bytes it has just done.
+        progress: called on each rank, from time to time, with the number of bytes just done.
         group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
 
     Raises:
@@ -113,47 +114,36 @@ def save(
         array([1, 2, 2])
     """
     team = world.current().context.team_of(group)
-    call = Call(VERB)
     flat: dict[str, Tensor] = {}
-    ask = _Ask({}, {})
-    options = Options()
-    try:
-        local.runs()
+
+    def check() -> tuple[_Arguments, SaveOptions]:
+        shards = {}
         given = flatten(tensors)
-        dims = _dims(dim, given)
-        for name, x in given.items():
-            along = dims[name]
-            shard, at = local.tensor(x, along or 0, name)
-            flat[name] = shard.view(x.shape) if along is None else shard
-            ask.shards[name] = (x.dtype, None if along is None else at, tuple(flat[name].shape))
-        options = _options(window, writer, align, hints, resume, attrs, progress)
-        filters, shape = _filters(compression, chunks)
-        options = replace(options, writer=ways.fit_for(options.writer, filters))
-        count = _writers(writers, team.size)
-        target = os.fsdecode(path)
+        for name, along in _dims(dim, given).items():
+            shard, at = local.tensor(given[name], along or 0, name)
+            flat[name] = shard.view(given[name].shape) if along is None else shard
+            shards[name] = (shard.dtype, None if along is None else at, tuple(flat[name].shape))
+        filters, chunk = _filters(compression, chunks)
         check_attrs(attrs, given)
-        ask.same.update(path=target, compression=filters, chunks=shape, writers=count)
-        ask.same.update(writer=options.writer, window=options.window, align=align, resume=resume)
-        ask.same.update(hints=dict(options.hints))
-    except Exception as error:  # the other ranks are to hear of it
-        call.problem = local.problem_of(error)
-    with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
-        collective.exchange(team, call)
-        datasets, plans = _agree(team, ask, attrs or {})
-        saving = Saving(
-            team, VERB, target, datasets, lambda i, elements: plans[i].owners_at(datasets[i].shape, elements), options
-        )
-        try:
+        same: dict[str, Any] = {
+            "path": os.fsdecode(path), "compression": filters, "chunks": chunk,
+            "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer, filters, hints),
+            "window": positive("window", window), "align": None if align is None else positive("align", align),
+            "resume": bool(resume), "hints": {str(k): str(v) for k, v in (hints or {}).items()},
+        }  # fmt: skip
+        taken = {key: same[key] for key in ("writer", "window", "align", "hints", "resume")}
+        return _Arguments(shards, same), SaveOptions(**taken, attrs=dict((attrs or {}).get("", {})), progress=progress)
+
+    with agreed(team, VERB, check) as (arguments, options):
+        datasets, plans = _plan(team, arguments, attrs or {})
+        owner = lambda i, elements: plans[i].owners_at(datasets[i].shape, elements)  # noqa: E731
+        with Saving(team, VERB, arguments.same["path"], datasets, owner, options) as saving:
             saving.prove([plan.rows(team.rank) for plan in plans])
             for i, plan in enumerate(plans):
-                write(saving, i, plan, flat[datasets[i].name])
-        except BaseException:
-            saving.drop()
-            raise
-        saving.finish()
+                _write(saving, i, plan, flat[datasets[i].name])
 
 
-def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
+def _write(saving: Saving, i: int, plan: PiecePlan, x: Tensor) -> None:
     """Write one tensor of a file, of which `x` is this rank's box. Collective."""
     team = saving.team
     if plan.straight:
@@ -165,43 +155,38 @@ def write(saving: Saving, i: int, plan: Plan, x: Tensor) -> None:
         return
     scratch = Scratch(pinned=x.is_cuda)
     for round_ in plan.rounds:
-        together = collect(team, plan, x, round_, scratch)
-        mine = round_.get(team.rank)
+        collected = collect(team, plan, x, round_, scratch)
+        mine = plan.piece(team.rank, round_)
         if saving.datasets[i].chunks is not None:
-            saving.put_filtered(i, mine, together)
-        elif together is not None and mine is not None:
-            saving.put(i, mine, together)
+            saving.put_filtered(i, mine, collected)
+        elif collected is not None and mine is not None:
+            saving.put(i, mine, collected)
 
 
 def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
-    """The dim of each tensor; None where every rank holds the whole."""
+    """The dim of each tensor, in their order; None where every rank holds the whole."""
     if not isinstance(dim, Mapping):
         return dict.fromkeys(given, dim)
     dims = flatten(dim)
-    if set(dims) != set(given):
-        odd = sorted(set(dims) ^ set(given))[0]
-        raise local.WrongError(f"dim and tensors have different names: {odd!r} is in one of them only")
-    return dims
+    odd = sorted(set(dims) ^ set(given))
+    if odd:
+        raise local.WrongError(f"dim and tensors have different names: {odd[0]!r} is in one of them only")
+    return {name: dims[name] for name in given}
 
 
-def _options(window: Any, writer: Any, align: Any, hints: Any, resume: Any, attrs: Any, progress: Any) -> Options:
-    for name, value in (("window", window), ("align", align)):
-        if value is not None and (index(value) < 1):
-            raise local.WrongError(f"{name} is {value}, expected a number of bytes >= 1")
-    if writer not in ways.NAMES:
-        raise local.WrongError(f"writer is {writer!r}, expected one of {', '.join(ways.NAMES)}")
-    reason = ways.missing(writer)
+def _driver_of(writer: Any, filters: Mapping[str, Any], hints: Any) -> str:
+    if writer not in drivers.NAMES:
+        raise local.WrongError(f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
+    reason = drivers.missing(writer)
     if reason is not None:
         raise local.WrongError(f"writer {writer} cannot be used: {reason}")
-    if hints and ways.active(writer)[0] != "mpio":
-        raise local.WrongError(f"hints are for MPI-IO, and the writer is posix ({ways.active(writer)[1]})")
-    told = {str(k): str(v) for k, v in (hints or {}).items()}
-    own = dict((attrs or {}).get("", {}))
-    return Options(writer, index(window), align, told, bool(resume), attrs=own, progress=progress)
+    if hints and drivers.active(writer)[0] != "mpio":
+        raise local.WrongError(f"hints are for MPI-IO, and the writer is posix ({drivers.active(writer)[1]})")
+    return drivers.for_filters(writer, filters)
 
 
 def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, ...] | None]:
-    """h5py's arguments for the filters of chunks; none if nothing is to be compressed."""
+    """h5py's arguments for the filters of chunks, which are empty without compression."""
     if compression is None:
         if chunks is not None:
             raise local.WrongError("chunks is given without compression: tensors are contiguous then")
@@ -219,75 +204,65 @@ def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, 
     return filters, None if chunks is None else tuple(index(c) for c in chunks)
 
 
-def _writers(count: Any, size: int) -> int:
-    if count is None:
-        return size
-    if not 1 <= index(count) <= size:
-        raise local.WrongError(f"writers is {count}, expected 1 to {size} in a group of {size} ranks")
-    return index(count)
-
-
-def _agree(team: Team, ask: _Ask, attrs: Mapping[str, Mapping[str, Any]]) -> tuple[list[Dataset], list[Plan]]:
+def _plan(
+    team: Team, arguments: _Arguments, attrs: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[Dataset], list[PiecePlan]]:
     """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
-    key = ask.same, [(name, dtype, dim, _besides(shape, dim)) for name, (dtype, dim, shape) in ask.shards.items()]
-    first = digests.same(team.comm, VERB, key, ask, _odd)
-    extents = _extents(team, first, ask)
+    shards = [(name, dtype, dim, _others(shape, dim)) for name, (dtype, dim, shape) in arguments.shards.items()]
+    first = digests.same(team.comm, VERB, (arguments.same, shards), arguments, _difference)
     same = first.same
-    datasets: list[Dataset] = []
-    plans: list[Plan] = []
-    problems = []
-    wanted: dict[str, tuple[Any, ...]] = {}
-    size = 0  # bytes that are needed on the disk
+    wholes: dict[str, Sharded] = {}
+    extents = _extents(team, first, arguments)
     for (name, (dtype, dim, shape)), along in zip(first.shards.items(), extents, strict=True):
         if dim is not None:
             shape = (*shape[:dim], _sum(along), *shape[dim + 1 :])
         try:
             check_shape(shape, dtype.itemsize)
         except local.WrongError as error:
-            problems.append(f"{name!r} {error}")
-            continue
+            objects.raise_problems(VERB, {0: f"{name!r} {error}"})
         chunks = None
         if same["compression"] and shape and 0 not in shape:
             chunks = same["chunks"] or _chunk_shape(shape, dtype.itemsize)
             if len(chunks) != len(shape):
-                problems.append(f"chunks is {chunks}, but {name!r} has {len(shape)} dims")
-                continue
+                objects.raise_problems(VERB, {0: f"chunks is {chunks}, but {name!r} has {len(shape)} dims"})
             chunks = tuple(map(min, chunks, shape))
-        wanted[name] = (shape, dtype, dim, along, chunks)
-        size += 0 if chunks or same["resume"] else prod(shape) * dtype.itemsize
-    objects.raise_problems(VERB, {0: problems[0]} if problems else {})
-    objects.broadcast(team.comm, VERB, lambda: check_target(Path(same["path"]), size))  # before the pieces are counted
-    for name, (shape, dtype, dim, along, chunks) in wanted.items():
+        wholes[name] = Sharded(shape, dtype, dim, along, chunks)
+    contiguous = [x for x in wholes.values() if x.chunks is None and not same["resume"]]
+    nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in contiguous)
+    objects.broadcast(team.comm, VERB, lambda: check_target(Path(same["path"]), nbytes))  # before pieces are counted
+    datasets: list[Dataset] = []
+    plans: list[PiecePlan] = []
+    for name, x in wholes.items():
         try:
-            plan = plan_save(shape, dtype.itemsize, dim, along, same["window"], same["writers"], chunks)
+            plan = plan_save(x, same["window"], same["writers"])
         except local.WrongError as error:
             objects.raise_problems(VERB, {0: f"{name!r} {error}"})
             raise
-        filters = same["compression"] if chunks else {}
-        datasets.append(Dataset(name, shape, dtype, plan.pieces, chunks, filters, attrs.get(name, {})))
+        filters = same["compression"] if x.chunks else {}
+        datasets.append(Dataset(name, x.shape, x.dtype, plan.pieces, x.chunks, filters, attrs.get(name, {})))
         plans.append(plan)
     return datasets, plans
 
 
-def _extents(team: Team, first: _Ask, ask: _Ask) -> Integers:
+def _extents(team: Team, first: _Arguments, arguments: _Arguments) -> Ints:
     """For each tensor, in rank 0's order, the extents along its dim on all ranks; zeros without one. Collective."""
     from mpi4py import MPI
 
-    shapes = [(ask.shards[name][2], dim) for name, (_, dim, _) in first.shards.items()]
+    shapes = [(arguments.shards[name][2], dim) for name, (_, dim, _) in first.shards.items()]
     mine = np.array([0 if dim is None else shape[dim] for shape, dim in shapes], np.int64)
     every = np.empty((team.size, len(mine)), np.int64)
     team.comm.Allgather([mine, MPI.INT64_T], [every, MPI.INT64_T])
     return np.ascontiguousarray(every.T)
 
 
-def _sum(extents: Integers) -> int:
-    """Their sum, also where that is no int64."""
+def _sum(extents: Ints) -> int:
+    """The sum, also where it does not fit into an int64."""
     total = int(extents.sum())
     return total if extents.sum(dtype=float) < 2**62 else sum(extents.tolist())
 
 
-def _odd(first: _Ask, other: _Ask) -> str | None:
-    """How a rank's request differs from that of rank 0."""
+def _difference(first: _Arguments, other: _Arguments) -> str | None:
+    """How a rank's arguments differ from those of rank 0."""
     option = objects.first_difference(first.same, other.same)
     if option is not None:
         return option
@@ -300,17 +275,17 @@ def _odd(first: _Ask, other: _Ask) -> str | None:
         dtype_here, dim_here, shape_here = other.shards[name]
         if dtype_here != dtype:
             return f"{name!r}: dtype is {dtype_here}, where rank 0 has {dtype}"
-        if len(shape_here) != len(shape) or _besides(shape_here, dim) != _besides(shape, dim):
+        if len(shape_here) != len(shape) or _others(shape_here, dim) != _others(shape, dim):
             return f"{name!r}: shape is {shape_here}, which does not fit {shape} of rank 0 along dim {dim}"
         if dim_here != dim:
             return f"{name!r}: dim is {dim_here}, where rank 0 has {dim}"
     return None
 
 
-def _besides(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+def _others(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
     return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
 
 
 def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Rows of about a MiB."""
+    """The shape of a chunk of rows of about a MiB."""
     return next(layout.boxes(layout.whole(shape), max(1, _CHUNK // itemsize))).shape

@@ -1,11 +1,10 @@
-"""Writing a staging file, from the layout to the rename: what save(), piecewise writing and the commands share."""
+"""The data of a file that ranks write together: what save(), piecewise writing and the commands share."""
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +16,32 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, RankError, reason
 from hpcdist.files import h5
-from hpcdist.files.commit import Commit, check_target, sync
-from hpcdist.files.h5 import Dataset, Layout
-from hpcdist.files.raw import Ints, Raw, memory, write_at
-from hpcdist.layout import Box
-from hpcdist.staging import contents, journal, writers
+from hpcdist.files.commit import sync
+from hpcdist.files.h5 import Dataset
+from hpcdist.files.raw import Ints, Raw, memory
+from hpcdist.staging import drivers, journal
+from hpcdist.staging.drivers import Driver
 from hpcdist.staging.journal import Journal
 from hpcdist.staging.pages import Edges, Owner, Pages
 from hpcdist.staging.reader import checksum_of
+from hpcdist.staging.target import SaveOptions, Target
 
-__all__ = ["WINDOW", "Options", "Saving"]
-
-WINDOW = 2**28  # bytes a rank, of what is not the caller's tensors
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a file is written.
-
-    Attributes:
-        writer: "auto", "mpio" or "posix".
-        window: bytes of host memory a rank for what is on its way.
-        align: of datasets in the file, in bytes; None for the file system's own, 1 MiB at least.
-        hints: for MPI-IO.
-        resume: go on with what a job that died left of the same save.
-        attrs: HDF5 attributes of the file itself.
-        source: what the data come from, for a resumed save that does not look at them again.
-        progress: called on each rank with the bytes that it has just done.
-    """
-
-    writer: str = "auto"
-    window: int = WINDOW
-    align: int | None = None
-    hints: Mapping[str, str] = field(default_factory=dict)
-    resume: bool = False
-    attrs: Mapping[str, Any] = field(default_factory=dict)
-    source: str = ""
-    progress: Callable[[int], None] | None = None
+__all__ = ["Saving"]
 
 
 class Saving:
-    """A file that the ranks of a team write together. Making one is collective, and so are finish() and abandon().
+    """A file that the ranks of a team write together, for a ``with`` block. Making one and commit() are collective.
 
-    A write that fails is kept until finish(), where every rank hears of it: ranks that exchange data go on doing so.
+    The error of a write is kept until commit(), which reports it to every rank: ranks that exchange data continue.
+    The end of the block does what commit() does, or, after an exception, what drop() does.
 
     Args:
-        verb: the call on whose behalf it is, for messages.
+        verb: the call that writes the file, for messages.
         datasets: what is written, the same on all ranks.
         owner: the ranks that write the pieces of dataset i with these elements, counted in C order.
 
     Attributes:
-        problem: what has gone wrong on this rank so far.
+        problem: the first error on this rank.
         done: (dataset, piece) -> checksum of what another run has left complete.
 
     Raises:
@@ -75,118 +49,134 @@ class Saving:
     """
 
     def __init__(
-        self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], owner: Owner, options: Options
+        self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], owner: Owner, options: SaveOptions
     ) -> None:
         self.team = team
         self.verb = verb
         self.datasets = datasets
         self.problem: str | None = None
         self.done: dict[tuple[int, int], int] = {}
-        self._target = Path(path)
+        self._path = path
         self._edges = Edges(Path(os.path.realpath(path)).parent, options.window)
-        self._commit: Commit | None = None
         self._written: dict[tuple[int, int], int] = {}  # (dataset, piece) -> checksum of those of this rank
-        compressed = any(d.chunks for d in datasets)  # HDF5 changes its own index of them all the time
-        self._options = replace(options, resume=options.resume and not compressed)
-        self.layout, self._left, self._notes = objects.broadcast(team.comm, verb, self._lay_out)
-        places = [(0, 0) if at is None else (at, d.nbytes()) for d, at in zip(datasets, self.layout.data, strict=True)]
-        sizes = [d.dtype.itemsize for d in datasets]
-        self._pages = Pages(self.layout.page, places, lambda i, at: owner(i, at // sizes[i]))
-        self._settled = False
+        self._options = options
+        self._synced = False
         self._journal: Journal | None = None
-        self._writers: list[writers.Writer] = []
+        self._driver: Driver | None = None
+        self._target = Target(path, datasets, options) if team.rank == 0 else None
+        self.map, self._left, self._notes = objects.broadcast(team.comm, verb, lambda: self._on_root().lay_out())
+        places = [(0, 0) if at is None else (at, d.nbytes()) for d, at in zip(datasets, self.map.data, strict=True)]
+        sizes = [d.dtype.itemsize for d in datasets]
+        self._pages = Pages(self.map.page, places, lambda i, at: owner(i, at // sizes[i]))
         try:
-            objects.all_gather(team.comm, verb, lambda: h5.look(self.layout))
-            objects.all_gather(team.comm, verb, self._open_writer)
+            objects.all_gather(team.comm, verb, lambda: h5.check_visible(self.map))
+            objects.all_gather(team.comm, verb, self._open)
         except BaseException:
             self._give_up()
             raise
 
-    def _open_writer(self) -> None:
-        name = writers.fit_for_path(self._options.writer, self.layout.path)
-        self._options = replace(self._options, writer=name)
-        self._writers.append(writers.opened(name, self.team.comm, self.datasets, self.layout, self._options.hints))
+    def _on_root(self) -> Target:
+        assert self._target is not None
+        return self._target
 
-    def _close_writer(self) -> None:
+    def _open(self) -> None:
+        name = drivers.for_path(self._options.writer, self.map.path)
+        self._options = replace(self._options, writer=name)
+        self._driver = drivers.open_driver(name, self.team, self.datasets, self.map, self._options.hints)
+
+    def _close(self) -> None:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        while self._writers:
-            self._writers.pop().close()
-
-    def _lay_out(self) -> tuple[Layout, dict[tuple[int, int], int], tuple[str, int]]:
-        """On rank 0: the file that is to be, or what was left of it; the checksums of what is complete in it; and the
-        journal with its length, if there is to be one."""
-        nbytes = sum(d.nbytes() for d in self.datasets if d.chunks is None)
-        check_target(self._target, 0)
-        plan = h5.summary(self.datasets, self._options.attrs, self._options.source)
-        commit = self._commit = Commit(self._target, self._options.resume)
-        try:
-            check_target(self._target, nbytes - commit.part.stat().st_blocks * 512)
-            if commit.resumed and _left(commit.part) == plan:
-                commit.journal.touch()
-                notes = str(commit.journal), commit.journal.stat().st_size
-                return h5.find_layout(commit.part), journal.read(commit.journal), notes
-            align = h5.alignment_of(commit.part.parent, self._options.align)
-            made = h5.create(commit.part, self.datasets, plan, self._options.attrs, align)
-            sync(commit.part, forget=True)  # before another rank opens it, and writes there
-            if self._options.resume:
-                commit.journal.write_bytes(b"")
-            return made, {}, (str(commit.journal) if self._options.resume else "", 0)
-        except BaseException as error:
-            self._give_up()
-            if isinstance(error, Exception) and not isinstance(error, FileError):  # HDF5 has many ways to say so
-                raise FileError(f"{self._target}: cannot be written: {reason(error)}") from error
-            raise
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close()
 
     def prove(self, rows: Sequence[Sequence[int]]) -> None:
         """Find what is complete already, by reading it. Collective.
 
         Args:
-            rows: of each dataset, the pieces that this rank is to write.
+            rows: the pieces of each dataset that this rank has to write.
         """
-        team, (path, end), page = self.team, self._notes, self.layout.page
+        team, (path, end), page = self.team, self._notes, self.map.page
         if not path:
             return
         try:
-            found = objects.all_gather(team.comm, self.verb, lambda: [*self._proven(rows)])
-            self.done = {(i, row): self._left[i, row] for rank in found for i, row in rank}
-            counts = objects.all_gather_object(team.comm, sum(map(len, rows)))
-            at = sum((journal.nbytes(n, page) for n in counts[: team.rank]), -(-end // page) * page)
-            objects.all_gather(team.comm, self.verb, lambda: self._open_journal(Path(path), at))
+            found = objects.all_gather(team.comm, self.verb, lambda: ([*self._proven(rows)], sum(map(len, rows))))
+            self.done = {(i, row): self._left[i, row] for proven, _ in found for i, row in proven}
+            start = sum((journal.nbytes(n, page) for _, n in found[: team.rank]), -(-end // page) * page)
+            objects.all_gather(team.comm, self.verb, lambda: self._open_journal(Path(path), start))
         except RankError:
-            self.abandon()
+            self._abandon()
             raise
 
     def _proven(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """Those of this rank's pieces that the file holds as they were noted."""
-        with open(self.layout.path, "rb", buffering=0) as file:
-            for i, (dataset, mine) in enumerate(zip(self.datasets, rows, strict=True)):
-                for row in mine if self.layout.data[i] is not None else ():
+        """Yield this rank's pieces that the file holds as they were noted."""
+        with open(self.map.path, "rb", buffering=0) as file:
+            for i, mine in enumerate(rows):
+                for row in mine:
                     noted = self._left.get((i, row))
-                    if noted is not None and _holds(file.fileno(), self.raw(i), dataset.pieces[row], noted):
+                    if noted is not None and self._checksum(file.fileno(), i, row) == noted:
                         self._written[i, row] = noted
                         yield i, row
 
+    def _checksum(self, fd: int, i: int, row: int) -> int | None:
+        """The checksum of a piece in the file; None if it cannot be read, and must be written again."""
+        try:
+            return checksum_of(fd, self.raw(i), self.datasets[i].pieces[row])
+        except (OSError, EOFError):
+            return None
+
+    def _open_journal(self, path: Path, start: int) -> None:
+        self._journal = Journal(path, start)
+
     def raw(self, i: int) -> Raw:
-        """Where a dataset lies in the file."""
-        return Raw(self.layout.path, self.layout.data[i] or 0, self.datasets[i].shape, self.datasets[i].dtype)
+        """The position of a dataset in the file."""
+        return Raw(self.map.path, self.map.data[i] or 0, self.datasets[i].shape, self.datasets[i].dtype)
 
     def put(self, i: int, row: int, piece: Tensor) -> None:
         """Write a piece, contiguous host memory, and its checksum. On this rank alone; a failure is kept.
 
-        One that is there already is not written again, if these are the data that are there.
+        A piece that is there already is written again only if its data differ.
         """
         if self.problem is None:
             try:
-                data, digest = memory(piece), h5.digest()
+                data = memory(piece)
                 if not self._has(i, row, data):
-                    at, rank = self.raw(i).place(self.datasets[i].pieces[row]), self.team.rank
-                    self._pages.write(rank, at, data, self._writers[0].write, self._edges, digest)
-                    self.record(i, row, digest.intdigest())
+                    digest = h5.digest() if self._options.lay_out is None else None
+                    self._write(self.raw(i).place(self.datasets[i].pieces[row]), data, digest)
+                    if digest is not None:
+                        self.record(i, row, digest.intdigest())
             except Exception as error:
                 self.fail(error)
         self._report(piece.nbytes)
+
+    def _has(self, i: int, row: int, data: memoryview) -> bool:
+        if (i, row) not in self.done:
+            return False
+        if h5.checksum(data) == self.done[i, row]:
+            return True
+        del self._written[i, row]
+        return False
+
+    def _write(self, place: int, data: memoryview, digest: Any = None) -> None:
+        assert self._driver is not None
+        self._pages.write(self.team.rank, place, data, self._driver.write, self._edges, digest)
+
+    def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
+        """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""
+        assert self._driver is not None
+        if self.problem is not None:
+            row = piece = None
+        box = None if row is None else self.datasets[i].pieces[row]
+        data = None if piece is None else memory(piece)
+        try:
+            self._driver.write_filtered(i, box, data)
+            if row is not None and data is not None:
+                self.record(i, row, h5.checksum(data))
+        except Exception as error:
+            self.fail(error)
+        self._report(0 if piece is None else piece.nbytes)
 
     def write_runs(self, i: int, starts: Ints, nbytes: int, data: memoryview) -> None:
         """Write runs of a dataset that begin at these elements; they follow each other in `data`. On this rank alone.
@@ -194,89 +184,66 @@ class Saving:
         Raises:
             OSError: it cannot be written.
         """
-        places = starts * self.datasets[i].dtype.itemsize + (self.layout.data[i] or 0)
+        places = starts * self.datasets[i].dtype.itemsize + (self.map.data[i] or 0)
         if 0 < nbytes < self._pages.size:
             self._pages.keep(places, nbytes, data, self._edges)
             return
         for k, place in enumerate(places.tolist()):
-            part = data[k * nbytes : (k + 1) * nbytes]
-            self._pages.write(self.team.rank, place, part, self._writers[0].write, self._edges)
-
-    def _has(self, i: int, row: int, data: memoryview) -> bool:
-        if (i, row) not in self.done:
-            return False
-        digest = h5.digest()
-        digest.update(data)
-        if int(digest.intdigest()) == self.done[i, row]:
-            return True
-        del self._written[i, row]
-        return False
-
-    def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
-        """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""
-        if self.problem is not None:
-            row = piece = None
-        box = None if row is None else self.datasets[i].pieces[row]
-        data = None if piece is None else memory(piece)
-        try:
-            self._writers[0].write_filtered(i, box, data)
-            if row is not None and data is not None:
-                digest = h5.digest()
-                digest.update(data)
-                self.record(i, row, digest.intdigest())
-        except Exception as error:
-            self.fail(error)
-        self._report(0 if piece is None else piece.nbytes)
+            self._write(place, data[k * nbytes : (k + 1) * nbytes])
 
     def record(self, i: int, row: int, checksum: int) -> None:
-        """Note that a piece is complete, and what its checksum is."""
+        """Note that a piece is complete, and its checksum."""
         self._written[i, row] = checksum
         if self._journal is not None:
             self._journal.note(i, row, checksum)
 
     def fail(self, error: Exception) -> None:
-        """Keep the first thing that went wrong on this rank."""
-        if self.problem is None:
-            self.problem = f"{self._target}: writing failed: {reason(error)}"
+        """Keep the first error on this rank."""
+        self.problem = self.problem or f"{self._path}: writing failed: {reason(error)}"
 
     def _report(self, nbytes: int) -> None:
         activity.touch()
         try:
             if self._options.progress is not None:
                 self._options.progress(nbytes)
-        except Exception as error:  # the caller's own; the ranks are to end this call together
+        except Exception as error:  # the caller's own; the ranks must end this call together
             self.fail(error)
 
-    def settle(self) -> None:
-        """Bring what belongs to other ranks there, and all of it to the disk. Collective; a failure is kept."""
-        if self._settled:
+    def sync(self) -> None:
+        """Send what belongs to other ranks there, and bring all of it to the disk. Collective; a failure is kept."""
+        if self._synced:
             return
-        self._settled = True
-        problem = self._edges.settle(self.team, self._writers[0].write)
+        self._synced = True
+        assert self._driver is not None
+        problem = self._edges.settle(self.team, self._driver.write)
         if problem is not None:
             self.fail(problem)
         try:
-            sync(Path(self.layout.path))  # each rank as soon as it is done: the disk works while others still write
+            sync(Path(self.map.path))  # each rank as soon as it is done: the disk works while others still write
         except OSError as error:
             self.fail(error)
 
-    def finish(self) -> None:
-        """Put the file in place under its name, complete and on the disk. Collective.
+    def commit(self) -> None:
+        """Give the file its name, complete and on the disk. Collective.
 
         Raises:
             RankError: on every rank, if anything failed on any. The target is as it was.
         """
-        comm, path = self.team.comm, Path(self.layout.path)
-        self.settle()
+        comm = self.team.comm
+        self.sync()
         try:
             objects.all_gather(comm, self.verb, self._raise_problem)
-            objects.all_gather(comm, self.verb, self._close_writer)
-            objects.all_gather(comm, self.verb, lambda: sync(path))
-            written = self._gathered()
-            objects.broadcast(comm, self.verb, lambda: self._complete(written))
+            objects.all_gather(comm, self.verb, self._close)
+            objects.all_gather(comm, self.verb, lambda: sync(Path(self.map.path)))
+            written = self._gathered() if self._options.lay_out is None else []
+            objects.broadcast(comm, self.verb, lambda: self._on_root().complete(self.map, written))
         except RankError:
-            self.abandon()
+            self._abandon()
             raise
+
+    def _raise_problem(self) -> None:
+        if self.problem is not None:
+            raise FileError(self.problem)
 
     def _gathered(self) -> list[Ints]:
         """On rank 0, for each rank: dataset, piece and bits of the checksum of what it has written. Collective."""
@@ -285,66 +252,32 @@ class Saving:
         comm = self.team.comm
         mine = np.array([(*of, checksum) for of, checksum in self._written.items()], np.uint64).astype(np.int64)
         counts = [3 * n for n in objects.all_gather_object(comm, len(self._written))]
-        all_ = np.empty(sum(counts) if comm.rank == 0 else 0, np.int64)
+        recv = np.empty(sum(counts) if comm.rank == 0 else 0, np.int64)
         comm.Gatherv(
-            [mine, MPI.INT64_T], [all_, counts, layout.displs(counts), MPI.INT64_T] if comm.rank == 0 else None
+            [mine, MPI.INT64_T], [recv, counts, layout.displs(counts), MPI.INT64_T] if comm.rank == 0 else None
         )
-        return [part.reshape(-1, 3) for part in np.split(all_, layout.displs(counts)[1:])] if comm.rank == 0 else []
+        return [part.reshape(-1, 3) for part in np.split(recv, layout.displs(counts)[1:])] if comm.rank == 0 else []
 
-    def _open_journal(self, path: Path, start: int) -> None:
-        self._journal = Journal(path, start)
-
-    def _raise_problem(self) -> None:
-        if self.problem is not None:
-            raise FileError(self.problem)
-
-    def _complete(self, written: Sequence[Ints]) -> None:
-        """On rank 0: the tables of pieces, the mark, and the name."""
-        assert self._commit is not None
-        tables = h5.filled(self.datasets, written)
-        fd = os.open(self.layout.path, os.O_WRONLY | os.O_NOFOLLOW)
-        try:
-            write_at(fd, self.layout.table, memoryview(tables))
-            write_at(fd, self.layout.state, memoryview(h5.COMPLETE))
-        finally:
-            os.close(fd)
-        self._commit.finish()
-        self._commit = None
-
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Close the file and give up: the target is as it was. Collective."""
         try:
-            objects.all_gather(self.team.comm, self.verb, self._close_writer)
+            objects.all_gather(self.team.comm, self.verb, self._close)
         finally:
             self._give_up()
 
     def drop(self) -> None:
-        """Give up on this rank alone, where the others cannot be told. What MPI-IO has open stays open."""
-        if self.team.size == 1 or writers.active(self._options.writer)[0] == "posix":
-            self._close_writer()
+        """Give up on this rank alone, without the others. Files that MPI-IO has open stay open."""
+        if self.team.size == 1 or self._options.writer == "posix":
+            self._close()
         self._give_up()
 
     def _give_up(self) -> None:
         self._edges.close()
-        if self._commit is not None:
-            self._commit.discard(keep=self._options.resume)
-            self._commit = None
+        if self._target is not None:
+            self._target.discard()
 
+    def __enter__(self) -> Saving:
+        return self
 
-def _left(part: Path) -> dict[str, Any] | None:
-    """The plan of a file that was left, or None, with a warning, if there is nothing to go on with."""
-    try:
-        return contents.describe(str(part), incomplete=True).plan
-    except Exception as error:  # whatever HDF5 makes of a file that was torn
-        warnings.warn(
-            f"what another run has left cannot be gone on with, and is written anew: {reason(error)}", stacklevel=2
-        )
-        return None
-
-
-def _holds(fd: int, where: Raw, box: Box, noted: int) -> bool:
-    """Whether a piece in the file has the checksum that was noted when it was written."""
-    try:
-        return checksum_of(fd, where, box) == noted
-    except (OSError, EOFError):  # it cannot be read: it is written again
-        return False
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.commit() if error is None else self.drop()

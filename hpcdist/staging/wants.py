@@ -1,5 +1,5 @@
-"""Which box of each tensor of a file each rank wants, and how they are read: by integers alone, no rank lists what all
-others want."""
+"""Which box of each tensor of a file each rank wants, and how they are read: computed from integers; no rank lists
+what all others want."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import torch
 
 from hpcdist import layout
 from hpcdist.errors import listed
-from hpcdist.files.raw import SHORT
+from hpcdist.files.raw import SHORT, Ints
 from hpcdist.layout import Box
-from hpcdist.staging.boxes import BoxSequence, Chosen, Copies, Corners, Grid, Integers, Listed, Shards, summed
-from hpcdist.staging.contents import Stored
-from hpcdist.staging.pieces import PIECE, Plan, owners_of
+from hpcdist.staging.boxes import BoxSequence, Chosen, Copies, Corners, Grid, Listed, Shards, summed
+from hpcdist.staging.catalog import Stored
+from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds
 
-__all__ = ["Ask", "find_wants", "plan_load", "read_apart"]
+__all__ = ["Arguments", "find_wants", "plan_load", "reads_alone"]
 
 _MOST = 2**61  # elements: no tensor of a file is larger, and the sum of two such numbers is an int64
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What one rank wants.
+class Arguments:
+    """What one rank wants to load.
 
     Attributes:
-        same: the options that must be the same on all ranks, by name.
-        box: the box that this rank wants, if it names one itself.
-        out: dtype and shape of the memory that it gives.
+        same: options that must be the same on all ranks, by name.
+        box: box that this rank wants, if the caller gives one.
+        out: dtype and shape of the memory for it, if the caller gives that.
     """
 
     same: dict[str, Any] = field(default_factory=dict)
@@ -40,18 +40,20 @@ class Ask:
     out: tuple[torch.dtype, tuple[int, ...]] | None = None
 
 
-def find_wants(datasets: Mapping[str, Stored], asks: Sequence[Ask]) -> tuple[dict[str, BoxSequence], dict[int, str]]:
-    """The box of each tensor that each rank gets, and why it cannot be, or does not fit the memory given, by rank."""
+def find_wants(
+    datasets: Mapping[str, Stored], asks: Sequence[Arguments]
+) -> tuple[dict[str, BoxSequence], dict[int, str]]:
+    """Find the box of each tensor for each rank; and by rank, why it cannot be read, or does not fit `out`."""
     wants: dict[str, BoxSequence] = {}
     problems: dict[int, str] = {}
-    named = _Named(asks) if asks[0].box is not None else None
+    given = _Given(asks) if asks[0].box is not None else None
     for key, stored in datasets.items():
         try:
-            if named is None:
-                wants[key] = _shared_out(stored, asks[0].same, len(asks))
+            if given is None:
+                wants[key] = _along_dim(stored, asks[0].same, len(asks))
             else:
-                wants[key] = named.boxes(stored.shape)
-                for rank in named.outside(stored.shape):
+                wants[key] = given.boxes(stored.shape)
+                for rank in given.outside(stored.shape):
                     text = f"box is {_show(asks[rank].box)}, which is not in shape {stored.shape}"
                     problems.setdefault(rank, f"{key}: {text}")
         except ValueError as error:
@@ -70,10 +72,10 @@ def _show(box: Box | None) -> str:
     return f"(offset {box.offset}, shape {box.shape})"
 
 
-class _Named:
-    """The boxes that the ranks name, by their number of dims; those with another one are in no tensor."""
+class _Given:
+    """The boxes that the ranks give, by their number of dims; those with another one are in no tensor."""
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
+    def __init__(self, asks: Sequence[Arguments]) -> None:
         self._given = [ask.box for ask in asks if ask.box is not None]
         self._corners: dict[int, Corners] = {}
 
@@ -93,14 +95,15 @@ class _Named:
 
     def outside(self, shape: tuple[int, ...]) -> list[int]:
         """The ranks whose box is not in a tensor of this shape."""
-        least = self._of(len(shape)).least_shape
-        if shape and least is not None and all(n <= extent for n, extent in zip(least, shape, strict=True)):
-            return []
-        return [rank for rank, box in enumerate(self._given) if not box.is_in(shape)]
+        if not shape:
+            return [rank for rank, box in enumerate(self._given) if not box.is_in(shape)]
+        offsets, shapes = self._of(len(shape)).offsets, self._of(len(shape)).shapes
+        wrong = (offsets < 0) | (shapes < 0) | (offsets + shapes > np.array(shape))
+        return np.flatnonzero(wrong.any(axis=1)).tolist()
 
 
-def _shared_out(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequence:
-    """The boxes of a tensor along the dim that was asked for; a ValueError if it has no such dim or counts."""
+def _along_dim(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequence:
+    """The boxes of a tensor along the dim that was given; a ValueError if it has no such dim or counts."""
     shape, dim = stored.shape, same["dim"]
     if isinstance(dim, dict):
         dim = dim.get(stored.name, 0)
@@ -113,7 +116,7 @@ def _shared_out(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequen
 
 
 @lru_cache(maxsize=256)
-def _displs(counts: str | tuple[int, ...] | None, extent: int, size: int) -> Integers:
+def _displs(counts: str | tuple[int, ...] | None, extent: int, size: int) -> Ints:
     found = summed(layout.counts_of(counts, extent, size))
     found.setflags(write=False)  # tensors of the same extent have the same
     return found
@@ -125,9 +128,9 @@ def _unfit(
     wants: Mapping[str, BoxSequence],
     rank: int,
 ) -> str | None:
-    """Why `out` cannot take what a rank gets."""
+    """Explain why `out` does not fit what a rank gets; None if it does."""
     if len(wants) != 1:
-        return f"out is given for one tensor, but {len(wants)} are meant: {listed(wants)}"
+        return f"out is given for one tensor, but {len(wants)} are read: {listed(wants)}"
     ((key, boxes),) = wants.items()
     dtype, shape = out
     if dtype != datasets[key].dtype:
@@ -135,8 +138,8 @@ def _unfit(
     return None if shape == boxes[rank].shape else f"out has shape {shape}, expected {boxes[rank].shape}"
 
 
-def read_apart(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:
-    """Whether every rank can well read on its own: long runs, or little in all; and whole pieces, to be verified."""
+def reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:
+    """Decide whether every rank reads on its own: long runs, or little in all; and whole pieces, if verified."""
     size = stored.dtype.itemsize
     if isinstance(wants, Listed):
         if not verify and 2 * wants.corners.sizes.sum(dtype=float) < prod(stored.shape):
@@ -156,20 +159,20 @@ def read_apart(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:
 
 def plan_load(
     stored: Stored, wants: BoxSequence, window: int, readers: int, verify: bool | None
-) -> tuple[Plan, Sequence[int] | Integers | None]:
-    """Who reads what, and for each piece its number in the file's table, if the table's pieces are read."""
+) -> tuple[PiecePlan, Sequence[int] | Ints | None]:
+    """Plan which rank reads what; and if the pieces of the file's table are read, the number of each."""
     size, itemsize = len(wants), stored.dtype.itemsize
-    table, takers = stored.boxes, readers
+    table, workers = stored.boxes, readers
     largest = int(table.corners.sizes.max()) * itemsize if len(table) else 0
-    rows: Sequence[int] | Integers | None = None
+    rows: Sequence[int] | Ints | None = None
     pieces: BoxSequence
     if largest and 2 * largest <= window:
         pieces, rows = table, range(len(table))
-        takers = max(1, min(readers, window // (2 * largest)))
+        workers = max(1, min(readers, window // (2 * largest)))
     else:
         pieces = Grid(stored.shape, max(1, min(PIECE, window // (2 * readers)) // itemsize))
     if isinstance(wants, Listed) and not (verify and rows is not None):
-        chosen = pieces.intersecting(wants.corners.cover)  # a piece in the midst of these may be wanted by none
+        chosen = pieces.intersecting(wants.corners.cover)  # no rank may want some of the pieces within these
         if len(chosen) < len(pieces):
             pieces, rows = Chosen(pieces, chosen), None if rows is None else chosen
-    return Plan(pieces, owners_of(len(pieces), size, takers), wants, straight=False), rows
+    return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants, straight=False), rows

@@ -263,8 +263,10 @@ def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
     seen: list[tuple[str, int]] = []
-    look = h5.look
-    monkeypatch.setattr(h5, "look", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), look(p)))
+    check = h5.check_visible
+    monkeypatch.setattr(
+        h5, "check_visible", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), check(p))
+    )
     whole = hd.concat(torch.full((2,), world.rank), route="hdf5")
     findings = Findings(world.comm)
     findings.same(whole, torch.arange(world.world_size).repeat_interleave(2), "concat")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hpcdist.staging import writers
+from hpcdist.staging import drivers
 
-WRITERS = [name for name in ("mpio", "posix") if writers.missing(name) is None]
+WRITERS = [name for name in ("mpio", "posix") if drivers.missing(name) is None]

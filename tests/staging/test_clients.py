@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.commands import outputs
+from hpcdist.commands.outputs import Array, Output
 from hpcdist.files.raw import memory
+from hpcdist.staging.target import SaveOptions
 
 pytestmark = pytest.mark.mpi
 
@@ -80,7 +81,7 @@ def test_outputs_of_the_commands(suffix: str, world: hd.World, folder: Path) -> 
     for n in (3000, 100_003):
         whole = whole_of((n,), torch.float32)
         path = folder / f"y{n}{suffix}"
-        out = outputs.create(world.team, "test", str(path), (n,), torch.float32, 9000)
+        out = Output(world.team, "test", Array(str(path), (n,), torch.float32), SaveOptions(window=9000))
         for row in out.mine():
             out.put(row, whole[out.pieces[row].slices()].contiguous())
         out.finish()

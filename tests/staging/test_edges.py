@@ -19,9 +19,10 @@ from conftest import WRITERS
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.commands import outputs
+from hpcdist.commands.outputs import Array, Output
 from hpcdist.files import h5
-from hpcdist.staging import writers
+from hpcdist.staging import drivers
+from hpcdist.staging.target import SaveOptions
 
 pytestmark = pytest.mark.mpi
 
@@ -159,14 +160,14 @@ def test_one_rank_cannot_open_the_file_for_writing(
     writer: str, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staging.save(folder / "x.h5", X)
-    opened = writers.opened
+    open_driver = drivers.open_driver
 
-    def failing(name: str, comm: Any, *args: Any) -> Any:
+    def failing(name: str, team: Any, *args: Any) -> Any:
         if last(world):
             raise OSError(24, "Too many open files")
-        return opened("posix", comm, *args)
+        return open_driver("posix", team, *args)
 
-    monkeypatch.setattr(writers, "opened", failing)
+    monkeypatch.setattr(drivers, "open_driver", failing)
     with one_file(folder, world):
         error = raises_on_all_ranks(
             world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", X + 1, writer=writer)
@@ -230,7 +231,7 @@ def test_what_was_left_cannot_be_read(world: hd.World, folder: Path, monkeypatch
 
 def test_attributes_that_cannot_be(world: hd.World, folder: Path) -> None:
     for attrs, text in (
-        ({"dta": {"a": 1}}, "attrs has 'dta', which is none of the tensors: data"),
+        ({"dta": {"a": 1}}, "attrs has 'dta', which is not one of the tensors: data"),
         ({"data": {"torch_dtype": "int8"}}, "torch_dtype is hpcdist's own"),
     ):
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda a=attrs: staging.save(folder / "x.h5", X, attrs=a))
@@ -313,7 +314,7 @@ def test_what_is_lost_with_the_power(path: str, world: hd.World, folder: Path, m
     elif path == "x.h5":
         staging.save(folder / path, x, writer="posix", window=50_000)
     else:
-        out = outputs.create(world.team, "test", str(folder / path), tuple(x.shape), x.dtype, 50_000)
+        out = Output(world.team, "test", Array(str(folder / path), tuple(x.shape), x.dtype), SaveOptions(window=50_000))
         for row in out.mine():
             out.put(row, x[out.pieces[row].slices()].contiguous())
         out.finish()

@@ -280,7 +280,7 @@ def test_resume(dim: int, writer: str, world: hd.World, folder: Path, monkeypatc
     names = sorted([left.name, left.with_suffix(".journal").name, "whole.h5"])
     assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == names, os.listdir(folder))
     done = calls[:4]
-    place = h5.find_layout(left)
+    place = h5.find_map(left)
     if world.rank == 0:
         assert len(journal.read(left.with_suffix(".journal"))) == 4 * world.world_size
         with left.open("r+b") as file:  # a piece that was complete is damaged by now
@@ -309,7 +309,7 @@ def left_behind(target: Path, content: bytes) -> Path:
     return left.part
 
 
-@pytest.mark.filterwarnings("ignore:what another run has left cannot be gone on with")
+@pytest.mark.filterwarnings("ignore:what another run has left cannot be resumed")
 def test_resume_begins_anew_where_the_save_is_another(world: hd.World, folder: Path) -> None:
     """Nothing, something else, a save of other data, and one that is torn anywhere."""
     staging.save(folder / "x.h5", X)
@@ -333,7 +333,7 @@ def test_a_long_attribute_that_has_changed_is_another_save(world: hd.World, fold
         long[2500] = value
         if value:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(staging.saving.Saving, "_complete", lambda self, written: 1 / 0)
+                patch.setattr(staging.target.Target, "complete", lambda self, *args: 1 / 0)
                 save = partial(staging.save, folder / "x.h5", X, attrs={"data": {"long": long - 1}}, resume=True)
                 raises_on_all_ranks(world.comm, hd.RankError, save)
         staging.save(folder / "x.h5", X, attrs={"data": {"long": long}}, resume=True)

@@ -20,12 +20,13 @@ import torch
 from launch import Job, mpirun
 
 from hpcdist.files.commit import Commit
+from hpcdist.files.regular import open_regular
 from hpcdist.layout import whole
-from hpcdist.staging import contents, writers
-from hpcdist.staging.reader import Reader, opened
+from hpcdist.staging import catalog, drivers
+from hpcdist.staging.reader import DatasetReader
 
 ALL = "HPCDIST_TEST_ALL" in os.environ
-POINTS = 300 if ALL else 12 if writers.missing("mpio") is None else 6
+POINTS = 300 if ALL else 12 if drivers.missing("mpio") is None else 6
 KINDS = 6  # of turns: the writer, the dim and the number of ranks
 
 # The ranks save a file; those that are told a call, or a moment, kill themselves there.
@@ -89,10 +90,10 @@ def expected(turn: int) -> torch.Tensor:
 
 
 def load(path: Path) -> torch.Tensor:
-    stored = contents.describe(str(path)).datasets["data"]
+    stored = catalog.describe(str(path)).datasets["data"]
     out = torch.empty(stored.shape, dtype=stored.dtype)
-    with opened(str(path)) as fd:
-        Reader(str(path), fd, stored, 2**20, True).read(whole(stored.shape), out)
+    with open_regular(str(path)) as fd:
+        DatasetReader(str(path), fd, stored, True).read(whole(stored.shape), out, 2**20)
     return out
 
 

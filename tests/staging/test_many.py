@@ -14,7 +14,7 @@ from conftest import WRITERS
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.files import h5
-from hpcdist.staging.reader import Reader
+from hpcdist.staging.reader import DatasetReader
 
 pytestmark = pytest.mark.mpi
 
@@ -86,9 +86,9 @@ def test_boxes_leave_out_pieces(world: hd.World, folder: Path, monkeypatch: pyte
     whole = torch.arange(64 * 64).view(64, 64)
     staging.save(folder / "x.h5", whole, None, window=64 * 8)
     filled: list[int] = []
-    fill = Reader.fill
+    fill = DatasetReader.fill
     monkeypatch.setattr(
-        Reader, "fill", lambda self, box, row, target: (filled.append(box.offset[0]), fill(self, box, row, target))
+        DatasetReader, "fill", lambda self, box, *rest: (filled.append(box.offset[0]), fill(self, box, *rest))
     )
     row = 62 if world.rank == world.world_size - 1 else 0
     got = staging.load(folder / "x.h5", box=((row, 3), (2, 2)), readers=world.world_size)

@@ -18,8 +18,8 @@ from hpcdist.files.h5 import records
 from hpcdist.files.raw import SHORT, Raw
 from hpcdist.layout import Box
 from hpcdist.staging import boxes, wants
-from hpcdist.staging.contents import Stored
-from hpcdist.staging.pieces import Plan, owners_of, plan_save, shard_boxes
+from hpcdist.staging.catalog import Stored
+from hpcdist.staging.pieces import PiecePlan, Sharded, block_bounds, plan_save, shard_boxes
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)
@@ -90,16 +90,9 @@ def test_listed_boxes_in_any_order(data: st.DataObject, shape: tuple[int, ...], 
     check_same(boxes.Chosen(listed, rows), [every[row] for row in rows], data.draw(a_box(shape)))
 
 
-def listed_plan(
-    shape: Sequence[int],
-    itemsize: int,
-    dim: int | None,
-    extents: Sequence[int],
-    window: int,
-    writers: int,
-    chunks: Sequence[int] | None,
-) -> tuple[list[Box], list[int], bool]:
+def listed_plan(x: Sharded, window: int, writers: int) -> tuple[list[Box], list[int], bool]:
     """Pieces, owners and whether it is straight, with a box for every piece of every rank."""
+    shape, itemsize, dim, extents, chunks = x.shape, x.dtype.itemsize, x.dim, x.extents, x.chunks
     held = shard_boxes(shape, dim, extents)
     filled = [rank for rank, box in enumerate(held) if box.size()]
     joined = dim is None or prod(shape[:dim]) == 1 or len(filled) < 2
@@ -129,33 +122,37 @@ def test_the_plan_of_a_save(
     chunks = None
     if prod(shape) and data.draw(st.booleans()):
         chunks = tuple(data.draw(st.integers(1, n)) for n in shape)
-    arguments: Any = (shape, 4, dim, extents, window, writers, chunks)
-    pieces, owners, straight = listed_plan(*arguments)
-    plan = plan_save(*arguments)
+    x = Sharded(shape, torch.int32, dim, extents, chunks)
+    pieces, owners, straight = listed_plan(x, window, writers)
+    plan = plan_save(x, window, writers)
     assert list(plan.held) == shard_boxes(shape, dim, extents)
-    assert (list(plan.pieces), list(plan.owners)) == (pieces, owners)
+    assert (list(plan.pieces), owners_of(plan.bounds)) == (pieces, owners)
     if prod(shape):
         assert plan.straight == straight
     check_rounds(plan, pieces, owners)
 
 
-def check_rounds(plan: Plan, pieces: list[Box], owners: list[int]) -> None:
+def owners_of(bounds: Any) -> list[int]:
+    """The owner of each piece."""
+    return [rank for rank, (low, end) in enumerate(itertools.pairwise(bounds.tolist())) for _ in range(low, end)]
+
+
+def check_rounds(plan: PiecePlan, pieces: list[Box], owners: list[int]) -> None:
     """Every piece is in one round, each owner has one in a round at most, and each rank finds those that concern it."""
     size = len(plan.held)
     done: list[int] = []
     for round_ in plan.rounds:
-        assert len(round_) == len(dict(round_)) and all(owners[row] == owner for owner, row in round_.items())
-        done += round_.values()
+        found = {rank: row for rank in range(size) if (row := plan.piece(rank, round_)) is not None}
+        assert all(owners[row] == owner for owner, row in found.items())
+        done += found.values()
         for rank in range(size):
-            assert round_.get(rank) == dict(round_).get(rank)
             mine = plan.held[rank]
-            expected = [(owner, row) for owner, row in round_.items() if pieces[row].intersect(mine).size()]
+            expected = [(owner, row) for owner, row in found.items() if pieces[row].intersect(mine).size()]
             assert plan.met(rank, round_) == expected
     assert sorted(done) == list(range(len(pieces)))
     assert [list(plan.rows(r)) for r in range(size)] == [
         [i for i, o in enumerate(owners) if o == r] for r in range(size)
     ]
-    assert [plan.owners[row] for row in range(len(owners))] == owners
 
 
 def test_owners_are_those_of_the_shares() -> None:
@@ -163,7 +160,7 @@ def test_owners_are_those_of_the_shares() -> None:
         if takers <= size:
             shares = layout.block_ranges(pieces, size, takers)
             expected = [rank for rank, (low, end) in enumerate(shares) for _ in range(low, end)]
-            assert list(owners_of(pieces, size, takers)) == expected
+            assert owners_of(block_bounds(pieces, size, takers)) == expected
 
 
 def stored(shape: tuple[int, ...], table: Sequence[Box] | None) -> Stored:
@@ -177,11 +174,11 @@ def test_the_plan_of_a_load(data: st.DataObject, shape: tuple[int, ...], size: i
     """Every rank gets all that it wants, of pieces of the table where these fit."""
     how = data.draw(st.sampled_from(["box", None, *range(len(shape))]))
     if how == "box":
-        asks = [wants.Ask({}, data.draw(a_box(shape))) for _ in range(size)]
+        asks = [wants.Arguments({}, data.draw(a_box(shape))) for _ in range(size)]
         expected = [ask.box for ask in asks]
     else:
         counts = data.draw(st.sampled_from(["block", "chunk", None]))
-        asks = [wants.Ask({"dim": how, "counts": counts})] * size
+        asks = [wants.Arguments({"dim": how, "counts": counts})] * size
         extent = shape[how] if how is not None else 0
         expected = shard_boxes(shape, how, layout.counts_of(counts, extent, size))
     table = list(layout.boxes(layout.whole(shape), data.draw(st.integers(1, 40))))
@@ -192,36 +189,43 @@ def test_the_plan_of_a_load(data: st.DataObject, shape: tuple[int, ...], size: i
     pieces = list(plan.pieces)
     if rows is not None:
         assert [one.boxes[int(row)] for row in rows] == pieces
-    check_rounds(plan, pieces, list(plan.owners))
+    check_rounds(plan, pieces, owners_of(plan.bounds))
     for want in expected:
         assert want is not None
         assert sum(piece.intersect(want).size() for piece in pieces) == want.size()
     long_runs = [layout.runs(want, shape)[:2] for want in expected if want is not None and want.size()]
     little = not verify and 2 * sum(want.size() for want in expected if want is not None) < prod(shape)
     well = all(count == 1 or little or not (verify or length * 4 < SHORT) for length, count in long_runs)
-    assert wants.read_apart(one, found["x"], verify) == well
+    assert wants.reads_alone(one, found["x"], verify) == well
 
 
 def test_boxes_that_are_in_no_tensor() -> None:
     given = [Box((0, 0), (3, 2)), Box((0,), (3,)), Box((0, 1), (3, 2)), Box((-1, 0), (1, 1)), Box((2**70, 0), (0, 0))]
     one = stored((3, 2), None)
-    _, problems = wants.find_wants({"x": one}, [wants.Ask({}, box) for box in given])
+    _, problems = wants.find_wants({"x": one}, [wants.Arguments({}, box) for box in given])
     assert list(problems) == [1, 2, 3, 4]
     assert problems[2] == "x: box is (offset (0, 1), shape (3, 2)), which is not in shape (3, 2)"
     _, problems = wants.find_wants(
-        {"x": stored((), None)}, [wants.Ask({}, Box((), ())), wants.Ask({}, Box((0,), (1,)))]
+        {"x": stored((), None)}, [wants.Arguments({}, Box((), ())), wants.Arguments({}, Box((0,), (1,)))]
     )
     assert list(problems) == [1]
 
 
 def test_memory_that_does_not_fit() -> None:
     same = {"dim": 0, "counts": "block"}
-    asks = [wants.Ask(same), wants.Ask(same, out=(torch.int32, (2, 2))), wants.Ask(same, out=(torch.int64, (1, 2)))]
+    asks = [
+        wants.Arguments(same),
+        wants.Arguments(same, out=(torch.int32, (2, 2))),
+        wants.Arguments(same, out=(torch.int64, (1, 2))),
+    ]
     _, problems = wants.find_wants({"x": stored((3, 2), None)}, asks)
     assert problems == {
         1: "out has shape (2, 2), expected (1, 2)",
         2: "out has dtype torch.int64, expected torch.int32, that of 'x' in the file",
     }
-    asks = [wants.Ask({"dim": 2, "counts": None}), wants.Ask({"dim": 2, "counts": None}, out=(torch.int8, ()))]
+    asks = [
+        wants.Arguments({"dim": 2, "counts": None}),
+        wants.Arguments({"dim": 2, "counts": None}, out=(torch.int8, ())),
+    ]
     _, problems = wants.find_wants({"x": stored((3, 2), None)}, asks)
     assert problems == dict.fromkeys((0, 1), "x: dim is 2, expected -2 to 1 for 2 dims")

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import layout, staging
-from hpcdist.staging import contents, pieces
+from hpcdist.staging import catalog, pieces
 
 pytestmark = pytest.mark.mpi
 
@@ -139,7 +139,7 @@ def test_any_number_of_writers(count: int, world: hd.World, folder: Path) -> Non
     staging.save(folder / "x.h5", part(whole, 0, extents, world.rank), writers=count, window=400)
     findings = Findings(world.comm)
     findings.same(by_h5py(folder / "x.h5", "data", torch.int64), whole, "contents")
-    table = contents.describe(str(folder / "x.h5")).datasets["data"].pieces
+    table = catalog.describe(str(folder / "x.h5")).datasets["data"].pieces
     ranks = set(() if table is None else table["rank"].tolist())
     findings.check(ranks == {taker * world.world_size // count for taker in range(count)}, f"written by {ranks}")
     findings.settle()
@@ -291,7 +291,7 @@ def test_a_part_of_the_ranks(world: hd.World, folder: Path) -> None:
 def test_pieces_are_no_longer_than_asked(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 64)
     staging.save(folder / "x.h5", torch.arange(100), window=10_000)
-    table = contents.describe(str(folder / "x.h5")).datasets["data"].pieces
+    table = catalog.describe(str(folder / "x.h5")).datasets["data"].pieces
     assert table is not None
     found = Findings(world.comm)
     found.check(table["shape"].max() == 8, "pieces of 64 bytes")

@@ -1,6 +1,6 @@
-"""Two ways to bring bytes into a file that is laid out already. The file is the same.
+"""Two drivers that write bytes to a file that is laid out already. The file is the same.
 
-posix: every rank writes at the bytes' places; of compressed datasets, rank 0 writes chunks that all ranks compress.
+posix: every rank writes with system calls; of compressed datasets, rank 0 writes chunks that all ranks compress.
 mpio: HDF5 writes through MPI-IO.
 """
 
@@ -15,44 +15,46 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hpcdist import layout
+from hpcdist.comm.team import Team
 from hpcdist.control import codec
 from hpcdist.errors import FileError
 from hpcdist.files import raw
-from hpcdist.files.h5 import Dataset, Layout, stored_dtype
+from hpcdist.files.h5 import Dataset, FileMap, stored_dtype
 from hpcdist.files.raw import Digest
 from hpcdist.layout import Box
+from hpcdist.staging.exchange import Bytes, all_to_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Writer", "active", "fit_for", "fit_for_path", "missing", "opened"]
+__all__ = ["NAMES", "Driver", "active", "for_filters", "for_path", "missing", "open_driver"]
 
 NAMES = ("auto", "mpio", "posix")
-_AHEAD = 2**23  # bytes that are written before the disk begins
-_LONGEST = 200  # bytes of a path that Open MPI's MPI-IO bears, with what it puts behind it
+_AHEAD = 2**23  # bytes that are written before the disk starts
+_LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffix that it adds
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
 
 
-class Writer(Protocol):
-    """One rank's hold on a file that a job is writing. `i` is a dataset, by its place in the layout."""
+class Driver(Protocol):
+    """A file that a job is writing, open on one rank. `i` is the number of a dataset in the file's map."""
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
-        """Write bytes of datasets at their place in the file. On this rank alone."""
+        """Write bytes of datasets at a position of the file. On this rank alone."""
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         """Write a box of whole chunks, or nothing, into a compressed dataset. Collective."""
 
     def close(self) -> None:
-        """Collective."""
+        """Close the file. Collective."""
 
 
 def missing(name: str) -> str | None:
-    """Why a writer cannot be used here, and how to get it; None if it can."""
+    """Explain why a driver cannot be used here, and how to get it; None if it can."""
     import h5py
 
     if name != "mpio" or h5py.get_config().mpi:
         return None
-    return f"h5py {h5py.__version__} was built without MPI (README, Install on a cluster, says how it is built with it)"
+    return f"h5py {h5py.__version__} was built without MPI (README, Install on a cluster, describes the build with MPI)"
 
 
 def active(name: str = "auto") -> tuple[str, str]:
@@ -71,15 +73,13 @@ def active(name: str = "auto") -> tuple[str, str]:
     if name != "auto":
         return name, "asked for"
     reason = missing("mpio")
-    return (
-        ("posix", reason)
-        if reason
-        else ("mpio", f"h5py {h5py.__version__} has parallel HDF5 {h5py.version.hdf5_version}")
-    )
+    if reason:
+        return "posix", reason
+    return "mpio", f"h5py {h5py.__version__} has parallel HDF5 {h5py.version.hdf5_version}"
 
 
-def fit_for(name: str, filters: Mapping[str, Any]) -> str:
-    """The writer for datasets with these filters, "posix" instead of what "auto" stands for if need be.
+def for_filters(name: str, filters: Mapping[str, Any]) -> str:
+    """Choose the driver for datasets with these filters: instead of "auto", "posix" if there are any.
 
     Where HDF5 writes chunks of several ranks through MPI-IO, ranks write into each other's pages.
 
@@ -91,8 +91,8 @@ def fit_for(name: str, filters: Mapping[str, Any]) -> str:
     return "posix" if filters else name
 
 
-def fit_for_path(name: str, path: str) -> str:
-    """The active writer for a file, "posix" instead of what "auto" stands for if need be.
+def for_path(name: str, path: str) -> str:
+    """Choose the driver for a file: instead of "auto", "posix" if MPI-IO cannot open it.
 
     Open MPI up to 5.0.9 writes a path into 256 bytes, and the process aborts (its issue 13565).
 
@@ -104,24 +104,24 @@ def fit_for_path(name: str, path: str) -> str:
     if active(name)[0] == "posix" or MPI.get_vendor()[0] != "Open MPI" or len(os.fsencode(path)) <= _LONGEST:
         return active(name)[0]
     if name == "mpio":
-        told = f"more than {_LONGEST} bytes, which Open MPI's MPI-IO does not bear: use writer auto or posix"
-        raise FileError(f"{path}: the path has {told}")
+        limit = f"more than {_LONGEST} bytes, which Open MPI's MPI-IO cannot open"
+        raise FileError(f"{path}: the path has {limit}: use writer auto or posix")
     return "posix"
 
 
-def opened(
-    name: str, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout, hints: Mapping[str, str]
-) -> Writer:
-    """Open a file for writing. Collective over `comm`; every rank has seen that it can open the file."""
-    return _Mpio(comm, datasets, place, hints) if name == "mpio" else _Posix(comm, datasets, place)
+def open_driver(
+    name: str, team: Team, datasets: Sequence[Dataset], file_map: FileMap, hints: Mapping[str, str]
+) -> Driver:
+    """Open a file for writing. Collective; every rank has checked that it can open the file."""
+    return _Mpio(team.comm, datasets, file_map, hints) if name == "mpio" else _Posix(team, datasets, file_map)
 
 
 class _Posix:
-    def __init__(self, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout) -> None:
-        self._comm = comm
-        self._path = place.path
+    def __init__(self, team: Team, datasets: Sequence[Dataset], file_map: FileMap) -> None:
+        self._team = team
+        self._path = file_map.path
         self._datasets = datasets
-        self._fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._fd = os.open(file_map.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
         for start in range(0, len(data), _AHEAD):
@@ -130,34 +130,19 @@ class _Posix:
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         dataset = self._datasets[i]
-        from mpi4py import MPI
-
-        mine: list[_Chunk] = []
+        chunks: list[_Chunk] = []
         problem: Exception | None = None
         try:
-            mine = [] if box is None or data is None else list(_filtered(dataset, box, data))
-        except Exception as error:  # told when no rank waits for this one
+            chunks = [] if box is None or data is None else list(_filtered(dataset, box, data))
+        except Exception as error:  # raised when no rank waits for this one
             problem = error
-        if self._comm.rank:
-            self._comm.Send([_packed(mine), MPI.BYTE], 0)
-        for source in range(self._comm.size) if self._comm.rank == 0 else ():
-            chunks = mine if source == 0 else self._received(source)
-            try:
-                if problem is None:
-                    self._write_chunks(dataset.name, chunks)
-            except Exception as error:  # the others' chunks are to be received all the same
-                problem = error
+        nothing = np.empty(0, np.uint8)
+        blocks = [_packed(chunks) if rank == 0 else nothing for rank in range(self._team.size)]
+        arrived = all_to_all(self._team, blocks)
         if problem is not None:
             raise problem
-
-    def _received(self, source: int) -> list[_Chunk]:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        self._comm.Probe(source, status=status)
-        message = bytearray(status.Get_count(MPI.BYTE))
-        self._comm.Recv([message, MPI.BYTE], source)
-        return _unpacked(message)
+        if self._team.rank == 0:
+            self._write_chunks(dataset.name, [chunk for block in arrived for chunk in _unpacked(block)])
 
     def _write_chunks(self, name: str, chunks: list[_Chunk]) -> None:
         import h5py
@@ -171,12 +156,12 @@ class _Posix:
         os.close(self._fd)
 
 
-# Where a chunk begins in the dataset, which filters left it as it was, and what the others made of it.
+# The offset of a chunk in the dataset, the mask of the filters that were skipped, and the filtered bytes.
 _Chunk = tuple[tuple[int, ...], int, bytes]
 
 
 def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
-    """The chunks of a box, as HDF5's own filters make them, and where each belongs: by way of a file in memory."""
+    """Yield the chunks of a box as HDF5's own filters make them, by way of a file in memory."""
     import h5py
 
     dtype = stored_dtype(dataset.dtype)
@@ -191,33 +176,36 @@ def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
             yield tuple(map(sum, zip(at, box.offset, strict=True))), mask, content
 
 
-def _packed(chunks: list[_Chunk]) -> bytes:
-    """Chunks as one message: the length of what follows as text, where and how long each is; and their contents."""
+def _packed(chunks: list[_Chunk]) -> Bytes:
+    """Encode chunks as one message: the length of the header; the header, as text; and the chunks' bytes."""
     head = codec.encode([(offset, mask, len(content)) for offset, mask, content in chunks])
-    return b"".join([len(head).to_bytes(8, "little"), head, *(content for _, _, content in chunks)])
+    message = bytearray().join([len(head).to_bytes(8, "little"), head, *(content for _, _, content in chunks)])
+    return np.frombuffer(message, np.uint8)
 
 
-def _unpacked(message: bytearray) -> list[_Chunk]:
-    start = 8 + int.from_bytes(message[:8], "little")
+def _unpacked(message: Bytes) -> list[_Chunk]:
+    start = 8 + int.from_bytes(message[:8].tobytes(), "little")
     chunks = []
-    for offset, mask, length in codec.decode(message[8:start]):
-        chunks.append((offset, mask, bytes(message[start : start + length])))
+    for offset, mask, length in codec.decode(message[8:start].tobytes()):
+        chunks.append((offset, mask, message[start : start + length].tobytes()))
         start += length
     return chunks
 
 
 class _Mpio:
     def __init__(
-        self, comm: MPI.Intracomm, datasets: Sequence[Dataset], place: Layout, hints: Mapping[str, str]
+        self, comm: MPI.Intracomm, datasets: Sequence[Dataset], file_map: FileMap, hints: Mapping[str, str]
     ) -> None:
         import h5py
         from mpi4py import MPI
 
-        self._fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)  # to tell the system what MPI-IO has written
+        self._fd = os.open(
+            file_map.path, os.O_RDONLY | os.O_CLOEXEC
+        )  # to start the writeback of what MPI-IO has written
         info = MPI.Info.Create(dict(hints))
-        self._file = h5py.File(place.path, "r+", driver="mpio", comm=comm, info=info)
+        self._file = h5py.File(file_map.path, "r+", driver="mpio", comm=comm, info=info)
         info.Free()
-        held = sorted((at, d.nbytes(), d.name) for d, at in zip(datasets, place.data, strict=True) if at is not None)
+        held = sorted((at, d.nbytes(), d.name) for d, at in zip(datasets, file_map.data, strict=True) if at is not None)
         self._starts = [at for at, nbytes, _ in held if nbytes]
         self._data = [(at + nbytes, self._file[name].id) for at, nbytes, name in held if nbytes]
 
@@ -236,14 +224,14 @@ class _Mpio:
                     try:
                         _write(dataset, part, np.frombuffer(data[:nbytes], np.uint8))
                     except OSError as error:
-                        raise self._told(error, nbytes) from error
+                        raise self._reason(error, nbytes) from error
                     place, data = place + nbytes, data[nbytes:]
                     if place - begun >= _AHEAD:
                         raw.start_writeback(self._fd, begun, place - begun)
                         begun = place
 
-    def _told(self, error: OSError, nbytes: int) -> OSError:
-        """HDF5 keeps to itself what MPI-IO says of a write that has failed; that there is no space can be seen."""
+    def _reason(self, error: OSError, nbytes: int) -> OSError:
+        """Find out whether a write failed for lack of space: HDF5 does not pass on the error of MPI-IO."""
         try:
             free = os.fstatvfs(self._fd)
         except OSError:
@@ -253,7 +241,7 @@ class _Mpio:
         return error
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
-        raise NotImplementedError("writer mpio does not compress")  # fit_for() has chosen another one
+        raise NotImplementedError("writer mpio does not compress")  # for_filters() has chosen another one
 
     def close(self) -> None:
         os.close(self._fd)
@@ -261,7 +249,7 @@ class _Mpio:
 
 
 def _write(dataset: Any, box: Box, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Write bytes that are stored as they are."""
+    """Write the bytes of a box as they are."""
     from h5py import h5s
 
     space = dataset.get_space()

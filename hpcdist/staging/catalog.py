@@ -1,0 +1,269 @@
+"""List what an HDF5 file holds: a staging file, or one of another tool."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcdist.errors import FileError, reason
+from hpcdist.files.h5 import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
+from hpcdist.files.raw import Raw
+from hpcdist.files.regular import check_regular
+from hpcdist.staging import journal
+from hpcdist.staging.boxes import Corners, Listed
+from hpcdist.staging.links import dataset_names, external_data, hard_path
+from hpcdist.tensors.storage import DTYPES
+
+__all__ = ["Catalog", "Stored", "describe"]
+
+_PARTS = ("state", "token", "plan")  # of our group; a group without them is another tool's
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A dataset in a file.
+
+    Attributes:
+        name, shape, dtype: of the tensor.
+        raw: position of its bytes, if they are one run without filters; None if only HDF5 can read them.
+        pieces: the table of its pieces, if hpcdist wrote it.
+        filters: name of its compression.
+        place: its path in the file, which differs from `name` if that is a link.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    raw: Raw | None
+    pieces: Table | None
+    filters: str
+    place: str = ""
+
+    @cached_property
+    def boxes(self) -> Listed:
+        """The boxes of its pieces."""
+        n = len(self.shape)
+        if self.pieces is None:
+            none = np.empty((0, n), np.int64)
+            return Listed(Corners(none, none), self.shape)
+        return Listed(Corners(self.pieces["offset"][:, :n], self.pieces["shape"][:, :n]), self.shape)
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """What a staging file, or a foreign HDF5 file, holds.
+
+    Attributes:
+        path: of the file.
+        datasets: by name, in the order of the file.
+        plan: what the save that made the file writes; None for a foreign file.
+        complete: whether all of it has been written.
+        identity: size and inode of the file.
+        token: of a file of hpcdist: position and bytes of its token.
+        external: by name, why a dataset is not read: its data are not in this file.
+    """
+
+    path: str
+    datasets: dict[str, Stored]
+    plan: dict[str, Any] | None
+    complete: bool
+    identity: tuple[int, int] = (0, 0)
+    token: tuple[int, bytes] | None = None
+    external: dict[str, str] = field(default_factory=dict)
+
+    def require(self, name: str = "") -> None:
+        """Raise a FileError if a dataset, or one in the group `name`, has its data in other files."""
+        for key, why in self.external.items():
+            if not name or key == name or key.startswith(f"{name}/"):
+                raise FileError(f"{self.path}: {key} {why}")
+
+    def is_in(self, fd: int) -> bool:
+        """Check that this describes the open file, which may have been replaced, or be another one on this node."""
+        stat = os.fstat(fd)
+        if self.token is not None:
+            return os.pread(fd, len(self.token[1]), self.token[0]) == self.token[1]
+        return (stat.st_size, stat.st_ino) == self.identity
+
+
+def describe(path: str, incomplete: bool = False, name: str | None = None) -> Catalog:
+    """Read what a file holds, without the data; also what `name` links to, if it is given.
+
+    Raises:
+        FileError: no such file, not HDF5, damaged, truncated, a `name` that leads into another file, or a save of
+            hpcdist that is not complete, unless `incomplete` is true.
+    """
+    import h5py
+
+    before = check_regular(path)
+    try:
+        # A file that is being written is locked, perhaps by the very process that resumes it.
+        with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:
+            catalog = replace(_catalog(path, file, name), identity=(before.st_size, before.st_ino))
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path}: {_why(path, error)}") from error
+    except Exception as error:  # whatever h5py makes of a file that is damaged
+        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+    if not os.path.samestat(before, os.stat(path)):
+        return describe(path, incomplete, name)  # replaced meanwhile: which of the two was read is unknown
+    if not (catalog.complete or incomplete):
+        raise FileError(f"{path}: incomplete: the job that wrote it ended before it was done")
+    size = os.path.getsize(path)
+    for stored in catalog.datasets.values():
+        if stored.raw is not None and stored.raw.offset + stored.nbytes() > size:
+            raise FileError(f"{path}: truncated: {stored.name} ends after the end of the file")
+    return catalog
+
+
+def _why(path: str, error: OSError) -> str:
+    """What keeps HDF5 from opening a file, in a few words."""
+    import h5py
+
+    if not os.access(path, os.R_OK):
+        return "cannot be read: Permission denied"
+    text = reason(error)
+    if "truncated" in text:
+        return f"truncated ({text})"
+    return f"cannot be read ({text})" if h5py.is_hdf5(path) else "not an HDF5 file"
+
+
+def _catalog(path: str, file: Any, wanted: str | None) -> Catalog:
+    import h5py
+
+    names, others = dataset_names(path, file)
+    own = {name for name in names if name.startswith(f"{GROUP}/") and _is_plain(path, file[name])}
+    places = {name: name for name in names if not name.startswith(f"{GROUP}/")}
+    place = hard_path(path, file, wanted) if wanted and wanted not in others else None
+    if wanted and wanted not in places and place is not None and isinstance(file[place or "/"], h5py.Dataset):
+        places[wanted] = place  # a link
+    others |= {name: why for name, place in places.items() if (why := external_data(file[place])) is not None}
+    places = {name: place for name, place in places.items() if name not in others}
+    if not all(f"{GROUP}/{part}" in own for part in _PARTS) or "version" not in file[GROUP].attrs:
+        return Catalog(path, _stored(path, file, places, {}), None, complete=True, external=others)
+    group = file[GROUP]
+    if group.attrs["version"] > VERSION:
+        raise FileError(f"{path}: written by a newer hpcdist (version {group.attrs['version']} of the format)")
+    plan, token = json.loads(bytes(group["plan"][()])), group["token"]
+    complete = bytes(group["state"][()]) == COMPLETE
+    tables: dict[str, Table] = {}
+    for d, table in _tables(path, group, plan, own):
+        name = d["name"]
+        if name in places and tuple(d["shape"]) == file[name].shape:  # else the file has been changed since
+            _check_table(path, name, file[name].shape, table, complete)
+            tables[name] = table
+    if not complete:
+        tables = _with_journal(path, plan, tables)
+    at = token.id.get_offset(), bytes(token[()])
+    return Catalog(path, _stored(path, file, places, tables), plan, complete, token=at, external=others)
+
+
+def _is_plain(path: str, dataset: Any) -> bool:
+    """Check that a dataset has its bytes in one run of this file, as those of our own group have."""
+    if external_data(dataset) is not None or dataset.chunks is not None or dataset.shape is None:
+        return False
+    offset = dataset.id.get_offset() if dataset.size else 0
+    nbytes = dataset.size * dataset.dtype.itemsize
+    return offset is not None and offset + nbytes <= os.path.getsize(path) and dataset.dtype.kind in "uV"
+
+
+def _tables(path: str, group: Any, plan: Mapping[str, Any], own: set[str]) -> Iterator[tuple[dict[str, Any], Table]]:
+    """Yield each tensor of the plan with the table of its pieces.
+
+    Raises:
+        FileError: there are more or fewer pieces than in the plan.
+    """
+    planned = plan["datasets"]
+    if group.attrs["version"] == 1:
+        for i, d in enumerate(planned):
+            if f"{GROUP}/pieces/{i}" in own:
+                yield d, group[f"pieces/{i}"][()]
+        return
+    if f"{GROUP}/pieces" not in own:  # the file has been changed since
+        return
+    content, at = group["pieces"][()].tobytes(), 0
+    for d in planned:
+        row = record_dtype(len(d["shape"]))
+        table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
+        at += d["pieces"] * row.itemsize
+        if len(table) != d["pieces"] or at > len(content):
+            raise FileError(f"{path}: {d['name']}: its table of pieces is damaged")
+        yield d, table
+    if at != len(content):
+        raise FileError(f"{path}: its tables of pieces are damaged")
+
+
+def _check_table(path: str, name: str, shape: tuple[int, ...], table: Table, complete: bool) -> None:
+    """Raise a FileError if a table cannot be that of the pieces of a tensor."""
+    if table.dtype != record_dtype(len(shape)) or table.ndim != 1:
+        raise FileError(f"{path}: {name}: its table of pieces is damaged")
+    offsets, shapes = table["offset"], table["shape"]
+    extents = np.array(shape or (1,), np.int64)
+    inside = (offsets >= 0) & (shapes >= 0) & (offsets <= extents - shapes)
+    if not inside.all() or (table["written"] & ~1).any():
+        raise FileError(f"{path}: {name}: its table of pieces is damaged")
+    if complete and int(shapes.prod(axis=1).sum()) != prod(shape):
+        raise FileError(f"{path}: {name}: its table of pieces is damaged: they are not the whole tensor")
+
+
+def _with_journal(path: str, plan: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, Table]:
+    """The tables of a save that was not finished, with the records of its journal."""
+    noted = {name: table.copy() for name, table in tables.items()}
+    names = [d["name"] for d in plan["datasets"]]
+    for (i, row), checksum in journal.read(Path(path).with_suffix(".journal")).items():
+        if i < len(names) and names[i] in noted and row < len(noted[names[i]]):
+            record = noted[names[i]][row]
+            record["xxh3_64"], record["written"] = checksum, 1
+    return noted
+
+
+def _stored(path: str, file: Any, places: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, Stored]:
+    found = {}
+    for name, place in places.items():
+        dataset = file[place]
+        dtype = _dtype_of(dataset)
+        if dtype in DTYPES and dataset.shape is not None:  # else strings, references: nothing that a tensor could hold
+            filters = str(dataset.compression or ("chunked" if dataset.chunks else ""))
+            where = _raw(path, dataset, dtype)
+            found[name] = Stored(name, tuple(dataset.shape), dtype, where, tables.get(name), filters, place)
+    return found
+
+
+def _dtype_of(dataset: Any) -> torch.dtype | None:
+    """The dtype of a dataset as a tensor; None if torch has no such dtype."""
+    kept = dataset.attrs.get(DTYPE_ATTRIBUTE)
+    kept = kept.decode() if isinstance(kept, bytes) else kept
+    named: torch.dtype | None = getattr(torch, kept, None) if isinstance(kept, str) else None
+    try:
+        stored = dataset.dtype
+        if stored.subdtype is not None:  # each element is an array
+            return None
+        if named in DTYPES and named not in NUMPY and stored == stored_dtype(named):
+            return named
+        return torch.from_numpy(np.empty(0, stored.newbyteorder("="))).dtype
+    except TypeError:  # a type that numpy, or torch, does not have
+        return None
+
+
+def _raw(path: str, dataset: Any, dtype: torch.dtype) -> Raw | None:
+    """The position of a dataset's bytes, if they can be read without HDF5, and are stored as numpy's."""
+    import h5py
+
+    as_numpy = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
+    if dataset.chunks is not None or not as_numpy:
+        return None
+    offset = dataset.id.get_offset()
+    swapped = dataset.dtype.newbyteorder("=") != dataset.dtype
+    return None if offset is None else Raw(path, offset, tuple(dataset.shape), dtype, swapped)
