@@ -63,8 +63,8 @@ def start_mpi(line: Line, facts: Facts) -> MPI.Intracomm | None:
     line.facts([facts])
     line.stage("MPI_Init", _MISFIT, together=True)
     if not MPI.Is_initialized():
-        said = facts["environ"].get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
-        MPI.Init_thread(getattr(MPI, f"THREAD_{said.upper()}", MPI.THREAD_MULTIPLE))
+        level = facts["environ"].get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}", MPI.THREAD_MULTIPLE))
     comm = MPI.COMM_WORLD
     levels = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
     facts["mpi"].update(size=comm.size, thread_level=levels[MPI.Query_thread()])

@@ -74,7 +74,7 @@ def agree(ranks: Ranks, value: Callable[[Facts], Hashable]) -> bool:
 
 
 def error_of(ranks: Ranks, key: str) -> tuple[str, list[int]] | None:
-    """Return the first error among the facts named `key`, and the ranks that have it; None if there is none."""
+    """Return the first error among the facts named `key`, and the ranks that have it; None if it has none."""
     errors = {facts["rank"]: str(facts[key]["error"]) for facts in ranks if "error" in facts.get(key, {})}
     first = next(iter(errors.values()), None)
     return None if first is None else (first, [rank for rank, error in errors.items() if error == first])

@@ -283,7 +283,7 @@ def _system() -> str:
 
 
 def _started(pid: int) -> str:
-    """A digest of when a process started, which its number alone does not identify; zeros if there is none."""
+    """A digest of when a process started, which its number alone does not identify; zeros if it does not exist."""
     try:
         return _digest(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

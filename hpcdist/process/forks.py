@@ -18,7 +18,7 @@ __all__ = ["claim", "refusal"]
 _OWNER = struct.Struct("<q")
 _owner = mmap.mmap(-1, mmap.PAGESIZE)  # pid of the process that has called init(), shared with all forked from here on
 _parent = 0  # pid of the parent, in a child that must not use MPI
-_WAYS = (
+_ADVICE = (
     "Call hpcdist in the process that the launcher has started, and leave to its children what needs no hpcdist; or "
     "let one child call init(), before its parent starts MPI"
 )
@@ -28,7 +28,7 @@ def refusal() -> str | None:
     """Return why this process cannot use MPI; None if it can."""
     if not _parent:
         return None
-    return f"this is a child process (pid {os.getpid()}), forked while MPI ran in its parent (pid {_parent}). {_WAYS}"
+    return f"this is a child process (pid {os.getpid()}), forked while MPI ran in its parent (pid {_parent}). {_ADVICE}"
 
 
 def claim(environ: Mapping[str, str], launched: bool) -> None:
@@ -48,13 +48,13 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
     if fd.isdigit() and not _runs() and not _is_open(int(fd)):
         raise LaunchError(
             f"PMI_FD={fd}, by which this process (pid {os.getpid()}) would become a rank, is not open: the launcher "
-            f"did not start it, but a process of the launcher's did (subprocess, spawn, forkserver). {_WAYS}"
+            f"did not start it, but a process of the launcher's did (subprocess, spawn, forkserver). {_ADVICE}"
         )
     (owner,) = _OWNER.unpack_from(_owner)
     if launched and owner not in (0, os.getpid()) and os.path.exists(f"/proc/{owner}"):
         raise LaunchError(
             f"process {owner}, a parent, child or sibling of this one (pid {os.getpid()}), has called hpcdist.init() "
-            f"already, and the launcher has one rank for them. {_WAYS}"
+            f"already, and the launcher has one rank for them. {_ADVICE}"
         )
     _OWNER.pack_into(_owner, 0, os.getpid())
 
