@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "cluster")]
+sys.path[:0] = [str(HERE / "helpers"), str(HERE / "cluster")]
 
 from hosts import Hosts  # noqa: E402
 

@@ -97,9 +97,10 @@ class Run:
 
 # What depends on the versions of the libraries that read and write files, and takes seconds.
 FILE_TESTS = (
-    *("test_buffers.py", "test_checkpoints.py", "test_commit.py", "test_files.py", "test_raw.py", "test_readme.py"),
-    *("test_tree.py", "test_versions.py", "staging/test_edges.py", "staging/test_errors.py", "staging/test_host.py"),
-    *("staging/test_save_load.py", "staging/test_strange.py"),
+    *("commands/test_checkpoints.py", "commands/test_sources.py", "files/test_commit.py", "files/test_raw.py"),
+    *("staging/test_edges.py", "staging/test_errors.py", "staging/test_host.py", "staging/test_old_files.py"),
+    *("staging/test_save_load.py", "staging/test_strange.py", "tensors/test_storage.py", "tensors/test_tree.py"),
+    *("test_readme.py", "test_versions.py"),
 )
 
 # Where the number of ranks matters most: on 5, and on 2 of Open MPI, as everything runs on 2 of MPICH and on 3 of
@@ -107,11 +108,11 @@ FILE_TESTS = (
 SOME = tuple(
     f"tests/{name}"
     for name in (
-        "test_verbs.py",
-        "test_redistribute.py",
-        "test_pages.py",
-        "test_p2p.py",
-        "test_team.py",
+        "collectives/test_verbs.py",
+        "collectives/test_redistribute.py",
+        "staging/test_pages.py",
+        "p2p/test_sendrecv.py",
+        "comm/test_context.py",
         "staging/test_plans.py",
     )
 )

@@ -255,7 +255,7 @@ def test_nothing_is_left_behind(end: str) -> None:
     """No process, namespace, mount or file, though a job and a daemon were running; nor if we are killed ourselves."""
     code = f"""
         import sys
-        sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
+        sys.path[:0] = {[str(HERE), str(HERE.parent / "helpers")]!r}
         from hosts import Hosts
         hosts = Hosts(2, useless=True)
         job = hosts.start_mpirun([1, 1], code={SLEEPS!r})

@@ -17,7 +17,7 @@ done
 # NCCL's primitives: a world of its own, on as many ranks as there are GPUs.
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 echo "== primitives, $gpus ranks"
-timeout 300 "$mpirun" -n "$gpus" "$python" -m pytest -q --with-mpi -m "mpi and gpu" tests/test_primitives.py || status=1
+timeout 300 "$mpirun" -n "$gpus" "$python" -m pytest -q --with-mpi -m "mpi and gpu" tests/collectives/test_primitives.py || status=1
 if "$python" -c 'import sys, torch; sys.exit(torch.cuda.nccl.version() < (2, 30, 3))'; then
     echo "== 2 ranks on one GPU with NCCL"
     NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \

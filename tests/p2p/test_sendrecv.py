@@ -450,7 +450,7 @@ def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, mon
 
 @pytest.mark.mpi(min_size=2)
 def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
-    """They can never be answered, and say so; tests/test_handle.py has the rest of the ending."""
+    """They can never be answered, and say so; tests/runtime/test_background.py has the rest of the ending."""
     comm = world.comm.Split(world.rank)
     handle = hd.irecv(group=comm)
     assert not handle.done()

@@ -15,7 +15,7 @@ from hpcdist.jobscript.__main__ import main
 
 pytestmark = pytest.mark.once
 
-SCRIPTS = Path(__file__).parent.parent / "jobscripts"
+SCRIPTS = Path(__file__).parents[2] / "jobscripts"
 GOLDEN = Path(__file__).parent / "golden"
 
 # Files in tests/golden, and the options that write them.

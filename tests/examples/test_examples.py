@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 from launch import mpirun
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 EXAMPLES = [  # the ranks, and the arguments of python
     (3, "-m hpcdist.examples.primitives"),
