@@ -80,7 +80,7 @@ def load(
         verify: True: check every piece of which something is read against its checksum; None: those that are read
             whole; False: none. Files of other tools have no checksums. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just read.
-        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
         On each rank its part: a contiguous tensor that it owns (or `out`), of the dtype that was saved and of native

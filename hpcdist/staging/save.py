@@ -100,7 +100,7 @@ def save(
             written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it
             begins anew.
         progress: called on each rank, from time to time, with the number of bytes just done.
-        group: a torch ProcessGroup or an mpi4py communicator; None for all ranks.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Raises:
         RankError: on every rank, if an argument is wrong on one or they do not agree, if the folder is missing, not
