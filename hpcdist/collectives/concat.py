@@ -66,7 +66,7 @@ def concat(
             the extents other than `dim` must agree on all ranks. A 0-d tensor counts as one row: 0-d tensors are
             stacked to a 1-d tensor. Or a structure of tensors.
         dim: the dimension to join along; may be negative. Must agree.
-        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for the result, of its shape, dtype and device; optional on each rank. Not allowed for structures,
             or if a gradient is needed. To autograd, it is modified in place.

@@ -65,7 +65,7 @@ def gather(
             stacked to a 1-d tensor. Or a structure of tensors, see :func:`hpcdist.concat`.
         dim: the dimension to join along; may be negative. Must agree.
         root: the rank in `group` that receives. Must agree.
-        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: on the root, memory for the result, of its shape, dtype and device. Not allowed if a gradient is needed.
             To autograd, it is modified in place.

@@ -64,7 +64,7 @@ def redistribute(
         src: the layout of the parts: Split, Block, Replicate or Boxes. Without counts, they are what the ranks hold.
             Must agree.
         dst: the layout of the result. Without counts, the block rule. Must agree.
-        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for the result, of its shape, dtype and device; optional on each rank.
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.

@@ -78,7 +78,7 @@ def split(
         counts: the extent along `dim` of each rank's part, or the name of a rule: "block" (the default: parts differ
             by at most one row, the longer ones first) or "chunk" (as torch.chunk: the ceiling for each rank until no
             rows are left). Required on the root only; other ranks may pass None or the same.
-        group: a torch ProcessGroup or an mpi4py communicator; None means all ranks. Must be the same on all its ranks.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for this rank's part, of its shape and dtype; optional on each rank. Not allowed for structures,
             or if a gradient is needed. To autograd, it is modified in place.
