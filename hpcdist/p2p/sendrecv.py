@@ -50,7 +50,7 @@ def send(
             named tuples and dataclasses. Gradients do not flow.
         dest: the rank in `group` that receives.
         tag: a number >= 0 that the receiver can match.
-        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. The same as the receiver's.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. As the receiver's.
         route: "mpi" (the meaning of "auto"), or "hdf5": through a file in the staging folder, for very large tensors.
             The receiver passes no route.
         allow_pickle: whether to send other objects as pickles; the receiver must allow them too.
