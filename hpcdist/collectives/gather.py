@@ -112,24 +112,24 @@ class Gather(Operation):
         collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
         self._route = select.agreed(self.name, call.route, team, agreed.kinds)
         assert call.x is not None
-        self._shard, self._dest, self._agreed = call.x, call.out, agreed
+        self._shard, self._dest, self._root, self._agreed = call.x, call.out, call.root, agreed
         self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
 
     def forward(self, team: Team) -> Tensor | None:
-        cut, shard, is_root = self._blocks, self._shard, team.rank == self.root
-        sizes = [cut.nbytes if rank == self.root else 0 for rank in range(team.size)]
+        cut, shard, is_root = self._blocks, self._shard, team.rank == self._root
+        sizes = [cut.nbytes if rank == self._root else 0 for rank in range(team.size)]
         take = (lambda: cut.recv_buffer(self._dest, shard.device)) if is_root else lambda: (shard, shard)
         whole, buffer = results.allocate(self.name, team, sizes, take, self._agreed)
         if not is_root:
-            self._route.gatherv(team, row_major(shard), None, cut.counts, cut.displs, self.root)
+            self._route.gatherv(team, row_major(shard), None, cut.counts, cut.displs, self._root)
             return shard.new_empty(0) if self.grad else None
-        self._route.gatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs, self.root)
+        self._route.gatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs, self._root)
         cut.unpack(buffer, whole)
         return whole if self.out is None else self.out
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
         cut = self._blocks
         part = cut.empty_part(team.rank, self._shard.device)
-        messages = cut.pack(grad) if team.rank == self.root else None
-        self._route.scatterv(team, messages, part, cut.counts, cut.displs, self.root)
+        messages = cut.pack(grad) if team.rank == self._root else None
+        self._route.scatterv(team, messages, part, cut.counts, cut.displs, self._root)
         return part

@@ -44,7 +44,7 @@ class Join(Operation):
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.tree is not None
-        self._tree = call.tree
+        self._tree, self._root = call.tree, call.root if self.rooted else None
         self._headers = headers = [Header(text) for text in _allgather_headers(team, call.header, agreed.extents)]
         self._joined = _Joined(self.name, headers, call.dim)
         _check_classes(self.name, team, _classes(headers))
@@ -53,14 +53,14 @@ class Join(Operation):
         self._routes = _routes(self.name, team, call.route, agreed.kinds, used)
 
     def forward(self, team: Team) -> list[dict[int, Tensor]] | None:
-        headers, receives, device = self._headers, self.root in (None, team.rank), team.settings.device
+        headers, receives, device = self._headers, self._root in (None, team.rank), team.settings.device
         nbytes = sum(sum(header.nbytes) for header in headers)
-        sizes = [nbytes if self.root in (None, rank) else 0 for rank in range(team.size)]
+        sizes = [nbytes if self._root in (None, rank) else 0 for rank in range(team.size)]
         make = lambda: [self._joined.buffers(rank, device) if receives else {} for rank in range(team.size)]  # noqa: E731
         buffers = results.allocate(self.name, team, sizes, make)
-        _gather_small(team, self._tree, headers, self.root, buffers, device)
+        _gather_small(team, self._tree, headers, self._root, buffers, device)
         for on_gpu, route in self._routes.items():
-            _gather_large(team, route, on_gpu, self._tree, headers, self.root, buffers)
+            _gather_large(team, route, on_gpu, self._tree, headers, self._root, buffers)
         if receives:
             self._joined.copy_rest(buffers)
         return buffers if receives else None

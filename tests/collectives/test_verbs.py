@@ -593,3 +593,26 @@ def test_by_way_of_a_file(case: str, world: hd.World) -> None:
         sent = whole if world.rank == root else None
         findings.same(hd.split(sent, dim, root, extents, route="hdf5"), mine, f"split {dtype} {dim}")
     findings.settle()
+
+
+class _Rank:
+    """An integer as some libraries have them: it only says which one it is."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_root_as_another_kind_of_integer(world: hd.World) -> None:
+    findings, last = Findings(world.comm), world.world_size - 1
+    x, root = torch.tensor([world.rank]), _Rank(last)
+    whole = torch.arange(world.world_size)
+    for got in (hd.gather(x, root=root), hd.gather({"x": x}, root=root)):  # type: ignore[arg-type]
+        held = got["x"] if isinstance(got, dict) else got
+        findings.check((held is None) == (world.rank != last), "who receives")
+        if held is not None:
+            findings.same(held, whole, "gathered")
+    findings.same(hd.split(whole if world.rank == last else None, root=root), x, "split")  # type: ignore[arg-type]
+    findings.settle()
