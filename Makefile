@@ -1,6 +1,6 @@
 # make demo: an environment that needs neither root nor a compiler, and the command on its default input
-# make test: everything but what takes long; as root on Debian with Open MPI and parallel HDF5 from its packages
-# make test-all: also all kills, all draws, gigabytes, every number of ranks for everything, and make test-versions
+# make test: everything except the long tests; as root on Debian with its packages of Open MPI and parallel HDF5
+# make test-all: also all kills, all random cases, gigabytes, every test on all numbers of ranks, and make test-versions
 # make test-versions: np 2 and the file tests with the oldest and newest libraries, Open MPI 5 and Intel MPI
 # make lint, make bench, make clean
 
