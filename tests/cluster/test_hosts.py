@@ -180,6 +180,9 @@ def test_what_each_verb_puts_on_the_wires(hosts: Hosts, place: str) -> None:
     before = hosts.bytes()
     measured = wire(hosts, ranks, 2)
     after = hosts.bytes()
+    again = wire(hosts, ranks, 2)  # on a busy machine TCP sends now and then something twice
+    for name, found in measured.items():
+        found["received"] = [min(pair) for pair in zip(found["received"], again[name]["received"], strict=True)]
     assert set(measured) == expected_names(ranks)
     print(f"\n{place}, {MIB} MiB a rank; received by each host, in parts of a rank; least, and found")
     for name, found in measured.items():
