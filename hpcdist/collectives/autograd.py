@@ -11,6 +11,7 @@ from torch._C import _functorch
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
+from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
 from hpcdist.tensors import eager
 from hpcdist.validation import collective
@@ -18,7 +19,6 @@ from hpcdist.validation.call import Call
 
 __all__ = ["attach", "count"]
 
-_Backward = Callable[[Tensor, bool], Tensor | None]  # (gradient, create_graph)
 _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
 
 
@@ -47,29 +47,41 @@ def attach(op: Differentiable, team: Team, result: Tensor) -> Tensor:
     Args:
         team: the foreground team of the ranks that took part; backward passes never run in the background.
     """
-    needs_grad = isinstance(op.x, Tensor) and op.x.requires_grad
-    graph_input = op.x if needs_grad else torch.empty(0, requires_grad=True, device="cpu")
+    backward = _Backward(op, team)
+    with torch.enable_grad():
+        attached: Tensor = _Attach.apply(backward.graph_input, lambda: result, backward)  # type: ignore[no-untyped-call]
+    return attached
 
-    def backward(grad: Tensor, create_graph: bool, batch: int = 1) -> Tensor | None:
+
+class _Backward:
+    """The backward pass of a result.
+
+    Attributes:
+        graph_input: tensor to which the gradient flows: ``op.x``, or an empty one where that needs no gradient.
+    """
+
+    def __init__(self, op: Differentiable, team: Team) -> None:
+        self._op, self._team = op, team
+        self._needs_grad = isinstance(op.x, Tensor) and op.x.requires_grad
+        self.graph_input = op.x if self._needs_grad else torch.empty(0, requires_grad=True, device="cpu")
+
+    def __call__(self, grad: Tensor, create_graph: bool, batch: int = 1) -> Tensor | None:
         if _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad):
-            return _one_by_one(grad, create_graph, backward)
+            return _one_by_one(grad, create_graph, self)
+        op, team = self._op, self._team
         what = f"the backward pass of {op.name}"
+        if team.freed:
+            raise HpcdistError(f"{what}: the world of this result has ended, or its group was freed")
         # Compared, since ranks might pass through different results.
         options = (("the result", op.which), ("batched gradients", batch))
         with activity.InCall(what, team), abort.InStep(what, team.size):
             collective.exchange(team, Call(what, options=options, problem=_NO_DOUBLE if create_graph else None))
             with abort.InTransfer(op.name, team.size):
                 found = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
-        return found.view(graph_input.shape) if needs_grad and found is not None else None
-
-    with torch.enable_grad():
-        attached: Tensor = _Attach.apply(graph_input, lambda: result, backward)  # type: ignore[no-untyped-call]
-    return attached
+        return found.view(self.graph_input.shape) if self._needs_grad and found is not None else None
 
 
-def _one_by_one(
-    grads: Tensor, create_graph: bool, backward: Callable[[Tensor, bool, int], Tensor | None]
-) -> Tensor | None:
+def _one_by_one(grads: Tensor, create_graph: bool, backward: _Backward) -> Tensor | None:
     """Run the backward pass for each gradient of a batch: of torch.vmap, or of grad(..., is_grads_batched=True).
 
     The latter has an older kind of batch.

@@ -10,14 +10,14 @@ from torch import Tensor
 from hpcdist.collectives import results
 from hpcdist.collectives.gather import Gather
 from hpcdist.collectives.run import run
-from hpcdist.collectives.structures import Join
+from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
 from hpcdist.routes.base import Alltoall
 from hpcdist.runtime import world
 from hpcdist.tensors.storage import row_major, sum_dtype
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, S, StructureOptions
+    from hpcdist.comm.signatures import GroupLike, S, StructureKeywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["concat"]
@@ -26,19 +26,19 @@ __all__ = ["concat"]
 # fmt: off
 @overload
 def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> Tensor: ...
+           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor: ...
 @overload
 def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[Tensor]: ...
+           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor]: ...
 @overload
 def concat(x: S, dim: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> S: ...
+           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S: ...
 @overload
 def concat(x: S, dim: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[S]: ...
+           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[S]: ...
 @overload
 def concat(x: object, dim: int = 0, *,
-           async_op: bool = False, **options: Unpack[StructureOptions]) -> Any: ...
+           async_op: bool = False, **options: Unpack[StructureKeywords]) -> Any: ...
 # fmt: on
 def concat(
     x: Any,
@@ -99,7 +99,7 @@ def concat(
     team = world.current().context.team_of(group)
     if isinstance(x, Tensor):
         return run(Concat(x, dim, route, out), team, async_op)
-    return run(Join("concat", x, dim, None, False, route, out, allow_pickle), team, async_op)
+    return run(JoinStructures("concat", x, dim, None, False, route, out, allow_pickle), team, async_op)
 
 
 class Concat(Gather):

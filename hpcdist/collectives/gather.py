@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Operation, run
-from hpcdist.collectives.structures import Join
+from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
 from hpcdist.routes import select
 from hpcdist.runtime import world
@@ -20,7 +20,7 @@ from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, S, StructureOptions
+    from hpcdist.comm.signatures import GroupLike, S, StructureKeywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["gather"]
@@ -29,19 +29,19 @@ __all__ = ["gather"]
 # fmt: off
 @overload
 def gather(x: Tensor, dim: int = 0, root: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> Tensor | None: ...
+           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor | None: ...
 @overload
 def gather(x: Tensor, dim: int = 0, root: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[Tensor | None]: ...
+           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor | None]: ...
 @overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> S | None: ...
+           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S | None: ...
 @overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[S | None]: ...
+           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[S | None]: ...
 @overload
 def gather(x: object, dim: int = 0, root: int = 0, *,
-           async_op: bool = False, **options: Unpack[StructureOptions]) -> Any: ...
+           async_op: bool = False, **options: Unpack[StructureKeywords]) -> Any: ...
 # fmt: on
 def gather(
     x: Any,
@@ -93,7 +93,7 @@ def gather(
     team = world.current().context.team_of(group)
     if isinstance(x, Tensor):
         return run(Gather(x, dim, root, route, out), team, async_op)
-    return run(Join("gather", x, dim, root, True, route, out, allow_pickle), team, async_op)
+    return run(JoinStructures("gather", x, dim, root, True, route, out, allow_pickle), team, async_op)
 
 
 class Gather(Operation):

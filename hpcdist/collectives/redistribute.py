@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.collectives import autograd, results
 from hpcdist.collectives import run as driver
 from hpcdist.collectives.run import Operation
@@ -26,7 +27,7 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, Options
+    from hpcdist.comm.signatures import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["Plan", "plan_redistribute", "redistribute"]
@@ -38,10 +39,10 @@ Shape = tuple[int, ...]
 # fmt: off
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 async_op: Literal[False] = False, **options: Unpack[Options]) -> Tensor: ...
+                 async_op: Literal[False] = False, **options: Unpack[Keywords]) -> Tensor: ...
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 async_op: Literal[True], **options: Unpack[Options]) -> Handle[Tensor]: ...
+                 async_op: Literal[True], **options: Unpack[Keywords]) -> Handle[Tensor]: ...
 # fmt: on
 def redistribute(
     x: Tensor,
@@ -117,11 +118,10 @@ def plan_redistribute(
     """
 
     team = world.current().context.team_of(group)
-    op = Redistribute(x, src, dst, route, None)
-    op.name = "plan_redistribute"
+    op = Redistribute(x, src, dst, route, None, name="plan_redistribute")
     driver.plan(op, team)
     team.plans_made += 1
-    return Plan(op, team, team.plans_made)
+    return Plan(op.moves, team, team.plans_made, x.dtype, x.device, op.grad)
 
 
 class Redistribute(Operation):
@@ -131,10 +131,10 @@ class Redistribute(Operation):
         moves: transfer of this rank, after plan().
     """
 
-    name = "redistribute"
+    moves: Transfer
 
-    def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any) -> None:
-        self.x, self.src, self.dst, self.route, self.out = x, src, dst, route, out
+    def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any, name: str = "redistribute") -> None:
+        self.x, self.src, self.dst, self.route, self.out, self.name = x, src, dst, route, out, name
 
     def validate(self, team: Team) -> Call:
         return local.layout_call(self)
@@ -182,15 +182,14 @@ class Plan:
         sent, received: bytes that this rank sends to and receives from other ranks.
     """
 
-    def __init__(self, op: Redistribute, team: Team, number: int) -> None:
-        moves = op.moves
+    def __init__(
+        self, moves: Transfer, team: Team, number: int, dtype: torch.dtype, device: torch.device, grad: bool
+    ) -> None:
         self.shape, self.box = moves.shape, moves.box
         self.sent, self.received = moves.source.nbytes, moves.dest.nbytes
-        self._op, self._team = op, team
+        self._moves, self._team, self._grad = moves, team, grad
         self._number = number  # among the plans of the team
-        self._like = moves.source.shape, op.x.dtype, op.x.device
-        op.x = None  # not kept alive by the plan
-        del op._shard
+        self._dtype, self._device = dtype, device
 
     @overload
     def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: Literal[False] = False) -> Tensor: ...
@@ -213,7 +212,7 @@ class Plan:
             HpcdistError: if the plan's world has ended, or its group was freed.
         """
 
-        if self._team.freed:
+        if self._team.freed or self._team.group.ended:
             raise HpcdistError("the world of this plan has ended, or its group was freed: make a new plan")
         if (reason := recorded()) is not None:
             raise HpcdistError(f"a plan of redistribute(): {reason}")
@@ -222,14 +221,12 @@ class Plan:
 
 
 class _Planned(Redistribute):
-    """Execute a plan."""
-
-    name = "a plan of redistribute"
+    """Execute a plan: an operation that is planned already."""
 
     def __init__(self, plan: Plan, x: Tensor, out: Tensor | None) -> None:
-        op = plan._op
-        super().__init__(x, op.src, op.dst, op.route, out)
-        self.moves, self._of, self._planned_grad = op.moves, plan, op.grad
+        anything = layout.Replicate()  # the plan has its own layouts
+        super().__init__(x, anything, anything, "auto", out, name="a plan of redistribute")
+        self.moves, self._of = plan._moves, plan
 
     def validate(self, team: Team) -> Call:
         call = local.layout_call(self)
@@ -239,17 +236,18 @@ class _Planned(Redistribute):
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.x is not None
         self._shard, self._dest = call.x, call.out
-        self.grad = self._planned_grad and torch.is_grad_enabled()
-        if self._planned_grad and not self.grad:
+        self.grad = self._of._grad and torch.is_grad_enabled()  # agreed on when it was planned
+        if self._of._grad and not self.grad:
             autograd.count(team)
 
     def _mismatch(self, call: Call) -> str | None:
-        shape, dtype, device = self._of._like
-        for name, tensor, wanted in (("x", call.x, shape), ("out", call.out, self.moves.box.shape)):
-            if tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.device) != (wanted, dtype, device):
-                got = _show(tuple(tensor.shape), tensor.dtype, tensor.device)
-                return f"{name} is {got}, but the plan was made for {_show(wanted, dtype, device)}"
-        if call.grad and not self._planned_grad:
+        of = self._of
+        for name, tensor, wanted in (("x", call.x, self.moves.source.shape), ("out", call.out, of.box.shape)):
+            if tensor is not None:
+                got, expected = (tuple(tensor.shape), tensor.dtype, tensor.device), (wanted, of._dtype, of._device)
+                if got != expected:
+                    return f"{name} is {_show(*got)}, but the plan was made for {_show(*expected)}"
+        if call.grad and not of._grad:
             return "x requires a gradient, but the plan was made for tensors that do not"
         return None
 

@@ -68,7 +68,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     """
     result: Any
     if async_op:
-        result = background(team).submit(op.name, partial(_execute, op), partial(_attached, op, team))
+        result = background(team).submit(op.name, partial(_execute_later, op), partial(_attached, team))
         team.calls[True] += 1
     else:
         team.calls[False] += 1
@@ -99,6 +99,13 @@ def _execute(op: Operation, team: Team, planned_only: bool = False) -> Any:
     return op.finish(result)
 
 
-def _attached(op: Operation, team: Team, result: Any) -> Any:
+def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:
+    """(the result, the operation if it is needed for a gradient): else nothing of it outlives the call."""
+    result = _execute(op, team)
+    return result, op if op.grad else None
+
+
+def _attached(team: Team, executed: tuple[Any, Operation | None]) -> Any:
     """Attach the result to the graph, in the thread that waits for it, so that all ranks do so in the same order."""
-    return autograd.attach(op, team, result) if op.grad else result
+    result, op = executed
+    return result if op is None else autograd.attach(op, team, result)

@@ -27,7 +27,7 @@ from hpcdist.validation.call import LOSES_GRADIENT, SELF_OVERLAP, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, S, StructureOptions
+    from hpcdist.comm.signatures import GroupLike, S, StructureKeywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["split"]
@@ -38,19 +38,19 @@ Counts: TypeAlias = str | Sequence[int] | None
 # fmt: off
 @overload
 def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
-          async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> Tensor: ...
+          async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor: ...
 @overload
 def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
-          async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[Tensor]: ...
+          async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor]: ...
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> S: ...
+          async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S: ...
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[S]: ...
+          async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[S]: ...
 @overload
 def split(x: object, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: bool = False, **options: Unpack[StructureOptions]) -> Any: ...
+          async_op: bool = False, **options: Unpack[StructureKeywords]) -> Any: ...
 # fmt: on
 def split(
     x: Any,
@@ -105,14 +105,14 @@ def split(
     """
 
     here = world.current()
-    op = Split(x, dim, root, counts, route, out, allow_pickle)
+    op = Scatter(x, dim, root, counts, route, out, allow_pickle)
     if root is None:
         of = here.context.group_of(group)
         return background.run_now(lambda: _local(op, of), async_op)
     return run(op, here.context.team_of(group), async_op)
 
 
-class Split(Operation):
+class Scatter(Operation):
     """Split a tensor or structure of the root into one part for each rank."""
 
     name = "split"
@@ -190,10 +190,10 @@ def _broadcast_blocks(team: Team, call: Call) -> Blocks | None:
     return blocks(tuple(rest[:ndim]), call.dim_arg % ndim, tuple(rest[limits.MAX_DIMS :]), dtype)
 
 
-def _local(op: Split, group: Group) -> Any:
+def _local(op: Scatter, group: Group) -> Any:
     """Return this rank's part of a tensor or structure that every rank holds."""
     rank, size, out = group.rank, group.size, op.out
-    call = local.split_call(Split(op.x, op.dim, rank, op.counts, "auto", None, True), rank, size, False)
+    call = local.split_call(Scatter(op.x, op.dim, rank, op.counts, "auto", None, True), rank, size, False)
     if call.trees and out is None:
         mine = call.trees[rank]
         return rebuild(mine.spec, lambda kind, i: decode(kind, mine.tensors[i], True))

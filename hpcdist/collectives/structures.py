@@ -27,10 +27,10 @@ from hpcdist.validation import local
 from hpcdist.validation.call import Call, except_dim, show_shape
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["Distribution", "Join"]
+__all__ = ["Distribution", "JoinStructures"]
 
 
-class Join(Operation):
+class JoinStructures(Operation):
     """Merge the structures of all ranks on the root, or on every rank if `root` is None."""
 
     def __init__(

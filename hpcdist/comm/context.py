@@ -81,7 +81,12 @@ class Context:
         if isinstance(given, DeviceMesh):
             if given.ndim != 1:
                 raise ValueError(f"group is a DeviceMesh of {given.ndim} dims, expected 1: pass mesh[NAME] for one")
-            given = given.get_group()
+            if given.get_coordinate() is None:
+                raise ValueError(f"rank {self.rank} of the world is not in the mesh that it passed")
+            try:
+                given = given.get_group()
+            except RuntimeError as error:
+                raise ValueError(f"group is a DeviceMesh without a process group: {error}") from error
         if isinstance(given, dist.ProcessGroup):
             return _of_torch(given, self)
         if given == MPI.COMM_NULL or given == dist.GroupMember.NON_GROUP_MEMBER:

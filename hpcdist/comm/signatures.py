@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GroupLike", "Options", "S", "StructureOptions"]
+__all__ = ["GroupLike", "Keywords", "S", "StructureKeywords"]
 
 GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
 """What a caller may pass as ``group=``."""
@@ -19,7 +19,7 @@ S = TypeVar("S", list[Any], tuple[Any, ...], dict[Any, Any])
 """A structure: what comes is of the same kind as what was passed."""
 
 
-class Options(TypedDict, total=False):
+class Keywords(TypedDict, total=False):
     """The keywords of every collective on tensors."""
 
     group: GroupLike | None
@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     out: Tensor | None
 
 
-class StructureOptions(Options, total=False):
+class StructureKeywords(Keywords, total=False):
     """Those of a collective that takes structures, too."""
 
     allow_pickle: bool

@@ -25,10 +25,10 @@ def main(world: World, args: argparse.Namespace) -> int:
         return run(Join(world, options))
     if options.compare:
         raise InputError(f"{options.output}: with --compare one file is written, and not one for each rank")
-    return run(Copies(world, options, file_names(options.output, world.world_size)))
+    return run(ConcatCopies(world, options, file_names(options.output, world.world_size)))
 
 
-class Copies(Command):
+class ConcatCopies(Command):
     """Join the inputs in as many files as there are ranks: every rank writes a copy of its own."""
 
     verdict = ": {} the inputs"

@@ -52,11 +52,11 @@ class Handle(Generic[T]):
 
     def __init__(
         self,
-        future: futures.Future[T],
+        future: futures.Future[Any],
         what: str,
         team: Team | None = None,
         peer: int = activity.NOBODY,
-        finish: Callable[[T], T] | None = None,
+        finish: Callable[[Any], T] | None = None,
     ) -> None:
         self._future = future
         self._what = what
@@ -93,6 +93,7 @@ class Handle(Generic[T]):
                 self._waited_for.set()
         if not self._finished:
             self._finished.append(result if self._finish is None else self._finish(result))
+            self._finish = None  # and what it keeps alive
         _record_stream(self._finished[0])
         return self._finished[0]
 
@@ -165,8 +166,8 @@ class Background:
     def submit(
         self,
         verb: str,
-        step: Callable[[Team], T],
-        finish: Callable[[T], T] | None = None,
+        step: Callable[[Team], Any],
+        finish: Callable[[Any], T] | None = None,
         watched: bool = True,
     ) -> Handle[T]:
         """Run a step after those submitted before.
@@ -182,7 +183,7 @@ class Background:
         device = self.team.settings.device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
-        def run() -> T:
+        def run() -> Any:
             self.team.calls[False] = before
             # torch requires this order of its modes
             with (

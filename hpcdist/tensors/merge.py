@@ -81,7 +81,7 @@ def _part_names(node: Node) -> str:
     if node.kind == "D":
         return f"the fields {list(node.names)}"
     if node.kind in ("d", "o"):
-        return f"the keys {sorted(node.names, key=repr)}"
+        return f"the keys {sorted(node.keys(), key=repr)}"
     return f"{len(node.parts)} {'items' if node.kind == 't' else 'fields'}"
 
 

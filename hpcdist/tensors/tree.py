@@ -59,7 +59,11 @@ class Node(NamedTuple):
         """Return the name of a part, to be appended to the path of the node."""
         if self.kind == "D":
             return f".{self.names[i]}"
-        return f"[{self.names[i]!r:.40}]" if self.kind in _PAIRS else f"[{i}]"
+        return f"[{self.keys()[i]!r:.40}]" if self.kind in _PAIRS else f"[{i}]"
+
+    def keys(self) -> list[Any]:
+        """Return the keys of a dict, decoded."""
+        return [rebuild(name, _no_tensor) for name in self.names]
 
     def spec(self, parts: Sequence[Any]) -> list[Any]:
         """Return the description of the node with these parts."""
@@ -80,7 +84,7 @@ class Node(NamedTuple):
             return _named_tuple(self.cls, values)
         if self.kind == "D":
             return _dataclass(self.cls, list(zip(self.names, values, strict=True)))
-        pairs = zip([rebuild(key, _no_tensor) for key in self.names], values, strict=True)
+        pairs = zip(self.keys(), values, strict=True)
         return dict(pairs) if self.kind == "d" else OrderedDict(pairs)
 
 

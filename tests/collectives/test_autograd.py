@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from cases import extents_of, part, whole_of
-from collective import Findings, raises_on_all_ranks
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
@@ -351,4 +353,36 @@ def test_no_grad_on_one_rank_only(world: hd.World, route: str) -> None:
             whole.square().sum().backward()
             expected = torch.full((2,), 2.0 * world.world_size * (1 + world.rank))
             findings.same(x.grad, expected, f"gradient {x.grad}")
+    findings.settle()
+
+
+def test_backward_after_the_group_was_freed(world: hd.World) -> None:
+    """An error on this rank, and the job can go on."""
+    comm = world.comm.Dup()
+    y = hd.concat(torch.ones(2, requires_grad=True), group=comm)
+    comm.Free()
+    with pytest.raises(hd.HpcdistError, match=r"the backward pass of concat: .* its group was freed"):
+        y.sum().backward()
+    assert_on_all_ranks(world.comm, hd.concat(torch.ones(1)).numel() == world.world_size, "the next call")
+
+
+def test_a_result_dies_with_its_last_reference(world: hd.World) -> None:
+    """No cycle keeps the graph, and with it memory, until the garbage collector runs."""
+    findings = Findings(world.comm)
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "concat": lambda x: hd.concat(x),
+        "redistribute": lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate()),
+        "in the background": lambda x: hd.concat(x, async_op=True).wait(30),
+    }
+    gc.disable()
+    try:
+        for name, call in calls.items():
+            x = torch.ones(3, requires_grad=True)
+            y = call(x)
+            y.sum().backward()
+            alive = weakref.ref(x)
+            del x, y
+            findings.check(alive() is None, name)
+    finally:
+        gc.enable()
     findings.settle()

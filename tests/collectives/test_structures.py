@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import extents_of, part, same_bits, whole_of
-from collective import Findings, raises_on_all_ranks
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
@@ -331,3 +331,12 @@ def test_a_class_that_one_rank_does_not_know(world: hd.World, monkeypatch: pytes
     findings.check(list(error.problems) == [1], error)
     findings.check(hd.concat([1]) == [1] * world.world_size, "the next call")
     findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_keys_are_shown_as_they_are(world: hd.World) -> None:
+    x = {(1, "a"): torch.zeros(1 + world.rank, 2)}
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(x, 1))
+    assert_on_all_ranks(world.comm, "x[(1, 'a')] has shape" in str(error), error)
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat({(1, world.rank): 0}))
+    assert_on_all_ranks(world.comm, "the keys [(1, 0)]" in str(error), error)

@@ -15,7 +15,7 @@ from cases import part, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpcdist as hd
 from hpcdist.routes import mpi
@@ -341,4 +341,20 @@ def test_a_device_mesh_is_a_group(world: hd.World) -> None:
     findings.check(hd.balance([1.0] * size, group=mesh["inner"]) == [1] * size, "balance")
     with pytest.raises(ValueError, match=r"group is a DeviceMesh of 2 dims, expected 1: pass mesh\[NAME\]"):
         hd.concat(torch.ones(2), group=mesh)
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_mesh_without_this_rank_or_without_a_group(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    mesh = DeviceMesh("cpu", [world.world_size - 1])
+    if world.rank < world.world_size - 1:
+        with pytest.raises(ValueError, match=f"rank {world.rank} of the world is not in the mesh that it passed"):
+            hd.concat(torch.ones(2), group=mesh)
+    else:
+        findings.same(hd.concat(torch.ones(2), group=mesh), torch.ones(2), "alone")
+    findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "the next call")
+    bare = DeviceMesh("cpu", list(range(world.world_size)), _init_backend=False)
+    with pytest.raises(ValueError, match="group is a DeviceMesh without a process group"):
+        hd.concat(torch.ones(2), group=bare)
     findings.settle()

@@ -6,6 +6,8 @@ import math
 import re
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -208,6 +210,7 @@ if world.rank == 1:
     mpi._Mpi.allgatherv = broken
 handle = hd.concat(x, async_op=True)
 import time
+import weakref
 time.sleep(50)
 """,
     )
@@ -337,3 +340,30 @@ show(lambda: hd.concat(x, async_op=True).wait() if odd else hd.concat(x))
     assert job.status != 0
     told = r"async_op must agree: concat\(\) at \S+ is with(out)? it, and rank \d is in concat\(\) at \S+ with(out)? it"
     assert re.search(told, job.err), job.err
+
+
+LATER: dict[str, Callable[[Tensor, int], hd.Handle[Any]]] = {
+    "gather": lambda x, rank: hd.gather(x, async_op=True),
+    "concat": lambda x, rank: hd.concat(x, async_op=True),
+    "split": lambda x, rank: hd.split(x if rank == 0 else None, async_op=True),
+    "redistribute": lambda x, rank: hd.redistribute(x, hd.Replicate(), hd.Split(0), async_op=True),
+    "structure": lambda x, rank: hd.concat([x], async_op=True),
+}
+
+
+@pytest.mark.parametrize("verb", LATER)
+def test_a_handle_keeps_no_arguments_alive(world: hd.World, verb: str) -> None:
+    """Whether it was waited for or not, where no gradient flows."""
+    findings = Findings(world.comm)
+    for waited in (True, False):
+        x = torch.arange(4.0 * world.world_size)
+        alive, handle = weakref.ref(x), LATER[verb](x, world.rank)
+        if waited:
+            handle.wait(30)
+        del x
+        end = time.monotonic() + 30
+        while alive() is not None and time.monotonic() < end:
+            time.sleep(0.001)
+        findings.check(alive() is None, f"waited for: {waited}")
+        handle.wait(30)
+    findings.settle()

@@ -11,7 +11,7 @@ import torch
 
 from hpcdist.collectives.concat import Concat
 from hpcdist.collectives.gather import Gather
-from hpcdist.collectives.split import Split
+from hpcdist.collectives.split import Scatter
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.validation.call import Call, show_shape
 from hpcdist.validation.local import shard_call, split_call
@@ -55,7 +55,7 @@ def _gather(root: Any = 0, out: Any = None, rank: int = 0) -> Call:
 
 
 def _split(x: Any, dim: Any = 0, root: Any = 0, counts: Any = None, out: Any = None, rank: int = 0) -> Call:
-    return split_call(Split(x, dim, root, counts, "auto", out, False), rank, 2, False)
+    return split_call(Scatter(x, dim, root, counts, "auto", out, False), rank, 2, False)
 
 
 def test_a_shard_is_described() -> None:
@@ -160,7 +160,7 @@ def test_a_receiver_of_split_follows_the_root() -> None:
     assert call.problem is None
     assert (call.tensor, call.extent, call.out_extent, call.dim_arg) == (None, -1, -1, -1)
     assert call.kind == MemoryKind.FOLLOWS_CPU
-    assert split_call(Split(None, 0, 0, None, "auto", None, False), 1, 2, True).kind == MemoryKind.FOLLOWS
+    assert split_call(Scatter(None, 0, 0, None, "auto", None, False), 1, 2, True).kind == MemoryKind.FOLLOWS
 
 
 def test_counts_of_any_kind_of_integer_are_the_same_counts() -> None:
