@@ -48,7 +48,6 @@ class World:
         local_rank: rank among the processes of this node, from 0.
         node: index of this node, in the order of the lowest rank on each.
         comm: communicator that init() was given, or COMM_WORLD.
-        group: torch.distributed group of all ranks; None after finalize(), if init() made it.
         settings: device, deadline, staging folder, and what else does not change.
         context: communicators of the library's own; not for user code.
     """
@@ -58,12 +57,16 @@ class World:
     local_rank: int
     node: int
     comm: MPI.Intracomm
-    group: dist.ProcessGroup = field(repr=False)
     settings: Settings
     context: Context = field(repr=False)
     _watch: Watch = field(repr=False)
     _owns_group: bool = field(repr=False)
     _asked: tuple[Any, ...] = field(repr=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The torch.distributed group of all ranks; None after finalize(), if init() made it."""
+        return self.context.torch_group  # type: ignore[return-value]
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +121,6 @@ class World:
         self._watch.stop()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
-            self.group = None  # type: ignore[assignment]
             self.context.torch_group = None
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -305,7 +307,6 @@ def _make(
         local_rank=nodes.local_rank,
         node=nodes.mine,
         comm=comm,
-        group=group,
         settings=settings,
         context=context,
         _watch=watch,

@@ -126,14 +126,8 @@ def load(
         with _opened_by_all(team, str(same["path"]), same["name"]) as (catalog, fd):
             wants, wrong = find_wants(catalog.datasets, [Arguments(same, *each) for each in own])
             objects.raise_problems(VERB, wrong)
-
-            def allocate() -> None:
-                for key, stored in catalog.datasets.items():
-                    shape = wants[key][team.rank].shape
-                    empty = partial(torch.empty, shape, dtype=stored.dtype, device=target)
-                    results[key] = empty() if out is None else out.detach().view(shape)
-
-            objects.all_gather(team.comm, VERB, allocate)
+            boxes = {key: wants[key][team.rank] for key in catalog.datasets}
+            objects.all_gather(team.comm, VERB, lambda: results.update(_allocate(catalog, boxes, out, target)))
             written(out, None)
             for key, stored in catalog.datasets.items():
                 # A copy: what is computed from its table is freed with it.
@@ -144,6 +138,18 @@ def load(
         if out is not None:
             return out
         return nest(results, same["name"] or (SINGLE if list(results) == [SINGLE] else ""))
+
+
+def _allocate(
+    catalog: Catalog, boxes: Mapping[str, Box], out: Tensor | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Return memory for this rank's box of each tensor: new, or `out`."""
+    if out is not None:
+        return {key: out.detach().view(boxes[key].shape) for key in catalog.datasets}
+    return {
+        key: torch.empty(boxes[key].shape, dtype=stored.dtype, device=device)
+        for key, stored in catalog.datasets.items()
+    }
 
 
 def _dim(dim: Any) -> int | None:

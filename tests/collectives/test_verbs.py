@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits, strides_for, whole_of
+from cases import DTYPES, EXTENTS, STRIDES, Index, copy_of, extents_of, part, same_bits, strides_for, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
 from torch import Tensor
@@ -595,19 +595,9 @@ def test_by_way_of_a_file(case: str, world: hd.World) -> None:
     findings.settle()
 
 
-class _Rank:
-    """An integer as some libraries have them: it only says which one it is."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __index__(self) -> int:
-        return self.value
-
-
 def test_root_as_another_kind_of_integer(world: hd.World) -> None:
     findings, last = Findings(world.comm), world.world_size - 1
-    x, root = torch.tensor([world.rank]), _Rank(last)
+    x, root = torch.tensor([world.rank]), Index(last)
     whole = torch.arange(world.world_size)
     for got in (hd.gather(x, root=root), hd.gather({"x": x}, root=root)):  # type: ignore[arg-type]
         held = got["x"] if isinstance(got, dict) else got

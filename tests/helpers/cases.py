@@ -21,6 +21,7 @@ __all__ = [
     "DTYPES",
     "EXTENTS",
     "STRIDES",
+    "Index",
     "assert_refused",
     "copy_of",
     "extents_of",
@@ -168,3 +169,13 @@ def assert_refused(folder: Path, messages: Mapping[str, str]) -> None:
         assert text.startswith(str(folder / name).split(":")[0]), text
         assert message in text
         assert "\n" not in text
+
+
+class Index:
+    """An integer of another library."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import Index
 
 from hpcdist.collectives.concat import Concat
 from hpcdist.collectives.gather import Gather
@@ -29,16 +30,6 @@ class _Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(func)
-
-
-class _Index:
-    """An integer of another library."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __index__(self) -> int:
-        return self.value
 
 
 def _team(rank: int) -> Any:
@@ -75,7 +66,7 @@ def test_a_0d_shard_is_one_row() -> None:
     assert call.tensor == (torch.float32, 0, (-1,)), "0-d and 1-d shards do not mix"
 
 
-@pytest.mark.parametrize("dim", [1, -1, np.int64(1), _Index(1), torch.tensor(1).item()])
+@pytest.mark.parametrize("dim", [1, -1, np.int64(1), Index(1), torch.tensor(1).item()])
 def test_what_counts_as_an_integer(dim: Any) -> None:
     assert _concat(torch.zeros(2, 3), dim).dim == 1
     assert _concat(torch.zeros(2, 3), dim).problem is None
@@ -166,7 +157,7 @@ def test_a_receiver_of_split_follows_the_root() -> None:
 def test_counts_of_any_kind_of_integer_are_the_same_counts() -> None:
     """They are compared between ranks by what they are, not by how they were written."""
     x = torch.zeros(2, 3)
-    for counts in ([1, 1], (1, 1), [True, True], np.array([1, 1]), torch.tensor([1, 1]), [_Index(1), np.int8(1)]):
+    for counts in ([1, 1], (1, 1), [True, True], np.array([1, 1]), torch.tensor([1, 1]), [Index(1), np.int8(1)]):
         assert repr(_split(x, counts=counts).counts) == "(1, 1)"
 
 
