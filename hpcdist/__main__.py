@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from hpcdist import staging
+from hpcdist.comm.devices import nccl_version
 from hpcdist.runtime.cli import Parser, plural, run
 from hpcdist.runtime.world import World
 
@@ -49,8 +50,7 @@ def main(world: World, args: argparse.Namespace) -> int:
 def _nccl() -> str:
     if not torch.cuda.is_available():
         return "no GPU"
-    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, found))
+    return nccl_version()
 
 
 def _version(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +15,7 @@ from hpcdist.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["choose", "shared_gpu"]
+__all__ = ["choose", "nccl_version", "shared_gpu"]
 
 
 def choose(
@@ -79,3 +81,15 @@ def shared_gpu(uuids: list[str | None]) -> str | None:
                 "or let ranks share it without NCCL: hpcdist.init(backend='gloo'), or stay off it: device='cpu'"
             )
     return None
+
+
+def nccl_version() -> str:
+    """Return the version of the NCCL in this process: torch.cuda.nccl.version() is the one torch was compiled with."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:  # it is part of torch's own library
+        compiled: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return ".".join(map(str, compiled))
+    code = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(code))
+    return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"

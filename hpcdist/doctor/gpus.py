@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.comm import devices
+from hpcdist.comm.devices import nccl_version
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, some, topic
 from hpcdist.errors import reason
@@ -23,7 +24,7 @@ def gather() -> Facts:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "gloo": dist.is_gloo_available(),
-        "nccl": _nccl() if dist.is_nccl_available() else None,
+        "nccl": nccl_version() if dist.is_nccl_available() else None,
         "in_node": len(list(Path("/dev").glob("nvidia[0-9]*"))),
         "gpus": [],
         "peers": [],
@@ -36,11 +37,6 @@ def gather() -> Facts:
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
         gpu["error"] = reason(error)
     return {"gpu": gpu}
-
-
-def _nccl() -> str:
-    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, found))
 
 
 @topic("torch", "gpu")

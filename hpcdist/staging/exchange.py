@@ -118,4 +118,4 @@ class _Moves:
         with abort.InTransfer(verb, team.size):
             MPI_ROUTE.exchange(team, self._sends, self._recvs, ROUND)
         for place, block in self._copies:
-            place.copy_(block) if place.is_cuda else bits(place).copy_(bits(block))
+            bits(place).copy_(bits(block))

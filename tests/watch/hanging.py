@@ -189,7 +189,8 @@ def shorten(world: hd.World, limit: float) -> None:
 def main(reason: str, verb: str, odd: str = "1") -> None:
     if reason == "no_init" and MPI.COMM_WORLD.rank == 1:
         sleep()
-    world = hd.init()
+    world = hd.init(backend=os.environ.get("BACKEND") or None)
+    x.data = x.to(world.device)
     limit = float(os.environ["LIMIT"])
     os.write(1, f"rank {world.rank} is {os.getpid()}\n".encode())
     hd.concat(x, async_op=True).wait()
