@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation, run
+from hpcdist.collectives.run import Operation, key_of, repeat, repeatable, run
 from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
 from hpcdist.routes import select
+from hpcdist.routes.inline import INLINE
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import blocks
 from hpcdist.tensors.storage import row_major
@@ -92,7 +93,10 @@ def gather(
 
     team = world.current().context.team_of(group)
     if isinstance(x, Tensor):
-        return run(Gather(x, dim, root, route, out), team, async_op)
+        key = None if async_op or out is not None else key_of("gather", x, dim, root, route)
+        if key is not None and (known := repeatable(team, key)) is not None:
+            return repeat(known, team, x, lambda: Gather(x, dim, root, route, out))
+        return run(Gather(x, dim, root, route, out), team, async_op, key)
     return run(JoinStructures("gather", x, dim, root, True, route, out, allow_pickle), team, async_op)
 
 
@@ -118,14 +122,33 @@ class Gather(Operation):
     def forward(self, team: Team) -> Tensor | None:
         cut, shard, is_root = self._blocks, self._shard, team.rank == self._root
         sizes = [cut.nbytes if rank == self._root else 0 for rank in range(team.size)]
+        route = INLINE if self.inline else self._route
         take = (lambda: cut.recv_buffer(self._dest, shard.device)) if is_root else lambda: (shard, shard)
         whole, buffer = results.allocate(self.name, team, sizes, take, self._agreed)
         if not is_root:
-            self._route.gatherv(team, row_major(shard), None, cut.counts, cut.displs, self._root)
+            route.gatherv(team, row_major(shard), None, cut.counts, cut.displs, self._root)
             return shard.new_empty(0) if self.grad else None
-        self._route.gatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs, self._root)
+        route.gatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs, self._root)
         cut.unpack(buffer, whole)
         return whole if self.out is None else self.out
+
+    def keep(self, team: Team) -> int:
+        del self.x, self._shard
+        self._receives = not self.rooted or team.rank == self._root
+        assert team.headers is not None
+        self._places = team.headers.places(self._blocks.counts)
+        self._like = torch.empty(self._blocks.shape, dtype=self._blocks.dtype, device="cpu")
+        return 0
+
+    def again(self, team: Team) -> Tensor | None:
+        if not self._receives:
+            return None
+        whole = torch.empty_like(self._like)
+        buffer = self._blocks.buffer(whole)
+        team.headers.copy(self._places, buffer)  # type: ignore[union-attr]
+        if buffer is not whole:
+            self._blocks.unpack(buffer, whole)
+        return whole
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
         cut = self._blocks

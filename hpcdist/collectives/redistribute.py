@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
@@ -21,7 +22,7 @@ from hpcdist.layout import Layout
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors.eager import recorded
-from hpcdist.tensors.storage import copyable, overlap
+from hpcdist.tensors.storage import copyable, of_bytes, overlap, row_major
 from hpcdist.validation import local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
@@ -137,11 +138,17 @@ class Redistribute(Operation):
         self.x, self.src, self.dst, self.route, self.out, self.name = x, src, dst, route, out, name
 
     def validate(self, team: Team) -> Call:
-        return local.layout_call(self)
+        call = local.layout_call(self)
+        if local.may_be_inline(call) and call.x is not None:
+            meta = _meta(call).tobytes()
+            fits = len(meta) + call.x.nbytes <= team.inline
+            call.inline = (meta, row_major(call.x)) if fits else (meta,)
+        return call
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        shapes, outs = _shapes(team, call)
+        shapes, outs = _shapes(team, call, agreed.inline)
         assert call.x is not None
+        self._parts = _parts(team, call.x, shapes, agreed) if agreed.inline else None
         self._shard, self._dest = call.x, call.out
         key = (self.src, self.dst, shapes, call.x.dtype, call.route, agreed.kinds)
         moves: Transfer | None = team.plans.get(key)
@@ -166,7 +173,10 @@ class Redistribute(Operation):
         make = lambda: torch.empty(self.moves.box.shape, dtype=shard.dtype, device=shard.device)  # noqa: E731
         y = results.allocate(self.name, team, self.moves.sizes, make if dest is None else lambda: dest)
         source = copyable(shard).clone() if dest is not None and overlap(dest, shard) else shard
-        self.moves.run(team, source, y)
+        if self.inline and self._parts is not None:
+            self.moves.assemble(self._parts, y)
+        else:
+            self.moves.run(team, source, y)
         return y if self.out is None else self.out
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
@@ -252,16 +262,37 @@ class _Planned(Redistribute):
         return None
 
 
-def _shapes(team: Team, call: Call) -> tuple[tuple[Shape, ...], list[Shape | None]]:
-    """Gather the shapes of all parts, and of `out` on the ranks that passed it. Collective; one small Allgather."""
+def _meta(call: Call) -> array[int]:
+    """Return whether this rank has `out`, the shape of its part, and that of `out`."""
+    assert call.x is not None
+    out_shape = [-1] * call.x.dim() if call.out is None else call.out.shape
+    return array("q", [call.out is not None, *call.x.shape, *out_shape])
+
+
+def _parts(team: Team, x: Tensor, shapes: Sequence[Shape], agreed: Agreed) -> list[Tensor] | None:
+    """Return the parts of all ranks, if all have come behind the headers."""
+    buffers, start = team.headers, 8 * (1 + 2 * x.dim())
+    sizes = [x.itemsize * prod(shape) for shape in shapes]
+    if buffers is None or any(came != start + size for came, size in zip(agreed.inlines, sizes, strict=True)):
+        return None
+    parts = [of_bytes(buffers.all[buffers.place(rank, start, size)]) for rank, size in enumerate(sizes)]
+    return [part.view(x.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _shapes(team: Team, call: Call, came: bool) -> tuple[tuple[Shape, ...], list[Shape | None]]:
+    """Gather the shapes of all parts, and of `out` on the ranks that passed it. Collective; one small Allgather, unless
+    they came behind the headers."""
     from mpi4py import MPI
 
     assert call.x is not None
     ndim = call.x.dim()
-    out_shape = [-1] * ndim if call.out is None else call.out.shape
-    mine = array("q", [call.out is not None, *call.x.shape, *out_shape])
+    mine = _meta(call)
     all_ = array("q", bytes(mine.itemsize * len(mine) * team.size))
-    team.comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
+    if came and (buffers := team.headers) is not None:
+        places = buffers.places([mine.itemsize * len(mine)] * team.size)
+        all_ = array("q", b"".join([buffers.all[place] for place in places]))
+    else:
+        team.comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
     rows = [tuple(all_[start : start + len(mine)]) for start in range(0, len(all_), len(mine))]
     return tuple(row[1 : 1 + ndim] for row in rows), [row[1 + ndim :] if row[0] else None for row in rows]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hpcdist import layout, limits
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation, run
+from hpcdist.collectives.run import Operation, key_of, repeat, repeatable, run
 from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.groups import Group
 from hpcdist.comm.team import Team
@@ -105,11 +106,17 @@ def split(
     """
 
     here = world.current()
-    op = Scatter(x, dim, root, counts, route, out, allow_pickle)
+    make = partial(Scatter, x, dim, root, counts, route, out, allow_pickle)
     if root is None:
         of = here.context.group_of(group)
-        return background.run_now(lambda: _local(op, of), async_op)
-    return run(op, here.context.team_of(group), async_op)
+        return background.run_now(lambda: _local(make(), of), async_op)
+    team = here.context.team_of(group)
+    key = None
+    if not async_op and out is None and allow_pickle is False and (x is None or isinstance(x, Tensor)):
+        key = key_of("split", x, dim, root, route, counts)
+        if key is not None and (known := repeatable(team, key)) is not None:
+            return repeat(known, team, x, make)
+    return run(make(), team, async_op, key)
 
 
 class Scatter(Operation):
@@ -124,10 +131,17 @@ class Scatter(Operation):
         self.route, self.out, self.allow_pickle = route, out, allow_pickle
 
     def validate(self, team: Team) -> Call:
-        return local.split_call(self, team.rank, team.size, team.settings.device.type == "cuda")
+        call = local.split_call(self, team.rank, team.size, team.settings.device.type == "cuda")
+        if call.x is not None and local.may_be_inline(call):
+            call.inline = _inline(team, call, call.x)
+        elif team.rank != call.root:
+            call.inline = ()
+        return call
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        cut = _broadcast_blocks(team, call)
+        came = _blocks_behind_header(team, call, agreed) if agreed.inline else None
+        cut = _broadcast_blocks(team, call) if came is None else came[0]
+        self._place = None if came is None else came[1]
         self._structure: Distribution | None = None
         if cut is None:
             problem = "out is given, but the root has no tensor"
@@ -150,12 +164,33 @@ class Scatter(Operation):
         cut, dest = self._blocks, self._dest
         take = (lambda: cut.empty_part(team.rank, self._device)) if dest is None else lambda: dest
         part = results.allocate(self.name, team, cut.counts, take, self._agreed)
+        if self.inline and self._place is not None:
+            return self._received(team, part)
         buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
         messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)
         self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
         if buffer is not part:
             copyable(part).copy_(copyable(buffer))
         return part if self.out is None else self.out
+
+    def _received(self, team: Team, part: Tensor) -> Tensor:
+        """Copy the part that has come behind the root's header."""
+        buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+        team.headers.copy((self._place,), buffer)  # type: ignore[union-attr, arg-type]
+        if buffer is not part:
+            copyable(part).copy_(copyable(buffer))
+        return part if self.out is None else self.out
+
+    def keep(self, team: Team) -> int | None:
+        if self._structure is not None or self._place is None or self._blocks.in_place is None:
+            return None
+        is_root = self._whole is not None
+        del self.x, self._whole
+        self._like = self._blocks.empty_part(team.rank, torch.device("cpu"))
+        return _meta_nbytes(self._blocks, team) if is_root else 0
+
+    def again(self, team: Team) -> Tensor:
+        return self._received(team, torch.empty_like(self._like))
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         cut = self._blocks
@@ -169,6 +204,35 @@ class Scatter(Operation):
 
     def finish(self, result: Any) -> Any:
         return result if self._structure is None else self._structure.finish(result, self.allow_pickle)
+
+
+def _inline(team: Team, call: Call, x: Tensor) -> Sequence[Tensor | bytes]:
+    """Return what travels behind the root's header: the blocks, and the messages, one after the other, if they fit."""
+    counts = layout.counts_of(call.counts, x.shape[call.dim], team.size)
+    meta = array("q", [DTYPES[x.dtype], x.dim(), *x.shape, *counts]).tobytes()
+    if len(meta) + x.nbytes > team.inline:
+        return (meta,)
+    return meta, row_major(blocks(tuple(x.shape), call.dim, tuple(counts), x.dtype).pack(x))
+
+
+def _meta_nbytes(cut: Blocks, team: Team) -> int:
+    return 8 * (2 + len(cut.shape) + team.size)
+
+
+def _blocks_behind_header(team: Team, call: Call, agreed: Agreed) -> tuple[Blocks, slice | None]:
+    """Return the blocks that came behind the root's header, and where this rank's part lies there if it came, too."""
+    buffers, nbytes = team.headers, agreed.inlines[call.root]
+    assert buffers is not None
+    code, ndim, *rest = array("q", buffers.all[buffers.place(call.root, 0, nbytes // 8 * 8)])
+    cut = _made(code, call.dim_arg % ndim, tuple(rest[:ndim]), tuple(rest[ndim : ndim + team.size]))
+    start = _meta_nbytes(cut, team)
+    if nbytes < start + cut.nbytes:
+        return cut, None
+    return cut, buffers.place(call.root, start + cut.displs[team.rank], cut.counts[team.rank])
+
+
+def _made(code: int, dim: int, shape: tuple[int, ...], extents: tuple[int, ...]) -> Blocks:
+    return blocks(shape, dim, extents, next(dtype for dtype, number in DTYPES.items() if number == code))
 
 
 def _broadcast_blocks(team: Team, call: Call) -> Blocks | None:
@@ -186,8 +250,7 @@ def _broadcast_blocks(team: Team, call: Call) -> Blocks | None:
     code, ndim, *rest = header
     if code < 0:
         return None
-    dtype = next(dtype for dtype, number in DTYPES.items() if number == code)
-    return blocks(tuple(rest[:ndim]), call.dim_arg % ndim, tuple(rest[limits.MAX_DIMS :]), dtype)
+    return _made(code, call.dim_arg % ndim, tuple(rest[:ndim]), tuple(rest[limits.MAX_DIMS :]))
 
 
 def _local(op: Scatter, group: Group) -> Any:

@@ -40,12 +40,14 @@ class JoinStructures(Operation):
         self.rooted, self.allow_pickle = rooted, allow_pickle
 
     def validate(self, team: Team) -> Call:
-        return local.structure_call(self, team.size, team.settings.device.type == "cuda")
+        return local.structure_call(self, team)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.tree is not None
         self._tree, self._root = call.tree, call.root if self.rooted else None
-        self._headers = headers = [Header(text) for text in _allgather_headers(team, call.header, agreed.extents)]
+        texts = _headers_behind if agreed.inline else _allgather_headers
+        self._headers = headers = [Header(text) for text in texts(team, call.header, agreed.extents)]
+        self._lengths = agreed.extents
         self._joined = _Joined(self.name, headers, call.dim)
         _check_classes(self.name, team, _classes(headers))
         merge(self.name, [header.spec for header in headers], self._joined.add, lambda rank, kind, i: None)
@@ -58,7 +60,10 @@ class JoinStructures(Operation):
         sizes = [nbytes if self._root in (None, rank) else 0 for rank in range(team.size)]
         make = lambda: [self._joined.buffers(rank, device) if receives else {} for rank in range(team.size)]  # noqa: E731
         buffers = results.allocate(self.name, team, sizes, make)
-        _gather_small(team, self._tree, headers, self._root, buffers, device)
+        if not self.inline:
+            _gather_small(team, self._tree, headers, self._root, buffers, device)
+        elif receives:
+            _unpack_behind(team, headers, self._lengths, buffers, device)
         for on_gpu, route in self._routes.items():
             _gather_large(team, route, on_gpu, self._tree, headers, self._root, buffers)
         if receives:
@@ -75,6 +80,28 @@ class JoinStructures(Operation):
             lambda kind, path, numbers: decode(kind, self._joined.whole(numbers), self.allow_pickle),
             lambda rank, kind, i: decode(kind, buffers[rank][i], self.allow_pickle),
         )
+
+
+def _headers_behind(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """Return the structures' headers, which came behind those of the call, and the small tensors behind them."""
+    buffers = team.headers
+    assert buffers is not None
+    return [bytes(buffers.all[place]) for place in buffers.places(lengths)]
+
+
+def _unpack_behind(
+    team: Team,
+    headers: Sequence[Header],
+    lengths: Sequence[int],
+    buffers: Sequence[dict[int, Tensor]],
+    device: torch.device,
+) -> None:
+    """Unpack the small tensors of all ranks, which came behind their headers."""
+    came = team.headers
+    assert came is not None
+    for rank, (header, length, buffer) in enumerate(zip(headers, lengths, buffers, strict=True)):
+        packed = of_bytes(came.all[came.place(rank, length, header.packed)])
+        buffer.update(header.unpack(packed, device))
 
 
 def _allgather_headers(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:

@@ -84,14 +84,24 @@ class Transfer:
         longest, total: see :class:`hpcdist.routes.base.Alltoall`; the maximum of both directions.
         single: whether each pair of ranks exchanges at most one box in each direction.
         views: whether the route supports :class:`Views`, and all data are in host memory.
+        pieces: rank, box of its part, and box of this rank's new part, of all that this rank receives.
     """
 
     def __init__(
-        self, route: Route, shape: Shape, boxes: Sequence[Box], rank: int, source: Side, dest: Side, facts: Facts
+        self,
+        route: Route,
+        shape: Shape,
+        boxes: Sequence[Box],
+        rank: int,
+        source: Side,
+        dest: Side,
+        facts: Facts,
+        pieces: Sequence[tuple[int, Box, Box]],
     ) -> None:
         self.route = route
         self.shape, self.boxes, self.box = shape, boxes, boxes[rank]
         self.source, self.dest = source, dest
+        self.pieces = pieces
         self.longest = max(fact.longest for fact in facts)
         self.total = max(fact.total for fact in facts)
         self.single = all(fact.single for fact in facts)
@@ -124,6 +134,12 @@ class Transfer:
         )
         if buffer is not y:
             y.copy_(buffer)
+
+    def assemble(self, parts: Sequence[Tensor], y: Tensor) -> None:
+        """Copy what belongs to this rank's new part `y` from the parts of all ranks."""
+        y = copyable(y)
+        for peer, box, into in self.pieces:
+            y[into.slices()].copy_(copyable(parts[peer])[box.slices()])
 
     def _copy_own(self, x: Tensor, y: Tensor) -> None:
         for box, into in zip(self.source.own, self.dest.own, strict=True):
@@ -203,4 +219,8 @@ def make_transfer(
     text = "src: no rank holds {} of the {} elements of its new part"
     missing = {rank: fact.missing for rank, fact in enumerate(facts) if fact.missing}
     objects.raise_problems(verb, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
-    return Transfer(route, shape, dest, team.rank, *sides, facts)
+    pieces = [
+        (peer, box.relative_to(source[peer].offset), box.relative_to(dest[team.rank].offset))
+        for peer, box in moves.recvs
+    ]
+    return Transfer(route, shape, dest, team.rank, *sides, facts, pieces)

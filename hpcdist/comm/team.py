@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import struct
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpcdist import activity
+from torch import Tensor
+
+from hpcdist import activity, limits
 from hpcdist.comm.groups import Group
 from hpcdist.comm.settings import Settings
 from hpcdist.errors import RankError
@@ -15,8 +19,9 @@ from hpcdist.errors import RankError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HeaderBuffers", "Stoppable", "Team"]
+__all__ = ["HEADER", "HeaderBuffers", "Stoppable", "Team", "inline_capacity"]
 
+HEADER = 56  # bytes of a rank's header: see hpcdist/validation/collective.py
 _FREE, _OWN, _OTHERS = range(3)  # owner of a provisional key
 
 
@@ -28,23 +33,77 @@ class Stoppable(Protocol):
 
 
 class HeaderBuffers:
-    """Memory in which the ranks of a team exchange headers of `nbytes` bytes, and the result of the latest exchange.
+    """Memory in which the ranks of a team exchange headers, and the result of the latest exchange.
+
+    Behind its header of HEADER bytes each rank may put data, so that small calls need no other message.
+
+    Args:
+        capacity: bytes of data that fit behind a header.
 
     Attributes:
-        own, all: this rank's header, and those of all ranks one after the other.
+        own, all: this rank's header and data, and those of all ranks one after the other.
         send, recv: the same, as mpi4py takes them.
         last, agreed: headers that were last agreed on, and what was agreed.
     """
 
-    def __init__(self, nbytes: int, size: int) -> None:
+    def __init__(self, capacity: int, size: int) -> None:
         from mpi4py import MPI
 
-        self.own = bytearray(nbytes)
-        self.all = bytearray(nbytes * size)
+        stride = HEADER + capacity
+        self.own = bytearray(stride)
+        self.all = bytearray(stride * size)
         self.send = [self.own, MPI.BYTE]
-        self.recv = [self.all, nbytes, MPI.BYTE]
-        self.last = b""
+        self.recv = [self.all, stride, MPI.BYTE]
+        self.last: list[tuple[bytes]] = []
         self.agreed: Any = None
+        self._capacity, self._memory = capacity, MPI.buffer.fromaddress
+        self._starts = range(HEADER, HEADER + stride * size, stride)
+        self._parts = struct.Struct(f"{HEADER}s{capacity}x")
+
+    def headers(self) -> list[tuple[bytes]]:
+        """Return the headers of all ranks, without the data."""
+        return list(self._parts.iter_unpack(self.all))
+
+    def put(self, data: Sequence[Tensor | bytes]) -> int:
+        """Put bytes or contiguous host memory behind this rank's header; return their size, or -1 if it is too much."""
+        sizes = [part.nbytes if isinstance(part, Tensor) else len(part) for part in data]
+        if (total := sum(sizes)) > self._capacity:
+            return -1
+        start = HEADER
+        for part, nbytes in zip(data, sizes, strict=True):
+            if nbytes:
+                memory: Any = self._memory(part.data_ptr(), nbytes) if isinstance(part, Tensor) else part
+                self.own[start : start + nbytes] = memory
+                start += nbytes
+        return total
+
+    def put_again(self, header: bytes, x: Tensor | None) -> None:
+        """Put a header, with what followed it, and contiguous host memory behind that."""
+        start = len(header)
+        self.own[:start] = header
+        if x is not None and (nbytes := x.nbytes):
+            memory: Any = self._memory(x.data_ptr(), nbytes)
+            self.own[start : start + nbytes] = memory
+
+    def place(self, rank: int, start: int, nbytes: int) -> slice:
+        """Return where a part of the data of a rank lies in `all`."""
+        start += self._starts[rank]
+        return slice(start, start + nbytes)
+
+    def places(self, counts: Sequence[int]) -> list[slice]:
+        """Return where the data of all ranks, `counts` bytes each, lie in `all`."""
+        return [self.place(rank, 0, count) for rank, count in enumerate(counts)]
+
+    def copy(self, places: Sequence[slice], recv: Tensor) -> None:
+        """Copy parts of `all` into contiguous host memory, one after the other."""
+        if nbytes := recv.nbytes:
+            data = self.all
+            self._memory(recv.data_ptr(), nbytes)[:] = b"".join([data[place] for place in places])
+
+
+def inline_capacity(size: int) -> int:
+    """Return the bytes of data that may travel behind the header of a rank in a team of `size` ranks."""
+    return max(0, min(limits.INLINE, limits.HEADERS // size - HEADER))
 
 
 class Team:
@@ -70,9 +129,11 @@ class Team:
         background_comm: communicator of the team in the background of this one; None in a background team.
         background: thread that runs calls with async_op, after its first use.
         headers: memory for headers, after its first use.
+        inline: bytes of data that may travel behind a rank's header.
         routes: routes chosen so far, by name and the kinds of memory of all ranks.
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
         plans: latest redistributions planned.
+        repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.run`.
         plans_made: number of plans that the user has made.
         results: number of results through which gradients flow back.
     """
@@ -92,9 +153,11 @@ class Team:
         self.background_comm = comm.Dup() if foreground is None else None
         self.background: Stoppable | None = None
         self.headers: HeaderBuffers | None = None
+        self.inline = inline_capacity(self.size)
         self.routes: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.cuda_aware: bool | None = None
         self.plans: OrderedDict[Any, Any] = OrderedDict()
+        self.repeats: dict[Any, Any] = {}
         self.plans_made = self.results = 0
         activity.peers[self.number] = self.peers
 
@@ -129,6 +192,7 @@ class Team:
         self.torch_groups.clear()
         self.routes.clear()
         self.plans.clear()
+        self.repeats.clear()
         for number in (self.number, self.number + 1):
             activity.peers.pop(number, None)
         if self.background_comm is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 __all__ = [
-    *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "of_bytes", "overlap"),
+    *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "is_plain", "of_bytes", "overlap"),
     *("problem", "resolved", "row_major", "sum_dtype", "written"),
 ]
 
@@ -90,6 +90,21 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_floating_point and dtype.itemsize == 1:
         return torch.float32
     return torch.complex64 if dtype == torch.complex32 else dtype
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether `x` is an ordinary tensor in contiguous host memory that needs no gradient."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and x.layout is torch.strided
+        and not x.is_nested
+        and x.is_contiguous()
+        and x.data_ptr() != 0
+        and not (x.requires_grad or x.is_conj() or x.is_neg())
+        and forward_ad._current_level < 0
+        and not (_NAMED and x.has_names())  # type: ignore[attr-defined]
+    )
 
 
 def row_major(x: Tensor, out: Tensor | None = None) -> Tensor:

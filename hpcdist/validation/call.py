@@ -78,6 +78,7 @@ class Call:
         root_decides: whether the others' tensors must match the root's, rather than the most common ones.
         options: (name, value) pairs of other arguments that must agree.
         grad: whether this rank's tensor needs a gradient.
+        inline: what travels behind this rank's header, if it fits: bytes, and contiguous host memory.
         tree, header: flattened structure, and its encoded description, of which `extent` is the length.
         trees: structures of all ranks, on the root of split.
         problem: error in the arguments of this rank, if any.
@@ -98,6 +99,7 @@ class Call:
     root_decides: bool = False
     options: tuple[tuple[str, object], ...] = ()
     grad: bool = False
+    inline: Sequence[Tensor | bytes] | None = None
     tree: Tree | None = None
     header: bytes = b""
     trees: Sequence[Tree] = ()

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist import activity
-from hpcdist.comm.team import HeaderBuffers, Team
+from hpcdist.comm.team import HEADER, HeaderBuffers, Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.tensors.dtypes import MemoryKind
@@ -19,25 +19,33 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch import Tensor
 
-__all__ = ["LEAVE", "Agreed", "check_out", "exchange", "leave"]
+__all__ = ["LEAVE", "Agreed", "check_out", "exchange", "leave", "repeat"]
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
-# 1 if a gradient is needed; 1 if this rank has a problem; the number of earlier calls of the other kind (with or
-# without async_op): ranks that differ in async_op must not match different calls.
-_HEADER = struct.Struct("<24sqqBBB5xq")
+# 1 if a gradient is needed; 1 if this rank has a problem; bytes of data behind the header, or -1; the number of earlier
+# calls of the other kind (with or without async_op): ranks that differ in async_op must not match different calls.
+_HEADER = struct.Struct("<24sqqBBB3xhq")
+assert _HEADER.size == HEADER
 _NONE = bytes(8)
 _MAX_SLEEP = 1e-3  # seconds
 
 
 class Agreed(NamedTuple):
-    """The headers of all ranks: each field has an entry for each rank."""
+    """The headers of all ranks: each field has an entry for each rank.
+
+    `inlines` is the size in bytes of the data that came behind a header, or -1; `inline` is whether all ranks sent
+    theirs so: see :class:`hpcdist.comm.team.HeaderBuffers`.
+    """
 
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
     kinds: tuple[int, ...]
     grads: tuple[int, ...]
+    inlines: tuple[int, ...]
+    inline: bool
 
     @property
     def grad(self) -> bool:
@@ -45,13 +53,27 @@ class Agreed(NamedTuple):
         return 1 in self.grads
 
 
-def exchange(team: Team, call: Call) -> Agreed:
+def repeat(team: Team, header: bytes, x: Tensor | None) -> list[tuple[bytes]]:
+    """Exchange the header of an earlier call, with `x` behind it; return those of all ranks. Collective."""
+    buffers = team.headers
+    assert buffers is not None
+    buffers.put_again(header, x)
+    team.comm.Allgather(buffers.send, buffers.recv)
+    return buffers.headers()
+
+
+def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     """Compare `call` on all ranks of the team. Collective; one small Allgather, no data, no GPU synchronisation.
+
+    Args:
+        exchanged: whether repeat() has exchanged the header of this call.
 
     Raises:
         RankError: on every rank, if the calls differ or a rank has a problem; the team remains usable.
     """
-    agreed = _agree(team, call)
+    if not exchanged:
+        _exchange(team, call)
+    agreed = _compare(team)
     activity.touch()
     if agreed is None:
         raise RankError(*_explain(team, call))
@@ -68,7 +90,10 @@ def leave(team: Team) -> None:
     Matches any verb of the other ranks: a rank that still calls one gets a RankError that names those that have left.
     """
     call = Call(LEAVE)
-    while _agree(team, call) is None:
+    while True:
+        _exchange(team, call)
+        if _compare(team) is not None:
+            break
         activity.touch()
         _explain(team, call)
     team.calls = {False: 0, True: 0}  # a rank that left early has made fewer
@@ -90,13 +115,13 @@ def check_out(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
     objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if agreed.grad else {})
 
 
-def _agree(team: Team, call: Call) -> Agreed | None:
-    """Exchange the headers; return None if the ranks do not agree."""
-    headers = team.headers
-    if headers is None:
-        headers = team.headers = HeaderBuffers(_HEADER.size, team.size)
+def _exchange(team: Team, call: Call) -> None:
+    """Exchange the headers of the call."""
+    buffers = team.headers
+    if buffers is None:
+        buffers = team.headers = HeaderBuffers(team.inline, team.size)
     _HEADER.pack_into(
-        headers.own,
+        buffers.own,
         0,
         _digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
         call.extent,
@@ -104,22 +129,33 @@ def _agree(team: Team, call: Call) -> Agreed | None:
         call.kind,
         call.grad,
         call.problem is not None,
+        -1 if call.inline is None else buffers.put(call.inline),
         0 if call.verb == LEAVE else team.calls[team.foreground is team],
     )
     if team.foreground is team:
-        team.comm.Allgather(headers.send, headers.recv)
+        team.comm.Allgather(buffers.send, buffers.recv)
     else:
-        _poll(team.comm.Iallgather(headers.send, headers.recv))
-    if headers.all == headers.last:  # programs repeat their calls: no need to compare the headers again
-        agreed: Agreed = headers.agreed
-        return agreed
-    digests, extents, out_extents, kinds, grads, problems, calls = zip(*_HEADER.iter_unpack(headers.all), strict=True)
+        _poll(team.comm.Iallgather(buffers.send, buffers.recv))
+
+
+def _compare(team: Team) -> Agreed | None:
+    """Compare the headers that were exchanged; return None if the ranks do not agree."""
+    buffers = team.headers
+    assert buffers is not None
+    headers = buffers.headers()
+    if headers == buffers.last:  # programs repeat their calls: no need to compare the headers again
+        known: Agreed = buffers.agreed
+        return known
+    digests, extents, out_extents, kinds, grads, problems, inlines, calls = zip(
+        *(_HEADER.unpack(header) for (header,) in headers), strict=True
+    )
     whats, tensors, counts = (
         {digest[at : at + 8] for digest in digests if digest[at : at + 8] != _NONE} for at in (0, 8, 16)
     )
     if any(problems) or max(map(len, (whats, tensors, counts, set(calls)))) > 1:
         return None
-    headers.last, headers.agreed = bytes(headers.all), (agreed := Agreed(extents, out_extents, kinds, grads))
+    agreed = Agreed(extents, out_extents, kinds, grads, inlines, min(inlines) >= 0)
+    buffers.last, buffers.agreed = headers, agreed
     return agreed
 
 

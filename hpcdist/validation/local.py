@@ -18,7 +18,7 @@ from hpcdist.tensors import storage
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.merge import cut
-from hpcdist.tensors.message import Contents, check_memory, encode
+from hpcdist.tensors.message import Contents, check_memory, encode, pack
 from hpcdist.tensors.tree import Tree, flatten
 from hpcdist.validation.call import (
     LOSES_GRADIENT,
@@ -35,6 +35,7 @@ from hpcdist.validation.call import (
 __all__ = [
     "WrongError",
     "layout_call",
+    "may_be_inline",
     "overlaps_itself",
     "problem_of",
     "runs",
@@ -78,26 +79,37 @@ def shard_call(op: ShardArgs, team: Team) -> Call:
             if call.root not in (-1, team.rank):
                 raise WrongError(f"out is given, but only the root (rank {op.root}) receives a result")
             _check_out(call, op.out)
+        if may_be_inline(call) and call.x.nbytes <= team.inline:
+            call.inline = (storage.row_major(call.x),)
     except Exception as error:  # including what an argument's own methods raise: all ranks must learn of it
         call.problem = problem_of(error)
     return call
 
 
-def structure_call(op: StructureArgs, size: int, has_cuda: bool) -> Call:
+def may_be_inline(call: Call) -> bool:
+    """Return whether small data may travel behind the header: they are in host memory, and their route is MPI."""
+    return call.kind == MemoryKind.CPU and call.route in ("auto", "mpi") and call.problem is None
+
+
+def structure_call(op: StructureArgs, team: Team) -> Call:
     """Make the call of gather or concat of a structure; the length of its header replaces the extent."""
+    has_cuda = team.settings.device.type == "cuda"
     call = Call(op.name, kind=MemoryKind.CUDA if has_cuda else MemoryKind.CPU)
     try:
         runs()
         call.options = (("x", "a structure"), ("allow_pickle", bool(op.allow_pickle)))
         call.dim = call.dim_arg = _int(op.dim, "dim")
         if op.rooted:
-            call.root = _root(op.root, size)
+            call.root = _root(op.root, team.size)
         call.route = _route(op.route)
         if op.out is not None:
             raise WrongError(f"out is given, but x is not a tensor: {_show(op.x)}")
         call.tree, contents = _tree(op.x, op.allow_pickle)
         call.header = encode(call.tree.spec, contents)
         call.extent = len(call.header)
+        fits = call.extent + contents.packed <= team.inline
+        if fits and not (contents.large or any(meta.cuda for meta in contents.metas)):
+            call.inline = (call.header, pack(call.tree.tensors, contents))
     except Exception as error:  # as above
         call.problem = problem_of(error)
     return call

@@ -512,7 +512,8 @@ def test_all_gather_tells_who_failed(world: hd.World) -> None:
 
 
 def _agreed(*out_extents: int, grad: bool = False) -> agree.Agreed:
-    return agree.Agreed((1,) * len(out_extents), out_extents, (1,) * len(out_extents), (grad,) * len(out_extents))
+    ones = (1,) * len(out_extents)
+    return agree.Agreed(ones, out_extents, ones, (grad,) * len(out_extents), ones, True)
 
 
 def test_refuse_an_out_of_another_extent() -> None:

@@ -1,0 +1,165 @@
+"""Small calls: the data travel behind the headers, and a call like an earlier one computes less again."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, EXTENTS, extents_of, part, same_bits, whole_of
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import limits
+from hpcdist.collectives import run
+from hpcdist.comm.team import HEADER, inline_capacity
+from hpcdist.routes import mpi
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+
+def verbs(findings: Findings, world: hd.World, whole: Tensor, dim: int, extents: tuple[int, ...], **more: Any) -> None:
+    rank, root = world.rank, sum(extents) % world.world_size
+    context = f"{whole.dtype} {tuple(whole.shape)} dim {dim} extents {extents} {more}"
+    shard = part(whole, dim, extents, rank)
+    findings.same(hd.concat(shard, dim, **more), whole, f"concat {context}")
+    got = hd.gather(shard, dim, root, **more)
+    if rank == root:
+        findings.same(got, whole, f"gather {context}")
+    else:
+        findings.check(got is None, f"gather on another rank {context}")
+    mine = hd.split(whole if rank == root else None, dim, root, list(extents) if rank == root else None, **more)
+    findings.same(mine, shard, f"split {context}")
+    moved = hd.redistribute(shard, hd.Split(dim, list(extents)), hd.Replicate(), **more)
+    findings.same(moved, whole, f"redistribute {context}")
+
+
+@pytest.mark.parametrize("case", EXTENTS)
+def test_again_and_again_with_other_values(case: str, world: hd.World) -> None:
+    """Every dtype and dim, the same call three times: what was kept of the first is not its data."""
+    findings = Findings(world.comm)
+    extents = extents_of(case, world.world_size)
+    for dtype, dim, salt in itertools.product(DTYPES, (0, 1), range(3)):
+        shape = (sum(extents), 2) if dim == 0 else (2, sum(extents))
+        verbs(findings, world, whole_of(shape, dtype, salt), dim, extents)
+    findings.settle()
+
+
+def test_around_the_capacity(world: hd.World) -> None:
+    """Of some ranks the data fit, of others they do not."""
+    findings = Findings(world.comm)
+    most = world.context.team.inline
+    for nbytes, step, salt in itertools.product((most - 1, most, most + 1), (-1, 0, 1), range(2)):
+        extents = tuple(nbytes + step * (rank % 2) for rank in range(world.world_size))
+        verbs(findings, world, whole_of((sum(extents),), torch.uint8, salt), 0, extents)
+    findings.settle()
+
+
+def test_extents_that_change_on_one_rank_alone(world: hd.World) -> None:
+    """The others repeat their call, and find that it is not the same."""
+    findings = Findings(world.comm)
+    for turn in range(6):
+        extents = tuple(2 + turn * (rank == world.world_size - 1) for rank in range(world.world_size))
+        verbs(findings, world, whole_of((sum(extents),), torch.int64, turn), 0, extents)
+    findings.settle()
+
+
+def test_mistakes_between_repeated_calls(world: hd.World) -> None:
+    last = world.world_size - 1
+    x = torch.arange(2) + 10 * world.rank
+    expected = torch.cat([torch.arange(2) + 10 * rank for rank in range(world.world_size)])
+    freed = torch.arange(2)
+    freed.untyped_storage().resize_(0)
+    for mistake in (freed, x.to_sparse(), torch.nested.nested_tensor([x])):
+        for _ in range(2):
+            assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
+        given = mistake if world.rank == last else x
+        raises_on_all_ranks(world.comm, hd.RankError, lambda given=given: hd.concat(given))
+        whole = (mistake if world.rank == last else None) if world.world_size > 1 else mistake
+        raises_on_all_ranks(world.comm, hd.RankError, lambda whole=whole: hd.split(whole, 3, last))
+    for dim in (1.0, True, "0", [0]):
+        hd.concat(x), hd.concat(x[:, None], 1)
+        raises_on_all_ranks(world.comm, hd.RankError, lambda dim=dim: hd.concat(x[:, None], dim))
+
+
+def test_gradients_and_background_between_repeated_calls(world: hd.World) -> None:
+    size = world.world_size
+    x = torch.full((2,), float(world.rank))
+    expected = torch.arange(size).repeat_interleave(2).float()
+    for _ in range(3):
+        assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
+        leaf = x.clone().requires_grad_() if world.rank == size - 1 else x
+        whole = hd.concat(leaf)
+        whole.sum().backward()
+        assert_on_all_ranks(world.comm, leaf is x or torch.equal(leaf.grad, torch.full((2,), float(size))))
+        with torch.no_grad():
+            assert_on_all_ranks(world.comm, torch.equal(hd.concat(leaf), expected))
+        handle = hd.concat(x, async_op=True)
+        assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
+        assert_on_all_ranks(world.comm, torch.equal(handle.wait(), expected))
+
+
+def test_a_result_is_memory_of_its_own(world: hd.World) -> None:
+    x = torch.arange(3) + 10 * world.rank
+    first = hd.concat(x)
+    second, third = hd.concat(x), hd.concat(x)
+    third.fill_(-1)
+    third.resize_(100)
+    assert_on_all_ranks(world.comm, torch.equal(first, second) and torch.equal(first, hd.concat(x)))
+
+
+def test_nothing_of_a_repeated_call_is_kept(world: hd.World) -> None:
+    results = []
+    for _ in range(3):
+        x = torch.arange(3) + 10 * world.rank
+        results += [weakref.ref(x), weakref.ref(hd.concat(x)), weakref.ref(hd.split(x if world.rank == 0 else None))]
+        hd.gather(x)
+    del x
+    gc.collect()
+    assert_on_all_ranks(world.comm, all(result() is None for result in results))
+
+
+def test_a_small_call_sends_no_other_message(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("another message was sent")
+
+    for name in ("gatherv", "scatterv", "allgatherv", "alltoallv", "exchange", "exchange_views", "alltoallw"):
+        monkeypatch.setattr(mpi._Mpi, name, refuse)
+    x = torch.arange(3) + 10 * world.rank
+    expected = torch.cat([torch.arange(3) + 10 * rank for rank in range(world.world_size)])
+    for _ in range(2):
+        hd.gather(x)
+        assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
+        assert_on_all_ranks(world.comm, len(hd.split(expected[:2] if world.rank == 0 else None)) <= 2)
+        assert_on_all_ranks(world.comm, hd.concat({"a": 0.5})["a"] == [0.5] * world.world_size)
+
+
+def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_REPEATS", 5)
+    for n in range(20):
+        whole = hd.concat(torch.full((n + 1,), n, dtype=torch.uint8))
+        assert_on_all_ranks(world.comm, whole.tolist() == [n] * ((n + 1) * world.world_size))
+    assert_on_all_ranks(world.comm, 0 < len(world.context.team.repeats) <= 5)
+
+
+def test_the_headers_of_many_ranks_stay_small() -> None:
+    for size in (1, 2, 4096, 16384, 10**6):
+        assert size * (HEADER + inline_capacity(size)) <= max(limits.HEADERS, HEADER * size)
+    assert inline_capacity(2) == 200 and inline_capacity(16384) == 8 and inline_capacity(10**6) == 0
+
+
+def test_without_room_behind_the_headers(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "INLINE", 0)
+    comm = world.comm.Dup()
+    findings = Findings(world.comm)
+    extents = tuple(rank + 1 for rank in range(world.world_size))
+    for salt in range(2):
+        verbs(findings, world, whole_of((sum(extents),), torch.int16, salt), 0, extents, group=comm)
+    structure = hd.concat([torch.arange(2) + 10 * world.rank], group=comm)
+    findings.check(all(same_bits(x, torch.arange(2) + 10 * rank) for rank, x in enumerate(structure)), "structure")
+    findings.settle()
+    comm.Free()
