@@ -46,7 +46,7 @@ class JoinStructures(Operation):
         assert call.tree is not None
         self._tree, self._root = call.tree, call.root if self.rooted else None
         texts = _headers_behind if agreed.inline else _allgather_headers
-        self._headers = headers = [Header(text) for text in texts(team, call.header, agreed.extents)]
+        self._headers = headers = [Header.read(text) for text in texts(team, call.header, agreed.extents)]
         self._lengths = agreed.extents
         self._joined = _Joined(self.name, headers, call.dim)
         _check_classes(self.name, team, _classes(headers))
@@ -270,7 +270,7 @@ class Distribution:
         call, contents, schedule = self._call, self._contents, self._schedule
         device = team.settings.device
         text = of_bytes(b"".join(self._texts)) if self._texts else None
-        header = Header(_scatter(team, text, schedule.lengths, call.root).numpy().tobytes())
+        header = Header.read(_scatter(team, text, schedule.lengths, call.root).numpy().tobytes())
         packed = [pack(tree.tensors, held) for tree, held in zip(call.trees, contents, strict=True)]
         small = _scatter(team, torch.cat(packed) if packed else None, schedule.packed, call.root)
         buffers = header.unpack(small, device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -51,10 +51,9 @@ class Contents:
         self.nbytes = [prod(shape) * sizes[dtype] for dtype, _, shape in metas]
         self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= SMALL]
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Contents:
-        facts = [x.dtype for x in tensors], [x.is_cuda for x in tensors], [x.shape for x in tensors]
-        return cls(list(map(Meta._make, zip(*facts, strict=True))))
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Contents:
+        return _contents(*(tuple([getattr(x, name) for x in tensors]) for name in ("dtype", "is_cuda", "shape")))
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
@@ -102,6 +101,13 @@ class Contents:
         return torch.empty(meta.shape, dtype=meta.dtype, device=device if meta.cuda else "cpu")
 
 
+@lru_cache(maxsize=8)  # programs send structures like the last one
+def _contents(
+    dtypes: tuple[torch.dtype, ...], cuda: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Contents:
+    return Contents(list(map(Meta._make, zip(dtypes, cuda, shapes, strict=True))))
+
+
 def encode(spec: Any, contents: Contents, **more: object) -> bytes:
     """Encode the header of a structure, with `more` facts for its receiver."""
     metas = contents.metas
@@ -116,10 +122,10 @@ class Header(Contents):
         spec, more: description of the structure, and the sender's other facts.
 
     Raises:
-        HpcdistError: if it is damaged, or (with `check`) announces more bytes than this host has memory.
+        HpcdistError: if it is damaged.
     """
 
-    def __init__(self, text: bytes, check: bool = True) -> None:
+    def __init__(self, text: bytes) -> None:
         try:
             content = json.loads(text)
             self.spec: Any = content["spec"]
@@ -128,8 +134,18 @@ class Header(Contents):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
         super().__init__(metas)
-        if check:
-            check_memory(sum(self.nbytes))
+
+    @staticmethod
+    def read(text: bytes) -> Header:
+        """Read a header, and check the memory for what it announces; see :func:`check_memory`."""
+        header = _header(text)
+        check_memory(sum(header.nbytes))
+        return header
+
+
+@lru_cache(maxsize=8)  # as above
+def _header(text: bytes) -> Header:
+    return Header(text)
 
 
 def check_memory(nbytes: int) -> None:
@@ -209,7 +225,7 @@ def parse(first: Tensor) -> tuple[Header, Tensor | None]:
     length = int.from_bytes(first[:8].numpy().tobytes(), "little")
     if length > first.numel() - 8:
         raise HpcdistError(f"a message is damaged: {length} bytes of header in {first.numel()}")
-    header = Header(first[8 : 8 + length].numpy().tobytes(), check=False)
+    header = _header(first[8 : 8 + length].numpy().tobytes())
     packed = first[_small_start(length) :]
     if header.packed <= INLINE and packed.numel() != header.packed:
         raise HpcdistError(f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced")

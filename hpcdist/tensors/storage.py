@@ -92,7 +92,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex64 if dtype == torch.complex32 else dtype
 
 
-def is_plain(x: Tensor) -> bool:
+def is_plain(x: Any) -> bool:
     """Return whether `x` is an ordinary tensor in contiguous host memory that needs no gradient."""
     return (
         type(x) is Tensor

@@ -166,6 +166,9 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
     if node is not None:
         found = []
         for i, part in enumerate(node.parts):
+            if storage.is_plain(part):
+                found.append(_tensor("x", part, tensors))
+                continue
             try:
                 found.append(_flatten(part, tensors, allow_pickle, depth + 1))
             except _UnsupportedError as error:
