@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation, run
+from hpcdist.collectives.run import Parts, Plannable, run
 from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
+from hpcdist.layout import Box
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import blocks
@@ -96,7 +97,7 @@ def gather(
     return run(JoinStructures("gather", x, dim, root, True, route, out, allow_pickle), team, async_op)
 
 
-class Gather(Operation):
+class Gather(Plannable):
     """Gather shards on the root."""
 
     name = "gather"
@@ -112,8 +113,19 @@ class Gather(Operation):
         collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
         self._route = select.agreed(self.name, call.route, team, agreed.kinds)
         assert call.x is not None
-        self._shard, self._dest, self._root, self._agreed = call.x, call.out, call.root, agreed
+        self._root = call.root
         self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
+        self.bind(call.x, call.out, agreed)
+
+    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
+        assert x is not None
+        self._shard, self._dest, self._agreed = x, out, agreed
+
+    def parts(self, team: Team) -> Parts:
+        cut, whole = self._blocks, Box((0,) * len(self._blocks.shape), self._blocks.shape)
+        sources = [box for (box,) in cut.boxes]
+        dests = [whole if self._root in (-1, rank) else None for rank in range(team.size)]
+        return Parts(self._route, cut.shape, cut.dtype, self._shard.device, sources, dests)
 
     def forward(self, team: Team) -> Tensor | None:
         cut, shard, is_root = self._blocks, self._shard, team.rank == self._root

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.collectives import autograd
 from hpcdist.comm.team import Team
+from hpcdist.layout import Box
 from hpcdist.process import abort
+from hpcdist.routes.base import Route
 from hpcdist.runtime.background import background
 from hpcdist.tensors.storage import written
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["Operation", "plan", "run"]
+__all__ = ["Executable", "Operation", "Parts", "Plannable", "plan", "run"]
 
 
-class Operation(ABC):
-    """One collective call: the part of each step that is specific to the operation.
+class Executable(ABC):
+    """One collective call.
 
     Attributes:
         name: name of the operation as the user called it.
         x, out: this rank's tensor or structure, and memory for its result if the caller passed it; unvalidated.
-        route: name of the route that the caller passed; unvalidated.
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
     """
@@ -35,9 +38,35 @@ class Operation(ABC):
     name: str
     x: Any
     out: Any = None
-    route: Any = "auto"
     grad = False
     which = ""
+
+    @abstractmethod
+    def execute(self, team: Team) -> Any:
+        """Agree with the other ranks, move the data, and return the caller's result. Collective over the team."""
+
+    def backward(self, team: Team, grad: Tensor) -> Tensor | None:
+        """Compute the gradient of `x` from that of this rank's result: the transpose of the call. Collective."""
+        raise NotImplementedError
+
+
+class Operation(Executable):
+    """One call of a verb: the part of each step that is specific to the operation.
+
+    Attributes:
+        route: name of the route that the caller passed; unvalidated.
+    """
+
+    route: Any = "auto"
+
+    def execute(self, team: Team) -> Any:
+        call, agreed = _agree(self, team)
+        with abort.InTransfer(self.name, team.size):
+            self.plan(team, call, agreed)
+            if self.grad:
+                self.which = autograd.count(team)
+            result = self.forward(team)
+        return self.finish(result)
 
     @abstractmethod
     def validate(self, team: Team) -> Call:
@@ -51,16 +80,41 @@ class Operation(ABC):
     def forward(self, team: Team) -> Any:
         """Move the data. Collective. An error here aborts the job, except for a RankError, which all ranks raise."""
 
-    def backward(self, team: Team, grad: Tensor) -> Tensor | None:
-        """Compute the gradient of `x` from that of this rank's result: the transpose of forward. Collective."""
-        raise NotImplementedError
-
     def finish(self, result: Any) -> Any:
         """Convert what forward returned to the caller's result, on this rank alone."""
         return result
 
 
-def run(op: Operation, team: Team, async_op: bool = False) -> Any:
+class Parts(NamedTuple):
+    """What moves in a planned operation: the parts of one tensor, in rank order.
+
+    Attributes:
+        route: route that moves them.
+        shape, dtype, device: those of the whole tensor; the device is that of this rank's parts.
+        sources, dests: box that each rank sends, and box that it receives; None for a rank that sends or receives none.
+    """
+
+    route: Route
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sources: Sequence[Box | None]
+    dests: Sequence[Box | None]
+
+
+class Plannable(Operation):
+    """An operation on tensors that can be kept after its plan, to be executed with other ones."""
+
+    @abstractmethod
+    def parts(self, team: Team) -> Parts:
+        """Return what moves, after plan()."""
+
+    @abstractmethod
+    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
+        """Take other tensors of the same shape, dtype and device, validated and detached, for forward()."""
+
+
+def run(op: Executable, team: Team, async_op: bool = False) -> Any:
     """Run an operation in the foreground, or in the background of the team. Collective over the team.
 
     Returns:
@@ -73,39 +127,35 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     else:
         team.calls[False] += 1
         with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-            result = _execute(op, team)
+            result = op.execute(team)
             if op.grad:
                 result = autograd.attach(op, team, result)
     return result if op.out is None else written(op.out, result)
 
 
-def plan(op: Operation, team: Team) -> None:
+def plan(op: Operation, team: Team) -> Agreed:
     """Run an operation up to its plan, to be executed later. Collective over the team."""
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-        _execute(op, team, planned_only=True)
+        call, agreed = _agree(op, team)
+        with abort.InTransfer(op.name, team.size):
+            op.plan(team, call, agreed)
+    return agreed
 
 
-def _execute(op: Operation, team: Team, planned_only: bool = False) -> Any:
+def _agree(op: Operation, team: Team) -> tuple[Call, Agreed]:
     call = op.validate(team)
     agreed = collective.exchange(team, call)
     op.grad = agreed.grad
-    with abort.InTransfer(op.name, team.size):
-        op.plan(team, call, agreed)
-        if planned_only:
-            return None
-        if op.grad:
-            op.which = autograd.count(team)
-        result = op.forward(team)
-    return op.finish(result)
+    return call, agreed
 
 
-def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:
+def _execute_later(op: Executable, team: Team) -> tuple[Any, Executable | None]:
     """(the result, the operation if it is needed for a gradient): else nothing of it outlives the call."""
-    result = _execute(op, team)
+    result = op.execute(team)
     return result, op if op.grad else None
 
 
-def _attached(team: Team, executed: tuple[Any, Operation | None]) -> Any:
+def _attached(team: Team, executed: tuple[Any, Executable | None]) -> Any:
     """Attach the result to the graph, in the thread that waits for it, so that all ranks do so in the same order."""
     result, op = executed
     return result if op is None else autograd.attach(op, team, result)

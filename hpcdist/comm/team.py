@@ -105,9 +105,7 @@ class Team:
 
     @property
     def freed(self) -> bool:
-        from mpi4py import MPI
-
-        return bool(self.comm == MPI.COMM_NULL)
+        return not self.comm  # COMM_NULL
 
     def free(self) -> dict[tuple[int, str], Any]:
         """Free the communicators and the torch backends; a second call does nothing.

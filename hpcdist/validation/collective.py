@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hpcdist import activity
 from hpcdist.comm.team import HeaderBuffers, Team
@@ -20,13 +20,15 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LEAVE", "Agreed", "check_out", "exchange", "leave"]
+__all__ = ["INLINE", "LEAVE", "MESSAGE", "PAYLOAD", "Agreed", "allgather", "check_out", "disagree", "exchange", "leave"]
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
 # 1 if a gradient is needed; 1 if this rank has a problem; the number of earlier calls of the other kind (with or
 # without async_op): ranks that differ in async_op must not match different calls.
-_HEADER = struct.Struct("<24sqqBBB5xq")
+INLINE = 192  # bytes of payload that travel with a rank's header: on one node, 1,024 bytes take as long as 8
+_HEADER = struct.Struct(f"<24sqqBBB5xq8x{INLINE}x")
+MESSAGE, PAYLOAD = _HEADER.size, _HEADER.size - INLINE  # bytes of a rank's message; offset of the payload in it
 _NONE = bytes(8)
 _MAX_SLEEP = 1e-3  # seconds
 
@@ -54,12 +56,29 @@ def exchange(team: Team, call: Call) -> Agreed:
     agreed = _agree(team, call)
     activity.touch()
     if agreed is None:
-        raise RankError(*_explain(team, call))
+        disagree(team, call)
     if max(agreed.kinds) > MemoryKind.CUDA:
         root_on_gpu = agreed.kinds[call.root] == MemoryKind.CUDA
         on_gpu = (kind == MemoryKind.CUDA or (kind == MemoryKind.FOLLOWS and root_on_gpu) for kind in agreed.kinds)
         agreed = agreed._replace(kinds=tuple(MemoryKind.CUDA if gpu else MemoryKind.CPU for gpu in on_gpu))
     return agreed
+
+
+def disagree(team: Team, call: Call) -> NoReturn:
+    """Raise the error of a call whose headers have shown that the ranks do not agree. Collective.
+
+    Raises:
+        RankError: on every rank.
+    """
+    raise RankError(*_explain(team, call))
+
+
+def allgather(team: Team, send: Any, recv: Any) -> None:
+    """Exchange the messages of all ranks of the team. Collective; one Allgather."""
+    if team.foreground is team:
+        team.comm.Allgather(send, recv)
+    else:
+        _poll(team.comm.Iallgather(send, recv))
 
 
 def leave(team: Team) -> None:
@@ -106,10 +125,7 @@ def _agree(team: Team, call: Call) -> Agreed | None:
         call.problem is not None,
         0 if call.verb == LEAVE else team.calls[team.foreground is team],
     )
-    if team.foreground is team:
-        team.comm.Allgather(headers.send, headers.recv)
-    else:
-        _poll(team.comm.Iallgather(headers.send, headers.recv))
+    allgather(team, headers.send, headers.recv)
     if headers.all == headers.last:  # programs repeat their calls: no need to compare the headers again
         agreed: Agreed = headers.agreed
         return agreed
