@@ -126,7 +126,8 @@ def run(op: Executable, team: Team, async_op: bool = False) -> Any:
         team.calls[True] += 1
     else:
         team.calls[False] += 1
-        with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
+        text = activity.where(op.name, frames=2)  # of where() and run(); what called this may be the outermost frame
+        with activity.InCall(op.name, team, text=text), abort.InStep(op.name, team.size):
             result = op.execute(team)
             if op.grad:
                 result = autograd.attach(op, team, result)
