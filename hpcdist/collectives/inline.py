@@ -33,7 +33,9 @@ class Inline:
     as a Gatherv, and it tells every rank whether the others make the same call with tensors that fit. The messages have
     the size of those that precede any other call: if another rank makes one, both notice it.
 
-    Not persistent requests (MPI_Allgather_init): those of MPICH 5.0 take as long or longer at any size.
+    Persistent requests (MPI_Allgather_init) would not match the blocking Allgather of another rank's verb, and hang
+    where this is an error. They would gain little: 256 bytes on 2 ranks take 2.47 instead of 2.26 us with MPICH 5.0.2,
+    and 0.61 instead of 0.74 us with Open MPI 5.0.11.
 
     Args:
         key: what the ranks must agree on.

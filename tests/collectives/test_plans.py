@@ -368,7 +368,7 @@ def test_in_and_out_of_inference_mode(world: hd.World) -> None:
 
 
 def test_many_calls_and_plans_take_no_memory(world: hd.World) -> None:
-    """20,000 calls, and 500 plans that are dropped."""
+    """20,000 calls, and 500 plans that are dropped; fewer of ranks that wait for a core."""
     x, size = torch.ones(2), world.world_size
     concat, split = hd.plan_concat(x), hd.plan_split(torch.ones(size) if world.rank == 0 else None)
     large = hd.plan_concat(torch.ones(300))
@@ -386,7 +386,7 @@ def test_many_calls_and_plans_take_no_memory(world: hd.World) -> None:
 
     use(500, 100)
     before = _resident()
-    use(10_000, 500)
+    use(10_000 if size < 3 else 1_000, 500 if size < 3 else 100)
     assert_on_all_ranks(world.comm, (grown := _resident() - before) < 4 * 2**20, f"{grown} bytes more")
 
 
