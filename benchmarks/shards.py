@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, product
+from typing import Any
 
 import harness
 import memory
@@ -34,6 +35,7 @@ class Case:
         expected: expected result of this rank (shard or whole); None if it gets none.
         out: preallocated memory for the result, if any.
         send, recv: mpi4py buffer specifications of input and result, made in advance.
+        plans: plans of hpcdist, made in the first, untimed call.
     """
 
     size: int
@@ -48,6 +50,13 @@ class Case:
     out: torch.Tensor | None
     send: list[object] | None
     recv: list[object] | None
+    plans: list[Callable[..., Any]] = field(default_factory=list)
+
+    def plan(self, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """Return the plan of this case; the first call makes it. Collective then."""
+        if not self.plans:
+            self.plans.append(make())
+        return self.plans[0]
 
     @property
     def nbytes(self) -> list[int]:

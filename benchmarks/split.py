@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import peers
 from harness import Contender
-from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT
+from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, PLAN_OUT
 from shards import Case, run
 from torch import Tensor
 
@@ -18,11 +21,18 @@ def split(case: Case, route: str, out: Tensor | None) -> Tensor:
     return part
 
 
+def plan(case: Case) -> Callable[..., Any]:
+    counts = None if case.whole is None else case.counts
+    return case.plan(lambda: hd.plan_split(case.whole, counts=counts, route="mpi"))
+
+
 CONTENDERS = [
     Contender(BASELINE, peers.split_mpi4py),
     Contender(CONTROL, peers.split_mpi4py),
     Contender(HPCDIST_OUT, lambda case: split(case, "mpi", case.out)),
     Contender(HPCDIST_NEW, lambda case: split(case, "mpi", None)),
+    Contender(PLAN_OUT, lambda case: plan(case)(case.whole, case.out)),
+    Contender("hpcdist plan", lambda case: plan(case)(case.whole)),
     Contender("hpcdist gloo, out=", lambda case: split(case, "gloo", case.out)),
     Contender("mpi4py, counts exchanged, new memory", peers.split_mpi4py_new),
     Contender("mpi4py, pickle", peers.split_mpi4py_pickle),

@@ -8,7 +8,8 @@ from hpcdist.versions import __version__  # noqa: F401  # before other imports t
 # isort: split
 from hpcdist import layout, staging
 from hpcdist.collectives.local import balance, local
-from hpcdist.collectives.redistribute import Plan, plan_redistribute, redistribute
+from hpcdist.collectives.plans import Plan, plan_concat, plan_gather, plan_redistribute, plan_split
+from hpcdist.collectives.redistribute import redistribute
 from hpcdist.concat import concat
 from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
 from hpcdist.gather import gather
@@ -22,8 +23,10 @@ from hpcdist.tensors import eager
 __all__ = [
     "Block", "Box", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Layout", "Plan",
     "RankError", "Replicate", "Split", "World", "balance", "concat", "current", "finalize", "gather", "init",
-    "irecv", "isend", "layout", "local", "plan_redistribute", "recv", "redistribute", "send", "split", "staging",
+    "irecv", "isend", "layout", "local", "plan_concat", "plan_gather", "plan_redistribute", "plan_split", "recv",
+    "redistribute", "send", "split", "staging",
 ]  # fmt: skip
 
-eager.not_compiled([balance, concat, current, finalize, gather, init, irecv, isend, local, plan_redistribute, recv])
-eager.not_compiled([redistribute, send, split, Handle, Plan, World, *(vars(staging)[name] for name in staging.__all__)])
+eager.not_compiled([balance, concat, current, finalize, gather, init, irecv, isend, local, recv, redistribute, send])
+eager.not_compiled([split, plan_concat, plan_gather, plan_redistribute, plan_split, Handle, Plan, World])
+eager.not_compiled(vars(staging)[name] for name in staging.__all__)

@@ -301,9 +301,13 @@ _texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
 _inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is this library's or torch's
 
 
-def where(verb: str) -> bytes:
-    """Describe the call being made, with the file and line of the user's code."""
-    frame = outside(sys._getframe(1))
+def where(verb: str, frames: int = 1) -> bytes:
+    """Describe the call being made, with the file and line of the user's code.
+
+    Args:
+        frames: number of innermost frames that are certainly this library's; to look at a frame takes time.
+    """
+    frame = outside(sys._getframe(frames))
     key = (verb, id(frame.f_code), frame.f_lineno)
     known = _texts.get(key)
     if known is None:
@@ -317,16 +321,16 @@ def where(verb: str) -> bytes:
 
 def outside(frame: FrameType) -> FrameType:
     """Return the innermost frame of the user's code; in a command of this library, the outermost frame."""
-    while frame.f_back is not None:
+    while (back := frame.f_back) is not None:
         code = frame.f_code
         known = _inside.get(id(code))
         if known is None:
             if len(_inside) >= _MOST_PLACES:
                 _inside.clear()
             known = _inside[id(code)] = code.co_filename.startswith(_HOME) or _TORCH in code.co_filename, code
-        if not known[0] or frame.f_back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
+        if not known[0] or back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
             break
-        frame = frame.f_back
+        frame = back
     return frame
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist.collectives import results
+from hpcdist.collectives import repeat, results
 from hpcdist.collectives.gather import Gather
-from hpcdist.collectives.run import key_of, repeat, repeatable, run
+from hpcdist.collectives.run import run
 from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
 from hpcdist.routes.base import Alltoall
@@ -99,10 +99,9 @@ def concat(
 
     team = world.current().context.team_of(group)
     if isinstance(x, Tensor):
-        key = None if async_op or out is not None else key_of("concat", x, dim, 0, route)
-        if key is not None and (known := repeatable(team, key)) is not None:
-            return repeat(known, team, x, lambda: Concat(x, dim, route, out))
-        return run(Concat(x, dim, route, out), team, async_op, key)
+        if out is None and not async_op:
+            return repeat.call("concat", lambda: Concat(x, dim, route, None), team, x, dim, 0, route)
+        return run(Concat(x, dim, route, out), team, async_op)
     return run(JoinStructures("concat", x, dim, None, False, route, out, allow_pickle), team, async_op)
 
 

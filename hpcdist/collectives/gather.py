@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation, key_of, repeat, repeatable, run
+from hpcdist.collectives import repeat, results
+from hpcdist.collectives.repeat import Repeatable
+from hpcdist.collectives.run import Parts, run
 from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
+from hpcdist.layout import Box
 from hpcdist.routes import select
 from hpcdist.routes.inline import INLINE
 from hpcdist.runtime import world
@@ -93,14 +95,13 @@ def gather(
 
     team = world.current().context.team_of(group)
     if isinstance(x, Tensor):
-        key = None if async_op or out is not None else key_of("gather", x, dim, root, route)
-        if key is not None and (known := repeatable(team, key)) is not None:
-            return repeat(known, team, x, lambda: Gather(x, dim, root, route, out))
-        return run(Gather(x, dim, root, route, out), team, async_op, key)
+        if out is None and not async_op:
+            return repeat.call("gather", lambda: Gather(x, dim, root, route, None), team, x, dim, root, route)
+        return run(Gather(x, dim, root, route, out), team, async_op)
     return run(JoinStructures("gather", x, dim, root, True, route, out, allow_pickle), team, async_op)
 
 
-class Gather(Operation):
+class Gather(Repeatable):
     """Gather shards on the root."""
 
     name = "gather"
@@ -116,8 +117,19 @@ class Gather(Operation):
         collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
         self._route = select.agreed(self.name, call.route, team, agreed.kinds)
         assert call.x is not None
-        self._shard, self._dest, self._root, self._agreed = call.x, call.out, call.root, agreed
+        self._root = call.root
         self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
+        self.bind(call.x, call.out, agreed)
+
+    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
+        assert x is not None
+        self._shard, self._dest, self._agreed = x, out, agreed
+
+    def parts(self, team: Team) -> Parts:
+        cut, whole = self._blocks, Box((0,) * len(self._blocks.shape), self._blocks.shape)
+        sources = [box for (box,) in cut.boxes]
+        dests = [whole if self._root in (-1, rank) else None for rank in range(team.size)]
+        return Parts(self._route, cut.shape, cut.dtype, self._shard.device, sources, dests)
 
     def forward(self, team: Team) -> Tensor | None:
         cut, shard, is_root = self._blocks, self._shard, team.rank == self._root

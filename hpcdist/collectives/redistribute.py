@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist import layout
-from hpcdist.collectives import autograd, results
+from hpcdist.collectives import results
 from hpcdist.collectives import run as driver
-from hpcdist.collectives.run import Operation
+from hpcdist.collectives.run import Parts, Plannable
 from hpcdist.collectives.transfer import Transfer, make_transfer
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError
 from hpcdist.layout import Layout
 from hpcdist.routes import select
 from hpcdist.runtime import world
-from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, of_bytes, overlap, row_major
 from hpcdist.validation import local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["Plan", "plan_redistribute", "redistribute"]
+__all__ = ["Redistribute", "redistribute"]
 
 _CACHED = 64  # transfer plans per team
 Shape = tuple[int, ...]
@@ -92,40 +89,7 @@ def redistribute(
     return driver.run(Redistribute(x, src, dst, route, out), world.current().context.team_of(group), async_op)
 
 
-def plan_redistribute(
-    x: Tensor,
-    src: Layout,
-    dst: Layout,
-    *,
-    group: GroupLike | None = None,
-    route: str = "auto",
-) -> Plan:
-    """Plan a redistribution once, to execute it many times: see :func:`redistribute`.
-
-    Collective over `group`. `x` is neither sent nor kept: only its shape, dtype, device, and whether it needs a
-    gradient are used.
-
-    Returns:
-        The plan: call it with tensors like `x`.
-
-    Raises:
-        RankError: as in redistribute.
-
-    Example::
-
-        >>> to_columns = hd.plan_redistribute(x, hd.Split(0), hd.Split(1))
-        >>> for x in batches:
-        ...     columns = to_columns(x)
-    """
-
-    team = world.current().context.team_of(group)
-    op = Redistribute(x, src, dst, route, None, name="plan_redistribute")
-    driver.plan(op, team)
-    team.plans_made += 1
-    return Plan(op.moves, team, team.plans_made, x.dtype, x.device, op.grad)
-
-
-class Redistribute(Operation):
+class Redistribute(Plannable):
     """Redistribute a tensor.
 
     Attributes:
@@ -149,7 +113,7 @@ class Redistribute(Operation):
         shapes, outs = _shapes(team, call, agreed.inline)
         assert call.x is not None
         self._parts = _parts(team, call.x, shapes, agreed) if agreed.inline else None
-        self._shard, self._dest = call.x, call.out
+        self._shapes = shapes
         key = (self.src, self.dst, shapes, call.x.dtype, call.route, agreed.kinds)
         moves: Transfer | None = team.plans.get(key)
         if moves is None:
@@ -159,7 +123,17 @@ class Redistribute(Operation):
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
+        self.bind(call.x, call.out, agreed)
         self._check_out(outs)
+
+    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
+        assert x is not None
+        self._shard, self._dest = x, out
+
+    def parts(self, team: Team) -> Parts:
+        moves, x = self.moves, self._shard
+        _, sources = self.src.held(self._shapes)
+        return Parts(moves.route, moves.shape, x.dtype, x.device, sources, moves.boxes)
 
     def _check_out(self, outs: Sequence[Shape | None]) -> None:
         shapes = {rank: shape for rank, shape in enumerate(outs) if shape is not None}
@@ -181,85 +155,6 @@ class Redistribute(Operation):
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
         return self.moves.transpose(team, grad)
-
-
-class Plan:
-    """A redistribution that all ranks have agreed on; made by :func:`plan_redistribute`.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        box: box of this rank in the new layout.
-        sent, received: bytes that this rank sends to and receives from other ranks.
-    """
-
-    def __init__(
-        self, moves: Transfer, team: Team, number: int, dtype: torch.dtype, device: torch.device, grad: bool
-    ) -> None:
-        self.shape, self.box = moves.shape, moves.box
-        self.sent, self.received = moves.source.nbytes, moves.dest.nbytes
-        self._moves, self._team, self._grad = moves, team, grad
-        self._number = number  # among the plans of the team
-        self._dtype, self._device = dtype, device
-
-    @overload
-    def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: Literal[False] = False) -> Tensor: ...
-    @overload
-    def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: Literal[True]) -> Handle[Tensor]: ...
-    def __call__(self, x: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Any:
-        """Execute the plan. Collective; one small exchange to validate the call on all ranks, then only data move.
-
-        Args:
-            x: this rank's part, of the shape, dtype and device that the plan was made for; any strides. It may need a
-                gradient only if the plan was made for one.
-            out, async_op: as in :func:`redistribute`.
-
-        Returns:
-            As :func:`redistribute`.
-
-        Raises:
-            RankError: on every rank, if `x` or `out` does not match the plan on any rank, or the ranks call different
-                plans. No data have moved, and the next call can succeed.
-            HpcdistError: if the plan's world has ended, or its group was freed.
-        """
-
-        if self._team.freed or self._team.group.ended:
-            raise HpcdistError("the world of this plan has ended, or its group was freed: make a new plan")
-        if (reason := recorded()) is not None:
-            raise HpcdistError(f"a plan of redistribute(): {reason}")
-        op = _Planned(self, x, out)
-        return driver.run(op, self._team, async_op)
-
-
-class _Planned(Redistribute):
-    """Execute a plan: an operation that is planned already."""
-
-    def __init__(self, plan: Plan, x: Tensor, out: Tensor | None) -> None:
-        anything = layout.Replicate()  # the plan has its own layouts
-        super().__init__(x, anything, anything, "auto", out, name="a plan of redistribute")
-        self.moves, self._of = plan._moves, plan
-
-    def validate(self, team: Team) -> Call:
-        call = local.layout_call(self)
-        problem = call.problem or self._mismatch(call)
-        return Call(self.name, x=call.x, out=call.out, options=(("the plan", self._of._number),), problem=problem)
-
-    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        assert call.x is not None
-        self._shard, self._dest = call.x, call.out
-        self.grad = self._of._grad and torch.is_grad_enabled()  # agreed on when it was planned
-        if self._of._grad and not self.grad:
-            autograd.count(team)
-
-    def _mismatch(self, call: Call) -> str | None:
-        of = self._of
-        for name, tensor, wanted in (("x", call.x, self.moves.source.shape), ("out", call.out, of.box.shape)):
-            if tensor is not None:
-                got, expected = (tuple(tensor.shape), tensor.dtype, tensor.device), (wanted, of._dtype, of._device)
-                if got != expected:
-                    return f"{name} is {_show(*got)}, but the plan was made for {_show(*expected)}"
-        if call.grad and not of._grad:
-            return "x requires a gradient, but the plan was made for tensors that do not"
-        return None
 
 
 def _meta(call: Call) -> array[int]:
@@ -295,7 +190,3 @@ def _shapes(team: Team, call: Call, came: bool) -> tuple[tuple[Shape, ...], list
         team.comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
     rows = [tuple(all_[start : start + len(mine)]) for start in range(0, len(all_), len(mine))]
     return tuple(row[1 : 1 + ndim] for row in rows), [row[1 + ndim :] if row[0] else None for row in rows]
-
-
-def _show(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
-    return f"a {dtype} tensor of shape {tuple(shape)} on {device}"

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout, limits
-from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation, key_of, repeat, repeatable, run
+from hpcdist.collectives import repeat, results
+from hpcdist.collectives.repeat import Repeatable
+from hpcdist.collectives.run import Parts, run
 from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.groups import Group
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
+from hpcdist.layout import Box
 from hpcdist.routes import select
 from hpcdist.runtime import background, world
 from hpcdist.tensors.blocks import Blocks, blocks
@@ -111,15 +113,12 @@ def split(
         of = here.context.group_of(group)
         return background.run_now(lambda: _local(make(), of), async_op)
     team = here.context.team_of(group)
-    key = None
     if not async_op and out is None and allow_pickle is False and (x is None or isinstance(x, Tensor)):
-        key = key_of("split", x, dim, root, route, counts)
-        if key is not None and (known := repeatable(team, key)) is not None:
-            return repeat(known, team, x, make)
-    return run(make(), team, async_op, key)
+        return repeat.call("split", make, team, x, dim, root, route, counts)
+    return run(make(), team, async_op)
 
 
-class Scatter(Operation):
+class Scatter(Repeatable):
     """Split a tensor or structure of the root into one part for each rank."""
 
     name = "split"
@@ -152,11 +151,19 @@ class Scatter(Operation):
         extents = [box.shape[call.dim_arg] for (box,) in cut.boxes]
         collective.check_out(self.name, agreed, extents)
         self._route = select.agreed(self.name, call.route, team, agreed.kinds)
-        self._blocks, self._root, self._agreed = cut, call.root, agreed
-        self._whole, self._dest = call.x, call.out
+        self._blocks, self._root = cut, call.root
         on_gpu = agreed.kinds[team.rank] == MemoryKind.CUDA
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
+        self.bind(call.x, call.out, agreed)
+
+    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
+        self._whole, self._dest, self._agreed = x, out, agreed
+
+    def parts(self, team: Team) -> Parts:
+        cut, whole = self._blocks, Box((0,) * len(self._blocks.shape), self._blocks.shape)
+        sources = [whole if rank == self._root else None for rank in range(team.size)]
+        return Parts(self._route, cut.shape, cut.dtype, self._device, sources, [box for (box,) in cut.boxes])
 
     def forward(self, team: Team) -> Any:
         if self._structure is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HEADER", "HeaderBuffers", "Stoppable", "Team", "inline_capacity"]
 
-HEADER = 56  # bytes of a rank's header: see hpcdist/validation/collective.py
+HEADER = 64  # bytes of a rank's header: see hpcdist/validation/collective.py
 _FREE, _OWN, _OTHERS = range(3)  # owner of a provisional key
 
 
@@ -103,7 +103,7 @@ class HeaderBuffers:
 
 def inline_capacity(size: int) -> int:
     """Return the bytes of data that may travel behind the header of a rank in a team of `size` ranks."""
-    return max(0, min(limits.INLINE, limits.HEADERS // size - HEADER))
+    return max(0, min(limits.INLINE, limits.HEADERS // size - HEADER)) // 16 * 16  # aligned for every dtype
 
 
 class Team:
@@ -133,7 +133,7 @@ class Team:
         routes: routes chosen so far, by name and the kinds of memory of all ranks.
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
         plans: latest redistributions planned.
-        repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.run`.
+        repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.repeat`.
         plans_made: number of plans that the user has made.
         results: number of results through which gradients flow back.
     """
@@ -168,9 +168,7 @@ class Team:
 
     @property
     def freed(self) -> bool:
-        from mpi4py import MPI
-
-        return bool(self.comm == MPI.COMM_NULL)
+        return not self.comm  # COMM_NULL
 
     def free(self) -> dict[tuple[int, str], Any]:
         """Free the communicators and the torch backends; a second call does nothing.

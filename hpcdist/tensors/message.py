@@ -102,9 +102,7 @@ class Contents:
 
 
 @lru_cache(maxsize=8)  # programs send structures like the last one
-def _contents(
-    dtypes: tuple[torch.dtype, ...], cuda: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
-) -> Contents:
+def _contents(dtypes: tuple[torch.dtype, ...], cuda: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]) -> Contents:
     return Contents(list(map(Meta._make, zip(dtypes, cuda, shapes, strict=True))))
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hpcdist import activity
 from hpcdist.comm.team import HEADER, HeaderBuffers, Team
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch import Tensor
 
-__all__ = ["LEAVE", "Agreed", "check_out", "exchange", "leave", "repeat"]
+__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "disagree", "exchange", "leave", "repeat"]
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
 # 1 if a gradient is needed; 1 if this rank has a problem; bytes of data behind the header, or -1; the number of earlier
 # calls of the other kind (with or without async_op): ranks that differ in async_op must not match different calls.
-_HEADER = struct.Struct("<24sqqBBB3xhq")
+_HEADER = struct.Struct("<24sqqBBB3xhq8x")
 assert _HEADER.size == HEADER
 _NONE = bytes(8)
 _MAX_SLEEP = 1e-3  # seconds
@@ -76,12 +76,29 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     agreed = _compare(team)
     activity.touch()
     if agreed is None:
-        raise RankError(*_explain(team, call))
+        disagree(team, call)
     if max(agreed.kinds) > MemoryKind.CUDA:
         root_on_gpu = agreed.kinds[call.root] == MemoryKind.CUDA
         on_gpu = (kind == MemoryKind.CUDA or (kind == MemoryKind.FOLLOWS and root_on_gpu) for kind in agreed.kinds)
         agreed = agreed._replace(kinds=tuple(MemoryKind.CUDA if gpu else MemoryKind.CPU for gpu in on_gpu))
     return agreed
+
+
+def disagree(team: Team, call: Call) -> NoReturn:
+    """Raise the error of a call whose headers have shown that the ranks do not agree. Collective.
+
+    Raises:
+        RankError: on every rank.
+    """
+    raise RankError(*_explain(team, call))
+
+
+def allgather(team: Team, send: Any, recv: Any) -> None:
+    """Exchange the messages of all ranks of the team. Collective; one Allgather."""
+    if team.foreground is team:
+        team.comm.Allgather(send, recv)
+    else:
+        _poll(team.comm.Iallgather(send, recv))
 
 
 def leave(team: Team) -> None:
@@ -132,10 +149,7 @@ def _exchange(team: Team, call: Call) -> None:
         -1 if call.inline is None else buffers.put(call.inline),
         0 if call.verb == LEAVE else team.calls[team.foreground is team],
     )
-    if team.foreground is team:
-        team.comm.Allgather(buffers.send, buffers.recv)
-    else:
-        _poll(team.comm.Iallgather(buffers.send, buffers.recv))
+    allgather(team, buffers.send, buffers.recv)
 
 
 def _compare(team: Team) -> Agreed | None:

@@ -38,6 +38,7 @@ __all__ = [
     "may_be_inline",
     "overlaps_itself",
     "problem_of",
+    "ready",
     "runs",
     "shard_call",
     "split_call",
@@ -222,18 +223,23 @@ def _describe(call: Call, x: Tensor, ndim: int) -> None:
 
 
 def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
-    """Return `x` ready to be sent, at least 1-d, and the non-negative dim; raise an WrongError if it cannot be."""
+    """Return `x` as ready() does, but at least 1-d, and the non-negative dim; raise an WrongError if it cannot be."""
+    found = ready(x, name)
+    where, ndim = _int(dim, "dim"), x.dim() or 1
+    if not -ndim <= where < ndim:
+        raise WrongError(f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+    return (found if found.dim() else found.view(1)), where % ndim
+
+
+def ready(x: Any, name: str) -> Tensor:
+    """Return `x` ready to be sent, or to be written if its name is "out"; raise an WrongError if it cannot be."""
     if not isinstance(x, Tensor):
         hint = " (torch.from_numpy converts an array)" if type(x).__module__ == "numpy" else ""
         raise WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
     problem = storage.problem(x)
     if problem is not None:
         raise WrongError(f"{name} {problem}")
-    where, ndim = _int(dim, "dim"), x.dim() or 1
-    if not -ndim <= where < ndim:
-        raise WrongError(f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
-    x = _writable(x) if name == "out" else storage.resolved(x)
-    return (x if x.dim() else x.view(1)), where % ndim
+    return _writable(x) if name == "out" else storage.resolved(x)
 
 
 def _check_out(call: Call, out: Any) -> None:
@@ -267,7 +273,7 @@ def _writable(out: Tensor) -> Tensor:
         raise WrongError("out was created in torch.inference_mode() and can be written only there")
     if overlaps_itself(out):
         raise WrongError(SELF_OVERLAP)
-    return out.detach()
+    return out.detach() if out.requires_grad else out
 
 
 def overlaps_itself(x: Tensor) -> bool:

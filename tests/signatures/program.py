@@ -62,6 +62,13 @@ def plans(x: Tensor) -> None:
     assert_type(plan(x), Tensor)
     assert_type(plan(x, async_op=True), hd.Handle[Tensor])
     assert_type(plan.sent, int)
+    assert_type(plan.box, hd.Box)
+    assert_type(hd.plan_concat(x, 1)(x, out=x), Tensor)
+    assert_type(hd.plan_gather(x, 1, root=2)(x), Tensor | None)
+    assert_type(hd.plan_gather(x)(x, async_op=True), hd.Handle[Tensor | None])
+    assert_type(hd.plan_split(None, 0, 0, [1, 2])(None), Tensor)
+    assert_type(hd.plan_split(x, route="mpi")(x, async_op=True), hd.Handle[Tensor])
+    hd.plan_concat(x)(None)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def worlds() -> None:

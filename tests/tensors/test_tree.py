@@ -413,7 +413,7 @@ def _header(rows: Any, **more: Any) -> bytes:
 def test_headers_that_lie(text: bytes) -> None:
     """Found before memory is taken."""
     with pytest.raises(HpcdistError, match=r"is damaged|more than the memory of this host"):
-        Header(text)
+        Header.read(text)
 
 
 @pytest.mark.parametrize(

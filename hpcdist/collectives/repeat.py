@@ -1,0 +1,119 @@
+"""Small calls that are made again and again: what a call computes from its arguments alone is computed once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hpcdist import activity
+from hpcdist.collectives import autograd, run
+from hpcdist.collectives.run import Plannable
+from hpcdist.comm.team import HEADER, Team
+from hpcdist.process import abort
+from hpcdist.tensors.eager import recorded
+from hpcdist.tensors.storage import is_plain
+from hpcdist.validation import collective
+
+__all__ = ["Repeatable", "call"]
+
+_MOST = 256  # calls that a team remembers
+
+Key = tuple[Any, ...]
+
+
+class Repeatable(Plannable):
+    """An operation whose data may come with the headers, and which can then be kept for the next call like it."""
+
+    @abstractmethod
+    def keep(self, team: Team) -> int | None:
+        """Drop the tensors of this call, so that it can be kept for again().
+
+        Returns:
+            How many bytes behind this rank's header are the same in every such call; after them comes `x`. None if
+            the call cannot be repeated so.
+        """
+
+    @abstractmethod
+    def again(self, team: Team) -> Any:
+        """Return the result of a call that is repeated: the data of all ranks have come with the headers."""
+
+
+class _Known(NamedTuple):
+    """A call that the team has made.
+
+    Attributes:
+        op: the operation, planned.
+        header: this rank's header, and the bytes after it that stay the same.
+        headers: headers of all ranks, which agree.
+        calls: asynchronous calls that the team had made.
+    """
+
+    op: Repeatable
+    header: bytes
+    headers: list[tuple[bytes]]
+    calls: int
+
+
+def call(
+    name: str,
+    make: Callable[[], Repeatable],
+    team: Team,
+    x: Tensor | None,
+    dim: Any,
+    root: Any,
+    route: Any,
+    rule: Any = None,
+) -> Any:
+    """Run an operation in the foreground, into new memory; with less work if the team has made such a call before.
+
+    Args:
+        name: of the operation.
+        make: makes the operation.
+        x, dim, root, route, rule: its arguments, unvalidated.
+    """
+    key = _key(name, x, dim, root, route, rule)
+    known: _Known | None = None if key is None else team.repeats.get(key)
+    if known is not None and known.calls == team.calls[True]:
+        return _again(known, team, x, make)
+    op = make()
+    result = run.run(op, team)
+    if key is not None and op.inline and not op.grad:
+        _remember(op, team, key)
+    return result
+
+
+def _key(name: str, x: Tensor | None, dim: Any, root: Any, route: Any, rule: Any) -> Key | None:
+    """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
+    if type(dim) is int and type(root) is int and type(route) is str and (rule is None or type(rule) is str):
+        if recorded() is not None:
+            return None
+        if x is None:
+            return name, dim, root, route, rule
+        if is_plain(x):
+            return name, dim, root, route, rule, x.dtype, x.shape
+    return None
+
+
+def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repeatable]) -> Any:
+    """Make a call again: what it computes from its arguments alone is known. Collective over the team."""
+    op = known.op
+    team.calls[False] += 1
+    with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
+        if collective.repeat(team, known.header, x) == known.headers:
+            return op.again(team)
+        op = make()  # another rank's call is not the same as before
+        result = op.execute(team, exchanged=True)
+        return autograd.attach(op, team, result) if op.grad else result
+
+
+def _remember(op: Repeatable, team: Team, key: Key) -> None:
+    buffers = team.headers
+    assert buffers is not None
+    if len(team.repeats) >= _MOST:
+        team.repeats.clear()
+    same = op.keep(team)
+    if same is not None:
+        team.repeats[key] = _Known(op, bytes(buffers.own[: HEADER + same]), buffers.last, team.calls[True])

@@ -1,0 +1,394 @@
+"""Plans of all verbs, against plain indexing: many calls, wrong calls, several plans at once, their end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import EXTENTS, STRIDES, extents_of, part, same_bits, strides_for, whole_of
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from torch import Tensor
+
+import hpcdist as hd
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+VERBS = ("concat", "gather", "split", "redistribute")
+COLUMNS = (3, 300)  # extents of the other dim: the data travel with the headers, and they do not
+
+
+class Planned:
+    """A plan of a verb for a tensor of which the ranks hold, or get, parts along `dim`."""
+
+    def __init__(self, verb: str, whole: Tensor, dim: int, extents: tuple[int, ...], rank: int, **options: Any) -> None:
+        self.verb, self.dim, self.extents, self.rank = verb, dim, extents, rank
+        self.root = len(extents) - 1
+        x = self.x(whole)
+        if verb == "concat":
+            self.plan: Any = hd.plan_concat(x, dim, **options)
+        elif verb == "gather":
+            self.plan = hd.plan_gather(x, dim, self.root, **options)
+        elif verb == "split":
+            self.plan = hd.plan_split(x, dim, self.root, extents if rank == self.root else None, **options)
+        else:
+            self.plan = hd.plan_redistribute(x, hd.Split(dim, extents), hd.Split(dim, extents[::-1]), **options)
+
+    def x(self, whole: Tensor) -> Any:
+        if self.verb == "split":
+            return whole if self.rank == self.root else None
+        return part(whole, self.dim, self.extents, self.rank)
+
+    def expected(self, whole: Tensor) -> Tensor | None:
+        whole = whole.resolve_conj().resolve_neg()
+        if self.verb == "gather" and self.rank != self.root:
+            return None
+        if self.verb in ("concat", "gather"):
+            return whole
+        extents = self.extents if self.verb == "split" else self.extents[::-1]
+        return part(whole, self.dim, extents, self.rank)
+
+    def problem(self, got: object, whole: Tensor) -> str | None:
+        expected = self.expected(whole)
+        if expected is None or not isinstance(got, Tensor):
+            return None if expected is None and got is None else f"{self.verb}: got {got!r}, expected {expected!r}"
+        return None if same_bits(got, expected) else f"{self.verb} {self.extents}: wrong values, or {got.shape}"
+
+
+@pytest.mark.parametrize("route", ["auto", "mpi", "gloo"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_as_the_verb(world: hd.World, verb: str, route: str) -> None:
+    """Ragged and empty parts, any dim, dtype and strides, new memory and out."""
+    findings, size, rank = Findings(world.comm), world.world_size, world.rank
+    for number, case in enumerate(EXTENTS):
+        extents = extents_of(case, size)
+        for columns in COLUMNS if route != "gloo" else COLUMNS[:1]:
+            for dim in (0, 1):
+                shape = (sum(extents), columns) if dim == 0 else (columns, sum(extents))
+                for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+                    planned = Planned(verb, whole_of(shape, dtype), dim, extents, rank, route=route)
+                    for turn, strides in enumerate(strides_for(dtype)):
+                        whole = STRIDES[strides](whole_of(shape, dtype, salt=turn)) if sum(extents) else None
+                        if whole is None or (route == "gloo" and turn > 1):
+                            continue
+                        expected = planned.expected(whole)
+                        with_out = expected is not None and (turn + number) % 2
+                        out = STRIDES["transposed"](torch.zeros_like(expected)) if with_out else None  # type: ignore[arg-type]
+                        got = planned.plan(planned.x(whole), out)
+                        text = planned.problem(got, whole)
+                        findings.check(text is None, f"{case} dim {dim} {dtype} {strides}: {text}")
+                        findings.check(out is None or got is out, "out is returned")
+                        findings.check(out is not None or got is None or got.is_contiguous(), "not contiguous")
+                    sent, received = (world.comm.allreduce(n) for n in (planned.plan.sent, planned.plan.received))
+                    findings.check(sent == received, f"{sent} sent, {received} received")
+                    findings.check(planned.plan.shape == shape, planned.plan.shape)
+    findings.settle()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_through_hdf5(world: hd.World, verb: str) -> None:
+    findings, extents = Findings(world.comm), extents_of("ragged", world.world_size)
+    whole = whole_of((sum(extents), 3), torch.float64)
+    planned = Planned(verb, whole, 0, extents, world.rank, route="hdf5")
+    for salt in range(2):
+        whole = whole_of((sum(extents), 3), torch.float64, salt)
+        text = planned.problem(planned.plan(planned.x(whole)), whole)
+        findings.check(text is None, text)
+    findings.settle()
+
+
+def test_0d_4d_and_no_elements(world: hd.World) -> None:
+    findings, size, rank = Findings(world.comm), world.world_size, world.rank
+    scalar, numbers = torch.tensor(float(rank)), torch.arange(float(size))
+    findings.same(hd.plan_concat(scalar)(scalar), numbers, "0-d shards are stacked")
+    got = hd.plan_gather(scalar)(scalar)
+    findings.check(got is None if rank else same_bits(got, numbers), got)  # type: ignore[arg-type]
+    copies = hd.plan_redistribute(scalar, hd.Replicate(), hd.Replicate())
+    findings.same(copies(scalar, torch.zeros(())), scalar, "0-d copies")
+    for shape in ((0,), (0, 3), (2, 0, 1)):
+        findings.same(hd.plan_concat(torch.ones(shape))(torch.ones(shape)), torch.ones(size * shape[0], *shape[1:]), "")
+    x = torch.ones(1, 2, 1, 2).contiguous(memory_format=torch.channels_last)
+    got = hd.plan_concat(x, 1)(x)
+    findings.check(got.is_contiguous() and got.shape == (1, 2 * size, 1, 2), got.stride())
+    findings.settle()
+
+
+def test_data_are_sent_in_one_message_with_the_header(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an exchange before, nor anything after it."""
+    findings, extents, comm = Findings(world.comm), extents_of("ragged", world.world_size), world.team.comm
+    seen: list[str] = []
+
+    class Spy:
+        """The team's communicator, which notes what is called."""
+
+        def __getattr__(self, name: str) -> Any:
+            seen.append(name)
+            return getattr(comm, name)
+
+    whole = whole_of((sum(extents),), torch.int16)
+    plans = [Planned(verb, whole, 0, extents, world.rank) for verb in VERBS]
+    findings.check(whole.nbytes <= limits.INLINE, whole.nbytes)
+    for planned in plans:
+        planned.plan(planned.x(whole))
+    monkeypatch.setattr(world.team, "comm", Spy())
+    got = [planned.plan(planned.x(whole)) for planned in plans]
+    monkeypatch.undo()
+    findings.check(seen == ["Allgather"] * len(plans), seen)
+    for planned, result in zip(plans, got, strict=True):
+        findings.check(planned.problem(result, whole) is None, planned.verb)
+    findings.settle()
+
+
+def test_neither_sent_nor_kept(world: hd.World) -> None:
+    """Planning keeps nothing of x alive; results are new memory, and x is not changed."""
+    findings = Findings(world.comm)
+    for columns in COLUMNS:
+        x = torch.full((2, columns), float(world.rank))
+        plan = hd.plan_concat(x)
+        storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
+        del x
+        findings.check(storage.expired(), "x is kept")
+        y = torch.full((2, columns), 1.0 + world.rank)
+        first, second = plan(y), plan(y)
+        findings.check(first.data_ptr() != second.data_ptr(), "the same memory twice")
+        first.fill_(-1)
+        findings.same(plan(y), second, "after an earlier result was overwritten")
+        findings.same(y, torch.full((2, columns), 1.0 + world.rank), "x")
+    findings.settle()
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_wrong_on_one_rank(world: hd.World, verb: str, columns: int) -> None:
+    """The same RankError on all ranks, which names the one at fault; out is unchanged, and the plan still works."""
+    findings, size = Findings(world.comm), world.world_size
+    extents = (2,) * size
+    whole = whole_of((2 * size, columns), torch.float32)
+    planned = Planned(verb, whole, 0, extents, world.rank)
+    wrong_rank = planned.root
+    x, expected = planned.x(whole), planned.expected(whole)
+    wrong: list[tuple[Any, Any, str]] = []
+    if world.rank == wrong_rank:
+        good, out = x, torch.zeros_like(expected)  # type: ignore[arg-type]
+        wrong = [
+            (good[1:], None, "x is a torch.float32 tensor of shape"),
+            (good.double(), None, "x is a torch.float64 tensor"),
+            (good.clone().requires_grad_(), None, "x requires a gradient"),
+            (good.to("meta"), None, "x is on device meta"),
+            (good.to_sparse(), None, "x must be a dense tensor"),
+            ("x", None, "x must be a torch.Tensor"),
+            (None, None, "x must be a torch.Tensor"),
+            (good, out[1:], "out is a torch.float32 tensor of shape"),
+            (good, out.double(), "out is a torch.float64"),
+            (good, out[:1].expand(out.shape), "out overlaps itself"),
+            (good, out.clone().requires_grad_(), "out requires a gradient"),
+            (good, 3, "out must be a torch.Tensor"),
+        ]
+    for i in range(world.comm.bcast(len(wrong), wrong_rank)):
+        for async_op in (False, True):
+            kept = None if expected is None else torch.zeros_like(expected)
+            given = wrong[i][:2] if wrong else (x, kept)
+
+            def call(given: tuple[Any, Any] = given, async_op: bool = async_op) -> Any:
+                result = planned.plan(*given, async_op=async_op)
+                return result.wait(30) if async_op else result
+
+            error = raises_on_all_ranks(world.comm, hd.RankError, call)
+            text = world.comm.bcast(wrong[i][2] if wrong else "", wrong_rank)
+            findings.check(list(error.problems) == [wrong_rank] and text in error.problems[wrong_rank], f"{i}: {error}")
+            findings.check(f"a plan of {verb}() was refused" in str(error), error)
+            findings.check(kept is None or not kept.any(), "out was written")
+        text = planned.problem(planned.plan(x), whole)
+        findings.check(text is None, f"the next call: {text}")
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_where_no_tensor_is_expected(world: hd.World) -> None:
+    """x on a rank to which split sends, out on one that gather does not send to; structures."""
+    findings, size, last = Findings(world.comm), world.world_size, world.rank == world.world_size - 1
+    for columns in COLUMNS:
+        whole = torch.ones(size, columns)
+        split = hd.plan_split(whole if world.rank == 0 else None)
+        x = whole if world.rank == 0 or last else None
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda split=split, x=x: split(x))
+        findings.check(error.problems == {size - 1: _WITHOUT[0]}, error)
+        gather = hd.plan_gather(whole)
+        out = torch.ones(size * size, columns) if world.rank == 0 or last else None
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda g=gather, x=whole, out=out: g(x, out))
+        findings.check(error.problems == {size - 1: _WITHOUT[1]}, error)
+        findings.check(gather(whole, out if world.rank == 0 else None) is (None if world.rank else out), "next")
+    structures: list[Callable[[], Any]] = [
+        lambda: hd.plan_concat([1]),  # type: ignore[arg-type]
+        lambda: hd.plan_gather({"x": torch.ones(1)}),  # type: ignore[arg-type]
+        lambda: hd.plan_split([1, 2] if world.rank == 0 else None),  # type: ignore[arg-type]
+        lambda: hd.plan_split(None),
+        lambda: hd.plan_split(torch.ones(2), root=None),  # type: ignore[arg-type]
+    ]
+    for call in structures:
+        raises_on_all_ranks(world.comm, hd.RankError, call)
+    findings.same(hd.plan_concat(torch.ones(1))(torch.ones(1)), torch.ones(size), "the next call")
+    findings.settle()
+
+
+_WITHOUT = (
+    "x is given, but in this plan this rank sends no tensor: pass None",
+    "out is given, but in this plan this rank receives no result",
+)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_ranks_that_call_something_else(world: hd.World, columns: int) -> None:
+    """Another plan, another verb, the same with async_op: an error on all ranks, and no hang."""
+    findings, last = Findings(world.comm), world.rank == world.world_size - 1
+    x = torch.ones(2, columns)
+    one, other, gather = hd.plan_concat(x), hd.plan_concat(x), hd.plan_gather(x)
+    small = hd.plan_concat(torch.ones(1))
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: other(x), "the plan is "),
+        (lambda: gather(x), "called a plan of concat()"),
+        (lambda: small(torch.ones(1)), "the plan is "),
+        (lambda: hd.concat(x), "called concat()"),
+        (lambda: hd.split(None), "called split()"),
+        (lambda: hd.plan_concat(x), "called plan_concat()"),
+    ]
+    for wrong, text in calls:
+        error = raises_on_all_ranks(world.comm, hd.RankError, wrong if last else lambda: one(x))
+        findings.check(text in str(error), f"{text} in {error}")
+        findings.same(one(x), torch.ones(2 * world.world_size, columns), "the next call")
+    findings.settle()
+
+
+@pytest.mark.parametrize("route", ["mpi", "gloo"])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_gradients(world: hd.World, verb: str, columns: int, route: str) -> None:
+    """As through the verb; without a gradient within no_grad(); out is refused."""
+    findings, size = Findings(world.comm), world.world_size
+    whole = torch.randn(2 * size, columns, generator=torch.Generator().manual_seed(0))
+    planned = Planned(verb, whole.clone().requires_grad_(), 0, (2,) * size, world.rank, route=route)
+    for _ in range(2):
+        found = []
+        for call in (planned.plan, _verb(planned, route)):
+            x = planned.x(whole)
+            x = None if x is None else x.clone().requires_grad_()
+            got = call(x)
+            findings.check(got.requires_grad, "no gradient")
+            (got * (1 + world.rank)).square().sum().backward()
+            found.append((x, got))
+        (x, got), (other, expected) = found
+        findings.same(got.detach(), expected.detach(), "result")
+        if x is not None:
+            findings.same(x.grad, other.grad, "gradient")
+        with torch.no_grad():
+            text = planned.problem(planned.plan(x), whole)
+        findings.check(text is None, text)
+    expected = planned.expected(whole)
+    out = None if expected is None else torch.empty_like(expected)
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: planned.plan(planned.x(whole), out))
+    findings.check("a gradient is needed" in str(error), error)
+    findings.settle()
+
+
+def _verb(planned: Planned, route: str) -> Callable[[Any], Any]:
+    dim, extents = planned.dim, planned.extents
+    return {
+        "concat": lambda x: hd.concat(x, dim, route=route),
+        "gather": lambda x: hd.gather(x, dim, planned.root, route=route),
+        "split": lambda x: hd.split(x, dim, planned.root, extents if x is not None else None, route=route),
+        "redistribute": lambda x: hd.redistribute(x, hd.Split(dim), hd.Split(dim, extents[::-1]), route=route),
+    }[planned.verb]
+
+
+def test_several_plans_in_flight(world: hd.World) -> None:
+    """In the foreground and the background at once, in any order, and of two groups in two threads."""
+    findings, size, rank = Findings(world.comm), world.world_size, world.rank
+    comms = [world.comm.Dup() for _ in range(2)]
+    wholes = [whole_of((2 * size, columns), torch.int32) for columns in COLUMNS]
+    plans = [Planned(verb, w, 0, (2,) * size, rank) for verb in VERBS for w in wholes]
+    of = [w for _ in VERBS for w in wholes]
+    for order in (range(len(plans)), reversed(range(len(plans)))):
+        handles = [(i, plans[i].plan(plans[i].x(of[i]), async_op=True)) for i in order]
+        for i in (3, 0, 7, 2):
+            findings.check(plans[i].problem(plans[i].plan(plans[i].x(of[i])), of[i]) is None, "in the foreground")
+        for i, handle in reversed(handles):
+            findings.check(plans[i].problem(handle.wait(60), of[i]) is None, "in the background")
+    pairs = [(hd.plan_concat(torch.ones(1), group=comm), hd.plan_concat(torch.ones(99), group=comm)) for comm in comms]
+    wrong: list[object] = []
+
+    def many(number: int) -> None:
+        for turn in range(200):
+            for plan, n in zip(pairs[number], (1, 99), strict=True):
+                value = float(turn + 1000 * number)
+                got = plan(torch.full((n,), value))
+                if not torch.equal(got, torch.full((n * size,), value)):
+                    wrong.append(got)
+
+    threads = [threading.Thread(target=many, args=(number,)) for number in ((0, 1) if rank % 2 else (1, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    findings.check(not wrong, wrong[:1])
+    for comm in comms:
+        comm.Free()
+    findings.settle()
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_after_its_group_was_freed(world: hd.World, columns: int) -> None:
+    findings = Findings(world.comm)
+    comm = world.comm.Split(world.rank % 2, -world.rank)
+    x = torch.full((1, columns), float(comm.rank))
+    plan = hd.plan_concat(x, group=comm)
+    findings.same(plan(x), torch.arange(float(comm.size)).view(-1, 1).expand(-1, columns).contiguous(), "in a group")
+    comm.Free()
+    findings.settle()
+    error = raises_on_all_ranks(world.comm, hd.HpcdistError, lambda: plan(x))
+    assert_on_all_ranks(world.comm, "make a new plan" in str(error), error)
+
+
+def test_in_and_out_of_inference_mode(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    for columns in COLUMNS:
+        with torch.inference_mode():
+            x = torch.ones(1, columns)
+            plan = hd.plan_concat(x)
+            plan(x)
+        findings.same(plan(torch.ones(1, columns)), torch.ones(world.world_size, columns), "outside")
+        with torch.inference_mode():
+            findings.same(plan(x), torch.ones(world.world_size, columns), "within")
+    findings.settle()
+
+
+def test_many_calls_and_plans_take_no_memory(world: hd.World) -> None:
+    """20,000 calls, and 500 plans that are dropped; fewer of ranks that wait for a core."""
+    x, size = torch.ones(2), world.world_size
+    concat, split = hd.plan_concat(x), hd.plan_split(torch.ones(size) if world.rank == 0 else None)
+    large = hd.plan_concat(torch.ones(300))
+    whole = torch.ones(size) if world.rank == 0 else None
+
+    def use(calls: int, plans: int) -> None:
+        for turn in range(calls):
+            concat(x)
+            split(whole)
+            if turn % 20 == 0:
+                large(torch.ones(300))
+        for _ in range(plans):
+            hd.plan_concat(x)(x)
+        gc.collect()
+
+    use(500, 100)
+    before = _resident()
+    use(10_000 if size < 3 else 1_000, 500 if size < 3 else 100)
+    assert_on_all_ranks(world.comm, (grown := _resident() - before) < 4 * 2**20, f"{grown} bytes more")
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
