@@ -53,7 +53,8 @@ class Contents:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> Contents:
-        return _contents(*(tuple([getattr(x, name) for x in tensors]) for name in ("dtype", "is_cuda", "shape")))
+        facts = (tuple([getattr(x, name) for x in tensors]) for name in ("dtype", "is_cuda", "shape"))
+        return _contents(SMALL, *facts)
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
@@ -102,7 +103,10 @@ class Contents:
 
 
 @lru_cache(maxsize=8)  # programs send structures like the last one
-def _contents(dtypes: tuple[torch.dtype, ...], cuda: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]) -> Contents:
+def _contents(
+    small: int, dtypes: tuple[torch.dtype, ...], cuda: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Contents:
+    """Return the contents of tensors with these facts; `small` is SMALL, on which they depend."""
     return Contents(list(map(Meta._make, zip(dtypes, cuda, shapes, strict=True))))
 
 
@@ -136,13 +140,14 @@ class Header(Contents):
     @staticmethod
     def read(text: bytes) -> Header:
         """Read a header, and check the memory for what it announces; see :func:`check_memory`."""
-        header = _header(text)
+        header = _header(SMALL, text)
         check_memory(sum(header.nbytes))
         return header
 
 
 @lru_cache(maxsize=8)  # as above
-def _header(text: bytes) -> Header:
+def _header(small: int, text: bytes) -> Header:
+    """Return the header with this text; `small` as above."""
     return Header(text)
 
 
@@ -223,7 +228,7 @@ def parse(first: Tensor) -> tuple[Header, Tensor | None]:
     length = int.from_bytes(first[:8].numpy().tobytes(), "little")
     if length > first.numel() - 8:
         raise HpcdistError(f"a message is damaged: {length} bytes of header in {first.numel()}")
-    header = _header(first[8 : 8 + length].numpy().tobytes())
+    header = _header(SMALL, first[8 : 8 + length].numpy().tobytes())
     packed = first[_small_start(length) :]
     if header.packed <= INLINE and packed.numel() != header.packed:
         raise HpcdistError(f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced")
