@@ -18,12 +18,26 @@ from hpcdist.runtime.background import Handle
 from hpcdist.runtime.world import World, current, finalize, init
 from hpcdist.split import split
 from hpcdist.tensors import eager
+from hpcdist.tensors.pool import empty_cache, memory_stats
 
 __all__ = [
     "Block", "Box", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Layout", "Plan",
-    "RankError", "Replicate", "Split", "World", "balance", "concat", "current", "finalize", "gather", "init",
-    "irecv", "isend", "layout", "local", "plan_redistribute", "recv", "redistribute", "send", "split", "staging",
+    "RankError", "Replicate", "Split", "World", "balance", "concat", "current", "empty_cache", "finalize", "gather",
+    "init", "irecv", "isend", "layout", "local", "memory_stats", "plan_redistribute", "recv", "redistribute", "send",
+    "split", "staging",
 ]  # fmt: skip
 
-eager.not_compiled([balance, concat, current, finalize, gather, init, irecv, isend, local, plan_redistribute, recv])
-eager.not_compiled([redistribute, send, split, Handle, Plan, World, *(vars(staging)[name] for name in staging.__all__)])
+eager.not_compiled([balance, concat, current, empty_cache, finalize, gather, init, irecv, isend, local, memory_stats])
+eager.not_compiled(
+    [
+        plan_redistribute,
+        recv,
+        redistribute,
+        send,
+        split,
+        Handle,
+        Plan,
+        World,
+        *(vars(staging)[name] for name in staging.__all__),
+    ]
+)

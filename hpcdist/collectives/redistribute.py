@@ -20,6 +20,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.layout import Layout
 from hpcdist.routes import select
 from hpcdist.runtime import world
+from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, overlap
 from hpcdist.validation import local
@@ -163,7 +164,7 @@ class Redistribute(Operation):
 
     def forward(self, team: Team) -> Tensor:
         shard, dest = self._shard, self._dest
-        make = lambda: torch.empty(self.moves.box.shape, dtype=shard.dtype, device=shard.device)  # noqa: E731
+        make = lambda: pool.empty(self.moves.box.shape, shard.dtype, shard.device)  # noqa: E731
         y = results.allocate(self.name, team, self.moves.sizes, make if dest is None else lambda: dest)
         source = copyable(shard).clone() if dest is not None and overlap(dest, shard) else shard
         self.moves.run(team, source, y)

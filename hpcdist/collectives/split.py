@@ -18,6 +18,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.routes import select
 from hpcdist.runtime import background, world
+from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.storage import DTYPES, copyable, overlap, row_major
@@ -150,7 +151,7 @@ class Scatter(Operation):
         cut, dest = self._blocks, self._dest
         take = (lambda: cut.empty_part(team.rank, self._device)) if dest is None else lambda: dest
         part = results.allocate(self.name, team, cut.counts, take, self._agreed)
-        buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+        buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
         messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)
         self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
         if buffer is not part:

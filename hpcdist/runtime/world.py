@@ -26,6 +26,7 @@ from hpcdist.files.commit import private_folder
 from hpcdist.memory import capacity
 from hpcdist.process import abort, exits, forks, streams
 from hpcdist.runtime import background, process_group
+from hpcdist.tensors import pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.watch.deadlines import FirstMeeting
@@ -119,6 +120,7 @@ class World:
             left = objects.all_gather_object(self.team.comm, engine is not None and engine.stop())
         self.context.free(messages=not any(left))  # else new ones could meet what still comes
         self._watch.stop()
+        pool.stop()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
             self.context.torch_group = None
@@ -284,7 +286,10 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
             group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
-            places = objects.all_gather_object(private, (nodes.mine, capacity()))
+            env_cache, share = os.environ.get("HPCDIST_CACHE"), capacity()[0] // nodes.local_size
+            places = objects.all_gather(
+                private, "init", lambda: (nodes.mine, capacity(), pool.limit_of(env_cache, share))
+            )
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own
@@ -294,13 +299,14 @@ def _make(
         timeout=limit,
         nodes=nodes.count,
         one_system=watch.one_system,
-        node_of=tuple(node for node, _ in places),
-        memory=tuple(nbytes for _, nbytes in places),
+        node_of=tuple(node for node, _, _ in places),
+        memory=tuple(nbytes for _, nbytes, _ in places),
         staging=os.path.abspath(staging or staging_folder(nodes.count)),
         child_environ=launcher.without_launcher(os.environ),
     )
     context = Context(private, comm, group, settings)
     background.prepare(context.team)
+    pool.start(places[private.rank][2])
     return World(
         rank=private.rank,
         world_size=private.size,
