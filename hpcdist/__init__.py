@@ -28,16 +28,5 @@ __all__ = [
 ]  # fmt: skip
 
 eager.not_compiled([balance, concat, current, empty_cache, finalize, gather, init, irecv, isend, local, memory_stats])
-eager.not_compiled(
-    [
-        plan_redistribute,
-        recv,
-        redistribute,
-        send,
-        split,
-        Handle,
-        Plan,
-        World,
-        *(vars(staging)[name] for name in staging.__all__),
-    ]
-)
+eager.not_compiled([plan_redistribute, recv, redistribute, send, split, Handle, Plan, World])
+eager.not_compiled(vars(staging)[name] for name in staging.__all__)

@@ -124,7 +124,7 @@ class Concat(Gather):
         # Every rank has a gradient for every shard: exchange them, and add them up in rank order.
         cut, size = self._blocks, team.size
         mine, longest = cut.counts[team.rank], max(cut.counts)
-        parts = pool.empty((size, *self._shard.shape), self._shard.dtype, self._shard.device)
+        parts = pool.empty((size, *self._shard.shape), self._shard.dtype, self._shard.device, fixed=True)
         recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
         total = max(cut.nbytes, longest * size)
         what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)

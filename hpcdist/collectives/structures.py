@@ -173,7 +173,7 @@ def _gather_small(
     starts, mpi = layout.displs(counts), select.load("mpi")
     packed = pack(tree.tensors, headers[team.rank])
     receives = root in (None, team.rank)
-    messages = pool.empty([sum(counts) if receives else 0], torch.uint8, "cpu")
+    messages = pool.empty([sum(counts) if receives else 0], torch.uint8, "cpu", fixed=True)
     if sum(counts) and root is None:
         mpi.allgatherv(team, packed, messages, counts, starts)
     elif sum(counts) and root is not None:
@@ -286,7 +286,7 @@ class _Schedule(NamedTuple):
 
 def _scatter(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
     """Scatter bytes of the root; return this rank's part."""
-    mine = pool.empty([counts[team.rank]], torch.uint8, "cpu")
+    mine = pool.empty([counts[team.rank]], torch.uint8, "cpu", fixed=True)
     if sum(counts):
         select.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
     return mine

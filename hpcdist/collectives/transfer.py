@@ -136,7 +136,7 @@ class Transfer:
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             x[box.slices()].add_(grad[into.slices()].to(x.dtype))
         if self.longest:
-            messages = pool.empty([self.source.nbytes // grad.itemsize], grad.dtype, x.device)
+            messages = pool.empty([self.source.nbytes // grad.itemsize], grad.dtype, x.device, fixed=True)
             self._send(team, self.dest, grad, self.source, messages, x)
             self.source.add(messages, x)
         return x.to(grad.dtype)

@@ -147,7 +147,9 @@ def _allocate(
     """Return memory for this rank's box of each tensor: new, or `out`."""
     if out is not None:
         return {key: out.detach().view(boxes[key].shape) for key in catalog.datasets}
-    return {key: pool.empty(boxes[key].shape, stored.dtype, device) for key, stored in catalog.datasets.items()}
+    return {
+        key: pool.empty(boxes[key].shape, stored.dtype, device, fixed=True) for key, stored in catalog.datasets.items()
+    }
 
 
 def _dim(dim: Any) -> int | None:

@@ -175,7 +175,7 @@ class ReadFile:
         box = Box(start, tuple(index(n) for n in (rest if shape is None else shape)))
         _check_inside(box, stored.shape)
         if out is None:
-            target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device)
+            target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
         else:
             try:
                 local.tensor(out, 0, "out")

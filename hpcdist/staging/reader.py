@@ -126,7 +126,7 @@ class DatasetReader:
             return
         where, box = self.stored.raw, self.stored.boxes[row]
         if where is None:
-            buffer = pool.empty(box.shape, self.stored.dtype, "cpu")
+            buffer = pool.empty(box.shape, self.stored.dtype, "cpu", fixed=True)
             self._prove(row, partial(self._read_piece, box, buffer, window))
         else:
             self._prove(row, partial(checksum_of, self.fd, where, box))

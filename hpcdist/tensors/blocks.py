@@ -57,7 +57,7 @@ class Blocks:
         """Return memory for the messages: `x` itself if each is one run of it, else a new buffer to pack them."""
         if self.in_place is not None and x.is_contiguous():
             return x
-        return pool.empty([self.nbytes // x.itemsize], x.dtype, x.device)
+        return pool.empty([self.nbytes // x.itemsize], x.dtype, x.device, fixed=True)
 
     def pack(self, x: Tensor) -> Tensor:
         """Return the messages: `x` itself, or one packed copy."""

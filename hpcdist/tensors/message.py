@@ -97,10 +97,10 @@ class Contents:
             start = end
         return found
 
-    def recv_buffer(self, i: int, device: torch.device) -> Tensor:
-        """Allocate memory for a tensor."""
+    def recv_buffer(self, i: int, device: torch.device, fixed: bool = False) -> Tensor:
+        """Allocate memory for a tensor; see pool.empty() for `fixed`."""
         meta = self.metas[i]
-        return pool.empty(meta.shape, meta.dtype, device if meta.cuda else "cpu")
+        return pool.empty(meta.shape, meta.dtype, device if meta.cuda else "cpu", fixed)
 
 
 def encode(spec: Any, contents: Contents, **more: object) -> bytes:

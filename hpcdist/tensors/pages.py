@@ -7,6 +7,7 @@ import mmap
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,11 +21,11 @@ _STEPS = 2**21, 2**23  # bytes that are populated at a time: at first, and at mo
 _PATIENCE = 0.002  # seconds that populating a block may take beyond twice what it would take in ordinary pages
 _MOST_SKIPPED = 64  # blocks that are made in ordinary pages after huge ones were slow
 
-try:
-    _madvise = ctypes.CDLL(None).madvise
-    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-except (AttributeError, OSError, TypeError):
-    _madvise = None
+_madvise: Callable[[int, int, int], int] | None = None
+with suppress(AttributeError, OSError, TypeError):  # not Linux
+    _madvise = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)(
+        ("madvise", ctypes.CDLL(None))
+    )
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:

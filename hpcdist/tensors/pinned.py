@@ -35,7 +35,7 @@ class Scratch:
             if self._pinned:
                 self._held[self._next] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
             else:
-                self._held[self._next] = pool.empty([nbytes], torch.uint8, "cpu")
+                self._held[self._next] = pool.empty([nbytes], torch.uint8, "cpu", fixed=True)
         self._next += 1
         return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
 

@@ -75,15 +75,15 @@ class Pool:
             finally:
                 self._working = False
 
-    def take(self, nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor on a block of its size or slightly more; None if the pool cannot have one."""
+    def take(self, nbytes: int, shape: Sequence[int], dtype: torch.dtype, fixed: bool = False) -> Tensor | None:
+        """Return a tensor on a block of its size or slightly more; None if the pool cannot have one. See empty()."""
         if self.problem or nbytes > self.limit:
             return None
         size = _class_of(nbytes)
         with self._exclusive() as allowed:
             if not allowed:
                 return None
-            x = self._reuse(size, nbytes, shape, dtype)
+            x = self._reuse(size, nbytes, shape, dtype, fixed)
             if x is not None:
                 return x
             # Results of one size have no slack, which torch.save would write, too.
@@ -95,14 +95,14 @@ class Pool:
             self.sweep(0.0)
         return self._make(size, nbytes if exact else size, shape, dtype)
 
-    def _reuse(self, size: int, nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def _reuse(self, size: int, nbytes: int, shape: Sequence[int], dtype: torch.dtype, fixed: bool) -> Tensor | None:
         """Return a tensor on an idle block, if there is one; asks those first that were used last."""
         blocks = self._classes.get(size, [])
         for i in range(len(blocks) - 1, max(-1, len(blocks) - 1 - nbytes // _ASKED), -1):
             block = blocks[i]
             if block.nbytes >= nbytes and block.is_idle():
                 del blocks[i]
-                if not block.is_intact():
+                if not block.is_intact() or not (fixed or block.storage.resizable()):
                     self.total -= block.nbytes
                     continue
                 blocks.append(block)
@@ -195,7 +195,7 @@ class Pool:
 
 def _class_of(nbytes: int) -> int:
     """Return the largest size of the class of a size: 2**_SLACK classes between two powers of two."""
-    step = max(1, 1 << (nbytes.bit_length() - 1 - _SLACK))
+    step = 1 << max(0, nbytes.bit_length() - 1 - _SLACK)
     return -(-nbytes // step) * step
 
 
@@ -284,16 +284,19 @@ def memory_stats() -> dict[str, int | str]:
     return _pool.stats()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fixed: bool = False) -> Tensor:
     """Allocate a tensor as ``torch.empty`` does; if it is large and in host memory, from the pool.
 
     Its storage may be larger than the tensor, by less than 1/16.
+
+    Args:
+        fixed: whether its storage need not be resizable: it never is after ``Tensor.numpy()``.
     """
     nbytes = prod(shape) * dtype.itemsize
     pooled = nbytes >= LEAST and _pool.limit and torch.device(device).type == "cpu" and not _observed()
     if not pooled:
         return torch.empty(shape, dtype=dtype, device=device)
-    x = _pool.take(nbytes, shape, dtype)
+    x = _pool.take(nbytes, shape, dtype, fixed)
     if x is None:
         x = torch.empty(shape, dtype=dtype, device=device)
         _pool.populated.prepare(x.data_ptr(), nbytes)

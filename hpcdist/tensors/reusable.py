@@ -26,7 +26,7 @@ class Block:
     __slots__ = ("_alone", "_handle", "address", "idle", "lazy", "nbytes", "storage", "used")
 
     def __init__(self, nbytes: int) -> None:
-        self.storage = torch.UntypedStorage(nbytes, device="cpu")
+        self.storage = torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
         self._handle = self.storage._cdata
         self.address, self.nbytes = self.storage.data_ptr(), nbytes
         self.used = 0
@@ -48,8 +48,8 @@ class Block:
     def is_intact(self) -> bool:
         """Return whether it is still the memory that was allocated: not resized, nor shared, nor copied on write."""
         storage = self.storage
-        same = storage.nbytes() == self.nbytes and storage.data_ptr() == self.address
-        return same and storage.resizable() and not storage.is_shared()
+        same: bool = storage.nbytes() == self.nbytes and storage.data_ptr() == self.address
+        return same and not storage.is_shared()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor on it that is a view of no other, with a version of its own."""
