@@ -271,13 +271,13 @@ def _make(
     comm = rendezvous.job(comm, os.environ)
     if comm.size > 1:
         exits.install()
-    env_timeout = os.environ.get("HPCDIST_TIMEOUT")
+    env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     with ExitStack() as undo:  # if an error follows
         with FirstMeeting(timeout, env_timeout, comm.size):
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = process_group.agree_on(private, backend, timeout, env_timeout)
+                limit = process_group.agree_on(private, backend, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
                 address = None if nodes.count == 1 else meeting.own
                 watch = Watch(StatusQuery(private, nodes.local, address), limit)
@@ -286,10 +286,7 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
             group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
-            env_cache, share = os.environ.get("HPCDIST_CACHE"), capacity()[0] // nodes.local_size
-            places = objects.all_gather(
-                private, "init", lambda: (nodes.mine, capacity(), pool.limit_of(env_cache, share))
-            )
+            places = objects.all_gather_object(private, (nodes.mine, capacity()))
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own
@@ -299,14 +296,14 @@ def _make(
         timeout=limit,
         nodes=nodes.count,
         one_system=watch.one_system,
-        node_of=tuple(node for node, _, _ in places),
-        memory=tuple(nbytes for _, nbytes, _ in places),
+        node_of=tuple(node for node, _ in places),
+        memory=tuple(nbytes for _, nbytes in places),
         staging=os.path.abspath(staging or staging_folder(nodes.count)),
         child_environ=launcher.without_launcher(os.environ),
     )
     context = Context(private, comm, group, settings)
     background.prepare(context.team)
-    pool.start(places[private.rank][2])
+    pool.start(pool.limit_of(env_cache, capacity()[0] // nodes.local_size))
     return World(
         rank=private.rank,
         world_size=private.size,

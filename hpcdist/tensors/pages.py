@@ -67,9 +67,11 @@ class Populated:
                 self._plain = _trial()
             if not self._plain or nbytes < 2 * _HUGE:
                 return
-            if self._skipped:
-                self._skipped -= 1
-                return
+            skipped = self._skipped > 0
+            self._skipped -= skipped
+        if skipped:
+            _populate_plain(address, nbytes)
+            return
         fast = _advise(address, nbytes, mmap.MADV_HUGEPAGE) and self._populate(address, nbytes, self._plain)
         with self._lock:
             self.count += fast
@@ -86,9 +88,15 @@ class Populated:
                 return True  # memory is short: whoever writes to it will see
             done, step = done + part, min(2 * step, _STEPS[1])
             if time.thread_time() - begin > _PATIENCE + 2 * plain * done:
-                _advise(address + done, nbytes - done, mmap.MADV_NOHUGEPAGE)
+                _populate_plain(address + done, nbytes - done)
                 return False
         return True
+
+
+def _populate_plain(address: int, nbytes: int) -> None:
+    """Populate memory in ordinary pages. The kernel may join them to huge ones later, in the background."""
+    for advice in (mmap.MADV_NOHUGEPAGE, _POPULATE_WRITE, mmap.MADV_HUGEPAGE):
+        _advise(address, nbytes, advice)
 
 
 def _trial() -> float:

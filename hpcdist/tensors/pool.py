@@ -30,7 +30,7 @@ from hpcdist.tensors.reusable import Block, problem
 __all__ = ["LEAST", "empty", "empty_cache", "limit_of", "memory_stats", "start", "stop", "sweep"]
 
 LEAST = 2**20  # bytes; for less, new memory is as fast
-IDLE = 2.0  # seconds after which an idle block is given to the kernel lazily
+IDLE = 1.0  # seconds after which an idle block is given to the kernel lazily
 _SHARE = 8  # the pool has this fraction of the memory that a rank can have
 _SLACK = 4  # a block may be larger than a result, by less than 1 part in 2**_SLACK
 _SWEPT = 2**26  # bytes of new blocks after which idle ones are given to the kernel lazily at once
