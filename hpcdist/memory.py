@@ -1,11 +1,12 @@
-"""Capacity and free memory of this host, and of the control groups that limit this process."""
+"""Capacity and free memory of this host, and of the control groups that limit this process; sizes as text."""
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["available", "capacity"]
+__all__ = ["available", "capacity", "parse"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _USAGE, _USAGE_1 = ("memory.current", "file"), ("memory.usage_in_bytes", "total_cache")  # version 2, and version 1
@@ -34,6 +35,12 @@ def available() -> int:
             held = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache]
             found.append(most - int((folder / usage).read_text()) + sum(held))
     return max(0, min(found, default=2**63))
+
+
+def parse(text: str) -> int | None:
+    """Parse a number of bytes: 4096, 64K, 64M, 1G; None if it is not one."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    return None if match is None or len(text) > 20 else int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
 
 
 def _limits() -> list[tuple[Path, int]]:

@@ -15,6 +15,7 @@ from hpcdist.comm.team import Team
 from hpcdist.routes.base import Alltoall
 from hpcdist.routes.inline import INLINE
 from hpcdist.runtime import world
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import row_major, sum_dtype
 
 if TYPE_CHECKING:
@@ -127,9 +128,12 @@ class Concat(Gather):
         # Every rank has a gradient for every shard: exchange them, and add them up in rank order.
         cut, size = self._blocks, team.size
         mine, longest = cut.counts[team.rank], max(cut.counts)
-        parts = self._shard.new_empty((size, *self._shard.shape))
+        parts = pool.empty((size, *self._shard.shape), self._shard.dtype, self._shard.device, fixed=True)
         recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
         total = max(cut.nbytes, longest * size)
         what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
         self._route.alltoallv(team, cut.pack(grad), parts, what)
-        return parts.to(sum_dtype(parts.dtype)).sum(0).to(parts.dtype)
+        parts = parts.to(sum_dtype(parts.dtype))
+        added = pool.empty(self._shard.shape, parts.dtype, parts.device)
+        torch.sum(parts, 0, out=added)
+        return added.to(self._shard.dtype)

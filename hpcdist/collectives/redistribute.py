@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from hpcdist.collectives import results
@@ -19,6 +18,7 @@ from hpcdist.control import objects
 from hpcdist.layout import Layout
 from hpcdist.routes import select
 from hpcdist.runtime import world
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable, of_bytes, overlap, row_major
 from hpcdist.validation import local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
@@ -144,7 +144,7 @@ class Redistribute(Plannable):
 
     def forward(self, team: Team) -> Tensor:
         shard, dest = self._shard, self._dest
-        make = lambda: torch.empty(self.moves.box.shape, dtype=shard.dtype, device=shard.device)  # noqa: E731
+        make = lambda: pool.empty(self.moves.box.shape, shard.dtype, shard.device)  # noqa: E731
         y = results.allocate(self.name, team, self.moves.sizes, make if dest is None else lambda: dest)
         source = copyable(shard).clone() if dest is not None and overlap(dest, shard) else shard
         if self.inline and self._parts is not None:

@@ -21,6 +21,7 @@ from hpcdist.control import objects
 from hpcdist.layout import Box
 from hpcdist.routes import select
 from hpcdist.runtime import background, world
+from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.storage import DTYPES, copyable, overlap, row_major
@@ -173,7 +174,7 @@ class Scatter(Repeatable):
         part = results.allocate(self.name, team, cut.counts, take, self._agreed)
         if self.inline and self._place is not None:
             return self._received(team, part)
-        buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+        buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
         messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)
         self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
         if buffer is not part:

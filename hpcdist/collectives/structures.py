@@ -18,6 +18,7 @@ from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.routes import select
 from hpcdist.routes.base import Message, Route
+from hpcdist.tensors import pool
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.merge import check_same, merge
 from hpcdist.tensors.message import Contents, Header, encode, pack
@@ -171,7 +172,7 @@ class _Joined:
         if key not in self._wholes:
             shape[dim] = sum(extents)
             on = device if any(meta.cuda for meta in metas) else torch.device("cpu")
-            self._wholes[key] = torch.empty(shape, dtype=metas[0].dtype, device=on)
+            self._wholes[key] = pool.empty(shape, metas[0].dtype, on)
         return self._wholes[key].narrow(dim, layout.displs(extents)[rank], extents[rank])
 
     def copy_rest(self, buffers: Sequence[dict[int, Tensor]]) -> None:
@@ -199,7 +200,7 @@ def _gather_small(
     starts, mpi = layout.displs(counts), select.load("mpi")
     packed = pack(tree.tensors, headers[team.rank])
     receives = root in (None, team.rank)
-    messages = torch.empty(sum(counts) if receives else 0, dtype=torch.uint8, device="cpu")
+    messages = pool.empty([sum(counts) if receives else 0], torch.uint8, "cpu", fixed=True)
     if sum(counts) and root is None:
         mpi.allgatherv(team, packed, messages, counts, starts)
     elif sum(counts) and root is not None:
@@ -312,7 +313,7 @@ class _Schedule(NamedTuple):
 
 def _scatter(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
     """Scatter bytes of the root; return this rank's part."""
-    mine = torch.empty(counts[team.rank], dtype=torch.uint8, device="cpu")
+    mine = pool.empty([counts[team.rank]], torch.uint8, "cpu", fixed=True)
     if sum(counts):
         select.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
     return mine

@@ -14,6 +14,7 @@ from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.layout import Box, Layout
 from hpcdist.routes.base import Alltoall, Message, Route
+from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, sum_dtype
 
@@ -147,11 +148,11 @@ class Transfer:
 
     def transpose(self, team: Team, grad: Tensor) -> Tensor:
         """Compute the gradient of `x` from that of `y`, summed over all ranks that received an element. Collective."""
-        x = grad.new_zeros(self.source.shape, dtype=sum_dtype(grad.dtype))
+        x = pool.empty(self.source.shape, sum_dtype(grad.dtype), grad.device).zero_()
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             x[box.slices()].add_(grad[into.slices()].to(x.dtype))
         if self.longest:
-            messages = torch.empty(self.source.nbytes // grad.itemsize, dtype=grad.dtype, device=x.device)
+            messages = pool.empty([self.source.nbytes // grad.itemsize], grad.dtype, x.device, fixed=True)
             self._send(team, self.dest, grad, self.source, messages, x)
             self.source.add(messages, x)
         return x.to(grad.dtype)

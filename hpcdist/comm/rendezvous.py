@@ -117,7 +117,7 @@ class Nodes:
 
     Attributes:
         local: a communicator of the ranks of this node.
-        local_rank: the rank of this process in `local`.
+        local_rank, local_size: the rank of this process in `local`, and the size of that.
         mine, count: the index of this node, and the number of nodes.
     """
 
@@ -125,7 +125,7 @@ class Nodes:
         from mpi4py import MPI
 
         self.local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank: int = self.local.rank
+        self.local_rank, self.local_size = self.local.rank, self.local.size
         leaders = objects.all_gather_object(comm, objects.all_gather_object(self.local, comm.rank)[0])
         order = sorted(set(leaders))
         self.mine, self.count = order.index(leaders[comm.rank]), len(order)

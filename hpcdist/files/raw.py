@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.layout import Box
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, bits
 
 __all__ = [
@@ -160,7 +161,7 @@ class Raw:
         for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
             held = part.intersect(box)
             if held.size():
-                buffer = torch.empty(part.shape, dtype=self.dtype, device="cpu")
+                buffer = pool.empty(part.shape, self.dtype, "cpu", fixed=True)
                 self._read_runs(fetch, part, buffer)
                 bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
 
@@ -199,7 +200,7 @@ def read_strided(where: Raw, strides: Sequence[int], fetch: Fetch, box: Box, out
     if box.size() == 0:
         return
     if span == 1 or (span * size <= window and (span * size <= SHORT or span <= _SPARSE * box.size())):
-        buffer = torch.empty(span, dtype=where.dtype, device="cpu")
+        buffer = pool.empty([span], where.dtype, "cpu", fixed=True)
         run = Raw(where.path, where.offset + first * size, (span,), where.dtype, where.swapped)
         run.read(fetch, layout.whole((span,)), buffer, window)
         bits(out).copy_(bits(buffer).as_strided(box.shape, strides))

@@ -18,6 +18,7 @@ from hpcdist.p2p.engine import DONE, RecvTurn, Requests, SendTurn, Task
 from hpcdist.process import abort
 from hpcdist.routes.hdf5 import Stage, fetch
 from hpcdist.runtime.engine import Steps
+from hpcdist.tensors import pool
 from hpcdist.tensors.message import Contents, Header, Messages, check_memory, encode, parse
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes, row_major
@@ -116,16 +117,16 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
         check_memory(envelope.nbytes)
         content = envelope.content
         if content is None:
-            content = torch.empty(envelope.nbytes, dtype=torch.uint8, device="cpu")
+            content = pool.empty([envelope.nbytes], torch.uint8, "cpu", fixed=True)
             yield from incoming([(content, False)])
     header, packed = parse(content)
     with abort.InTransfer("recv", group.size if header.large or packed is None else 1):
         check_memory(sum(header.nbytes))
         if packed is None:
-            packed = torch.empty(header.packed, dtype=torch.uint8, device="cpu")
+            packed = pool.empty([header.packed], torch.uint8, "cpu", fixed=True)
             yield from incoming([(packed, False)])
         buffers = header.unpack(packed, device)
-        buffers.update({i: header.recv_buffer(i, device) for i in header.large})
+        buffers.update({i: header.recv_buffer(i, device, fixed=True) for i in header.large})
     if "file" in header.more:
         yield from _from_file(comm, envelope, header, buffers)
     else:
@@ -158,7 +159,7 @@ def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, buffers:
         starts = layout.displs([header.nbytes[i] for i in header.large])
         for start, i in zip(starts, header.large, strict=True):
             dtype, shape = buffers[i].dtype, buffers[i].shape
-            host = buffers[i] if buffers[i].is_cpu else torch.empty(shape, dtype=dtype, device="cpu")
+            host = buffers[i] if buffers[i].is_cpu else pool.empty(shape, dtype, "cpu", fixed=True)
             fetch(header.more["file"], [(start, as_bytes(host))])
             buffers[i] = host.to(buffers[i].device)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from typing import IO, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from hpcdist import memory
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError
 from hpcdist.files.regular import shown
@@ -143,8 +143,7 @@ def nbytes(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: `text` is not a number of bytes, or too small for a window.
     """
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    count = 0 if match is None or len(text) > 20 else int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
+    count = memory.parse(text) or 0
     if not _MIN_WINDOW <= count < 2**63:
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, {_MIN_WINDOW} or more, got {text!r}")
     return count

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
+from hpcdist.tensors import pool
 from hpcdist.watch.deadlines import deadline
 
 if TYPE_CHECKING:
@@ -55,14 +56,17 @@ def start(
     return group, started
 
 
-def agree_on(comm: MPI.Intracomm, backend: object, timeout: object, env_timeout: str | None) -> timedelta:
-    """Check the arguments of init() on all ranks, and return the deadline. Collective over `comm`."""
+def agree_on(
+    comm: MPI.Intracomm, backend: object, timeout: object, env_timeout: str | None, env_cache: str | None
+) -> timedelta:
+    """Check the arguments and variables of init() on all ranks, and return the deadline. Collective over `comm`."""
 
     def check() -> tuple[str | None, float]:
         if backend is not None and not isinstance(backend, str):
             raise TypeError(f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
+        pool.limit_of(env_cache, 0)
         return backend, deadline(timeout, env_timeout)
 
     given = objects.all_gather(comm, "init", check)

@@ -26,6 +26,7 @@ from hpcdist.files.commit import private_folder
 from hpcdist.memory import capacity
 from hpcdist.process import abort, exits, forks, streams
 from hpcdist.runtime import background, process_group
+from hpcdist.tensors import pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.watch.deadlines import FirstMeeting
@@ -119,6 +120,7 @@ class World:
             left = objects.all_gather_object(self.team.comm, engine is not None and engine.stop())
         self.context.free(messages=not any(left))  # else new ones could meet what still comes
         self._watch.stop()
+        pool.stop()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
             self.context.torch_group = None
@@ -269,13 +271,13 @@ def _make(
     comm = rendezvous.job(comm, os.environ)
     if comm.size > 1:
         exits.install()
-    env_timeout = os.environ.get("HPCDIST_TIMEOUT")
+    env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     with ExitStack() as undo:  # if an error follows
         with FirstMeeting(timeout, env_timeout, comm.size):
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = process_group.agree_on(private, backend, timeout, env_timeout)
+                limit = process_group.agree_on(private, backend, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
                 address = None if nodes.count == 1 else meeting.own
                 watch = Watch(StatusQuery(private, nodes.local, address), limit)
@@ -301,6 +303,7 @@ def _make(
     )
     context = Context(private, comm, group, settings)
     background.prepare(context.team)
+    pool.start(pool.limit_of(env_cache, capacity()[0] // nodes.local_size))
     return World(
         rank=private.rank,
         world_size=private.size,

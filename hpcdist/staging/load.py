@@ -29,6 +29,7 @@ from hpcdist.staging.names import SINGLE, nest
 from hpcdist.staging.reader import DatasetReader
 from hpcdist.staging.target import WINDOW
 from hpcdist.staging.wants import Arguments, find_wants, plan_load, reads_alone
+from hpcdist.tensors import pool
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import written
 from hpcdist.validation import local
@@ -147,8 +148,7 @@ def _allocate(
     if out is not None:
         return {key: out.detach().view(boxes[key].shape) for key in catalog.datasets}
     return {
-        key: torch.empty(boxes[key].shape, dtype=stored.dtype, device=device)
-        for key, stored in catalog.datasets.items()
+        key: pool.empty(boxes[key].shape, stored.dtype, device, fixed=True) for key, stored in catalog.datasets.items()
     }
 
 

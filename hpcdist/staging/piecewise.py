@@ -32,6 +32,7 @@ from hpcdist.staging.reader import DatasetReader
 from hpcdist.staging.saving import Saving
 from hpcdist.staging.target import WINDOW, SaveOptions
 from hpcdist.staging.written import Written, check_complete, record_checksums, starts_of
+from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import row_major, written
 from hpcdist.validation import local
@@ -174,7 +175,7 @@ class ReadFile:
         box = Box(start, tuple(index(n) for n in (rest if shape is None else shape)))
         _check_inside(box, stored.shape)
         if out is None:
-            target = torch.empty(box.shape, dtype=stored.dtype, device="cpu" if device is None else device)
+            target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
         else:
             try:
                 local.tensor(out, 0, "out")

@@ -22,6 +22,7 @@ from hpcdist.staging.catalog import Stored
 from hpcdist.staging.host import incoming
 from hpcdist.staging.links import external_data, hard_path
 from hpcdist.staging.pieces import PIECE
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 
 __all__ = ["DatasetReader", "Reader", "checksum_of", "read_box"]
@@ -125,7 +126,7 @@ class DatasetReader:
             return
         where, box = self.stored.raw, self.stored.boxes[row]
         if where is None:
-            buffer = torch.empty(box.shape, dtype=self.stored.dtype, device="cpu")
+            buffer = pool.empty(box.shape, self.stored.dtype, "cpu", fixed=True)
             self._prove(row, partial(self._read_piece, box, buffer, window))
         else:
             self._prove(row, partial(checksum_of, self.fd, where, box))

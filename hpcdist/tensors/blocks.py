@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.layout import Box
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable
 
 __all__ = ["Blocks", "blocks"]
@@ -56,7 +57,7 @@ class Blocks:
         """Return memory for the messages: `x` itself if each is one run of it, else a new buffer to pack them."""
         if self.in_place is not None and x.is_contiguous():
             return x
-        return torch.empty(self.nbytes // x.itemsize, dtype=x.dtype, device=x.device)
+        return pool.empty([self.nbytes // x.itemsize], x.dtype, x.device, fixed=True)
 
     def pack(self, x: Tensor) -> Tensor:
         """Return the messages: `x` itself, or one packed copy."""
@@ -79,11 +80,16 @@ class Blocks:
 
     def empty_part(self, rank: int, device: torch.device) -> Tensor:
         """Allocate memory for the part of a rank that has a single box."""
-        return torch.empty(self.boxes[rank][0].shape, dtype=self.dtype, device=device)
+        return pool.empty(self.boxes[rank][0].shape, self.dtype, device)
 
     def recv_buffer(self, out: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the tensor (`out`, or new memory) and the memory that receives its messages: the same if possible."""
-        x = torch.empty(self.shape, dtype=self.dtype, device=device) if out is None else out
+        if out is not None:
+            x = out
+        elif self.nbytes < pool.LEAST:  # asked here: this is on the way of every small call
+            x = torch.empty(self.shape, dtype=self.dtype, device=device)
+        else:
+            x = pool.empty(self.shape, self.dtype, device)
         return x, self.buffer(x)
 
     def _pairs(self, messages: Tensor) -> list[tuple[Tensor, Box]]:

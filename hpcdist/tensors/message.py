@@ -18,6 +18,7 @@ from torch._utils import _flatten_dense_tensors
 
 from hpcdist import limits, memory
 from hpcdist.errors import HpcdistError
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
 __all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "check_memory", "encode", "pack", "parse"]
@@ -96,10 +97,10 @@ class Contents:
             start = end
         return found
 
-    def recv_buffer(self, i: int, device: torch.device) -> Tensor:
-        """Allocate memory for a tensor."""
+    def recv_buffer(self, i: int, device: torch.device, fixed: bool = False) -> Tensor:
+        """Allocate memory for a tensor; see pool.empty() for `fixed`."""
         meta = self.metas[i]
-        return torch.empty(meta.shape, dtype=meta.dtype, device=device if meta.cuda else "cpu")
+        return pool.empty(meta.shape, meta.dtype, device if meta.cuda else "cpu", fixed)
 
 
 @lru_cache(maxsize=8)  # programs send structures like the last one

@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 
 __all__ = ["Scratch"]
@@ -31,7 +32,10 @@ class Scratch:
         if self._next == len(self._held):
             self._held.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._held[self._next].numel() < nbytes:
-            self._held[self._next] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
+            if self._pinned:
+                self._held[self._next] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+            else:
+                self._held[self._next] = pool.empty([nbytes], torch.uint8, "cpu", fixed=True)
         self._next += 1
         return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
 

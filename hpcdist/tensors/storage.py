@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from hpcdist.tensors import pool
+
 __all__ = [
     *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "is_plain", "of_bytes", "overlap"),
     *("problem", "resolved", "row_major", "sum_dtype", "written"),
@@ -112,7 +114,11 @@ def row_major(x: Tensor, out: Tensor | None = None) -> Tensor:
     if x.is_contiguous() and (out is None or not overlap(x, out)):
         return x
     # A bare clone() would keep the order of the strides, but messages are sent in the order of their memory.
-    return copyable(x).clone(memory_format=torch.contiguous_format)
+    if x.nbytes < pool.LEAST:
+        return copyable(x).clone(memory_format=torch.contiguous_format)
+    copy = pool.empty(x.shape, x.dtype, x.device)
+    copyable(copy).copy_(copyable(x))
+    return copy
 
 
 def as_bytes(x: Tensor) -> Tensor:

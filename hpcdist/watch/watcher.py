@@ -17,6 +17,7 @@ from hpcdist import activity
 from hpcdist.activity import FINALIZED, Entry, ThreadRecord
 from hpcdist.errors import HangError
 from hpcdist.process import abort, exits
+from hpcdist.tensors import pool
 from hpcdist.watch import procfs
 from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.table import GONE, Report, chain, made_progress, table, verdict
@@ -25,6 +26,7 @@ __all__ = ["SIGNAL", "Watch"]
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
 _TICK, _LEAST = 5.0, 0.01  # seconds between two checks at most, and at least
+_SWEEP = 1.0  # seconds between two sweeps of the pool of result memory at most, while it has something to sweep
 _TURN = 0.02  # seconds that each rank leaves to the one before it, so that one asks for all
 _TURNS = 1.0  # seconds of all turns at most
 _JOIN = 0.5  # seconds in which the other ranks that wait raise, too, before the job ends
@@ -102,15 +104,16 @@ class Watch:
 
     def _check(self) -> None:
         """Wait for events, and count how long the calls of this rank have waited."""
-        last = time.monotonic()
+        last, sweeps = time.monotonic(), False
         while not self._stopping:
-            tick = min(_TICK, max(_LEAST, self._limit / 8))
+            tick = min(_SWEEP if sweeps else _TICK, max(_LEAST, self._limit / 8))
             self._poll(tick)
             now = time.monotonic()
             # After a process was stopped, that time does not count: the others may have been stopped, too.
             for record in activity.thread_records:
                 record.wait(min(now - last, 2 * tick))
             last = time.monotonic() if self._react() else now
+            sweeps = pool.sweep()
 
     def _react(self) -> bool:
         """React to the most urgent event; whether there was one."""

@@ -368,6 +368,30 @@ def test_a_deadline_of_any_length() -> None:
     )
 
 
+def test_a_wrong_size_of_the_pool() -> None:
+    """Refused on all ranks before anything has started: the next init() succeeds."""
+    lines = job(
+        2,
+        """
+    rank = MPI.COMM_WORLD.rank
+    for wrong in (0, 1):
+        if rank == wrong: os.environ["HPCDIST_CACHE"] = "much"
+        try: hd.init()
+        except hd.RankError as error: say(str(error).split("\\n")[1])
+        os.environ["HPCDIST_CACHE"] = "5M" if rank else "0"
+    hd.init()
+    assert hd.memory_stats()["limit_bytes"] == (5 * 2**20 if rank else 0)
+    hd.concat(torch.zeros(2**20))
+    assert hd.memory_stats()["problem"] == ("" if rank else "switched off")
+    hd.finalize()
+    assert hd.memory_stats()["limit_bytes"] == 0
+    """,
+    )
+    assert sorted(line.split(", expected")[0] for line in lines) == sorted(
+        f"  rank {wrong}: ValueError: HPCDIST_CACHE is 'much'" for wrong in (0, 1) for _ in range(2)
+    )
+
+
 def test_a_communicator_without_this_rank_is_refused() -> None:
     lines = job(
         2,

@@ -1,0 +1,632 @@
+"""The pool of result memory: a block serves again when nothing refers to it any more, and never before."""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from collective import Findings
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import memory
+from hpcdist.tensors import pages, pool, reusable
+from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, row_major
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[pool.Pool]:
+    """A pool of 64 MiB, instead of the world's."""
+    monkeypatch.setattr(pool, "_pool", pool.Pool(64 * MIB))
+    assert pool._pool.problem == ""
+    yield pool._pool
+    monkeypatch.undo()
+
+
+def _new(nbytes: int = MIB) -> Tensor:
+    return pool.empty([nbytes], torch.uint8, CPU)
+
+
+# --- what keeps a block ----------------------------------------------------------------------------------------------
+
+
+def _graph(x: Tensor) -> Tensor:
+    """Only the graph refers to `x`: saved for the backward pass."""
+    weight = torch.ones(x.shape, requires_grad=True)
+    return (weight * x.view(x.shape)).sum()
+
+
+KEEPERS: dict[str, Callable[[Tensor], Any]] = {
+    "a view": lambda x: x[5:9],
+    "a view as another dtype": lambda x: x.view(torch.int32),
+    "a detached tensor": lambda x: x.detach(),
+    "a parameter": lambda x: torch.nn.Parameter(x.view(torch.float32)),
+    "its .data": lambda x: x.data,
+    "its storage": lambda x: x.untyped_storage(),
+    "its typed storage": lambda x: x.storage(),
+    "a numpy array": lambda x: x.numpy(),
+    "a view of a numpy array": lambda x: x.numpy()[3:4].T,
+    "a memoryview": lambda x: memoryview(x.numpy()),
+    "a dlpack capsule": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "a tensor from dlpack": lambda x: torch.from_dlpack(x),
+    "a tensor set to its storage": lambda x: torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()),
+    "a graph": _graph,
+    "a sparse tensor": lambda x: torch.sparse_coo_tensor(torch.tensor([[0]]), x[:1], (9,)),
+    "a closure": lambda x: lambda: x,
+    "a lazy clone": torch._lazy_clone,
+}
+
+
+ARRAYS = ("a numpy array", "a view of a numpy array", "a memoryview")
+
+
+def test_what_was_an_array_serves_where_nothing_is_resized(own: pool.Pool) -> None:
+    for turn in range(4):
+        x = pool.empty([MIB], torch.uint8, CPU, fixed=True)
+        x.numpy()[:] = turn
+        assert x.eq(turn).all()
+        del x
+    assert (own.made, own.reused) == (1, 3)
+    assert _new().resize_(3 * MIB).numel() == 3 * MIB and own.made == 2
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", KEEPERS)
+def test_what_keeps_a_block(own: pool.Pool, name: str) -> None:
+    x = _new()
+    address = x.data_ptr()
+    kept = KEEPERS[name](x.fill_(7))
+    del x
+    others = [_new().fill_(i) for i in range(4)]
+    assert address not in [other.data_ptr() for other in others]
+    if isinstance(kept, Tensor) and kept.dtype == torch.uint8 and not kept.is_sparse:
+        assert kept.eq(7).all()
+    del kept, others
+    gc.collect()
+    # What is copied on write is not the pool's any more, and what was an array cannot be resized any more.
+    expected = 4 if name == "a lazy clone" or name in ARRAYS else 5
+    assert len({x.data_ptr() for x in [_new() for _ in range(5)]}) == 5
+    assert own.reused == expected
+
+
+def test_a_block_serves_again(own: pool.Pool) -> None:
+    x = pool.empty((1024, 512), torch.float32, CPU)
+    address = x.data_ptr()
+    del x
+    y = pool.empty((512, 1024), torch.int32, "cpu")
+    assert y.data_ptr() == address and y.is_contiguous() and y.shape == (512, 1024) and y.dtype == torch.int32
+    assert y._base is None and not y._is_view() and not y.requires_grad and y.is_leaf
+    version = y._version
+    z = y[1:]
+    z.add_(1)
+    assert y._version == version + 1
+    y.requires_grad_(False)
+    assert own.stats()["num_reuses"] == 1 and own.stats()["num_allocations"] == 1
+
+
+def test_small_tensors_and_other_devices_are_torchs(own: pool.Pool) -> None:
+    for x in (_new(MIB - 1), pool.empty((0, 5), torch.float32, "cpu"), pool.empty((MIB,), torch.float32, "meta")):
+        assert x.is_contiguous()
+    assert own.made == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(own: pool.Pool, dtype: torch.dtype) -> None:
+    n = 2 * MIB // dtype.itemsize
+    for _ in range(2):
+        x = pool.empty((2, n // 2), dtype, CPU)
+        assert x.dtype == dtype and x.shape == (2, n // 2)
+        as_bytes(x).fill_(3)
+        del x
+    assert (own.made, own.reused) == (1, 1)
+
+
+def test_copies_in_row_major_order(own: pool.Pool) -> None:
+    for dtype in (torch.float32, *sorted(BARE, key=str)):
+        x = torch.arange(4 * MIB, dtype=torch.int32).view(torch.uint8).view(dtype).view(64, -1).t()
+        copy = row_major(x)
+        assert copy.is_contiguous() and copy.dtype == dtype
+        assert torch.equal(as_bytes(copy), as_bytes(copy.clone() if dtype not in BARE else copy))
+    y = torch.arange(2 * MIB).view(64, -1).t()
+    assert torch.equal(row_major(y), y)
+
+
+# --- blocks that change hands ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.resize_(8 * MIB),
+        lambda x: x.untyped_storage().resize_(0),
+        lambda x: x.untyped_storage().resize_(64),
+        lambda x: x.share_memory_(),
+        lambda x: x.untyped_storage().share_memory_(),
+    ],
+    ids=["resize_", "resize_(0)", "smaller", "share_memory_", "storage.share_memory_"],
+)
+def test_a_block_that_is_not_what_it_was(own: pool.Pool, change: Callable[[Tensor], Any]) -> None:
+    x = _new(4 * MIB).fill_(5)
+    change(x)
+    del x
+    gc.collect()
+    own.sweep(0.0)
+    assert own.total == 0 and own.stats()["idle_blocks"] == 0
+    assert _new(4 * MIB).fill_(6).eq(6).all() and own.reused == 0
+
+
+def _read(x: Tensor, answers: Any, go_on: Any) -> None:
+    go_on.wait(60)
+    answers.put(int(x.sum()))
+    x.fill_(2)
+
+
+def test_memory_that_another_process_reads(own: pool.Pool) -> None:
+    """Shared in place, and read after it died here and its block's class was allocated again."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers, go_on = context.Queue(), context.Event()
+    x = _new().fill_(1)
+    x.share_memory_()
+    child = context.Process(target=_read, args=(x, answers, go_on))
+    child.start()
+    mine = x[:1]
+    del x
+    others = [_new().fill_(9) for _ in range(3)]
+    go_on.set()
+    assert answers.get(timeout=60) == MIB
+    child.join(60)
+    assert child.exitcode == 0 and mine.item() == 2 and all(other.eq(9).all() for other in others)
+
+
+def test_a_forked_child(own: pool.Pool) -> None:
+    """Neither process disturbs the memory of the other; in the child the pool is empty."""
+    held, idle = _new().fill_(1), _new().fill_(2)
+    del idle
+    own.sweep(0.0)
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            pool.start(64 * MIB)
+            fine = pool._pool.total == 0 and held.eq(1).all()
+            more = [_new().fill_(9) for _ in range(3)]
+            held.fill_(8)
+            fine = fine and all(x.eq(9).all() for x in more) and pool._pool.made == 3
+            os.write(theirs, b"x")
+            status = 0 if fine else 2
+        finally:
+            os._exit(status)
+    os.read(ours, 1)
+    again = _new().fill_(4)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert held.eq(1).all() and again.eq(4).all() and own.reused == 1
+    os.close(ours), os.close(theirs)
+
+
+def test_a_child_that_is_forked_while_a_thread_has_the_lock() -> None:
+    began, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool._pool._lock:
+            began.set()
+            end.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    began.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=hd.empty_cache)
+    child.start()
+    child.join(30)
+    end.set()
+    thread.join()
+    assert child.exitcode == 0
+
+
+def test_threads(own: pool.Pool) -> None:
+    """Each fills and checks its own tensors, while others sweep and clear."""
+    end, wrong = time.monotonic() + 3, []
+
+    def work(number: int) -> None:
+        held: list[tuple[Tensor, int]] = []
+        turn = number
+        while time.monotonic() < end:
+            turn += 16
+            x = _new(MIB + 4096 * (turn % 5)).fill_(turn % 251)
+            held.append((x, turn % 251))
+            if len(held) > 3:
+                kept, value = held.pop(turn % 3)
+                if not kept.eq(value).all():
+                    wrong.append((number, turn))
+
+    def maintain() -> None:
+        while time.monotonic() < end:
+            own.sweep(0.0)
+            own.stats()
+            own.clear()
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)] + [threading.Thread(target=maintain)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and own.reused > 50, (wrong, own.stats())
+    assert own.total == own.stats()["idle_bytes"] + own.stats()["in_use_bytes"] <= own.limit
+
+
+def test_a_signal_handler_that_interrupts_the_pool(own: pool.Pool) -> None:
+    """It gets memory of its own, even if it comes between finding a block and making a tensor on it."""
+    got: list[Tensor] = []
+
+    def handler(*_: object) -> None:
+        got.append(_new().fill_(1))
+        hd.empty_cache()
+        hd.memory_stats()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            signal.setitimer(signal.ITIMER_REAL, 0.00001 + 0.0001 * random.random())
+            x, y = _new().fill_(2), _new().fill_(3)
+            assert x.eq(2).all() and y.eq(3).all() and all(z.eq(1).all() for z in got[-2:])
+            del got[:-2]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- sizes, bound, order ---------------------------------------------------------------------------------------------
+
+
+def test_ragged_sizes_find_a_block(own: pool.Pool) -> None:
+    sizes = [4 * MIB + 1000 * i for i in (3, 60, 17, 200, 4, 120)]  # all in one class
+    for size in sizes:
+        x = _new(size)
+        assert size <= x.untyped_storage().nbytes() < size * 17 / 16
+        del x
+    assert own.made == 2 and own.reused == len(sizes) - 2
+    assert all(n <= pool._class_of(n) < n * 17 / 16 for n in (1, 2, 3, 31, 32, 33, MIB, MIB + 1, 2**40 - 1, 2**40))
+
+
+def test_one_size_has_no_slack(own: pool.Pool) -> None:
+    """So that torch.save, which writes the whole storage, writes no more."""
+    for i in range(3):
+        x = _new(MIB + 12345).fill_(i)
+        assert x.untyped_storage().nbytes() == MIB + 12345
+        file = io.BytesIO()
+        torch.save(x, file)
+        assert len(file.getbuffer()) < MIB + 12345 + 4096
+        del x
+        assert torch.load(io.BytesIO(file.getbuffer())).eq(i).all()
+
+
+def test_the_bound_drops_what_was_used_longest_ago(own: pool.Pool) -> None:
+    first = _new(20 * MIB).fill_(1)
+    second = _new(24 * MIB).fill_(2)
+    own.take(20 * MIB, (1,), torch.uint8)
+    assert own.total == 64 * MIB and own.evicted == 0
+    third = _new(30 * MIB).fill_(3)  # the first two are in use: they are dropped, and go on
+    assert own.evicted == 2 and own.total == 50 * MIB
+    assert first.eq(1).all() and second.eq(2).all() and third.eq(3).all()
+    del first, second
+    assert own.stats()["in_use_bytes"] == 30 * MIB and own.stats()["idle_bytes"] == 20 * MIB
+    assert _new(65 * MIB).numel() == 65 * MIB and own.total == 50 * MIB  # larger than the pool
+
+
+def test_empty_cache_and_stats(own: pool.Pool) -> None:
+    x, y = _new(2 * MIB), _new(3 * MIB).fill_(3)
+    del x
+    stats = hd.memory_stats()
+    assert (stats["in_use_bytes"], stats["idle_bytes"], stats["limit_bytes"]) == (3 * MIB, 2 * MIB, 64 * MIB)
+    assert (stats["in_use_blocks"], stats["idle_blocks"], stats["lazily_freed_bytes"]) == (1, 1, 0)
+    hd.empty_cache()
+    stats = hd.memory_stats()
+    assert (stats["in_use_bytes"], stats["idle_bytes"]) == (3 * MIB, 0) and own.total == 3 * MIB
+    assert y.eq(3).all()
+
+
+def test_idle_blocks_are_freed_lazily(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some seconds, and never those in use; only the pages that are inside."""
+    advised: list[tuple[int, int]] = []
+    x, y = _new(2 * MIB), _new(4 * MIB)
+    monkeypatch.setattr(pages, "_madvise", lambda *args: advised.append(args) or 0)
+    address = x.data_ptr()
+    own.sweep(1000.0)
+    del x
+    own.sweep(1000.0)
+    assert not advised and own.unswept()
+    own.sweep(0.0)
+    ((start, nbytes, advice),) = advised
+    assert advice == 8 and address <= start and start + nbytes <= address + 2 * MIB
+    assert start % 4096 == nbytes % 4096 == 0 and nbytes >= 2 * MIB - 8192
+    assert own.stats()["lazily_freed_bytes"] == 2 * MIB
+    own.sweep(0.0)
+    assert len(advised) == 1
+    assert _new(2 * MIB).data_ptr() == address and own.stats()["lazily_freed_bytes"] == 0
+    del y
+    own.sweep(0.0)
+    assert not own.unswept() and len(advised) == 3
+
+
+def test_the_kernel_takes_what_is_idle(own: pool.Pool) -> None:
+    """The pages become ones that the kernel can take, and those in use stay what they are."""
+    used, idle = _new(16 * MIB).fill_(1), _new(8 * MIB).fill_(2)
+    before = _lazy()
+    del idle
+    own.sweep(0.0)
+    assert _lazy() - before > 6 * MIB and used.eq(1).all()
+    again = _new(8 * MIB).fill_(3)
+    assert _lazy() - before < 2 * MIB and again.eq(3).all() and own.reused == 1
+
+
+def _lazy() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    (found,) = [line for line in lines if line.startswith("LazyFree")]
+    return int(found.split()[1]) * 1024
+
+
+_IN_GROUP = """
+import os, sys, torch
+from hpcdist.tensors import pool
+pool.start(2**30)
+x = pool.empty([256 * 2**20], torch.uint8, "cpu").fill_(1)
+del x
+if sys.argv[1] == "swept":
+    pool._pool.sweep(0.0)
+y = torch.full((256 * 2**20,), 2, dtype=torch.uint8)
+print(pool.memory_stats()["idle_bytes"], int(y[-1]))
+"""
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_a_control_group_with_a_limit(swept: bool) -> None:
+    """It runs beyond its limit with memory that is idle in the pool, unless that has been swept."""
+    group = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").exists() else "/sys/fs/cgroup")
+    group /= f"hpcdist-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        limits = [group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()]
+        if not limits:
+            pytest.skip("the control groups made here do not limit memory")
+        limits[0].write_text(str(600 * MIB))
+        enter = lambda: (group / "cgroup.procs").write_text(str(os.getpid()))  # noqa: E731
+        command = [sys.executable, "-c", _IN_GROUP, "swept" if swept else "not"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, preexec_fn=enter)
+        assert (done.stdout.split() == [str(256 * MIB), "2"]) == (done.returncode == 0) == swept, done
+        assert swept or done.returncode == -signal.SIGKILL
+    finally:
+        group.rmdir()
+
+
+def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle blocks are freed before it is an error."""
+    _new(8 * MIB), _new(4 * MIB)
+    real, room = reusable.Block.__init__, [False, True]
+
+    def scarce(block: reusable.Block, nbytes: int) -> None:
+        if not room.pop(0):
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        real(block, nbytes)
+
+    monkeypatch.setattr(reusable.Block, "__init__", scarce)
+    assert _new(16 * MIB).numel() == 16 * MIB
+    assert own.total == 16 * MIB and own.stats()["num_alloc_retries"] == 1
+    room[:] = [False, False]
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        _new(32 * MIB)
+    room[:] = [True]
+    assert _new(32 * MIB).numel() == 32 * MIB
+
+
+def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    for count in (lambda handle: next(numbers), None):
+        reusable.problem.cache_clear()
+        with monkeypatch.context() as patch:
+            if count is None:
+                patch.delattr(torch._C, "_storage_Use_Count")
+            else:
+                patch.setattr(torch._C, "_storage_Use_Count", count)
+            patch.setattr(pool, "_pool", pool.Pool(64 * MIB))
+            assert "count" in pool._pool.problem
+            x = _new(2 * MIB)
+            assert x.numel() == 2 * MIB and hd.memory_stats()["num_allocations"] == 0
+            assert "count" in str(hd.memory_stats()["problem"])
+    reusable.problem.cache_clear()
+    assert reusable.problem() == ""
+
+
+def test_the_limit() -> None:
+    assert pool.limit_of(None, 2**30) == pool.limit_of("", 2**30) == 2**27
+    assert [pool.limit_of(text, 1) for text in ("0", "100", "2G", "512MiB")] == [0, 100, 2**31, 2**29]
+    for text in ("-1", "much", "1.5G", "9" * 30):
+        with pytest.raises(ValueError, match="HPCDIST_CACHE"):
+            pool.limit_of(text, 1)
+    assert memory.parse("64k") == 2**16
+
+
+# --- huge pages ------------------------------------------------------------------------------------------------------
+
+
+def test_huge_pages_that_become_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow block continues in ordinary pages, and the next ones are made in these."""
+    advised: list[int] = []
+    monkeypatch.setattr(pages, "_madvise", lambda address, nbytes, advice: advised.append(advice) or 0)
+    clock = iter(range(1000))
+    populated = pages.Populated()
+    populated._plain = 1e-9
+    populated.prepare(4096, 16 * MIB)
+    assert populated.count == 1 and advised == [14, 23, 23, 23, 23]
+    del advised[:]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "thread_time", lambda: next(clock))  # a second for each step
+        populated.prepare(4096, 16 * MIB)
+    assert populated.count == 1 and advised == [14, 23, 15, 23, 14]
+    del advised[:]
+    for _ in range(2):
+        populated.prepare(4096, 16 * MIB)
+    assert advised == [15, 23, 14] * 2
+    del advised[:]
+    populated.prepare(4096, 16 * MIB)
+    assert populated.count == 2 and advised[0] == 14
+
+
+def test_populated_memory_is_ordinary_memory() -> None:
+    populated = pages.Populated()
+    populated._plain = 1.0  # never slow
+    x = torch.empty(8 * MIB, dtype=torch.uint8)
+    populated.prepare(x.data_ptr() + 100, 7 * MIB)
+    assert x.fill_(5).eq(5).all()
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def _calls(world: hd.World) -> dict[str, Callable[[int], Any]]:
+    """Calls whose results encode the call: (make the result of call i)."""
+    rank, size, n = world.rank, world.world_size, MIB // 4
+    base = torch.arange(n * (rank + 1), dtype=torch.int64)
+
+    def shard(i: int) -> Tensor:
+        return (base + 10**7 * rank + 10**9 * i).view(-1, 16)
+
+    whole = lambda i: torch.cat([shard_of(r, i) for r in range(size)]) if rank == 0 else None  # noqa: E731
+
+    def shard_of(r: int, i: int) -> Tensor:
+        return (torch.arange(n * (r + 1), dtype=torch.int64) + 10**7 * r + 10**9 * i).view(-1, 16)
+
+    counts = [n // 16 * (r + 1) for r in range(size)]
+    return {
+        "concat": lambda i: hd.concat(shard(i)),
+        "concat, dim 1": lambda i: hd.concat(shard(i)[: n // 16], 1),
+        "async": lambda i: hd.concat(shard(i), async_op=True).wait(60),
+        "gather": lambda i: hd.gather(shard(i), root=0),
+        "split": lambda i: hd.split(whole(i), counts=counts),
+        "redistribute": lambda i: hd.redistribute(shard(i), hd.Split(0), hd.Split(1)),
+        "structures": lambda i: hd.concat({"x": shard(i)})["x"],
+        "recv": lambda i: _passed_on(shard(i), rank, size),
+    }
+
+
+def _passed_on(x: Tensor, rank: int, size: int) -> Tensor:
+    sent = hd.isend(x, (rank + 1) % size)
+    got: Tensor = hd.recv((rank - 1) % size)
+    sent.wait(60)
+    return got
+
+
+def _expected(name: str, i: int, rank: int, size: int) -> Tensor | None:
+    n = MIB // 4
+    shards = [(torch.arange(n * (r + 1)) + 10**7 * r + 10**9 * i).view(-1, 16) for r in range(size)]
+    whole = torch.cat(shards)
+    if name == "gather":
+        return whole if rank == 0 else None
+    if name == "concat, dim 1":
+        return torch.cat([shard[: n // 16] for shard in shards], 1)
+    if name == "split":
+        return shards[rank]
+    if name == "recv":
+        return shards[(rank - 1) % size]
+    if name == "redistribute":
+        return torch.tensor_split(whole, size, 1)[rank]
+    return whole
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("held", [1, 3])
+def test_results_of_repeated_calls(world: hd.World, held: int) -> None:
+    """While earlier ones are held."""
+    findings = Findings(world.comm)
+    hd.empty_cache()
+    before = hd.memory_stats()["num_reuses"]
+    for name, call in _calls(world).items():
+        results: list[tuple[int, Tensor | None]] = []
+        for i in range(7):
+            results.append((i, call(i)))
+            results = results[-held:]
+            for j, result in results:
+                expected = _expected(name, j, world.rank, world.world_size)
+                right = result is None if expected is None else result is not None and torch.equal(result, expected)
+                findings.check(right, f"{name}: result {j} after call {i}")
+    findings.check(hd.memory_stats()["num_reuses"] > before, hd.memory_stats())  # type: ignore[operator]
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_gradients_while_results_are_held(world: hd.World) -> None:
+    findings, rank, size = Findings(world.comm), world.rank, world.world_size
+    n = MIB // 2
+    hd.empty_cache()
+    for i in range(4):
+        x = torch.full((n,), float(rank + i), requires_grad=True)
+        y, z = hd.concat(x), hd.redistribute(x, hd.Split(0), hd.Split(0, [n * size] + [0] * (size - 1)))
+        mine = hd.split(hd.gather(x) if rank == 0 else _empty_gather(x), counts=[n] * size)
+        weight = float(i + 1)
+        (weight * y * y).sum().backward(retain_graph=True)
+        want = 2 * weight * size * (rank + i)
+        findings.check(x.grad is not None and x.grad.eq(want).all(), f"{i}: concat")
+        findings.check(y.view(size, n)[:, 0].tolist() == [float(r + i) for r in range(size)], f"{i}: result")
+        (3 * z).sum().backward()
+        findings.check(x.grad is not None and x.grad.eq(want + 3).all(), f"{i}: redistribute")
+        findings.check(mine.eq(float(rank + i)).all(), f"{i}: split of gather")
+    findings.settle()
+
+
+def _empty_gather(x: Tensor) -> None:
+    hd.gather(x)
+
+
+@pytest.mark.mpi
+def test_staging_load(world: hd.World, folder: Path) -> None:
+    findings = Findings(world.comm)
+    path, rank = folder / "x.h5", world.rank
+    for i in range(3):
+        x = torch.arange(MIB // 4).view(-1, 32) + 10**7 * rank + 10**9 * i
+        hd.staging.save(folder / f"{i}.h5", x)
+    held = []
+    for i in (0, 1, 2, 1, 0):
+        held.append((i, hd.staging.load(folder / f"{i}.h5")))
+        for j, got in held[-2:]:
+            want = torch.arange(MIB // 4).view(-1, 32) + 10**7 * rank + 10**9 * j
+            findings.same(got, want, f"file {j}, {path}")
+        held = held[-1:]
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_the_watching_thread_sweeps(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    hd.empty_cache()
+    for _ in range(2):
+        hd.concat(torch.ones(2 * MIB, dtype=torch.uint8))
+    findings.check(hd.memory_stats()["idle_bytes"], hd.memory_stats())
+    end = time.monotonic() + 12
+    while time.monotonic() < end and hd.memory_stats()["lazily_freed_bytes"] != hd.memory_stats()["idle_bytes"]:
+        time.sleep(0.1)
+    stats = hd.memory_stats()
+    findings.check(0 != stats["idle_bytes"] == stats["lazily_freed_bytes"], stats)
+    findings.check(stats["problem"] == "", stats)
+    findings.settle()
