@@ -118,7 +118,7 @@ def _sync_file_range() -> Any:
     """Linux's call, which Python does not have; None elsewhere.
 
     posix_fadvise(POSIX_FADV_DONTNEED) starts the disk, too, but then drops what is on it already from the cache, for
-    which it waits until every core of the node has emptied its list of pages (mm/fadvise.c), on tmpfs as well.
+    which it waits until every core of the node has emptied its list of pages (mm/fadvise.c).
     """
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
