@@ -1,6 +1,7 @@
 """staging.save and staging.load, compared with other methods to write shards to a disk and read them back.
 
 mpirun -n 2 python benchmarks/staging.py --folder DIR       DIR on a disk, with space for five times the shards
+benchmarks/disk.sh ext4 aged mpirun -n 2 python benchmarks/staging.py --shared --sizes 128M --layouts even
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def measure(case: Case, methods: Sequence[Method], rounds: int, seconds: float) 
     return timings
 
 
-def measure_loads(case: Case, rounds: int, seconds: float) -> list[results.Timing]:
+def measure_loads(case: Case, methods: Sequence[Method], rounds: int, seconds: float) -> list[results.Timing]:
     """Measure loads, of hpcdist's file, which most of them read, or of their own. Collective."""
     clear(case)
     for save in (peers.save_hpcdist, peers.save_torch, peers.save_dcp, peers.save_safetensors):
@@ -107,7 +108,7 @@ def measure_loads(case: Case, rounds: int, seconds: float) -> list[results.Timin
     case.comm.Barrier()
     with h5py.File(case.path, "r") as file:
         base = file["data"].id.get_offset()
-    return measure(replace(case, base=base), LOADS, rounds, seconds)
+    return measure(replace(case, base=base), methods, rounds, seconds)
 
 
 def fitting(comm: MPI.Intracomm, folder: Path, sizes: Sequence[int]) -> tuple[list[int], list[str]]:
@@ -143,8 +144,9 @@ def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
     for done, (layout, size, what) in enumerate(tqdm(steps, "staging", disable=None if root else True)):
         case = make_case(comm, folder / "files", size, layout)
         seconds = comm.bcast(max(0, end - time.monotonic()) * size / sum(weights[done:]))
-        rounds = (case, asked.rounds, seconds)
-        timings = measure_loads(*rounds) if what == "load" else measure(case, SAVES, *rounds[1:])
+        rounds = (asked.rounds, seconds)
+        methods = [m for m in (LOADS if what == "load" else SAVES) if not asked.shared or m.shared]
+        timings = (measure_loads if what == "load" else measure)(case, methods, *rounds)
         record.cases.append(results.Case(size, layout, case.nbytes, timings, what))
         if root:
             tqdm.write(staging_tables.case_table(record, record.cases[-1]) + "\n")
@@ -167,6 +169,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=tempfile.gettempdir(), help="folder on the disk to measure (%(default)s)"
     )
+    parser.add_argument("--shared", action="store_true", help="only contenders with one file of all ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all samples; in a folder: MPI-npN-staging")
     asked = parser.parse_args()
     if asked.rounds < 1 or not set(asked.layouts) <= set(COLUMNS):

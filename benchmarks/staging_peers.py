@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
 from results import CONTROL, HPCDIST, HPCDIST_MPIO, HPCDIST_POSIX, PLAIN_H5PY, POSIX, UNCHECKED, UNVERIFIED
+from staging_tables import SHARED
 
 import hpcdist as hd
 
@@ -86,6 +87,11 @@ class Method:
     files: str = ""
     in_order: bool = False
     unsupported: str | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks use one file, as with hpcdist."""
+        return self.name.startswith("hpcdist") or self.name in (CONTROL, *SHARED)
 
 
 def make_case(comm: MPI.Intracomm, folder: Path, size: int, layout: str) -> Case:

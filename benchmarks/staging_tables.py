@@ -13,6 +13,14 @@ from tables import figure, table
 VERBS = ("staging", "resident")
 WRITER = "staging writer"  # key in a record's versions: the meaning of writer="auto"
 LAYOUTS = {"even": "dim 0, even", "ragged": "dim 0, ragged", "dim1": "dim 1"}
+SHARED = (
+    POSIX,
+    "MPI-IO, Write_at_all",
+    "MPI-IO, Read_at_all",
+    PLAIN_H5PY,
+    "h5py, independent",
+    "h5py, each rank on its own",
+)  # one file of all ranks
 _MIB = 2**20
 
 
@@ -41,9 +49,17 @@ def case_table(record: Record, case: Case) -> str:
             found = rate(case, timing.name, other)
             row += ["-", "-"] if found is None else [figure(found.median), _range(found)]
         rows.append([*row, str(timing.rounds)])
+    notes += best_notes(case)
     if case.skew == "dim1":
         notes.append(f"{POSIX}: as many bytes, each rank's in one run, as along dim 0.")
     return "\n\n".join([table([*head, "rounds"], rows), *notes])
+
+
+def best_notes(case: Case) -> list[str]:
+    """Return, for each of hpcdist's contenders, its rate in relation to the fastest other one with the same file."""
+    best = results.best(case, SHARED)
+    found = [(t.name, rate(case, t.name, best)) for t in case.timings if best and t.name.startswith(HPCDIST)]
+    return [f"{name}: {figure(r.median)} ({_range(r)}) of the rate of {best}, the best." for name, r in found if r]
 
 
 def _range(found: Spread) -> str:

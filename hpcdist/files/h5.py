@@ -165,36 +165,50 @@ def create(
     os.truncate(path, sum(nbytes + (align if nbytes >= align else 0) for nbytes in plain))
     large = [d for d in datasets if d.chunks is None and d.nbytes() >= align]
     with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, locking=False) as file:
-        for dataset in large:
-            _create_dataset(file, dataset)
+        places = {dataset.name: _create_dataset(file, dataset) for dataset in large}
     # All others begin where any dtype's elements may: a border between pages is then one between elements.
     with h5py.File(path, "r+", alignment_threshold=1, alignment_interval=_ELEMENT, locking=False) as file:
-        file.attrs.update(attrs)
+        _set(file, "/", attrs)
         for dataset in datasets:
-            made = file[dataset.name] if dataset in large else _create_dataset(file, dataset)
-            made.attrs.update(dataset.attrs)
+            if dataset.name not in places:
+                places[dataset.name] = _create_dataset(file, dataset)
+            _set(file, dataset.name, dataset.attrs)
             if dataset.dtype not in NUMPY:
-                made.attrs[DTYPE_ATTRIBUTE] = str(dataset.dtype).removeprefix("torch.")
-        group = file.create_group(GROUP)
-        group.attrs["version"] = VERSION
-        parts = {"state": b"\0", "token": os.urandom(16), "plan": json.dumps(plan).encode()}
-        for name, content in (parts | {"pieces": tables(datasets)}).items():
-            made = _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1"))
-            if content:
-                made.write_direct(np.frombuffer(content, np.uint8))
-        return _map(path, file, [d.name for d in datasets])
+                _set(file, dataset.name, {DTYPE_ATTRIBUTE: str(dataset.dtype).removeprefix("torch.")})
+        file.create_group(GROUP).attrs["version"] = VERSION
+        parts = {"state": b"\0", "token": os.urandom(16), "plan": json.dumps(plan).encode(), "pieces": tables(datasets)}
+        at = {name: _create_record(file, f"{GROUP}/{name}", content) for name, content in parts.items()}
+    data = [places[d.name] for d in datasets]
+    page, token = page_size(path.parent), parts["token"]
+    return FileMap(str(path), data, page, token, at["token"], at["state"], at["pieces"])
 
 
-def _create_dataset(file: Any, dataset: Dataset) -> Any:
+def _set(file: Any, name: str, attrs: Mapping[str, Any]) -> None:
+    if attrs:  # h5py takes a while to open an object
+        file[name].attrs.update(attrs)
+
+
+def _create_dataset(file: Any, dataset: Dataset) -> int | None:
+    """Create a dataset; return its place, None for a compressed one."""
+    dtype = stored_dtype(dataset.dtype)
     if dataset.chunks is None:
-        return _create_plain(file, dataset.name, dataset.shape, stored_dtype(dataset.dtype))
-    return file.create_dataset(
-        dataset.name, dataset.shape, stored_dtype(dataset.dtype), chunks=dataset.chunks, **dataset.filters
-    )
+        return _place(_create_plain(file, dataset.name, dataset.shape, dtype))
+    file.create_dataset(dataset.name, dataset.shape, dtype, chunks=dataset.chunks, **dataset.filters)
+    return None
+
+
+def _create_record(file: Any, name: str, content: bytes) -> int:
+    """Create a dataset of bytes, and write it; return its place."""
+    from h5py import h5s
+
+    made = _create_plain(file, name, (len(content),), np.dtype("u1"))
+    if content:
+        made.write(h5s.ALL, h5s.ALL, np.frombuffer(content, np.uint8))
+    return _place(made) or 0
 
 
 def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """A contiguous dataset whose place is known at once, and which HDF5 fills with nothing."""
+    """A contiguous dataset, as HDF5's object, whose place is known at once, and which HDF5 fills with nothing."""
     from h5py import h5d, h5p, h5s, h5t
 
     made = h5p.create(h5p.DATASET_CREATE)
@@ -204,8 +218,7 @@ def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[
     links = h5p.create(h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
-    h5d.create(file.id, name.encode(), h5t.py_create(dtype, logical=True), space, made, links)
-    return file[name]
+    return h5d.create(file.id, name.encode(), h5t.py_create(dtype, logical=True), space, made, links)
 
 
 def find_map(path: Path) -> FileMap:
@@ -213,14 +226,11 @@ def find_map(path: Path) -> FileMap:
     import h5py
 
     with h5py.File(path, "r", locking=False) as file:
-        plan = json.loads(bytes(file[GROUP]["plan"][()]))
-        return _map(path, file, [d["name"] for d in plan["datasets"]])
-
-
-def _map(path: Path, file: Any, names: Sequence[str]) -> FileMap:
-    group, data = file[GROUP], [_offset(file[name]) for name in names]
-    at = {name: _offset(group[name]) or 0 for name in ("token", "state", "pieces")}
-    token = bytes(group["token"][()])
+        group = file[GROUP]
+        names = [d["name"] for d in json.loads(bytes(group["plan"][()]))["datasets"]]
+        data = [_place(file[name].id) if file[name].chunks is None else None for name in names]
+        at = {name: _place(group[name].id) or 0 for name in ("token", "state", "pieces")}
+        token = bytes(group["token"][()])
     return FileMap(str(path), data, page_size(path.parent), token, at["token"], at["state"], at["pieces"])
 
 
@@ -269,5 +279,7 @@ def _comparable(attrs: Mapping[str, Any]) -> list[tuple[str, object]]:
     return [(name, (x.dtype.str, x.tolist()) if isinstance(x, np.ndarray) else x) for name, x in sorted(attrs.items())]
 
 
-def _offset(dataset: Any) -> int | None:
-    return dataset.id.get_offset() if dataset.chunks is None else None
+def _place(made: Any) -> int | None:
+    """The first byte of a contiguous dataset; None if it has none."""
+    place: int | None = made.get_offset()
+    return place

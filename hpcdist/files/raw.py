@@ -6,10 +6,12 @@ caller's window. A checksum is computed block by block, while the block is in th
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -34,6 +36,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is still there to be copied when it is hashed
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
 
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _LARGEST = 2**16  # bytes: a preferred block may be a stripe of many MiB, which no client caches as one page
 _SPARSE = 8  # at most this many times the elements of a box are read in one go
 
@@ -104,9 +107,24 @@ def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = Non
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Start to write what was just written to the disk, so that the sync at the end has less to do.
 
-    Linux does so with this advice for dirty pages, which stay in the cache (mm/fadvise.c); others ignore it.
+    Nothing waits for it, and the pages stay in the cache. Errors show at the sync.
     """
-    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    sync_file_range = _sync_file_range()
+    if sync_file_range is not None:
+        sync_file_range(fd, offset, nbytes, _WRITE)
+
+
+@cache
+def _sync_file_range() -> Any:
+    """Linux's call, which Python does not have; None elsewhere.
+
+    posix_fadvise(POSIX_FADV_DONTNEED) starts the disk, too, but then drops what is on it already from the cache, for
+    which it waits until every core of the node has emptied its list of pages (mm/fadvise.c).
+    """
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call
 
 
 def forget(fd: int) -> None:

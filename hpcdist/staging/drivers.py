@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "Driver", "active", "for_filters", "for_path", "missing", "open_driver"]
 
 NAMES = ("auto", "mpio", "posix")
-_AHEAD = 2**23  # bytes that are written before the disk starts
+_AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
 _LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffix that it adds
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
 
@@ -210,8 +210,6 @@ class _Mpio:
         self._data = [(at + nbytes, self._file[name].id) for at, nbytes, name in held if nbytes]
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
-        if digest is not None:
-            digest.update(data)
         begun, end = place, place + len(data)
         while place < end:
             k = bisect_right(self._starts, place) - 1
@@ -225,6 +223,8 @@ class _Mpio:
                         _write(dataset, part, np.frombuffer(data[:nbytes], np.uint8))
                     except OSError as error:
                         raise self._reason(error, nbytes) from error
+                    if digest is not None:  # while it is in the cache, and others write
+                        digest.update(data[:nbytes])
                     place, data = place + nbytes, data[nbytes:]
                     if place - begun >= _AHEAD:
                         raw.start_writeback(self._fd, begun, place - begun)

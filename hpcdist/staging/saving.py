@@ -60,7 +60,7 @@ class Saving:
         self._edges = Edges(Path(os.path.realpath(path)).parent, options.window)
         self._written: dict[tuple[int, int], int] = {}  # (dataset, piece) -> checksum of those of this rank
         self._options = options
-        self._synced = False
+        self._settled = False
         self._journal: Journal | None = None
         self._driver: Driver | None = None
         self._target = Target(path, datasets, options) if team.rank == 0 else None
@@ -211,17 +211,21 @@ class Saving:
 
     def sync(self) -> None:
         """Send what belongs to other ranks there, and bring all of it to the disk. Collective; a failure is kept."""
-        if self._synced:
+        self._settle()
+        try:
+            sync(Path(self.map.path))
+        except OSError as error:
+            self.fail(error)
+
+    def _settle(self) -> None:
+        """Send what belongs to other ranks there. Collective; a failure is kept. Again, it does nothing."""
+        if self._settled:
             return
-        self._synced = True
+        self._settled = True
         assert self._driver is not None
         problem = self._edges.settle(self.team, self._driver.write)
         if problem is not None:
             self.fail(problem)
-        try:
-            sync(Path(self.map.path))  # each rank as soon as it is done: the disk works while others still write
-        except OSError as error:
-            self.fail(error)
 
     def commit(self) -> None:
         """Give the file its name, complete and on the disk. Collective.
@@ -230,20 +234,21 @@ class Saving:
             RankError: on every rank, if anything failed on any. The target is as it was.
         """
         comm = self.team.comm
-        self.sync()
+        self._settle()
         try:
-            objects.all_gather(comm, self.verb, self._raise_problem)
-            objects.all_gather(comm, self.verb, self._close)
-            objects.all_gather(comm, self.verb, lambda: sync(Path(self.map.path)))
+            objects.all_gather(comm, self.verb, self._end)
             written = self._gathered() if self._options.lay_out is None else []
             objects.broadcast(comm, self.verb, lambda: self._on_root().complete(self.map, written))
         except RankError:
             self._abandon()
             raise
 
-    def _raise_problem(self) -> None:
+    def _end(self) -> None:
+        """Close the file, and bring this rank's part of it to the disk. MPI-IO may write until it is closed."""
+        self._close()
         if self.problem is not None:
             raise FileError(self.problem)
+        sync(Path(self.map.path))
 
     def _gathered(self) -> list[Ints]:
         """On rank 0, for each rank: dataset, piece and bits of the checksum of what it has written. Collective."""
