@@ -67,7 +67,9 @@ def check_shared(call: Call, shared: bool, x: Any) -> Call:
         call.problem = "shared=True takes a tensor, not a structure: call it for each tensor"
     elif shared and call.problem is None:
         if call.out is not None:
-            call.problem = "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
+            call.problem = (
+                "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
+            )
         elif call.kind == MemoryKind.CUDA:
             call.problem = f"x is on {getattr(x, 'device', 'a GPU')}, but shared=True is for host memory: pass x.cpu()"
         elif call.route not in ("auto", "mpi"):

@@ -10,7 +10,6 @@ from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,7 +72,7 @@ class _Slot:
 class Windows:
     """The windows of one node of a team. The first rank of the node chooses one for each call, or makes it.
 
-    Each rank says in shared memory which windows it holds, a byte for each: a window is used again when that is none.
+    Each rank says in shared memory which windows it holds, a byte for each: one that nobody holds is used again.
 
     Args:
         comm: all ranks of the team.
@@ -153,17 +152,18 @@ class Windows:
 
     def _open_control(self) -> None:
         """Open the memory in which the ranks of the node say what they hold. Collective over the team."""
-        nbytes = SLOTS * (8 + self._ranks)
-        try:
-            self._control = self._open(SharedBlock(nbytes) if self._me == 0 else None, nbytes)
-            self._control.allocate(0, nbytes)
-        except OSError:
-            self._control = None
+        nbytes, made = SLOTS * (8 + self._ranks), None
+        with suppress(OSError):
+            if self._me == 0:
+                made = SharedBlock(nbytes)
+                made.allocate(0, nbytes)
+        with suppress(OSError):
+            self._control = self._open(made, nbytes)
         if not self._all(self._control is not None):
             self.problem = self.reason = _NO_PROCESS
             return
         assert self._control is not None
-        whole = memoryview(self._control.shared().numpy())
+        whole = self._control.memory()
         self._serials, self._in_use = whole[: 8 * SLOTS].cast("q"), whole[8 * SLOTS :]
 
     def _all(self, good: bool) -> bool:
@@ -251,9 +251,9 @@ class Windows:
         """Take the memory that is missing, each rank of the node a part of it."""
         missing = nbytes - slot.allocated
         if missing > 0:
-            room = memory.available()
-            if missing > room:
-                raise OSError(f"{missing:,} bytes do not fit into the {room:,} bytes of free memory")
+            free = memory.available()
+            if missing > free:
+                raise OSError(f"{missing:,} bytes do not fit into the {free:,} bytes of free memory")
             pages = -(-missing // mmap.PAGESIZE)
             first, last = (pages * i // self._ranks * mmap.PAGESIZE for i in (self._me, self._me + 1))
             slot.block.allocate(slot.allocated + first, last - first)
@@ -263,7 +263,7 @@ class Windows:
 def _capacity(nbytes: int) -> int:
     """Round a size up by less than 1/16, so that similar sizes use the same windows; whole pages."""
     step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 5))
-    return -(-nbytes // step) * step
+    return -(-max(1, nbytes) // step) * step
 
 
 def _opened(told: array[int], nbytes: int) -> SharedBlock:

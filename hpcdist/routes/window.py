@@ -195,8 +195,8 @@ class _Rounds:
     and the one after it is written into it.
     """
 
-    def __init__(self, counts: Ints, displs: Ints) -> None:
-        self._counts, self._displs = counts, displs
+    def __init__(self, counts: Ints) -> None:
+        self._counts = counts
         self.number = max(1, -(-sum(counts) // max(1, limits.WINDOW // 2)))
         self._size = max(sum(self.lengths(turn)) for turn in range(self.number))
         self.nbytes = self._size * min(3, self.number)
@@ -221,28 +221,34 @@ class _Rounds:
             source = message[start : start + matrix.widths[rank]]
             self.memory(window, turn)[matrix.starts[rank] :][: len(source)].copy_(source)
 
-    def read(self, window: Tensor, turn: int, whole: Tensor) -> None:
+    def read(self, window: Tensor, turn: int, blocks: Sequence[Tensor]) -> None:
         """Copy all ranks' parts of a round out of the window."""
         if turn >= 0:
             matrix, memory = self.matrix(turn), self.memory(window, turn)
-            for rank, (start, length) in enumerate(zip(matrix.starts, matrix.widths, strict=True)):
-                at = self._displs[rank] + self._counts[rank] * turn // self.number
-                whole[at : at + length].copy_(memory[start : start + length])
+            for block, start, length in zip(blocks, matrix.starts, matrix.widths, strict=True):
+                at = block.numel() * turn // self.number
+                block[at : at + length].copy_(memory[start : start + length])
 
 
 class _Window(Mpi):
     """The route mpi, with an Allgatherv that brings each byte into a node once."""
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        window = None
-        if sum(counts) >= LEAST:
-            rounds = _Rounds(counts, displs)
-            window = team.windows.take(rounds.nbytes)
-        if window is None:
+        whole = as_bytes(recv)
+        blocks = [whole[start : start + count] for start, count in zip(displs, counts, strict=True)]
+        if not self.allgather(team, as_bytes(send), blocks):
             super().allgatherv(team, send, recv, counts, displs)
-            return
-        memory, send, recv, me = window.bytes, as_bytes(send), as_bytes(recv), team.rank
-        node = team.topology.comm
+
+    def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
+        """Gather rank i's `send`, flat bytes, into ``blocks[i]`` of every rank: see :class:`routes.base.Allgather`."""
+        counts = [block.numel() for block in blocks]
+        if sum(counts) < LEAST:
+            return False
+        rounds = _Rounds(counts)
+        window = team.windows.take(rounds.nbytes)
+        if window is None:
+            return False
+        memory, me, node = window.bytes, team.rank, team.topology.comm
         rounds.write(memory, 0, send, me)
         for turn in range(rounds.number):
             node.Barrier()  # the round is written, and the one before it received, by all ranks of this node
@@ -251,11 +257,12 @@ class _Window(Mpi):
 
             def meanwhile(turn: int = turn) -> None:
                 rounds.write(memory, turn + 1, send, me)
-                rounds.read(memory, turn - 1, recv)
+                rounds.read(memory, turn - 1, blocks)
 
             self.exchange_views(team, *messages, meanwhile)
         node.Barrier()
-        rounds.read(memory, rounds.number - 1, recv)
+        rounds.read(memory, rounds.number - 1, blocks)
+        return True
 
 
 WINDOW_ROUTE = _Window()

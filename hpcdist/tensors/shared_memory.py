@@ -46,7 +46,7 @@ class SharedBlock:
         try:
             if fd is None:
                 os.ftruncate(self.fd, nbytes)
-            self._shared = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+            self._shared = memoryview(mmap.mmap(self.fd, nbytes))
             readable = mmap.mmap(self.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             self._private: mmap.mmap | None = readable
             self._address = np.frombuffer(readable, np.uint8).ctypes.data
@@ -59,13 +59,17 @@ class SharedBlock:
         return identity(self.fd)
 
     def allocate(self, start: int, length: int) -> None:
-        """Take memory for these bytes now: if there is none, it is an OSError here, and not a SIGBUS later."""
+        """Take memory for these bytes now: where it is short, that is an OSError here, and not a SIGBUS later."""
         if length > 0:
             os.posix_fallocate(self.fd, start, length)
 
-    def shared(self) -> Tensor:
+    def memory(self) -> memoryview:
         """Return its bytes: what is written there, all processes read."""
-        return torch.from_numpy(self._shared)
+        return self._shared
+
+    def shared(self) -> Tensor:
+        """Return the same as a tensor."""
+        return torch.from_numpy(np.frombuffer(self._shared, np.uint8))
 
     def private(self) -> np.ndarray:
         """Return its bytes as a new array: what is written there is seen by this process alone."""
@@ -85,7 +89,7 @@ class SharedBlock:
         """Close it here; the memory is unmapped with the last array and tensor on it."""
         os.close(self.fd)
         self._private = None
-        self._shared = np.empty(0, np.uint8)
+        self._shared = memoryview(b"")
 
 
 def identity(fd: int) -> list[int]:
