@@ -10,7 +10,7 @@ them: MPI's own Allgatherv brings every rank its own copy over the wire.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -141,7 +141,8 @@ def _messages(topology: Topology, me: int, memory: Tensor, matrix: _Matrix) -> t
     for node, ranks in enumerate(topology.nodes):
         if node == topology.node or not matrix.nbytes:
             continue
-        owners = max(len(ranks), len(home))
+        # So many messages that all ranks have the same number of them, or nearly, on both nodes.
+        owners = min(lcm(len(ranks), len(home)), 4 * max(len(ranks), len(home)))
         for owner, rows, columns in _parts(matrix, home, owners):
             if home[owner % len(home)] == me:
                 sends.append((ranks[owner % len(ranks)], whole[rows, columns]))

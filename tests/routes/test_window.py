@@ -113,7 +113,7 @@ def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, mon
         received.clear()
         hd.concat(shard, group=comm, shared=shared)
         parts = team.topology.comm.allgather(sum(received))
-        assert_on_all_ranks(world.comm, sum(parts) == others and max(parts) - min(parts) <= len(parts), parts)
+        assert_on_all_ranks(world.comm, sum(parts) == others and max(parts) <= 1.1 * min(parts), parts)
 
 
 def _shared(world: hd.World, value: int, group: MPI.Intracomm | None = None) -> torch.Tensor:
