@@ -94,7 +94,7 @@ class Windows:
         self.problem = self.reason = None if hasattr(os, "memfd_create") else "this system has no memfd_create"
         if self.problem is None:
             self._open_control()
-        _all.add(self)
+        _existing.add(self)
 
     def take(self, nbytes: int) -> Window | None:
         """Take a window of this node. Collective over the team.
@@ -120,7 +120,7 @@ class Windows:
             reason = None
         except OSError as error:
             reason = error.strerror or str(error)
-        if not self._all(reason is None):
+        if not self._everywhere(reason is None):
             reasons = objects.all_gather_object(self._comm, reason)
             self.reason = next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None)
             if number >= 0 and self._me == 0:
@@ -159,14 +159,14 @@ class Windows:
                 made.allocate(0, nbytes)
         with suppress(OSError):
             self._control = self._open(made, nbytes)
-        if not self._all(self._control is not None):
+        if not self._everywhere(self._control is not None):
             self.problem = self.reason = _NO_PROCESS
             return
         assert self._control is not None
         whole = self._control.memory()
         self._serials, self._in_use = whole[: 8 * SLOTS].cast("q"), whole[8 * SLOTS :]
 
-    def _all(self, good: bool) -> bool:
+    def _everywhere(self, good: bool) -> bool:
         """Whether it is good on all ranks of the team; collective, and a barrier."""
         from mpi4py import MPI
 
@@ -276,11 +276,11 @@ def _opened(told: array[int], nbytes: int) -> SharedBlock:
     return SharedBlock(nbytes, found)
 
 
-_all: weakref.WeakSet[Windows] = weakref.WeakSet()
+_existing: weakref.WeakSet[Windows] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    for windows in list(_all):
+    for windows in list(_existing):
         windows.forked()
 
 
