@@ -49,6 +49,6 @@ def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch: pytest.MonkeyPa
 
 def test_a_block_that_cannot_be_mapped_leaves_nothing_open() -> None:
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="memory|large|argument"):
+    with pytest.raises(OSError, match=r"memory|large|argument"):
         SharedBlock(2**62)
     assert os.listdir("/proc/self/fd") == before
