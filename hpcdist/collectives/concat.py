@@ -17,9 +17,11 @@ from hpcdist.routes.inline import INLINE
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import row_major, sum_dtype
+from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, S, StructureKeywords
+    from hpcdist.comm.signatures import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["concat"]
@@ -28,19 +30,19 @@ __all__ = ["concat"]
 # fmt: off
 @overload
 def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor: ...
+           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> Tensor: ...
 @overload
 def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor]: ...
+           async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[Tensor]: ...
 @overload
 def concat(x: S, dim: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S: ...
+           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
 @overload
 def concat(x: S, dim: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[S]: ...
+           async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[S]: ...
 @overload
 def concat(x: object, dim: int = 0, *,
-           async_op: bool = False, **options: Unpack[StructureKeywords]) -> Any: ...
+           async_op: bool = False, **options: Unpack[SharedKeywords]) -> Any: ...
 # fmt: on
 def concat(
     x: Any,
@@ -50,6 +52,7 @@ def concat(
     route: str = "auto",
     out: torch.Tensor | None = None,
     allow_pickle: bool = False,
+    shared: bool = False,
     async_op: bool = False,
 ) -> Any:
     """Concatenate the shards of all ranks along `dim`, in rank order, on every rank.
@@ -74,6 +77,8 @@ def concat(
             or if a gradient is needed. To autograd, it is modified in place.
         allow_pickle: whether to send other objects in a structure as pickles, which can run any code when
             loaded. Must agree.
+        shared: whether the ranks of a node share one copy of the result: less memory, and the fastest way. For tensors
+            in host memory, without `out`. Must agree.
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
@@ -82,6 +87,11 @@ def concat(
         flows back to the shards (of tensors, not of structures), as the sum over all ranks; every rank must call
         backward. (If all ranks compute the same loss from the whole, each one counts: divide by their number, as in
         hpcdist/examples/column_parallel.py.)
+
+        With `shared`, the ranks of a node read the same memory, which is used again once none of them has a tensor on
+        it any more. To be read: what a rank writes into it in place only this rank sees, and the pages that it writes
+        become copies of its own. Where memory is short, the result is small (64 KiB), many are held (64 a group), or
+        processes of a node cannot open each other's memory, each rank gets memory of its own as without `shared`.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
@@ -99,10 +109,10 @@ def concat(
     """
 
     team = world.current().context.team_of(group)
-    if isinstance(x, Tensor):
-        if out is None and not async_op:
-            return repeat.call("concat", lambda: Concat(x, dim, route, None), team, x, dim, 0, route)
-        return run(Concat(x, dim, route, out), team, async_op)
+    if isinstance(x, Tensor) and out is None and not (async_op or shared):
+        return repeat.call("concat", lambda: Concat(x, dim, route, None), team, x, dim, 0, route)
+    if isinstance(x, Tensor) or shared:
+        return run(Concat(x, dim, route, out, bool(shared)), team, async_op)
     return run(JoinStructures("concat", x, dim, None, False, route, out, allow_pickle), team, async_op)
 
 
@@ -112,10 +122,25 @@ class Concat(Gather):
     name = "concat"
     rooted = False
 
-    def __init__(self, x: Tensor, dim: int, route: str, out: Tensor | None) -> None:
+    def __init__(self, x: Tensor, dim: int, route: str, out: Tensor | None, shared: bool = False) -> None:
         super().__init__(x, dim, None, route, out)
+        self.shared = shared
+
+    def validate(self, team: Team) -> Call:
+        return results.check_shared(super().validate(team), self.shared, self.x)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        super().plan(team, call, agreed)
+        self._dim = call.dim
 
     def forward(self, team: Team) -> Tensor:
+        if self.shared and not self.inline:
+            from hpcdist.routes import window  # which imports MPI
+
+            cut = self._blocks
+            found = window.concat(team, self._shard, [box for (box,) in cut.boxes], cut.shape, self._dim)
+            if found is not None:
+                return found
         cut, shard = self._blocks, self._shard
         take = lambda: cut.recv_buffer(self._dest, shard.device)  # noqa: E731
         whole, buffer = results.allocate(self.name, team, [cut.nbytes] * team.size, take, self._agreed)

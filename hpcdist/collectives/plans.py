@@ -187,7 +187,7 @@ class Plan(Generic[X, Y]):
             for boxes in (moves.sends, moves.recvs)
         )
         on_host = all(kind == MemoryKind.CPU for kind in agreed.kinds)
-        self._is_inline = on_host and parts.route is select.load("mpi") and fits(parts, team)
+        self._is_inline = on_host and isinstance(parts.route, type(select.load("mpi"))) and fits(parts, team)
         self._recvs = moves.recvs
         self._inline: dict[bool, Inline] = {}  # of the team, and (True) of the team in its background
         # Kept for calls, without the tensor.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.validation import collective
+from hpcdist.validation.call import Call
 
-__all__ = ["allocate"]
+__all__ = ["allocate", "check_shared"]
 
 T = TypeVar("T")
 
@@ -51,3 +54,24 @@ def allocate(
     made: list[T] = []
     objects.all_gather(team.comm, verb, lambda: made.append(make()))
     return made[0]
+
+
+def check_shared(call: Call, shared: bool, x: Any) -> Call:
+    """Add the argument `shared` to a call, to be compared, and what is wrong with it.
+
+    Args:
+        x: tensor that this rank sends, if any.
+    """
+    call.options += (("shared", shared),)
+    if shared and x is not None and not isinstance(x, Tensor):
+        call.problem = "shared=True takes a tensor, not a structure: call it for each tensor"
+    elif shared and call.problem is None:
+        if call.out is not None:
+            call.problem = (
+                "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
+            )
+        elif call.kind == MemoryKind.CUDA:
+            call.problem = f"x is on {getattr(x, 'device', 'a GPU')}, but shared=True is for host memory: pass x.cpu()"
+        elif call.route not in ("auto", "mpi"):
+            call.problem = f"route is {call.route!r}, but shared=True moves data by route auto or mpi"
+    return call

@@ -31,7 +31,7 @@ from hpcdist.validation.call import LOSES_GRADIENT, SELF_OVERLAP, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, S, StructureKeywords
+    from hpcdist.comm.signatures import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["split"]
@@ -42,19 +42,19 @@ Counts: TypeAlias = str | Sequence[int] | None
 # fmt: off
 @overload
 def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
-          async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor: ...
+          async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> Tensor: ...
 @overload
 def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
-          async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor]: ...
+          async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[Tensor]: ...
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S: ...
+          async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[S]: ...
+          async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[S]: ...
 @overload
 def split(x: object, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: bool = False, **options: Unpack[StructureKeywords]) -> Any: ...
+          async_op: bool = False, **options: Unpack[SharedKeywords]) -> Any: ...
 # fmt: on
 def split(
     x: Any,
@@ -66,6 +66,7 @@ def split(
     route: str = "auto",
     out: torch.Tensor | None = None,
     allow_pickle: bool = False,
+    shared: bool = False,
     async_op: bool = False,
 ) -> Any:
     """Split a tensor of the root along `dim`, one part for each rank: the inverse of gather.
@@ -87,13 +88,16 @@ def split(
         out: memory for this rank's part, of its shape and dtype; optional on each rank. Not allowed for structures,
             or if a gradient is needed. To autograd, it is modified in place.
         allow_pickle: whether to send other objects in a structure as pickles. Must agree.
+        shared: whether the parts of all ranks of a node are in one piece of memory, to which the root copies those of
+            its own node. For tensors in host memory, without `out`. Must agree; no effect if `root` is None.
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
         On each rank, its part: `out`, on any device, or new contiguous memory on the rank's own GPU if `x` is on a GPU
         and the rank has one, else on the CPU. Along dim 0, the root sends directly from `x`; along another dim, or if
         `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`), or a structure of views. If `x`
-        requires a gradient, it flows back to the root; every rank must call backward.
+        requires a gradient, it flows back to the root; every rank must call backward. With `shared`, as for
+        :func:`hpcdist.concat`: a contiguous tensor to be read; if the rank writes into it, no other rank sees that.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
@@ -109,12 +113,12 @@ def split(
     """
 
     here = world.current()
-    make = partial(Scatter, x, dim, root, counts, route, out, allow_pickle)
+    make = partial(Scatter, x, dim, root, counts, route, out, allow_pickle, bool(shared))
     if root is None:
         of = here.context.group_of(group)
         return background.run_now(lambda: _local(make(), of), async_op)
     team = here.context.team_of(group)
-    if not async_op and out is None and allow_pickle is False and (x is None or isinstance(x, Tensor)):
+    if not (async_op or shared) and out is None and allow_pickle is False and (x is None or isinstance(x, Tensor)):
         return repeat.call("split", make, team, x, dim, root, route, counts)
     return run(make(), team, async_op)
 
@@ -125,9 +129,17 @@ class Scatter(Repeatable):
     name = "split"
 
     def __init__(
-        self, x: Any, dim: int, root: int | None, counts: Any, route: str, out: Tensor | None, allow_pickle: bool
+        self,
+        x: Any,
+        dim: int,
+        root: int | None,
+        counts: Any,
+        route: str,
+        out: Tensor | None,
+        allow_pickle: bool,
+        shared: bool = False,
     ) -> None:
-        self.x, self.dim, self.root, self.counts = x, dim, root, counts
+        self.x, self.dim, self.root, self.counts, self.shared = x, dim, root, counts, shared
         self.route, self.out, self.allow_pickle = route, out, allow_pickle
 
     def validate(self, team: Team) -> Call:
@@ -136,7 +148,7 @@ class Scatter(Repeatable):
             call.inline = _inline(team, call, call.x)
         elif team.rank != call.root:
             call.inline = ()
-        return call
+        return results.check_shared(call, self.shared, self.x)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         came = _blocks_behind_header(team, call, agreed) if agreed.inline else None
@@ -170,6 +182,12 @@ class Scatter(Repeatable):
         if self._structure is not None:
             return self._structure.forward(team)
         cut, dest = self._blocks, self._dest
+        if self.shared and not (self.inline and self._place is not None):
+            from hpcdist.routes import window  # which imports MPI
+
+            found = window.split(team, self._whole, [box for (box,) in cut.boxes], cut.dtype, self._root)
+            if found is not None:
+                return found
         take = (lambda: cut.empty_part(team.rank, self._device)) if dest is None else lambda: dest
         part = results.allocate(self.name, team, cut.counts, take, self._agreed)
         if self.inline and self._place is not None:

@@ -17,7 +17,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.routes import select
-from hpcdist.routes.base import Message, Route
+from hpcdist.routes.base import Allgather, Message, Route
 from hpcdist.tensors import pool
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.merge import check_same, merge
@@ -224,6 +224,8 @@ def _gather_large(
     receivers = range(team.size) if root is None else [root]
     for round_ in range(max(map(len, numbers))):
         now = [(rank, of_rank[round_]) for rank, of_rank in enumerate(numbers) if round_ < len(of_rank)]
+        if root is None and isinstance(route, Allgather) and _allgather(team, route, tree, dict(now), buffers):
+            continue
         sends, recvs = [], []
         for rank, number in now:
             if rank == team.rank:
@@ -236,6 +238,16 @@ def _gather_large(
             elif team.rank in receivers:
                 recvs.append((rank, as_bytes(buffers[rank][number])))
         route.exchange(team, sends, recvs, max(headers[rank].nbytes[number] for rank, number in now))
+
+
+def _allgather(
+    team: Team, route: Allgather, tree: Tree, now: dict[int, int], buffers: Sequence[dict[int, Tensor]]
+) -> bool:
+    """Gather tensor number ``now[rank]`` of each rank on all ranks; return whether the route has done so."""
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    mine = as_bytes(row_major(tree.tensors[now[team.rank]])) if team.rank in now else nothing
+    blocks = [as_bytes(buffers[rank][now[rank]]) if rank in now else nothing for rank in range(team.size)]
+    return route.allgather(team, mine, blocks)
 
 
 def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:

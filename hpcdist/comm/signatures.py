@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GroupLike", "Keywords", "S", "StructureKeywords"]
+__all__ = ["GroupLike", "Keywords", "S", "SharedKeywords", "StructureKeywords"]
 
 GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
 """What a caller may pass as ``group=``."""
@@ -31,3 +31,9 @@ class StructureKeywords(Keywords, total=False):
     """Those of a collective that takes structures, too."""
 
     allow_pickle: bool
+
+
+class SharedKeywords(StructureKeywords, total=False):
+    """Those of a collective whose result the ranks of a node can share."""
+
+    shared: bool

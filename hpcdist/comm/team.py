@@ -14,6 +14,8 @@ from torch import Tensor
 from hpcdist import activity, limits
 from hpcdist.comm.groups import Group
 from hpcdist.comm.settings import Settings
+from hpcdist.comm.topology import Topology
+from hpcdist.comm.windows import Windows
 from hpcdist.errors import RankError
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ class Team:
         inline: bytes of data that may travel behind a rank's header.
         routes: routes chosen so far, by name and the kinds of memory of all ranks.
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
+        unshared: why the latest result that was to be shared by the ranks of a node is not; None if it is.
         plans: latest redistributions planned.
         repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.repeat`.
         plans_made: number of plans that the user has made.
@@ -156,6 +159,9 @@ class Team:
         self.inline = inline_capacity(self.size)
         self.routes: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.cuda_aware: bool | None = None
+        self.unshared: str | None = None
+        self._topology: Topology | None = None
+        self._windows: Windows | None = None
         self.plans: OrderedDict[Any, Any] = OrderedDict()
         self.repeats: dict[Any, Any] = {}
         self.plans_made = self.results = 0
@@ -165,6 +171,28 @@ class Team:
         """Return the number of a call of this team that begins now."""
         self._begun += 1
         return self._begun
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks of the team by node. Collective over the team when it is first used."""
+        if self._topology is None:
+            self._topology = Topology(self.comm, [self.settings.node_of[peer] for peer in self.peers])
+        return self._topology
+
+    @property
+    def windows(self) -> Windows:
+        """The memory that the ranks of this node share. Collective over the team when it is first used."""
+        if self._windows is None:
+            self._windows = Windows(self.comm, self.topology)
+        return self._windows
+
+    def leave_node(self) -> None:
+        """Free what the ranks of this node share, but for what results still hold. Nothing is communicated."""
+        if self._windows is not None:
+            self._windows.free()
+        if self._topology is not None:
+            self._topology.free()
+        self._windows = self._topology = None
 
     @property
     def freed(self) -> bool:
@@ -183,6 +211,7 @@ class Team:
         if self.background is not None:
             self.background.stop()
             self.background = None
+        self.leave_node()
         gloo = self.torch_groups.pop("gloo", None)
         if gloo is not None:
             gloo.shutdown()

@@ -7,14 +7,14 @@ order, and already agreed on by all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["Alltoall", "Ints", "Message", "Route"]
+__all__ = ["Allgather", "Alltoall", "Ints", "Message", "Route"]
 
 Ints = Sequence[int]
 Message = tuple[int, Tensor]  # (a rank of the team, the bytes to send to it or to receive from it)
@@ -62,4 +62,16 @@ class Route(Protocol):
 
         A pair of ranks exchanges at most one message in each direction; there are no empty messages, and none from a
         rank to itself. `longest` is the size of the longest message of all ranks.
+        """
+
+
+@runtime_checkable
+class Allgather(Protocol):
+    """A route that gathers messages into separate memory on all ranks: see routes/window.py."""
+
+    def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
+        """Gather rank i's `send`, flat bytes, into ``blocks[i]`` of every rank.
+
+        Returns:
+            Whether it has; False on all ranks if it cannot, or another way is faster.
         """

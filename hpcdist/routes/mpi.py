@@ -20,7 +20,7 @@ from hpcdist.routes.exchange import Exchange
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "Views"]
+__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "Mpi", "Views"]
 
 LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
 # Total bytes from which sends and receives replace an Allgatherv. MPICH pipelines it in pieces of 32 KiB around a
@@ -31,7 +31,9 @@ DIRECT = 2**23 if MPI.get_vendor()[0] == "MPICH" else LIMIT
 Views = tuple[list[int], list[int], list[MPI.Datatype]]  # for each rank: 1 or 0, the first byte, the datatype
 
 
-class _Mpi(Exchange):
+class Mpi(Exchange):
+    """Messages over the team's communicator."""
+
     def missing(self, team: Team) -> str | None:
         return None
 
@@ -119,4 +121,4 @@ def _memory(message: Tensor) -> object:
     return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)
 
 
-MPI_ROUTE = _Mpi()
+MPI_ROUTE = Mpi()

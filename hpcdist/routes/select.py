@@ -62,8 +62,17 @@ def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> Route:
     if any(cuda) and not route.carries(team, cuda=True):
         from hpcdist.routes.staged import Staged
 
-        return Staged(route)
+        return Staged(_through_windows(name, team) or route)
     if not all(cuda) and not route.carries(team, cuda=False):
         text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
         raise RankError(verb, {rank: text for rank, is_cuda in enumerate(cuda) if not is_cuda})
-    return route
+    return (None if any(cuda) else _through_windows(name, team)) or route
+
+
+def _through_windows(name: str, team: Team) -> Route | None:
+    """Return the route that replaces mpi for host memory, where ranks of a node share what comes over the wire."""
+    if name != "mpi":
+        return None
+    from hpcdist.routes import window
+
+    return window.WINDOW_ROUTE if window.helps(team) else None

@@ -208,7 +208,9 @@ class Background:
 
     def stop(self) -> bool:
         """Stop the thread after all submitted calls; the communicator is freed with the team's own."""
-        return self._engine.stop()
+        left = self._engine.stop()
+        self.team.leave_node()
+        return left
 
 
 def _as_steps(step: Callable[[], T]) -> Steps[T]:

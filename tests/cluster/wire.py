@@ -52,6 +52,8 @@ def verbs(world: hd.World, route: str, nbytes: int) -> dict[str, Callable[[], ob
         "rows within the nodes": lambda: hd.redistribute(shifted, *(hd.Split(0, c) for c in near), route=route),
         "copies to rows": lambda: hd.redistribute(everywhere, hd.Replicate(), hd.Split(0), route=route),
     }
+    if route == "mpi":
+        found["concat shared"] = lambda: hd.concat(x, shared=True)
     if route in ("mpi", "hdf5"):
         found["send"] = lambda: message(world, x, size - 1, route)
         if world.local_rank == 1 or size > world.nodes:

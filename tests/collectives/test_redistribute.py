@@ -184,13 +184,13 @@ def test_what_is_sent_is_what_was_counted(world: hd.World, monkeypatch: pytest.M
     findings, size = Findings(world.comm), world.world_size
     monkeypatch.setattr(plans, "AT_ONCE", 0)
     sent: list[int] = []
-    real = mpi._Mpi.exchange_views
+    real = mpi.Mpi.exchange_views
 
     def spy(self: Any, team: Any, sends: Any, recvs: Any, meanwhile: Any) -> None:
         sent.append(sum(view.nbytes for _, view in sends))
         real(self, team, sends, recvs, meanwhile)
 
-    monkeypatch.setattr(mpi._Mpi, "exchange_views", spy)
+    monkeypatch.setattr(mpi.Mpi, "exchange_views", spy)
     whole = whole_of((50 * size, size + 1), torch.int16)
     go = hd.plan_redistribute(_part(whole, hd.Split(0), world.rank, size), hd.Split(0), hd.Split(1))
     findings.same(go(_part(whole, hd.Split(0), world.rank, size)), _part(whole, hd.Split(1), world.rank, size), "data")

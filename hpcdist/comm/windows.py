@@ -1,0 +1,287 @@
+"""Windows: memory that the ranks of a team on one node share, kept and used again when no rank holds it any more."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from array import array
+from contextlib import suppress
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcdist import memory
+from hpcdist.comm.topology import Topology
+from hpcdist.control import objects
+from hpcdist.tensors.shared_memory import SharedBlock, identity
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["KEPT", "SLOTS", "Window", "Windows"]
+
+SLOTS = 64  # windows of a team and node that can exist at once: each takes three descriptors of every process
+KEPT = 2**30  # bytes of the windows that nobody holds, at most, beside the one in use
+_FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last two if a child process may hold it, too
+_NO_PROCESS = "its ranks cannot open each other's memory (/proc/PID/fd): processes with pids or users of their own"
+_ALL_HELD = f"{SLOTS} windows are held already"
+
+
+class Window:
+    """A block of a node's shared memory, as long as this rank holds it.
+
+    Attributes:
+        bytes: memory to write into: all ranks of the node see it. Not after the call that took it.
+    """
+
+    def __init__(self, block: SharedBlock, in_use: memoryview, at: int) -> None:
+        self.bytes = block.shared()
+        # torch keeps this array alive as long as any tensor on it.
+        self._array = block.private()
+        weakref.finalize(self._array, _leave, in_use, at, os.getpid()).atexit = False
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """Return the bytes from `offset` on as a tensor of the caller's, by which this rank holds the window."""
+        return _view(torch.from_numpy(self._array), shape, dtype, offset)
+
+    def target(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """Return the bytes from `offset` on as a tensor to write into."""
+        return _view(self.bytes, shape, dtype, offset)
+
+
+def _view(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _leave(in_use: memoryview, at: int, pid: int) -> None:
+    """Called when a rank's last tensor on a window has gone."""
+    if os.getpid() == pid:  # a child has its parent's tensors
+        in_use[at] = _FREE if in_use[at] == _HELD else _LEFT
+
+
+class _Slot:
+    """A window as this rank has mapped it: its number, its block, and how much of it has memory."""
+
+    def __init__(self, serial: int, block: SharedBlock) -> None:
+        self.serial, self.block, self.allocated = serial, block, 0
+
+
+class Windows:
+    """The windows of one node of a team. The first rank of the node chooses one for each call, or makes it.
+
+    Each rank says in shared memory which windows it holds, a byte for each: one that nobody holds is used again.
+
+    Args:
+        comm: all ranks of the team.
+        topology: which of them are on this node.
+
+    Attributes:
+        problem: why there can be no windows in this job; None if there can.
+        reason: why the latest call got no window; None if it got one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, topology: Topology) -> None:
+        self._comm, self._topology = comm, topology
+        self._ranks, self._me = len(topology.local_ranks), topology.local_rank
+        self._slots: dict[int, _Slot] = {}
+        self._order: list[int] = []  # of the first rank: the windows, the one used last at the end
+        self._control: SharedBlock | None = None
+        self._serials = self._in_use = memoryview(b"")
+        self._made = 0
+        self.problem = self.reason = None if hasattr(os, "memfd_create") else "this system has no memfd_create"
+        if self.problem is None:
+            self._open_control()
+        _existing.add(self)
+
+    def take(self, nbytes: int) -> Window | None:
+        """Take a window of this node. Collective over the team.
+
+        All ranks that get one may write into it at once: nobody holds it. Each rank holds it until its tensors on it
+        have gone.
+
+        Args:
+            nbytes: bytes that this node needs: the same on all its ranks, not on all nodes.
+
+        Returns:
+            The window; None on all ranks of the team if any of them cannot have one: see `reason`.
+        """
+        if self.problem is not None:
+            self.reason = self.problem
+            return None
+        number = -1
+        try:
+            number = self._agree_on_slot(nbytes)
+            slot = self._slots[number]
+            self._allocate(slot, nbytes)
+            slot.block.drop_private_pages()
+            reason = None
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if not self._everywhere(reason is None):
+            reasons = objects.all_gather_object(self._comm, reason)
+            self.reason = next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None)
+            if number >= 0 and self._me == 0:
+                self._drop(number)
+            return None
+        self.reason = None
+        return Window(slot.block, self._in_use, number * self._ranks + self._me)
+
+    def free(self) -> None:
+        """Keep no windows any more; those that tensors hold stay until these have gone."""
+        for slot in self._slots.values():
+            slot.block.close()
+        self._slots.clear()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self.problem = self.reason = "the team was freed"
+
+    def nbytes(self) -> int:
+        """Return the bytes of memory that the windows of this node have."""
+        return sum(slot.allocated for slot in self._slots.values())
+
+    def forked(self) -> None:
+        """Never use again what this rank holds now: a child process may read it for as long as it runs."""
+        for number in self._slots:
+            at = number * self._ranks + self._me
+            if self._in_use[at] == _HELD:
+                self._in_use[at] = _FORKED
+
+    def _open_control(self) -> None:
+        """Open the memory in which the ranks of the node say what they hold. Collective over the team."""
+        nbytes, made = SLOTS * (8 + self._ranks), None
+        with suppress(OSError):
+            if self._me == 0:
+                made = SharedBlock(nbytes)
+                made.allocate(0, nbytes)
+        with suppress(OSError):
+            self._control = self._open(made, nbytes)
+        if not self._everywhere(self._control is not None):
+            self.problem = self.reason = _NO_PROCESS
+            return
+        assert self._control is not None
+        whole = self._control.memory()
+        self._serials, self._in_use = whole[: 8 * SLOTS].cast("q"), whole[8 * SLOTS :]
+
+    def _everywhere(self, good: bool) -> bool:
+        """Whether it is good on all ranks of the team; collective, and a barrier."""
+        from mpi4py import MPI
+
+        found = array("q", [good])
+        self._comm.Allreduce(MPI.IN_PLACE, [found, MPI.INT64_T], MPI.MIN)
+        return bool(found[0])
+
+    def _open(self, made: SharedBlock | None, nbytes: int) -> SharedBlock:
+        """Open the block that the first rank has made, on the others. Collective over the node."""
+        from mpi4py import MPI
+
+        told = array("q", [os.getpid(), made.fd, *made.identity()] if made is not None else bytes(32))
+        self._topology.comm.Bcast([told, MPI.INT64_T])
+        return made or _opened(told, nbytes)
+
+    def _agree_on_slot(self, nbytes: int) -> int:
+        """Let the first rank choose a window; return its number, after all ranks have mapped it. Collective: the node.
+
+        Raises:
+            OSError: on the ranks that cannot.
+        """
+        from mpi4py import MPI
+
+        told, failed = array("q", bytes(64)), None
+        if self._me == 0:
+            try:
+                number = self._choose(nbytes)
+                slot = self._slots[number]
+                told = array("q", [1, number, slot.serial, slot.block.nbytes, os.getpid(), slot.block.fd])
+                told.extend(slot.block.identity())
+            except OSError as error:
+                failed = error
+        self._topology.comm.Bcast([told, MPI.INT64_T])
+        if failed is not None:
+            raise failed
+        good, number, serial, capacity = told[:4]
+        if not good:
+            raise OSError("the first rank of the node has no window")
+        for old in [n for n, slot in self._slots.items() if self._serials[n] != slot.serial]:
+            self._slots.pop(old).block.close()
+        if number not in self._slots:
+            self._slots[number] = _Slot(serial, _opened(told[4:], capacity))
+        return number
+
+    def _choose(self, nbytes: int) -> int:
+        """Choose a window that nobody holds, or make one; return its number. All ranks of the node hold it then."""
+        users = {number: self._in_use[number * self._ranks : (number + 1) * self._ranks] for number in self._slots}
+        for number, bytes_ in users.items():
+            if any(byte == _LEFT for byte in bytes_) and all(byte in (_FREE, _LEFT) for byte in bytes_):
+                self._drop(number, memory_too=False)
+        free = [number for number in self._order if number in self._slots and not any(users[number])]
+        capacity = _capacity(nbytes)
+        found = next((number for number in reversed(free) if self._slots[number].block.nbytes == capacity), None)
+        if found is None:
+            short = nbytes > memory.available()
+            kept = sum(self._slots[number].block.nbytes for number in free)
+            for number in free:  # the one that was not used for the longest time first
+                if short or kept > KEPT or len(self._slots) >= SLOTS:
+                    kept -= self._slots[number].block.nbytes
+                    self._drop(number)
+            found = next((number for number in range(SLOTS) if number not in self._slots), None)
+            if found is None:
+                raise OSError(_ALL_HELD)
+            self._made += 1
+            self._slots[found] = _Slot(self._made, SharedBlock(capacity))
+            self._serials[found] = self._made
+        self._in_use[found * self._ranks : (found + 1) * self._ranks] = bytes([_HELD]) * self._ranks
+        self._order = [number for number in self._order if number != found and number in self._slots] + [found]
+        return found
+
+    def _drop(self, number: int, memory_too: bool = True) -> None:
+        """Forget a window that no rank holds; the other ranks do so at the next call."""
+        slot = self._slots.pop(number)
+        self._serials[number] = 0
+        self._in_use[number * self._ranks : (number + 1) * self._ranks] = bytes(self._ranks)
+        if memory_too:
+            with suppress(OSError):
+                slot.block.release_memory()
+        slot.block.close()
+
+    def _allocate(self, slot: _Slot, nbytes: int) -> None:
+        """Take the memory that is missing, each rank of the node a part of it."""
+        missing = nbytes - slot.allocated
+        if missing > 0:
+            free = memory.available()
+            if missing > free:
+                raise OSError(f"{missing:,} bytes do not fit into the {free:,} bytes of free memory")
+            pages = -(-missing // mmap.PAGESIZE)
+            first, last = (pages * i // self._ranks * mmap.PAGESIZE for i in (self._me, self._me + 1))
+            slot.block.allocate(slot.allocated + first, last - first)
+            slot.allocated += pages * mmap.PAGESIZE
+
+
+def _capacity(nbytes: int) -> int:
+    """Round a size up by less than 1/16, so that similar sizes use the same windows; whole pages."""
+    step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 5))
+    return -(-max(1, nbytes) // step) * step
+
+
+def _opened(told: array[int], nbytes: int) -> SharedBlock:
+    """Open the block that another process of this node has made."""
+    pid, fd, *expected = told
+    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    if identity(found) != expected:  # the processes have pids of their own, as in containers
+        os.close(found)
+        raise OSError(_NO_PROCESS)
+    return SharedBlock(nbytes, found)
+
+
+_existing: weakref.WeakSet[Windows] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for windows in list(_existing):
+        windows.forked()
+
+
+os.register_at_fork(before=_before_fork)

@@ -1,0 +1,130 @@
+"""Memory without a name that processes of a node share: written through one mapping, read through another.
+
+What a tensor of the caller's maps is private (MAP_PRIVATE): all processes read the same pages, and a process that
+writes in place gets a copy of the pages that it writes, which no other process sees. A mapping that is only readable
+would end that process with SIGSEGV instead, and one that is shared would change the tensors of the other processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["SharedBlock"]
+
+_PAGEMAP = "/proc/self/pagemap"
+_CHUNK = 2**20  # bytes of it that are read at once
+_PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # in the last byte of an entry of 8
+# The ioctl PAGEMAP_SCAN of Linux 6.7 and later finds the first private page without a copy of all entries.
+_SCAN = struct.Struct("=12Q")
+_PAGEMAP_SCAN = 3 << 30 | _SCAN.size << 16 | ord("f") << 8 | 16
+_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+
+
+class SharedBlock:
+    """A block of anonymous memory (memfd), which ends with the last process that maps it or has its `fd` open.
+
+    Args:
+        nbytes: size, of which nothing is allocated yet.
+        fd: descriptor of the block, if another process has made it; owned by this object.
+
+    Raises:
+        OSError: if the system does not give it.
+    """
+
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("hpcdist-window", os.MFD_CLOEXEC) if fd is None else fd
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, nbytes)
+            self._shared = memoryview(mmap.mmap(self.fd, nbytes))
+            readable = mmap.mmap(self.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._private: mmap.mmap | None = readable
+            self._address = np.frombuffer(readable, np.uint8).ctypes.data
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def identity(self) -> list[int]:
+        """Return what tells it from all other files of this node."""
+        return identity(self.fd)
+
+    def allocate(self, start: int, length: int) -> None:
+        """Take memory for these bytes now: where it is short, that is an OSError here, and not a SIGBUS later."""
+        if length > 0:
+            os.posix_fallocate(self.fd, start, length)
+
+    def memory_of_system(self) -> int:
+        """Return the bytes of the system's memory that it takes."""
+        return os.fstat(self.fd).st_blocks * 512  # the unit of st_blocks, whatever that of the file system is
+
+    def memory(self) -> memoryview:
+        """Return its bytes: what is written there, all processes read."""
+        return self._shared
+
+    def shared(self) -> Tensor:
+        """Return the same as a tensor."""
+        return torch.from_numpy(np.frombuffer(self._shared, np.uint8))
+
+    def private(self) -> np.ndarray:
+        """Return its bytes as a new array: what is written there is seen by this process alone."""
+        assert self._private is not None
+        return np.frombuffer(self._private, np.uint8)
+
+    def drop_private_pages(self) -> None:
+        """Let :meth:`private` have the contents of :meth:`shared` again, also where this process has written."""
+        if self._private is not None and _has_private_pages(self._address, self.nbytes):
+            self._private.madvise(mmap.MADV_DONTNEED)
+
+    def release_memory(self) -> None:
+        """Give its memory back to the system, though other processes may still map it: nobody may use it any more."""
+        os.ftruncate(self.fd, 0)
+
+    def close(self) -> None:
+        """Close it here; the memory is unmapped with the last array and tensor on it."""
+        os.close(self.fd)
+        self._private = None
+        self._shared = memoryview(b"")
+
+
+def identity(fd: int) -> list[int]:
+    """Return what tells an open file from all others of this node."""
+    status = os.fstat(fd)
+    return [status.st_dev, status.st_ino]
+
+
+def _has_private_pages(start: int, nbytes: int) -> bool:
+    """Whether a private mapping of a shared file has pages of this process's own; True where that is not known."""
+    with suppress(OSError), open(_PAGEMAP, "rb", buffering=0) as pagemap:
+        with suppress(OSError):
+            return _scan(pagemap.fileno(), start, nbytes)
+        at, end = (start // mmap.PAGESIZE * 8, -(-(start + nbytes) // mmap.PAGESIZE) * 8)
+        while at < end:
+            found = np.frombuffer(os.pread(pagemap.fileno(), min(_CHUNK, end - at), at), np.uint8)[7::8]
+            if not len(found):
+                return True
+            kinds = found & (_PRESENT | _SWAPPED | _SHARED)
+            if bool(((kinds == _PRESENT) | (kinds == _SWAPPED)).any()):
+                return True
+            at += 8 * len(found)
+        return False
+    return True
+
+
+def _scan(fd: int, start: int, nbytes: int) -> bool:
+    """The same by PAGEMAP_SCAN; OSError where the kernel does not have it."""
+    page = (ctypes.c_uint64 * 3)()
+    last = -(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    anywhere = _IS_PRESENT | _IS_SWAPPED
+    # size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof_mask, return_mask
+    fields = (_SCAN.size, 0, start, last, 0, ctypes.addressof(page), 1, 1, _IS_FILE, _IS_FILE, anywhere, anywhere)
+    return bool(fcntl.ioctl(fd, _PAGEMAP_SCAN, bytearray(_SCAN.pack(*fields))))

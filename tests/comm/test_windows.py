@@ -1,0 +1,157 @@
+"""Memory that the ranks of a node share: where there is none, when a process dies, and in a child process."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from collective import Findings, assert_on_all_ranks
+from launch import mpirun
+
+import hpcdist as hd
+from hpcdist import memory
+from hpcdist.comm import windows
+from hpcdist.comm.topology import by_node
+
+SIZE = 50_000
+
+
+def test_ranks_by_node() -> None:
+    assert by_node([3, 1, 3, 0]) == [[0, 2], [1], [3]]
+    assert by_node([]) == []
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 10**6, 2**26, 2**26 + 1, 3 * 10**9])
+def test_capacities(nbytes: int) -> None:
+    found = windows._capacity(nbytes)
+    assert found % 4096 == 0 and nbytes <= found < nbytes * 17 / 16 + 4096
+
+
+def _concat(world: hd.World, group: object, findings: Findings, expected: str) -> torch.Tensor:
+    """A shared concat of the group, of which `expected` says why it is not shared."""
+    whole = hd.concat(torch.full((SIZE,), float(world.rank)), shared=True, group=group)  # type: ignore[arg-type]
+    good = torch.equal(whole, torch.arange(world.world_size, dtype=torch.float32).repeat_interleave(SIZE))
+    findings.check(good, "wrong values")
+    reason = str(world.context.team_of(group).unshared)  # type: ignore[arg-type]
+    findings.check(expected in reason, f"{reason!r}, expected {expected!r}")
+    return whole
+
+
+@pytest.mark.mpi
+def test_without_room_results_are_private_and_say_why(world: hd.World) -> None:
+    """On one rank, at the first use; then there is room again."""
+    findings, group, last = Findings(world.comm), world.comm.Dup(), world.world_size - 1
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == last:
+            patch.setattr(memory, "available", lambda: 1000)
+        _concat(world, group, findings, f"rank {last}: ")
+        _concat(world, group, findings, "bytes of free memory")
+    _concat(world, group, findings, "None")
+    group.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_the_systems_own_refusal_is_no_signal(world: hd.World) -> None:
+    """A limit of the size of files holds for memory without a name, too."""
+    findings, group = Findings(world.comm), world.comm.Dup()
+    _concat(world, group, findings, "None")  # which is kept, and used again below the limit
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
+    try:
+        kept = _concat(world, group, findings, "None")
+        _concat(world, group, findings, "too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    _concat(world, group, findings, "None")
+    del kept
+    group.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_the_number_of_windows_is_bounded(world: hd.World) -> None:
+    findings, group = Findings(world.comm), world.comm.Dup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "SLOTS", 3)
+        held = [_concat(world, group, findings, "None") for _ in range(3)]
+        _concat(world, group, findings, "windows are held already")
+        held.pop()
+        world.comm.Barrier()
+        _concat(world, group, findings, "None")
+        patch.setattr(windows, "KEPT", 0)
+        held.clear()
+        world.comm.Barrier()
+        other = hd.concat(torch.ones(2 * SIZE), shared=True, group=group)
+        kept = world.context.team_of(group).windows.nbytes()
+        findings.check(kept < 1.05 * other.nbytes, f"{kept} bytes are kept beside {other.nbytes}")
+    group.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_processes_that_cannot_open_each_others_memory_have_their_own(world: hd.World) -> None:
+    findings, group = Findings(world.comm), world.comm.Dup()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(windows, "identity", lambda fd: [0, 0])
+        for _ in range(2):
+            _concat(world, group, findings, "cannot open each other's memory")
+    group.Free()
+    findings.settle()
+    assert_on_all_ranks(world.comm, True)
+
+
+FORKED = """
+    import os, torch, hpcdist as hd
+    world = hd.init()
+    whole = hd.concat(torch.full((100_000,), float(world.rank)), shared=True)
+    mine, yours = os.pipe()
+    expected = torch.arange(2.).repeat_interleave(100_000)
+    child = os.fork()
+    if not child:
+        os.read(mine, 1)
+        good = torch.equal(whole, expected)
+        del whole
+        os._exit(0 if good else 1)
+    del whole
+    for i in range(3):
+        world.comm.Barrier()
+        again = hd.concat(torch.full((100_000,), 7. + i), shared=True)
+        assert again.unique().tolist() == [7. + i] and world.team.unshared is None
+        del again
+    assert len(world.team.windows._slots) == 1, world.team.windows._slots
+    os.write(yours, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child saw a later result"
+    world.comm.Barrier()
+    again = hd.concat(torch.ones(100_000), shared=True)
+    assert again.sum() == 200_000
+    print("good", flush=True)
+"""
+
+
+def test_a_child_process_keeps_the_result_that_it_was_forked_with() -> None:
+    job = mpirun(2, code=FORKED)
+    assert (job.status, job.out) == (0, "good\n" * 2), job.err
+
+
+KILLED = """
+    import os, signal, torch, hpcdist as hd
+    world = hd.init()
+    whole = hd.concat(torch.ones(1 << 20), shared=True)
+    os.write(1, f"pid {os.getpid()}\\n".encode())
+    world.comm.Barrier()
+    if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    hd.concat(torch.ones(1 << 20), shared=True)
+"""
+
+
+def test_nothing_is_left_after_kill_9() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    job = mpirun(2, code=KILLED)
+    assert job.status != 0
+    pids = [line.split()[1] for line in job.out.splitlines() if line.startswith("pid")]
+    assert len(pids) == 2 and not [pid for pid in pids if Path(f"/proc/{pid}/fd").exists()]
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if "hpcdist" in path.name]

@@ -1,0 +1,229 @@
+"""Results that the ranks of a node share, and messages through windows, on one node and on pretended ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits, strides_for, whole_of
+from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
+from mpi4py import MPI
+
+import hpcdist as hd
+from hpcdist import limits
+from hpcdist.comm.team import Team
+from hpcdist.routes import window
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+SHAPES = [((1,), 0), ((1, 3), 0), ((2, 1, 3), 1), ((5, 1), 1), ((2, 3, 1, 2), 2)]  # the extent along dim is put in
+PLACES = {  # the node of each rank
+    "one node": lambda size: (0,) * size,
+    "round robin": lambda size: tuple(rank % 2 for rank in range(size)),
+    "one rank apart": lambda size: tuple(int(rank > 0) for rank in range(size)),
+    "the last first": lambda size: tuple(3 if rank < size // 2 else 1 for rank in range(size)),
+    "a node a rank": lambda size: tuple(range(size)),
+}
+LARGE = 40_000  # elements a rank, of float32: above the limits
+
+
+@pytest.fixture(params=["large pieces", "small pieces"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small messages take the way of large ones; and are cut, where the limits are lowered, too."""
+    monkeypatch.setattr(window, "SHARED_LEAST", 0)
+    monkeypatch.setattr(window, "LEAST", 0)
+    monkeypatch.setattr(window, "_MESSAGE", 16)
+    if request.param == "small pieces":
+        monkeypatch.setattr(limits, "PIECE", 40)
+        monkeypatch.setattr(limits, "WINDOW", 128)
+
+
+@pytest.fixture(params=PLACES)
+def comm(request: pytest.FixtureRequest, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[MPI.Intracomm]:
+    """All ranks, in reverse order, on pretended nodes: each of them has windows of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        change_settings(patch, world, node_of=PLACES[request.param](world.world_size))
+        found = world.comm.Split(0, -world.rank)
+        world.context.team_of(found)
+        yield found
+        found.Free()
+
+
+def _team(world: hd.World, group: MPI.Intracomm | None = None) -> Team:
+    return world.context.team_of(group)
+
+
+@pytest.mark.usefixtures("small")
+def test_every_result_is_that_of_plain_indexing(world: hd.World, comm: MPI.Intracomm) -> None:
+    findings, rank, size = Findings(world.comm), comm.rank, comm.size
+    turn = 0
+    for case in EXTENTS:
+        for shape, dim in SHAPES:
+            extents = extents_of(case, size)
+            turn += 1
+            dtype = list(DTYPES)[turn % len(DTYPES)]
+            whole = whole_of((*shape[:dim], sum(extents), *shape[dim + 1 :]), dtype, salt=turn)
+            strides = list(strides_for(dtype))
+            whole = STRIDES[strides[turn % len(strides)]](whole)
+            expected, root = copy_of(whole), turn % size
+            shard = part(whole, dim, extents, rank)
+            what = f"{dtype} {tuple(whole.shape)} dim {dim} {case}"
+            for shared in (True, False):
+                findings.same(hd.concat(shard, dim, group=comm, shared=shared), expected, f"concat {shared} {what}")
+                held = whole if rank == root else None
+                mine = hd.split(held, dim, root, extents, group=comm, shared=shared)
+                findings.same(mine, part(expected, dim, extents, rank), f"split {shared} {what}")
+                findings.check(not shared or _team(world, comm).unshared is None, _team(world, comm).unshared)
+            findings.same(whole, expected, f"input changed: {what}")
+    findings.settle()
+
+
+@pytest.mark.usefixtures("small")
+def test_structures_come_through_the_windows(world: hd.World, comm: MPI.Intracomm) -> None:
+    whole = whole_of((comm.size * 5000,), torch.float64)
+    mine = whole.view(comm.size, -1)[comm.rank]
+    got = hd.concat({"x": mine, "list": [mine] * (comm.rank % 2)}, group=comm)
+    odd = whole.view(comm.size, -1)[1::2]
+    good = same_bits(got["x"], whole) and all(same_bits(a, b) for a, b in zip(got["list"], odd, strict=True))
+    assert_on_all_ranks(world.comm, good and len(got["list"]) == comm.size // 2)
+
+
+def test_only_where_ranks_share_what_comes_over_a_wire(world: hd.World, comm: MPI.Intracomm) -> None:
+    nodes = _team(world, comm).topology.nodes
+    assert_on_all_ranks(world.comm, window.helps(_team(world, comm)) == (1 < len(nodes) < comm.size), nodes)
+
+
+def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the messages are handed to MPI; shared and private results, and all local ranks take part."""
+    received = []
+    real = window.MPI_ROUTE.exchange_views
+
+    def spy(team: Team, sends: object, recvs: list[tuple[int, torch.Tensor]], meanwhile: object) -> None:
+        received.append(sum(view.nbytes for _, view in recvs))
+        real(team, sends, recvs, meanwhile)  # type: ignore[arg-type]
+
+    team = _team(world, comm)
+    if not window.helps(team):
+        return
+    monkeypatch.setattr(type(window.MPI_ROUTE), "exchange_views", lambda self, *args: spy(*args))
+    shard = torch.full((4 * LARGE,), float(comm.rank))
+    others = (comm.size - len(team.topology.local_ranks)) * shard.nbytes
+    for shared in (True, False):
+        received.clear()
+        hd.concat(shard, group=comm, shared=shared)
+        parts = team.topology.comm.allgather(sum(received))
+        assert_on_all_ranks(world.comm, sum(parts) == others and max(parts) <= 1.1 * min(parts), parts)
+
+
+def _shared(world: hd.World, value: int, group: MPI.Intracomm | None = None) -> torch.Tensor:
+    whole = hd.concat(torch.full((LARGE,), float(world.rank + value)), shared=True, group=group)
+    assert _team(world, group).unshared is None, _team(world, group).unshared
+    return whole
+
+
+def _good(world: hd.World, whole: torch.Tensor, value: int) -> bool:
+    expected = torch.arange(value, value + world.world_size, dtype=torch.float32).repeat_interleave(LARGE)
+    return torch.equal(whole, expected)
+
+
+def test_results_are_held_freed_and_their_memory_used_again(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    windows = _team(world).windows
+    held = [_shared(world, 10 * i) for i in range(4)]
+    views = [whole[1:] for whole in held]
+    for i, whole in enumerate(held):
+        findings.check(_good(world, whole, 10 * i), f"result {i} changed")
+    kept, held[:] = held[0], []
+    if world.rank == 0:
+        del views[:]
+    for i in range(6):  # the other ranks still hold what rank 0 does not
+        again = _shared(world, 100 + i)
+        findings.check(_good(world, again, 100 + i), f"again {i}")
+    findings.check(_good(world, kept, 0), "the one that was kept changed")
+    views.clear()
+    del again, kept
+    before = windows.nbytes()
+    for i in range(10):
+        _shared(world, i)
+    findings.check(windows.nbytes() == before, (windows.nbytes(), before))
+    findings.settle()
+
+
+def test_memory_of_a_node_is_that_of_one_result(world: hd.World) -> None:
+    group = world.comm.Dup()
+    whole = hd.concat(torch.ones(1_000_003), shared=True, group=group)
+    slots = _team(world, group).windows._slots
+    taken = sum(slot.block.memory_of_system() for slot in slots.values())
+    assert_on_all_ranks(world.comm, whole.nbytes <= taken <= 1.05 * whole.nbytes, (taken, whole.nbytes))
+    group.Free()
+    assert_on_all_ranks(world.comm, whole.sum() == 1_000_003 * world.world_size, "held beyond its group")
+
+
+@pytest.mark.parametrize("kernel", ["new", "old", "closed"])
+def test_what_a_rank_writes_in_place_no_other_rank_sees(
+    world: hd.World, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it see that itself in a later result; whatever the kernel tells of a process's own pages."""
+    from hpcdist.tensors import shared_memory
+
+    def missing(*args: object) -> bool:
+        raise OSError
+
+    if kernel != "new":
+        monkeypatch.setattr(shared_memory, "_scan", missing)
+    if kernel == "closed":
+        monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
+    findings = Findings(world.comm)
+    for turn in range(3):
+        whole = _shared(world, turn)
+        address = whole.data_ptr()
+        if world.rank == turn % world.world_size:
+            whole[7 :: LARGE // 3] = -1
+        world.comm.Barrier()
+        if world.rank != turn % world.world_size:
+            findings.check(_good(world, whole, turn), f"turn {turn}")
+        world.comm.Barrier()
+        del whole
+        world.comm.Barrier()
+        whole = _shared(world, 50)
+        findings.check(whole.data_ptr() == address, "another window was used")
+        findings.check(_good(world, whole, 50), f"turn {turn}: what was written in place came again")
+        del whole
+    findings.settle()
+
+
+def test_gradients_and_the_background(world: hd.World) -> None:
+    x = torch.full((LARGE,), float(world.rank), requires_grad=True)
+    whole = hd.concat(x, shared=True)
+    (whole * 2).sum().backward()
+    later = [hd.concat(x.detach() + i, shared=True, async_op=True) for i in range(3)]
+    assert x.grad is not None
+    good = [x.grad.eq(2.0 * world.world_size).all(), _good(world, whole.detach(), 0)]
+    good += [_good(world, handle.wait(), i) for i, handle in enumerate(later)]
+    parts = hd.split(whole.detach() if world.rank == 0 else None, shared=True, async_op=True).wait()
+    good.append(parts.eq(world.rank).all())
+    team = world.team.background.team  # type: ignore[union-attr]
+    assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
+
+
+def test_small_results_are_private(world: hd.World) -> None:
+    whole = hd.concat(torch.ones(3), shared=True)
+    assert_on_all_ranks(world.comm, whole.tolist() == [1.0] * 3 * world.world_size)
+    assert_on_all_ranks(world.comm, "fewer than" in str(world.team.unshared), world.team.unshared)
+
+
+def test_wrong_calls_are_refused_on_all_ranks(world: hd.World) -> None:
+    x, size = torch.ones(LARGE), world.world_size
+    cases = [
+        (lambda: hd.concat(x, shared=True, out=torch.empty(LARGE * size)), "out is given, but shared=True"),
+        (lambda: hd.concat(x, shared=True, route="gloo"), "route is 'gloo', but shared=True"),
+        (lambda: hd.concat([x], shared=True), "shared=True takes a tensor"),
+        (lambda: hd.split({"x": x} if world.rank == 0 else None, shared=True), "shared=True takes a tensor"),
+    ]
+    if size > 1:
+        cases.append((lambda: hd.concat(x, shared=world.rank == 0), "shared is "))
+    for call, text in cases:
+        error = raises_on_all_ranks(world.comm, hd.RankError, call)
+        assert_on_all_ranks(world.comm, text in str(error), error)
+    assert_on_all_ranks(world.comm, _good(world, _shared(world, 3), 3))

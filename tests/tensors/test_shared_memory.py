@@ -1,0 +1,54 @@
+"""A block of memory without a name, and what a process sees of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpcdist.tensors import shared_memory
+from hpcdist.tensors.shared_memory import SharedBlock
+
+
+def test_a_private_view_follows_the_block_but_for_pages_written_in_place() -> None:
+    block = SharedBlock(5 * 4096)
+    block.allocate(0, 5 * 4096)
+    assert block.memory_of_system() == 5 * 4096
+    shared, private = block.shared(), block.private()
+    shared.fill_(1)
+    assert private.min() == 1
+    assert not shared_memory._has_private_pages(block._address, block.nbytes)
+    private[4096] = 9
+    assert shared_memory._has_private_pages(block._address, block.nbytes)
+    shared.fill_(2)
+    assert (private[0], private[4096], private[4097], private[-1]) == (2, 9, 1, 2)
+    block.drop_private_pages()
+    assert (private == 2).all() and shared[4096] == 2
+    block.close()
+    assert (private == 2).all(), "unmapped below an array"
+
+
+def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object) -> bool:
+        raise OSError
+
+    monkeypatch.setattr(shared_memory, "_CHUNK", 16)
+    monkeypatch.setattr(shared_memory, "_scan", missing)
+    block = SharedBlock(7 * 4096)
+    private = block.private()
+    assert not shared_memory._has_private_pages(block._address, block.nbytes)
+    assert private.max() == 0
+    assert not shared_memory._has_private_pages(block._address, block.nbytes)
+    private[6 * 4096] = 1
+    assert shared_memory._has_private_pages(block._address, block.nbytes)
+    monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
+    block.drop_private_pages()
+    assert private.max() == 0
+    block.close()
+
+
+def test_a_block_that_cannot_be_mapped_leaves_nothing_open() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=r"memory|large|argument"):
+        SharedBlock(2**62)
+    assert os.listdir("/proc/self/fd") == before
