@@ -182,7 +182,7 @@ class Scatter(Repeatable):
         if self._structure is not None:
             return self._structure.forward(team)
         cut, dest = self._blocks, self._dest
-        if self.shared and not (self.inline and self._place is not None):
+        if self.shared:
             from hpcdist.routes import window  # which imports MPI
 
             found = window.split(team, self._whole, [box for (box,) in cut.boxes], cut.dtype, self._root)

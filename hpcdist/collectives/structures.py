@@ -64,7 +64,8 @@ class JoinStructures(Operation):
         if not self.inline:
             _gather_small(team, self._tree, headers, self._root, buffers, device)
         elif receives:
-            _unpack_behind(team, headers, self._lengths, buffers, device)
+            for rank, (header, length) in enumerate(zip(headers, self._lengths, strict=True)):
+                buffers[rank].update(header.unpack(_behind(team, rank, length, header.packed), device))
         for on_gpu, route in self._routes.items():
             _gather_large(team, route, on_gpu, self._tree, headers, self._root, buffers)
         if receives:
@@ -84,25 +85,14 @@ class JoinStructures(Operation):
 
 
 def _headers_behind(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """Return the structures' headers, which came behind those of the call, and the small tensors behind them."""
-    buffers = team.headers
-    assert buffers is not None
-    return [bytes(buffers.all[place]) for place in buffers.places(lengths)]
+    """Return the structures' headers, which came behind those of the call, with the small tensors behind them."""
+    return [_behind(team, rank, 0, length).numpy().tobytes() for rank, length in enumerate(lengths)]
 
 
-def _unpack_behind(
-    team: Team,
-    headers: Sequence[Header],
-    lengths: Sequence[int],
-    buffers: Sequence[dict[int, Tensor]],
-    device: torch.device,
-) -> None:
-    """Unpack the small tensors of all ranks, which came behind their headers."""
-    came = team.headers
-    assert came is not None
-    for rank, (header, length, buffer) in enumerate(zip(headers, lengths, buffers, strict=True)):
-        packed = of_bytes(came.all[came.place(rank, length, header.packed)])
-        buffer.update(header.unpack(packed, device))
+def _behind(team: Team, rank: int, start: int, nbytes: int) -> Tensor:
+    """Return a part of what came behind the header of a rank."""
+    assert team.headers is not None
+    return of_bytes(team.headers.all[team.headers.place(rank, start, nbytes)])
 
 
 def _allgather_headers(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
