@@ -112,3 +112,33 @@ def test_gradients(gpu_world: hd.World) -> None:
         x.grad = None
         hd.gather(x, route=route).sum().backward()
         assert x.grad is not None and bool((x.grad == 1).all()), route
+
+
+def test_plans_and_repeated_small_calls(gpu_world: hd.World) -> None:
+    """Nothing of GPU memory travels behind the headers; plans hold for every route."""
+    rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
+    for route, turn in itertools.product(_routes(gpu_world), range(3)):
+        x = torch.arange(rank + 1, device=device) + 100 * rank + turn
+        whole = torch.cat([torch.arange(r + 1) + 100 * r + turn for r in range(size)])
+        assert _equal(hd.concat(x, route=route), whole), (route, turn)
+        got = hd.gather(x, route=route)
+        assert got is None if rank else _equal(got, whole), (route, turn)
+        counts = [r + 1 for r in range(size)]
+        sent = whole.to(device) if rank == 0 else None
+        assert _equal(hd.split(sent, counts=counts, route=route), x.cpu()), (route, turn)
+        for plan, given, expected in (
+            (hd.plan_concat(x, route=route), x, whole),
+            (hd.plan_gather(x, root=size - 1, route=route), x, whole if rank == size - 1 else None),
+            (hd.plan_split(sent, counts=counts, route=route), sent, x.cpu()),
+        ):
+            for _ in range(2):
+                result = plan(given)
+                assert result is None if expected is None else _equal(result, expected), (route, turn)
+
+
+def test_shared_results_are_for_host_memory(gpu_world: hd.World) -> None:
+    x = torch.ones(1 << 16, device=gpu_world.device)
+    with pytest.raises(hd.RankError, match="shared=True is for host memory"):
+        hd.concat(x, shared=True)
+    whole = hd.concat(x.cpu(), shared=True)
+    assert whole.is_cpu and whole.sum().item() == len(x) * gpu_world.world_size
