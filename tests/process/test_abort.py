@@ -133,7 +133,7 @@ def test_a_failure_in_the_middle_of_a_transfer_ends_the_job() -> None:
         if world.rank == 1:
             def fail(*args): raise MemoryError("none left")
             blocks.Blocks.recv_buffer = fail
-        hd.concat(torch.ones(3))
+        hd.concat(torch.ones(300))
         print("survived")
     """
     job = mpirun(3, code=code)
