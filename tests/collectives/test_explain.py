@@ -35,7 +35,7 @@ SPIED = [  # what moves data: (class, method, what explain calls it)
 
 
 @pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations of routes that have been called, the innermost last."""
     found: list[str] = []
 
@@ -50,7 +50,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for cls, name, told in SPIED:
         spy(cls, name, told)
-    yield found
+    return found
 
 
 def _calls(n: int, world: hd.World, **options: Any) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -119,9 +119,8 @@ def test_bytes_and_result(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> N
     kept = hd.concat(large)
     after = hd.memory_stats()["num_allocations"], hd.memory_stats()["num_reuses"]
     findings.check(said.result == ("pool" if after != before else "new"), f"{said} {before} {after}")
-    pool.start(0)
+    monkeypatch.setattr(pool, "_pool", pool.Pool(0))
     findings.check(hd.explain(hd.concat, large).result == "new", "the pool is switched off")
-    pool.start(world.settings.cache if hasattr(world.settings, "cache") else 2**30)
     del kept
     findings.settle()
 
@@ -231,7 +230,7 @@ def test_wrong_arguments(world: hd.World) -> None:
         (hd.concat, (x, on_last(2, 1)), {}),
         (hd.concat, (x,), {"route": on_last("tcp", "auto")}),
         (hd.concat, (on_last([x], x),), {"shared": True}),
-        (hd.gather, (on_last("x", x),), {"out": None}),
+        (hd.gather, (on_last(object(), x),), {}),
         (hd.split, (x if world.rank == 0 else None, 0, on_last(77, 0)), {}),
         (hd.redistribute, (x, hd.Split(0, [3] * world.world_size), hd.Split(1)), {}),
     ]:
