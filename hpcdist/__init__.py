@@ -7,6 +7,7 @@ from hpcdist.versions import __version__  # noqa: F401  # before other imports t
 
 # isort: split
 from hpcdist import layout, staging
+from hpcdist.collectives.explain import Explanation, explain
 from hpcdist.collectives.local import balance, local
 from hpcdist.collectives.plans import Plan, plan_concat, plan_gather, plan_redistribute, plan_split
 from hpcdist.collectives.redistribute import redistribute
@@ -22,13 +23,13 @@ from hpcdist.tensors import eager
 from hpcdist.tensors.pool import empty_cache, memory_stats
 
 __all__ = [
-    "Block", "Box", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Layout", "Plan",
-    "RankError", "Replicate", "Split", "World", "balance", "concat", "current", "empty_cache", "finalize", "gather",
-    "init", "irecv", "isend", "layout", "local", "memory_stats", "plan_concat", "plan_gather", "plan_redistribute",
-    "plan_split", "recv", "redistribute", "send", "split", "staging",
+    "Block", "Box", "Boxes", "Explanation", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError",
+    "Layout", "Plan", "RankError", "Replicate", "Split", "World", "balance", "concat", "current", "empty_cache",
+    "explain", "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory_stats", "plan_concat",
+    "plan_gather", "plan_redistribute", "plan_split", "recv", "redistribute", "send", "split", "staging",
 ]  # fmt: skip
 
 eager.not_compiled([balance, concat, current, empty_cache, finalize, gather, init, irecv, isend, local, memory_stats])
-eager.not_compiled([recv, redistribute, send, split, plan_concat, plan_gather, plan_redistribute, plan_split])
+eager.not_compiled([recv, redistribute, send, split, plan_concat, plan_gather, plan_redistribute, plan_split, explain])
 eager.not_compiled([Handle, Plan, World])
 eager.not_compiled(vars(staging)[name] for name in staging.__all__)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hpcdist.collectives import repeat, results
 from hpcdist.collectives.gather import Gather
-from hpcdist.collectives.run import run
+from hpcdist.collectives.run import Operation, run
 from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
-from hpcdist.routes.base import Alltoall
+from hpcdist.routes.base import Alltoall, Method
 from hpcdist.routes.inline import INLINE
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["concat"]
+__all__ = ["concat", "operation"]
 
 
 # fmt: off
@@ -111,9 +111,14 @@ def concat(
     team = world.current().context.team_of(group)
     if isinstance(x, Tensor) and out is None and not (async_op or shared):
         return repeat.call("concat", lambda: Concat(x, dim, route, None), team, x, dim, 0, route)
+    return run(operation(x, dim, route, out, allow_pickle, shared), team, async_op)
+
+
+def operation(x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, shared: Any) -> Operation:
+    """Return the operation of a call of concat, whose arguments are not validated."""
     if isinstance(x, Tensor) or shared:
-        return run(Concat(x, dim, route, out, bool(shared)), team, async_op)
-    return run(JoinStructures("concat", x, dim, None, False, route, out, allow_pickle), team, async_op)
+        return Concat(x, dim, route, out, bool(shared))
+    return JoinStructures("concat", x, dim, None, False, route, out, allow_pickle)
 
 
 class Concat(Gather):
@@ -132,6 +137,9 @@ class Concat(Gather):
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         super().plan(team, call, agreed)
         self._dim = call.dim
+
+    def method(self, team: Team) -> Method:
+        return results.method(team, self.shared, self._blocks.nbytes, super().method(team))
 
     def forward(self, team: Team) -> Tensor:
         if self.shared:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from hpcdist.collectives import repeat, results
 from hpcdist.collectives.repeat import Repeatable
-from hpcdist.collectives.run import Parts, run
+from hpcdist.collectives.run import Operation, Parts, run
 from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box
 from hpcdist.routes import select
-from hpcdist.routes.inline import INLINE
+from hpcdist.routes.base import Method
+from hpcdist.routes.inline import BEHIND_HEADERS, INLINE
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import blocks
 from hpcdist.tensors.storage import row_major
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike, S, StructureKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["gather"]
+__all__ = ["gather", "operation"]
 
 
 # fmt: off
@@ -94,11 +95,16 @@ def gather(
     """
 
     team = world.current().context.team_of(group)
+    if isinstance(x, Tensor) and out is None and not async_op:
+        return repeat.call("gather", lambda: Gather(x, dim, root, route, None), team, x, dim, root, route)
+    return run(operation(x, dim, root, route, out, allow_pickle), team, async_op)
+
+
+def operation(x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any) -> Operation:
+    """Return the operation of a call of gather, whose arguments are not validated."""
     if isinstance(x, Tensor):
-        if out is None and not async_op:
-            return repeat.call("gather", lambda: Gather(x, dim, root, route, None), team, x, dim, root, route)
-        return run(Gather(x, dim, root, route, out), team, async_op)
-    return run(JoinStructures("gather", x, dim, root, True, route, out, allow_pickle), team, async_op)
+        return Gather(x, dim, root, route, out)
+    return JoinStructures("gather", x, dim, root, True, route, out, allow_pickle)
 
 
 class Gather(Repeatable):
@@ -130,6 +136,11 @@ class Gather(Repeatable):
         sources = [box for (box,) in cut.boxes]
         dests = [whole if self._root in (-1, rank) else None for rank in range(team.size)]
         return Parts(self._route, cut.shape, cut.dtype, self._shard.device, sources, dests)
+
+    def method(self, team: Team) -> Method:
+        if self.inline:
+            return BEHIND_HEADERS
+        return self._route.method(team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes)
 
     def forward(self, team: Team) -> Tensor | None:
         cut, shard, is_root = self._blocks, self._shard, team.rank == self._root

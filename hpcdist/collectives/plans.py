@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from hpcdist import layout
 from hpcdist.collectives import autograd
 from hpcdist.collectives import run as driver
 from hpcdist.collectives.concat import Concat
@@ -179,16 +178,11 @@ class Plan(Generic[X, Y]):
         self._x_shape = None if self._source is None else x.shape
         self._kind = MemoryKind(agreed.kinds[team.rank])
         nothing = Box((0,) * len(parts.shape), (0,) * len(parts.shape))
-        sources, dests = ([box or nothing for box in boxes] for boxes in (parts.sources, parts.dests))
-        moves = layout.overlaps(sources, dests, team.rank)
-        self.shape, self.box = parts.shape, dests[team.rank]
-        self.sent, self.received = (
-            parts.dtype.itemsize * sum(box.size() for peer, box in boxes if peer != team.rank)
-            for boxes in (moves.sends, moves.recvs)
-        )
+        self.shape, self.box = parts.shape, self._dest or nothing
+        self.sent, self.received = parts.traffic(team.rank)
         on_host = all(kind == MemoryKind.CPU for kind in agreed.kinds)
         self._is_inline = on_host and isinstance(parts.route, type(select.load("mpi"))) and fits(parts, team)
-        self._recvs = moves.recvs
+        self._recvs = parts.overlaps(team.rank).recvs
         self._inline: dict[bool, Inline] = {}  # of the team, and (True) of the team in its background
         # Kept for calls, without the tensor.
         op.name, op.x = f"a plan of {verb}", None

@@ -17,6 +17,8 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.layout import Layout
 from hpcdist.routes import select
+from hpcdist.routes.base import Method
+from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable, of_bytes, overlap, row_major
@@ -134,6 +136,9 @@ class Redistribute(Plannable):
         moves, x = self.moves, self._shard
         _, sources = self.src.held(self._shapes)
         return Parts(moves.route, moves.shape, x.dtype, x.device, sources, moves.boxes)
+
+    def method(self, team: Team) -> Method:
+        return BEHIND_HEADERS if self.inline and self._parts is not None else self.moves.method(team)
 
     def _check_out(self, outs: Sequence[Shape | None]) -> None:
         shapes = {rank: shape for rank, shape in enumerate(outs) if shape is not None}

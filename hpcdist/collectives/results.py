@@ -9,11 +9,12 @@ from torch import Tensor
 
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
+from hpcdist.routes.base import Method
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 
-__all__ = ["allocate", "check_shared"]
+__all__ = ["allocate", "check_shared", "method"]
 
 T = TypeVar("T")
 
@@ -75,3 +76,16 @@ def check_shared(call: Call, shared: bool, x: Any) -> Call:
         elif call.route not in ("auto", "mpi"):
             call.problem = f"route is {call.route!r}, but shared=True moves data by route auto or mpi"
     return call
+
+
+def method(team: Team, shared: bool, nbytes: int, otherwise: Method) -> Method:
+    """Return how data of `nbytes` in all move to a result that is to be `shared`, as far as is known. Collective."""
+    if not shared:
+        return otherwise
+    from hpcdist.routes import window  # which imports MPI
+
+    refusal = window.refusal(team, nbytes)
+    if refusal is None:
+        return window.SHARED
+    reasons = filter(None, [f"the result is not shared: {refusal}", otherwise.reason])
+    return otherwise._replace(reason="; ".join(reasons))

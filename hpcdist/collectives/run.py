@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcdist import activity
+from hpcdist import activity, layout
 from hpcdist.collectives import autograd
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box
 from hpcdist.process import abort
-from hpcdist.routes.base import Route
+from hpcdist.routes.base import Method, Route
 from hpcdist.runtime.background import background
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import written
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["Executable", "Operation", "Parts", "Plannable", "plan", "run"]
+__all__ = ["Description", "Executable", "Operation", "Parts", "Plannable", "plan", "run"]
 
 
 class Executable(ABC):
@@ -49,6 +50,22 @@ class Executable(ABC):
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         """Compute the gradient of `x` from that of this rank's result: the transpose of the call. Collective."""
         raise NotImplementedError
+
+
+class Description(NamedTuple):
+    """What a planned operation would do on this rank: see :class:`hpcdist.collectives.explain.Explanation`.
+
+    Attributes:
+        routes: route of the data, for the kinds of memory of all ranks for which it was selected. Structures may have
+            several, or none if all their tensors are small. The same on all ranks.
+        methods: how data move; the same on all ranks.
+    """
+
+    routes: Mapping[tuple[int, ...], Route]
+    methods: Sequence[Method]
+    sent: int
+    received: int | None
+    result: str
 
 
 class Operation(Executable):
@@ -82,6 +99,10 @@ class Operation(Executable):
     def forward(self, team: Team) -> Any:
         """Move the data. Collective. An error here aborts the job, except for a RankError, which all ranks raise."""
 
+    @abstractmethod
+    def describe(self, team: Team, agreed: Agreed) -> Description:
+        """Describe what forward() would do. Collective, after plan()."""
+
     def finish(self, result: Any) -> Any:
         """Convert what forward returned to the caller's result, on this rank alone."""
         return result
@@ -103,6 +124,18 @@ class Parts(NamedTuple):
     sources: Sequence[Box | None]
     dests: Sequence[Box | None]
 
+    def overlaps(self, rank: int) -> layout.Overlaps:
+        """Return what a rank sends to each rank, and receives from it."""
+        nothing = Box((0,) * len(self.shape), (0,) * len(self.shape))
+        sources, dests = ([box or nothing for box in boxes] for boxes in (self.sources, self.dests))
+        return layout.overlaps(sources, dests, rank)
+
+    def traffic(self, rank: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends to, and receives from, other ranks."""
+        moves = self.overlaps(rank)
+        sent, received = (sum(box.size() for peer, box in of if peer != rank) for of in (moves.sends, moves.recvs))
+        return self.dtype.itemsize * sent, self.dtype.itemsize * received
+
 
 class Plannable(Operation):
     """An operation on tensors that can be kept after its plan, to be executed with other ones."""
@@ -110,6 +143,23 @@ class Plannable(Operation):
     @abstractmethod
     def parts(self, team: Team) -> Parts:
         """Return what moves, after plan()."""
+
+    @abstractmethod
+    def method(self, team: Team) -> Method:
+        """Return how forward() would move the data. Collective, after plan()."""
+
+    def describe(self, team: Team, agreed: Agreed) -> Description:
+        parts, method = self.parts(team), self.method(team)
+        box = parts.dests[team.rank]
+        if box is None:
+            result = "none"
+        elif self.out is not None:
+            result = "out"
+        elif method.shared:
+            result = "shared"
+        else:
+            result = "pool" if pool.holds(box.size() * parts.dtype.itemsize, parts.device) else "new"
+        return Description({agreed.kinds: parts.route}, [method], *parts.traffic(team.rank), result)
 
     @abstractmethod
     def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from hpcdist import layout, limits
 from hpcdist.collectives import repeat, results
+from hpcdist.collectives.distribution import Distribution
 from hpcdist.collectives.repeat import Repeatable
-from hpcdist.collectives.run import Parts, run
-from hpcdist.collectives.structures import Distribution
+from hpcdist.collectives.run import Description, Parts, run
 from hpcdist.comm.groups import Group
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.layout import Box
 from hpcdist.routes import select
+from hpcdist.routes.base import Method
+from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import background, world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks, blocks
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["split"]
+__all__ = ["operation", "split"]
 
 Counts: TypeAlias = str | Sequence[int] | None
 
@@ -113,7 +115,7 @@ def split(
     """
 
     here = world.current()
-    make = partial(Scatter, x, dim, root, counts, route, out, allow_pickle, bool(shared))
+    make = partial(operation, x, dim, root, counts, route, out, allow_pickle, shared)
     if root is None:
         of = here.context.group_of(group)
         return background.run_now(lambda: _local(make(), of), async_op)
@@ -121,6 +123,13 @@ def split(
     if not (async_op or shared) and out is None and allow_pickle is False and (x is None or isinstance(x, Tensor)):
         return repeat.call("split", make, team, x, dim, root, route, counts)
     return run(make(), team, async_op)
+
+
+def operation(
+    x: Any, dim: Any, root: Any, counts: Any, route: Any, out: Any, allow_pickle: Any, shared: Any
+) -> Scatter:
+    """Return the operation of a call of split, whose arguments are not validated."""
+    return Scatter(x, dim, root, counts, route, out, allow_pickle, bool(shared))
 
 
 class Scatter(Repeatable):
@@ -177,6 +186,15 @@ class Scatter(Repeatable):
         cut, whole = self._blocks, Box((0,) * len(self._blocks.shape), self._blocks.shape)
         sources = [whole if rank == self._root else None for rank in range(team.size)]
         return Parts(self._route, cut.shape, cut.dtype, self._device, sources, [box for (box,) in cut.boxes])
+
+    def method(self, team: Team) -> Method:
+        nbytes = self._blocks.nbytes
+        inline = self.inline and self._place is not None
+        found = BEHIND_HEADERS if inline else self._route.method(team, "scatterv", nbytes)
+        return results.method(team, self.shared, nbytes, found)
+
+    def describe(self, team: Team, agreed: Agreed) -> Description:
+        return super().describe(team, agreed) if self._structure is None else self._structure.describe(team, agreed)
 
     def forward(self, team: Team) -> Any:
         if self._structure is not None:

@@ -1,34 +1,34 @@
-"""gather, concat and split of structures: headers and small tensors over MPI, large ones in place."""
+"""gather and concat of structures: headers and small tensors over MPI, large ones in place."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation
+from hpcdist.collectives.run import Description, Operation
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.routes import select
-from hpcdist.routes.base import Allgather, Message, Route
+from hpcdist.routes.base import Allgather, Method, Route
+from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.tensors import pool
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.merge import check_same, merge
-from hpcdist.tensors.message import Contents, Header, encode, pack
+from hpcdist.tensors.message import Header, pack
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
-from hpcdist.tensors.tree import Tree, classes_in, decode, find_class, rebuild
+from hpcdist.tensors.tree import Tree, classes_in, decode, find_class
 from hpcdist.validation import local
 from hpcdist.validation.call import Call, except_dim, show_shape
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["Distribution", "JoinStructures"]
+__all__ = ["JoinStructures", "by_kinds", "check_classes", "classes", "routes"]
 
 
 class JoinStructures(Operation):
@@ -50,10 +50,31 @@ class JoinStructures(Operation):
         self._headers = headers = [Header.read(text) for text in texts(team, call.header, agreed.extents)]
         self._lengths = agreed.extents
         self._joined = _Joined(self.name, headers, call.dim)
-        _check_classes(self.name, team, _classes(headers))
+        check_classes(self.name, team, classes(headers))
         merge(self.name, [header.spec for header in headers], self._joined.add, lambda rank, kind, i: None)
         used = {header.metas[i].cuda for header in headers for i in header.large}
-        self._routes = _routes(self.name, team, call.route, agreed.kinds, used)
+        self._routes = routes(self.name, team, call.route, agreed.kinds, used)
+
+    def describe(self, team: Team, agreed: Agreed) -> Description:
+        sizes = [sum(header.nbytes) for header in self._headers]
+        receivers = range(team.size) if self._root is None else [self._root]
+        mine, receives = sizes[team.rank], team.rank in receivers
+        sent, received = mine * (len(receivers) - receives), (sum(sizes) - mine) * receives
+        used = by_kinds(self._routes, agreed)
+        return Description(used, self._methods(team), sent, received, "structure" if receives else "none")
+
+    def _methods(self, team: Team) -> list[Method]:
+        """Return how the data move: the small tensors, and the large ones in each kind of memory."""
+        if self.inline:
+            return [BEHIND_HEADERS]
+        packed, name = sum(header.packed for header in self._headers), "allgatherv" if self._root is None else "gatherv"
+        methods = [select.load("mpi").method(team, name, packed)] if packed else []
+        for on_gpu, route in self._routes.items():
+            large = [[header.nbytes[i] for i in header.large_of(on_gpu)] for header in self._headers]
+            round_ = max(map(sum, zip_longest(*large, fillvalue=0)))
+            operation = "allgather" if self._root is None and isinstance(route, Allgather) else "exchange"
+            methods.append(route.method(team, operation, round_))
+        return methods
 
     def forward(self, team: Team) -> list[dict[int, Tensor]] | None:
         headers, receives, device = self._headers, self._root in (None, team.rank), team.settings.device
@@ -104,7 +125,7 @@ def _allgather_headers(team: Team, mine: bytes, lengths: Sequence[int]) -> list[
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def _check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
+def check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
     """Check that every rank has imported all classes. Collective if there are any; `names` agree on all ranks."""
     if names:
 
@@ -115,7 +136,7 @@ def _check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
         objects.all_gather(team.comm, verb, find_all)
 
 
-def _classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:
+def classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:
     return sorted(set().union(*(classes_in(one.spec) for one in structures)))
 
 
@@ -240,7 +261,7 @@ def _allgather(
     return route.allgather(team, mine, blocks)
 
 
-def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
+def routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
     """Select routes for the large tensors in host memory (False) and on GPUs (True). Collective.
 
     Args:
@@ -251,92 +272,7 @@ def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[
     return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else host) for on_gpu in sorted(used)}
 
 
-class Distribution:
-    """The distribution of a structure that the root of split has cut. Collective.
-
-    Args:
-        call: the call; on the root, it has the structures of all ranks.
-        kinds: kind of memory of each rank for tensors from a GPU.
-    """
-
-    def __init__(self, team: Team, call: Call, kinds: tuple[int, ...]) -> None:
-        self._call = call
-        self._contents = [Contents.of(tree.tensors) for tree in call.trees]
-        self._texts = [encode(tree.spec, held) for tree, held in zip(call.trees, self._contents, strict=True)]
-        schedule = json.dumps(_Schedule.of(call.trees, self._texts, self._contents)).encode() if call.trees else b""
-        self._schedule = _Schedule(*json.loads(objects.broadcast_bytes(team.comm, schedule, call.root)))
-        _check_classes(call.verb, team, self._schedule.classes)
-        used = {on_gpu for on_gpu in (False, True) if self._schedule.longest[on_gpu]}
-        self._routes = _routes(call.verb, team, call.route, kinds, used)
-
-    def forward(self, team: Team) -> tuple[Header, dict[int, Tensor]]:
-        call, contents, schedule = self._call, self._contents, self._schedule
-        device = team.settings.device
-        text = of_bytes(b"".join(self._texts)) if self._texts else None
-        header = Header.read(_scatter(team, text, schedule.lengths, call.root).numpy().tobytes())
-        packed = [pack(tree.tensors, held) for tree, held in zip(call.trees, contents, strict=True)]
-        small = _scatter(team, torch.cat(packed) if packed else None, schedule.packed, call.root)
-        buffers = header.unpack(small, device)
-        buffers.update({i: header.recv_buffer(i, device) for i in header.large})
-        for on_gpu, route in self._routes.items():
-            for round_, longest in enumerate(schedule.longest[on_gpu]):
-                sends, recvs = _messages(team.rank, call, contents, header, buffers, on_gpu, round_)
-                route.exchange(team, sends, recvs, longest)
-        return header, buffers
-
-    def finish(self, received: tuple[Header, dict[int, Tensor]], allow_pickle: bool) -> Any:
-        """Rebuild this rank's structure."""
-        header, buffers = received
-        return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], allow_pickle))
-
-
-class _Schedule(NamedTuple):
-    """What every rank must know about the structures that the root has cut.
-
-    Attributes:
-        lengths, packed: bytes of each rank's header, and of its small tensors.
-        longest: bytes of the longest large tensor of each round, in host memory and on GPUs.
-        classes: names of all classes.
-    """
-
-    lengths: list[int]
-    packed: list[int]
-    longest: list[list[int]]
-    classes: list[str]
-
-    @classmethod
-    def of(cls, trees: Sequence[Tree], texts: Sequence[bytes], contents: Sequence[Contents]) -> _Schedule:
-        longest = []
-        for on_gpu in (False, True):
-            sizes = [[held.nbytes[i] for i in held.large_of(on_gpu)] for held in contents]
-            longest.append([max(round_) for round_ in zip_longest(*sizes, fillvalue=0)])
-        return cls([len(text) for text in texts], [held.packed for held in contents], longest, _classes(trees))
-
-
-def _scatter(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
-    """Scatter bytes of the root; return this rank's part."""
-    mine = pool.empty([counts[team.rank]], torch.uint8, "cpu", fixed=True)
-    if sum(counts):
-        select.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
-    return mine
-
-
-def _messages(
-    rank: int,
-    call: Call,
-    contents: Sequence[Contents],
-    header: Header,
-    buffers: dict[int, Tensor],
-    on_gpu: bool,
-    round_: int,
-) -> tuple[list[Message], list[Message]]:
-    """Return this rank's sends and receives in a round, in which each rank receives one large tensor."""
-    sends: list[Message] = []
-    for dest, (tree, of_dest) in enumerate(zip(call.trees, contents, strict=True)):
-        for number in of_dest.large_of(on_gpu)[round_ : round_ + 1]:
-            if dest == rank:
-                copyable(buffers[number]).copy_(copyable(tree.tensors[number]))
-            else:
-                sends.append((dest, as_bytes(row_major(tree.tensors[number]))))
-    mine = header.large_of(on_gpu)[round_ : round_ + 1] if rank != call.root else []
-    return sends, [(call.root, as_bytes(buffers[number])) for number in mine]
+def by_kinds(used: dict[bool, Route], agreed: Agreed) -> dict[tuple[int, ...], Route]:
+    """Return what routes() has selected by the kinds of memory of all ranks."""
+    host = (MemoryKind.CPU,) * len(agreed.kinds)
+    return {agreed.kinds if on_gpu else host: route for on_gpu, route in used.items()}

@@ -13,7 +13,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.layout import Box, Layout
-from hpcdist.routes.base import Alltoall, Message, Route
+from hpcdist.routes.base import Alltoall, Message, Method, Route
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, sum_dtype
@@ -109,12 +109,26 @@ class Transfer:
         self.views = isinstance(route, Views) and all(fact.on_host for fact in facts)
         self.sizes = [box.size() * fact.itemsize * fact.on_host for box, fact in zip(boxes, facts, strict=True)]
 
+    @property
+    def _at_once(self) -> bool:
+        return self.single and self.total <= AT_ONCE
+
+    def method(self, team: Team) -> Method:
+        """Return how run() would move the data. Collective."""
+        if not self.longest:
+            return Method("copies within each rank", "no rank needs data of another one")
+        if not self.views:
+            return self.route.method(team, "alltoallv", self.total)
+        if self._at_once:
+            return Method("MPI_Alltoallw with datatypes", f"no rank has more than {AT_ONCE:,} bytes")
+        return Method("MPI sends and receives with datatypes", "the parts are large, or of several boxes")
+
     def run(self, team: Team, x: Tensor, y: Tensor) -> None:
         """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective."""
         views: Any = self.route
         x, y = copyable(x), copyable(y)
         if self.views and self.longest:
-            if self.single and self.total <= AT_ONCE:
+            if self._at_once:
                 self._alltoallw(team, views, x, y)
             else:
                 sends, recvs = self.source.views(x), self.dest.views(y)

@@ -132,7 +132,7 @@ class Team:
         background: thread that runs calls with async_op, after its first use.
         headers: memory for headers, after its first use.
         inline: bytes of data that may travel behind a rank's header.
-        routes: routes chosen so far, by name and the kinds of memory of all ranks.
+        routes: routes chosen so far and why, by name and the kinds of memory of all ranks.
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
         unshared: why the latest result that was to be shared by the ranks of a node is not; None if it is.
         plans: latest redistributions planned.

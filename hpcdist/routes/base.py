@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["Allgather", "Alltoall", "Ints", "Message", "Route"]
+__all__ = ["Allgather", "Alltoall", "Ints", "Message", "Method", "Route"]
 
 Ints = Sequence[int]
 Message = tuple[int, Tensor]  # (a rank of the team, the bytes to send to it or to receive from it)
@@ -36,14 +36,36 @@ class Alltoall(NamedTuple):
     total: int
 
 
+class Method(NamedTuple):
+    """How data move, and why so: for hpcdist.explain(). The same on all ranks.
+
+    Attributes:
+        shared: whether the result is memory that the ranks of a node share.
+    """
+
+    name: str
+    reason: str = ""
+    shared: bool = False
+
+
 class Route(Protocol):
-    """A communication library that moves messages between the ranks of a team."""
+    """A communication library that moves messages between the ranks of a team.
+
+    Attributes:
+        name: name of the route as the caller passes it.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def missing(self, team: Team) -> str | None:
         """Return why this route is unavailable in this job, and how to get it; else None. The same on all ranks."""
 
     def carries(self, team: Team, cuda: bool) -> bool:
         """Return whether it accesses GPU memory (`cuda`), or host memory, directly. Collective over the team."""
+
+    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+        """Return how it carries out an operation below on messages of `nbytes` in all. Collective over the team."""
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of the root."""

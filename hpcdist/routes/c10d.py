@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from hpcdist import layout, limits
-from hpcdist.routes.base import Ints, Message
+from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.exchange import Exchange
 from hpcdist.tensors.storage import as_bytes
 
@@ -30,18 +30,18 @@ _LATER = timedelta(minutes=1)  # torch's deadline after our own, which reports m
 
 
 class _C10d(Exchange):
-    backend: str
+    name: str  # of the route, and of the torch backend
 
     def group(self, team: Team) -> Any:
         """Return the team's torch backend. Collective over the team at its first use."""
-        group = team.torch_groups.get(self.backend)
+        group = team.torch_groups.get(self.name)
         if group is None:
             # A separate connection: a group that waits locks its connection, also for groups in other threads.
             own: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            store = PrefixStore(f"hpcdist/{team.number}/{self.backend}", own)
+            store = PrefixStore(f"hpcdist/{team.number}/{self.name}", own)
             group = self.make(store, team, team.settings.timeout + _LATER)
             group._set_sequence_number_for_group()
-            team.torch_groups[self.backend] = group
+            team.torch_groups[self.name] = group
         return group
 
     @abstractmethod
@@ -70,7 +70,7 @@ class _C10d(Exchange):
 
 
 class _Gloo(_C10d):
-    backend = "gloo"
+    name = "gloo"
 
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, team.rank, team.size, timeout=timeout)
@@ -83,7 +83,7 @@ class _Gloo(_C10d):
 
 
 class _Nccl(_C10d):
-    backend = "nccl"
+    name = "nccl"
 
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()
@@ -109,6 +109,11 @@ class _Nccl(_C10d):
 
     def carries(self, team: Team, cuda: bool) -> bool:
         return cuda
+
+    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+        if operation == "allgatherv":
+            return Method("an NCCL all-gather")
+        return Method("NCCL sends and receives in one group")
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         """Gather equal messages by one NCCL all-gather, and others by a group of broadcasts.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hpcdist.routes.base import Alltoall, Ints, Message
+from hpcdist.routes.base import Alltoall, Ints, Message, Method
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
@@ -17,6 +17,10 @@ __all__ = ["Exchange"]
 
 class Exchange:
     """A route that only needs to implement `exchange`."""
+
+    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+        """Return how it carries out an operation. See :meth:`Route.method`."""
+        return Method("sends and receives")
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         """Send and receive all messages concurrently, and wait for them. See :meth:`Route.exchange`."""

@@ -25,7 +25,7 @@ from hpcdist.files.commit import check_folder, lock, sweep
 from hpcdist.files.h5 import Dataset, FileMap
 from hpcdist.files.raw import page_size
 from hpcdist.process import abort
-from hpcdist.routes.base import Ints, Message
+from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.exchange import Exchange
 from hpcdist.tensors.storage import as_bytes
 
@@ -39,6 +39,11 @@ PREFIX = "hpcdist-stage-"
 
 
 class _Hdf5(Exchange):
+    name = "hdf5"
+
+    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+        return Method("a file in the staging folder")
+
     def missing(self, team: Team) -> str | None:
         return None
 

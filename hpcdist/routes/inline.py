@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hpcdist.routes.base import Ints
+from hpcdist.routes.base import Ints, Method
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["INLINE"]
+__all__ = ["BEHIND_HEADERS", "INLINE"]
+
+BEHIND_HEADERS = Method("behind the headers by which the ranks agree", "the data of every rank fit there")
 
 
 class _Inline:

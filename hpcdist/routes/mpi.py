@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist import layout, limits
 from hpcdist.routes import cuda_aware, datatypes
-from hpcdist.routes.base import Alltoall, Ints, Message
+from hpcdist.routes.base import Alltoall, Ints, Message, Method
 from hpcdist.routes.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -34,35 +34,48 @@ Views = tuple[list[int], list[int], list[MPI.Datatype]]  # for each rank: 1 or 0
 class Mpi(Exchange):
     """Messages over the team's communicator."""
 
+    name = "mpi"
+
     def missing(self, team: Team) -> str | None:
         return None
 
     def carries(self, team: Team, cuda: bool) -> bool:
         return not cuda or cuda_aware.mpi_takes_gpu_memory(team)
 
+    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+        if operation == "exchange":
+            return Method("MPI sends and receives")
+        name, limit = f"MPI_{operation.capitalize()}", _limit(operation)
+        if nbytes <= limit:
+            return Method(name)
+        why = "can count" if limit == LIMIT else "is fast for"
+        return Method(
+            "MPI sends and receives", f"{nbytes:,} bytes in all are more than the {limit:,} that {name} {why}"
+        )
+
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        if displs[-1] + counts[-1] > LIMIT:
+        if displs[-1] + counts[-1] > _limit("gatherv"):
             super().gatherv(team, send, recv, counts, displs, root)
         else:
             spec = None if recv is None else [_memory(recv), counts, displs, MPI.BYTE]
             team.comm.Gatherv([_memory(send), counts[team.rank], MPI.BYTE], spec, root)
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        if displs[-1] + counts[-1] > LIMIT:
+        if displs[-1] + counts[-1] > _limit("scatterv"):
             super().scatterv(team, send, recv, counts, displs, root)
         else:
             spec = None if send is None else [_memory(send), counts, displs, MPI.BYTE]
             team.comm.Scatterv(spec, [_memory(recv), counts[team.rank], MPI.BYTE], root)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        if displs[-1] + counts[-1] > min(DIRECT, LIMIT):
+        if displs[-1] + counts[-1] > _limit("allgatherv"):
             super().allgatherv(team, send, recv, counts, displs)
         else:
             spec = [_memory(recv), counts, displs, MPI.BYTE]
             team.comm.Allgatherv([_memory(send), counts[team.rank], MPI.BYTE], spec)
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-        if what.total > LIMIT:
+        if what.total > _limit("alltoallv"):
             super().alltoallv(team, send, recv, what)
         else:
             team.comm.Alltoallv(
@@ -112,6 +125,11 @@ class Mpi(Exchange):
     def alltoallw(self, team: Team, send: Tensor, sends: Views, recv: Tensor, recvs: Views) -> None:
         """Send rank i's view of `send` for rank j into rank j's view of `recv` for rank i; both in host memory."""
         team.comm.Alltoallw([_memory(send), *sends], [_memory(recv), *recvs])
+
+
+def _limit(operation: str) -> int:
+    """Return the total bytes up to which MPI's own collective is used."""
+    return min(DIRECT, LIMIT) if operation == "allgatherv" else LIMIT
 
 
 def _memory(message: Tensor) -> object:

@@ -13,7 +13,7 @@ from hpcdist.tensors.dtypes import MemoryKind
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["ROUTES", "agreed", "best", "load"]
+__all__ = ["ROUTES", "agreed", "best", "load", "reason"]
 
 # name -> (module, attribute); the module is imported when the route is first selected
 ROUTES = {
@@ -43,8 +43,14 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     key = (name, kinds)
     if key not in team.routes:
         team.routes[key] = _select(verb, name, team, [kind == MemoryKind.CUDA for kind in kinds])
-    route: Route = team.routes[key]
+    route: Route = team.routes[key][0]
     return route
+
+
+def reason(name: str, team: Team, kinds: tuple[int, ...]) -> str:
+    """Return why agreed() has selected its route."""
+    text: str = team.routes[name, kinds][1]
+    return text
 
 
 def best(team: Team, cuda: bool) -> str:
@@ -52,21 +58,27 @@ def best(team: Team, cuda: bool) -> str:
     return "nccl" if cuda and load("nccl").missing(team) is None else "mpi"
 
 
-def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> Route:
+def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> tuple[Route, str]:
+    """Return the route, and why it is this one."""
+    why = f"route={name!r} was passed"
     if name == "auto":
         name = best(team, all(cuda))
+        where = "on GPUs" if all(cuda) else "of which some are in host memory" if any(cuda) else "in host memory"
+        why = f"route='auto' takes {name} for data {where}"
+        if all(cuda) and name != "nccl":
+            why += f" if nccl is not available: {load('nccl').missing(team)}"
     route = load(name)
-    reason = route.missing(team)
-    if reason is not None:
-        raise RankError(verb, dict.fromkeys(range(team.size), reason))
+    missing = route.missing(team)
+    if missing is not None:
+        raise RankError(verb, dict.fromkeys(range(team.size), missing))
     if any(cuda) and not route.carries(team, cuda=True):
         from hpcdist.routes.staged import Staged
 
-        return Staged(_through_windows(name, team) or route)
+        return Staged(_through_windows(name, team) or route), why
     if not all(cuda) and not route.carries(team, cuda=False):
         text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
         raise RankError(verb, {rank: text for rank, is_cuda in enumerate(cuda) if not is_cuda})
-    return (None if any(cuda) else _through_windows(name, team)) or route
+    return (None if any(cuda) else _through_windows(name, team)) or route, why
 
 
 def _through_windows(name: str, team: Team) -> Route | None:

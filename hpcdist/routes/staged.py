@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout, limits
-from hpcdist.routes.base import Ints, Message, Route
+from hpcdist.routes.base import Ints, Message, Method, Route
 from hpcdist.routes.exchange import Exchange
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes
@@ -31,7 +31,13 @@ class Staged(Exchange):
     """
 
     def __init__(self, route: Route) -> None:
-        self.route = route
+        self.route, self.name = route, route.name
+
+    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+        inner = "exchange" if operation == "alltoallv" else operation
+        found = self.route.method(team, inner, min(nbytes, limits.WINDOW))
+        why = f"route {self.name} cannot access the GPU memory here"
+        return Method(f"pinned host buffers, {found.name}", "; ".join(filter(None, [why, found.reason])))
 
     def missing(self, team: Team) -> str | None:
         return self.route.missing(team)

@@ -20,19 +20,20 @@ from hpcdist import activity, layout, limits
 from hpcdist.comm.topology import Topology, by_node
 from hpcdist.comm.windows import Window
 from hpcdist.layout import Box
-from hpcdist.routes.base import Ints, Message
+from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.mpi import MPI_ROUTE, Mpi
 from hpcdist.tensors.storage import as_bytes, copyable
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["LEAST", "SHARED_LEAST", "WINDOW_ROUTE", "concat", "helps", "split"]
+__all__ = ["LEAST", "SHARED", "SHARED_LEAST", "WINDOW_ROUTE", "concat", "helps", "refusal", "split"]
 
 # Bytes of all messages from which they pass through windows. Below, MPI's own Allgatherv has less latency: 2 hosts x 2
 # ranks break even at 4 MiB where the wire is as fast as memory, and below 256 KiB at 1 Gbit/s (Open MPI 4.1).
 LEAST = 2**20
 SHARED_LEAST = 2**16  # bytes of a shared result; below, a copy for each rank costs less than the agreement on a window
+SHARED = Method("memory that the ranks of a node share", "shared=True was passed", True)
 _MESSAGE = 2**16  # bytes of a message between nodes at least, where there are several
 _ALIGNMENT = 64  # bytes
 
@@ -104,10 +105,17 @@ def split(team: Team, whole: Tensor | None, boxes: Sequence[Box], dtype: torch.d
     return window.tensor(boxes[team.rank].shape, dtype, offsets[team.rank])
 
 
+def refusal(team: Team, total: int) -> str | None:
+    """Return why a result of `total` bytes will not be shared, as far as is known before the call. Collective."""
+    if total < SHARED_LEAST:
+        return f"its {total} bytes are fewer than {SHARED_LEAST}, below which private memory is faster"
+    return team.windows.problem
+
+
 def _take(team: Team, nbytes: int, total: int) -> Window | None:
     """Take a window of `nbytes` on this node, for a result of `total` bytes on all nodes. Collective."""
-    if total < SHARED_LEAST:
-        team.unshared = f"its {total} bytes are fewer than {SHARED_LEAST}, below which private memory is faster"
+    team.unshared = refusal(team, total)
+    if team.unshared is not None:
         return None
     window = team.windows.take(nbytes)
     team.unshared = team.windows.reason
@@ -235,6 +243,11 @@ class _Rounds:
 
 class _Window(Mpi):
     """The route mpi, with an Allgatherv that brings each byte into a node once."""
+
+    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+        if operation in ("allgather", "allgatherv") and nbytes >= LEAST and team.windows.problem is None:
+            return Method(SHARED.name, "each byte comes to a node once, not to each of its ranks")
+        return super().method(team, "exchange" if operation == "allgather" else operation, nbytes)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         whole = as_bytes(recv)

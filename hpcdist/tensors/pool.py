@@ -27,7 +27,7 @@ from hpcdist import memory
 from hpcdist.tensors import pages
 from hpcdist.tensors.reusable import Block, problem
 
-__all__ = ["LEAST", "empty", "empty_cache", "limit_of", "memory_stats", "start", "stop", "sweep"]
+__all__ = ["LEAST", "empty", "empty_cache", "holds", "limit_of", "memory_stats", "start", "stop", "sweep"]
 
 LEAST = 2**20  # bytes; for less, new memory is as fast
 IDLE = 1.0  # seconds after which an idle block is given to the kernel lazily
@@ -301,6 +301,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, 
         x = torch.empty(shape, dtype=dtype, device=device)
         _pool.populated.prepare(x.data_ptr(), nbytes)
     return x
+
+
+def holds(nbytes: int, device: torch.device) -> bool:
+    """Return whether the pool has blocks for results of `nbytes` on a device; see empty()."""
+    return LEAST <= nbytes <= _pool.limit and not _pool.problem and device.type == "cpu"
 
 
 def _observed() -> bool:

@@ -94,7 +94,7 @@ class _All:
 
 
 class _StandIn(c10d._Nccl):
-    backend = "the rules of nccl"
+    name = "the rules of nccl"
     made = 0  # groups: each has a name of its own in the store
 
     def make(self, store: Store, team: Team, timeout: timedelta) -> _Rules:
@@ -106,7 +106,7 @@ class _StandIn(c10d._Nccl):
 
     def forget(self, team: Team) -> None:
         """Make the group of a team anew when it is next used."""
-        team.torch_groups.pop(self.backend, None)
+        team.torch_groups.pop(self.name, None)
 
     def missing(self, team: Team) -> str | None:
         return None

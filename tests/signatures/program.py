@@ -68,6 +68,8 @@ def plans(x: Tensor) -> None:
     assert_type(hd.plan_gather(x)(x, async_op=True), hd.Handle[Tensor | None])
     assert_type(hd.plan_split(None, 0, 0, [1, 2])(None), Tensor)
     assert_type(hd.plan_split(x, route="mpi")(x, async_op=True), hd.Handle[Tensor])
+    assert_type(hd.explain(hd.concat, x, dim=1, shared=True), hd.Explanation)
+    assert_type(hd.explain(hd.split, x, root=None).received, int | None)
     hd.plan_concat(x)(None)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

@@ -1,0 +1,290 @@
+"""What explain says, against what the calls then do: spies on the operations of routes, and the results' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
+
+import hpcdist as hd
+from hpcdist.comm.windows import Windows
+from hpcdist.routes import c10d, hdf5, mpi
+from hpcdist.routes.inline import BEHIND_HEADERS
+from hpcdist.routes.staged import Staged
+from hpcdist.tensors import pool
+
+pytestmark = pytest.mark.mpi
+
+SMALL, LARGE = 4, 40_000  # elements of float32: behind the headers, and above all limits but the pool's
+SPIED = [  # what moves data: (class, method, what explain calls it)
+    (mpi.Mpi, "gatherv", "MPI_Gatherv"),
+    (mpi.Mpi, "scatterv", "MPI_Scatterv"),
+    (mpi.Mpi, "allgatherv", "MPI_Allgatherv"),
+    (mpi.Mpi, "alltoallw", "MPI_Alltoallw with datatypes"),
+    (mpi.Mpi, "exchange_views", "MPI sends and receives with datatypes"),
+    (mpi.Mpi, "exchange", "MPI sends and receives"),
+    (c10d._C10d, "exchange", "sends and receives"),
+    (hdf5._Hdf5, "gatherv", "a file in the staging folder"),
+    (hdf5._Hdf5, "scatterv", "a file in the staging folder"),
+    (hdf5._Hdf5, "allgatherv", "a file in the staging folder"),
+    (hdf5._Hdf5, "exchange", "a file in the staging folder"),
+]
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations of routes that have been called, the innermost last."""
+    found: list[str] = []
+
+    def spy(cls: type, name: str, told: str) -> None:
+        original = getattr(cls, name)
+
+        def spied(*args: Any) -> Any:
+            found.append(told)
+            return original(*args)
+
+        monkeypatch.setattr(cls, name, spied)
+
+    for cls, name, told in SPIED:
+        spy(cls, name, told)
+    return found
+
+
+def _calls(n: int, world: hd.World, **options: Any) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    x = torch.arange(n * 3, dtype=torch.float32).view(n, 3) + world.rank
+    last = world.world_size - 1
+    yield hd.concat, (x,)
+    yield hd.concat, (x.t().contiguous(), 1)
+    yield hd.gather, (x, 0, last)
+    yield hd.split, (x if world.rank == last else None, 0, last)
+    yield hd.redistribute, (x, hd.Split(0), hd.Split(1))
+    yield hd.redistribute, (x, hd.Split(0), hd.Split(0))
+
+
+def _done(found: list[str], verb: Any, args: Any, options: dict[str, Any]) -> tuple[list[str], Any]:
+    found.clear()
+    result = verb(*args, **options)
+    return list(found), result
+
+
+@pytest.mark.parametrize("route", ["auto", "mpi", "gloo", "hdf5"])
+@pytest.mark.parametrize("n", [SMALL, LARGE])
+def test_it_says_what_the_call_does(world: hd.World, moves: list[str], route: str, n: int) -> None:
+    findings = Findings(world.comm)
+    for verb, args in _calls(n, world):
+        moves.clear()
+        said = hd.explain(verb, *args, route=route)
+        findings.check(not moves, f"{said}\n  but it called {moves}")
+        done, _ = _done(moves, verb, args, {"route": route})
+        findings.check(said.verb == verb.__name__, said)
+        findings.check(said.route == ("mpi" if route == "auto" else route), said)
+        findings.check(f"route='{route}'" in said.reasons[0], said)
+        (method,) = said.methods
+        inline = method == BEHIND_HEADERS.name
+        findings.check(inline == (n == SMALL and route in ("auto", "mpi")), said)
+        if inline or method.startswith("copies"):
+            findings.check(not done, f"{said}\n  but the call did {done}")
+        elif world.world_size > 1 or done:
+            findings.check(method in done[:2], f"{said}\n  but the call did {done}")
+        others = world.comm.allgather((said.route, said.methods, said.reasons))
+        findings.check(len(set(others)) == 1, others)
+    findings.settle()
+
+
+def test_bytes_and_result(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ragged shards: rank r has r + 1 rows of 12 bytes."""
+    rank, size = world.rank, world.world_size
+    x = torch.zeros(rank + 1, 3)
+    total = 12 * size * (size + 1) // 2
+    findings = Findings(world.comm)
+
+    def check(said: hd.Explanation, sent: int, received: int | None, result: str) -> None:
+        findings.check((said.sent, said.received, said.result) == (sent, received, result), said)
+
+    mine = 12 * (rank + 1)
+    check(hd.explain(hd.concat, x), mine * (size - 1), total - mine, "new")
+    check(hd.explain(hd.gather, x), mine if rank else 0, 0 if rank else total - mine, "none" if rank else "new")
+    whole = torch.zeros(size, 3) if rank == 0 else None
+    check(hd.explain(hd.split, whole), 0 if rank else 12 * (size - 1), 12 if rank else 0, "new")
+    check(hd.explain(hd.concat, x, out=torch.empty(total // 12, 3)), mine * (size - 1), total - mine, "out")
+    check(hd.explain(hd.split, x, root=None), 0, 0, "view")
+    check(hd.explain(hd.split, x, root=None, counts=[rank + 1] + [0] * (size - 1)), 0, 0, "view")
+    large = torch.zeros(2**18 // size + 1)
+    before = hd.memory_stats()["num_allocations"], hd.memory_stats()["num_reuses"]
+    said = hd.explain(hd.concat, large)
+    assert before == (hd.memory_stats()["num_allocations"], hd.memory_stats()["num_reuses"])
+    kept = hd.concat(large)
+    after = hd.memory_stats()["num_allocations"], hd.memory_stats()["num_reuses"]
+    findings.check(said.result == ("pool" if after != before else "new"), f"{said} {before} {after}")
+    monkeypatch.setattr(pool, "_pool", pool.Pool(0))
+    findings.check(hd.explain(hd.concat, large).result == "new", "the pool is switched off")
+    del kept
+    findings.settle()
+
+
+@pytest.mark.parametrize("n", [SMALL, LARGE])
+def test_shared_results(world: hd.World, n: int) -> None:
+    """Which fall back to private memory below a size."""
+    findings, team = Findings(world.comm), world.team
+    root = world.world_size - 1
+    for verb, args in [
+        (hd.concat, (torch.zeros(n, 3), 1)),
+        (hd.split, (torch.zeros(n, 3) if world.rank == root else None, 0, root)),
+    ]:
+        said = hd.explain(verb, *args, shared=True)
+        verb(*args, shared=True)
+        shared = team.unshared is None
+        findings.check(shared == (n == LARGE), team.unshared)
+        findings.check(said.result == ("shared" if shared else "new"), said)
+        findings.check(("memory that the ranks of a node share" in said.methods) == shared, said)
+        text = "shared=True was passed" if shared else str(team.unshared)
+        findings.check(any(text in reason for reason in said.reasons), f"{said}, {text}")
+    findings.settle()
+
+
+def test_no_windows_here(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.team.windows, "problem", "none today")
+    x = torch.zeros(LARGE)
+    said = hd.explain(hd.concat, x, shared=True)
+    assert_on_all_ranks(world.comm, said.result == "new" and "none today" in str(said), said)
+
+
+def test_through_windows_between_nodes(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several nodes, and several ranks on one of them, as far as there are so many ranks."""
+    size = world.world_size
+    taken: list[int] = []
+    take = Windows.take
+    monkeypatch.setattr(Windows, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
+    change_settings(monkeypatch, world, node_of=tuple(rank % 2 for rank in range(size)))
+    comm = world.comm.Dup()
+    for n in (2**10, 2**18):
+        x = torch.zeros(n)
+        taken.clear()
+        said = hd.explain(hd.concat, x, group=comm)
+        assert_on_all_ranks(comm, not taken, taken)
+        hd.concat(x, group=comm)
+        assert_on_all_ranks(comm, bool(taken) == ("memory that the ranks of a node share" in said.methods), said)
+        assert_on_all_ranks(comm, bool(taken) == (size > 2 and n > 2**10), said)
+        assert_on_all_ranks(comm, said.route == "mpi" and said.result != "shared", said)
+    comm.Free()
+
+
+def test_mpi_by_sends_and_receives(world: hd.World, monkeypatch: pytest.MonkeyPatch, moves: list[str]) -> None:
+    monkeypatch.setattr(mpi, "LIMIT", 1000)
+    findings = Findings(world.comm)
+    for verb, args in _calls(LARGE, world):
+        if verb is not hd.redistribute:
+            said = hd.explain(verb, *args)
+            done, _ = _done(moves, verb, args, {})
+            findings.check(
+                said.methods == ("MPI sends and receives",) and done[-1:] == list(said.methods), (said, done)
+            )
+            findings.check("1,000" in str(said), said)
+    findings.settle()
+
+
+def test_through_pinned_buffers(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    route = Staged(mpi.MPI_ROUTE)
+    for operation, name in [("allgatherv", "MPI_Allgatherv"), ("alltoallv", "MPI sends and receives")]:
+        method = route.method(world.team, operation, 1000)
+        assert method.name == f"pinned host buffers, {name}"
+        assert "cannot access the GPU memory" in method.reason
+    assert route.name == "mpi"
+
+
+def test_structures(world: hd.World, moves: list[str]) -> None:
+    rank, size = world.rank, world.world_size
+    small, large = torch.zeros(2), torch.zeros(LARGE)
+    findings = Findings(world.comm)
+    held = 8 + 4 * LARGE
+
+    said = hd.explain(hd.concat, {"small": small})
+    findings.check(said.methods == (BEHIND_HEADERS.name,), said)
+    said = hd.explain(hd.concat, {"small": small, "large": large})
+    findings.check((said.route, len(said.methods)) == ("mpi", 2), said)
+    findings.check((said.sent, said.received, said.result) == ((size - 1) * held,) * 2 + ("structure",), said)
+    said = hd.explain(hd.gather, [small, large], route="gloo")
+    findings.check(said.route == "gloo" and "MPI_Gatherv" in said.methods, said)
+    findings.check((said.sent, said.received) == ((held, 0) if rank else (0, (size - 1) * held)), said)
+    findings.check(said.result == ("none" if rank else "structure"), said)
+    said = hd.explain(hd.split, (torch.zeros(size, 2), torch.zeros(size, LARGE)) if rank == 0 else None)
+    findings.check((said.sent, said.received) == ((0, None) if rank else ((size - 1) * held, 0)), said)
+    findings.check(said.methods[0] == "MPI_Scatterv", said)
+    said = hd.explain(hd.split, (torch.zeros(size, 2),) if rank == 0 else None, route="gloo")
+    findings.check((said.route, said.methods) == ("mpi", ("MPI_Scatterv",)), said)
+    findings.check(not any("192" in reason for reason in said.reasons), said)
+    findings.settle()
+
+
+def test_wrong_arguments(world: hd.World) -> None:
+    """Refused on all ranks as by the verb, and the next call is right."""
+    x, last = torch.zeros(4, 3), world.world_size - 1
+
+    def on_last(wrong: Any, right: Any) -> Any:
+        return wrong if world.rank == last else right
+
+    for verb, args, options in [
+        (hd.concat, (x, on_last(2, 1)), {}),
+        (hd.concat, (x,), {"route": on_last("tcp", "auto")}),
+        (hd.concat, (on_last([x], x),), {"shared": True}),
+        (hd.gather, (on_last(object(), x),), {}),
+        (hd.split, (x if world.rank == 0 else None, 0, on_last(77, 0)), {}),
+        (hd.redistribute, (x, hd.Split(0, [3] * world.world_size), hd.Split(1)), {}),
+    ]:
+        said = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.explain(verb, *args, **options))  # noqa: B023
+        done = raises_on_all_ranks(world.comm, hd.RankError, lambda: verb(*args, **options))  # noqa: B023
+        assert_on_all_ranks(world.comm, said.problems == done.problems, (said, done))
+        assert_on_all_ranks(world.comm, f"explain of {verb.__name__}" in str(said), said)
+    expected = world.world_size * x.numel()
+    assert_on_all_ranks(world.comm, hd.concat(x).numel() == expected)
+
+
+def test_wrong_on_this_rank_alone(world: hd.World) -> None:
+    x = torch.zeros(2)
+    for verb in (torch.cat, "concat", []):
+        with pytest.raises(TypeError, match="expected one of gather, concat, split, redistribute"):
+            hd.explain(verb, x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dims"):
+        hd.explain(hd.concat, x, dims=0)
+    with pytest.raises(ValueError, match="dim"):
+        hd.explain(hd.split, x, 3, root=None)
+
+
+def test_explain_never_meets_the_verb(world: hd.World) -> None:
+    if world.world_size > 1:
+        x = torch.zeros(2)
+        call = (lambda: hd.explain(hd.concat, x)) if world.rank == 0 else (lambda: hd.concat(x))
+        error = raises_on_all_ranks(world.comm, hd.RankError, call)
+        assert_on_all_ranks(world.comm, "explain of concat" in str(error), error)
+        calls = (lambda: hd.explain(hd.concat, x)) if world.rank == 0 else (lambda: hd.explain(hd.gather, x))
+        raises_on_all_ranks(world.comm, hd.RankError, calls)
+
+
+def test_the_text(world: hd.World) -> None:
+    size = world.world_size
+    text = str(hd.explain(hd.concat, torch.zeros(256)))
+    nbytes = f"{1024 * (size - 1):,}"
+    assert text == (
+        f"concat: route mpi, MPI_Allgatherv\n  this rank sends {nbytes} bytes, receives {nbytes} bytes; result: new "
+        "memory\n  because route='auto' takes mpi for data in host memory\n"
+        f"  because the data of a rank are more than the {world.team.inline} bytes that travel behind a header"
+    )
+
+
+def test_gradients_and_repeated_calls_go_on(world: hd.World) -> None:
+    """Between two repetitions of a small call."""
+    x = torch.full((3,), float(world.rank), requires_grad=True)
+    expected = torch.cat([torch.full((3,), float(rank)) for rank in range(world.world_size)])
+    findings = Findings(world.comm)
+    for _ in range(3):
+        findings.same(hd.concat(x.detach()), expected, "repeated")
+        hd.explain(hd.concat, x.detach())
+        said = hd.explain(hd.concat, x)
+        findings.check(said.methods == (BEHIND_HEADERS.name,), said)
+        whole = hd.concat(x)
+        findings.same(whole.detach(), expected, "with a gradient")
+        whole.sum().backward()
+    findings.settle()
