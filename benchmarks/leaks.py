@@ -376,7 +376,9 @@ def main() -> None:
                 tqdm.write(" | ".join(rows[-1]))
             leaks += [f"{name}: {leak}" for leak in growth.leaks() if not name.startswith("(")]
         if root:
-            units = [f"{name}, {unit}" if unit == "MiB" else name for name, unit in zip(State._fields, UNITS, strict=True)]
+            units = [
+                f"{name}, {unit}" if unit == "MiB" else name for name, unit in zip(State._fields, UNITS, strict=True)
+            ]
             vendor, version = MPI.get_vendor()
             print(f"\n{vendor} {'.'.join(map(str, version))}, np {world.world_size}; before, and the growth:\n")
             print(table(["kind", "calls", "us a call", *units, "flat"], rows))

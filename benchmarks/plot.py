@@ -1,4 +1,5 @@
-"""Plot results/<mpi>-<verb>.svg from the JSON files: ratios to preallocated mpi4py; for staging, rates.
+"""Plot results/<mpi>-<verb>.svg from the JSON files: ratios to preallocated mpi4py; for staging, rates;
+and those of pictures.py.
 
 python benchmarks/plot.py [FOLDER]; needs matplotlib (pip install -e .[bench]).
 """
@@ -138,8 +139,10 @@ def main() -> None:
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     asked = parser.parse_args()
     pictures: dict[str, list[Record]] = {}
-    for record in results.load_all(asked.folder):
-        if not record.cases or record.verb == "overlap":
+    everything = results.load_all(asked.folder)
+    print(*pictures.draw_all(everything, asked.folder, asked.format), sep="\n")
+    for record in everything:
+        if not record.cases or record.verb in ("overlap", "ranks"):
             continue
         name = f"{record.name.split('-np')[0]}-{record.verb}"
         if record.verb == "staging":
