@@ -1,4 +1,4 @@
-"""Time and memory of concat by some ranks of one node, more than it has cores. mpirun -n 8 python benchmarks/ranks.py"""
+"""Time and memory of concat by some ranks of one node, with few cores. mpirun -n 8 python benchmarks/ranks.py"""
 
 from __future__ import annotations
 
