@@ -30,7 +30,16 @@ RANKS = {
     "structures": (2, 4),
     "overlap": (2, 4),
     "staging": (1, 2, 4),
+    "ranks": (1, 2, 4, 8),
     "resident": (2,),
+}
+# Options with --quick: about ten minutes in all; what a contender cannot do five times in its share is skipped.
+_QUICK = "--rounds 10 --budget 4 --seconds"
+QUICK = {
+    **dict.fromkeys(("concat", "gather", "split", "redistribute"), f"{_QUICK} 25"),
+    **dict.fromkeys(("structures", "overlap", "ranks"), f"{_QUICK} 12"),
+    "staging": "--rounds 5 --sizes 64M --layouts even,dim1 --seconds 40",
+    "resident": "--size 1G",
 }
 DEADLINES = {"staging": 2400, "redistribute": 600, "structures": 600}  # seconds; the others have --deadline
 # Open MPI 4 and 5 bind ranks to cores by default, MPICH does not, and gloo's threads need more than the rank's core.
@@ -81,9 +90,10 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
         "--np",
         type=lambda text: [int(n) for n in text.split(",")],
         metavar="LIST",
-        help="numbers of ranks (2,4; staging 1,2,4; resident 2)",
+        help="numbers of ranks (2,4; staging 1,2,4; ranks 1,2,4,8; resident 2)",
     )
     parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(RANKS), metavar=",".join(RANKS))
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and cases: about 10 minutes for everything")
     late = ", ".join(f"{verb}: {seconds}" for verb, seconds in DEADLINES.items())
     parser.add_argument("--deadline", type=float, help=f"seconds per run (300; {late})")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder for the results (benchmarks/results)")
@@ -99,7 +109,8 @@ def main() -> int:
     with tqdm(runs, unit="run", disable=None) as bar:
         for world_size, verb in bar:
             command = [*asked.mpirun, "-n", str(world_size), asked.python, str(HERE / f"{verb}.py")]
-            command += ["--json", str(asked.folder), *(others if verb != "resident" else ())]
+            command += ["--json", str(asked.folder), *(QUICK[verb].split() if asked.quick else ())]
+            command += others if verb != "resident" else ()
             bar.set_postfix_str(f"{verb}, np {world_size}")
             deadline = asked.deadline or DEADLINES.get(verb, 300)
             problem = launch(command, environment(world_size), deadline)

@@ -7,7 +7,19 @@ from typing import Any
 
 import peers
 from harness import Contender
-from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, PLAN_OUT
+from results import (
+    BASELINE,
+    CONTROL,
+    GLOO_BY_ROOT,
+    GLOO_OBJECT,
+    GLOO_PADDED,
+    HPCDIST_NEW,
+    HPCDIST_OUT,
+    HPCDIST_SHARED,
+    MPI4PY_NEW,
+    MPI4PY_PICKLE,
+    PLAN_OUT,
+)
 from shards import Case, run
 
 import hpcdist as hd
@@ -22,15 +34,16 @@ CONTENDERS = [
     Contender(CONTROL, peers.concat_mpi4py),
     Contender(HPCDIST_OUT, lambda case: hd.concat(case.shard, route="mpi", out=case.out)),
     Contender(HPCDIST_NEW, lambda case: hd.concat(case.shard, route="mpi")),
+    Contender(HPCDIST_SHARED, lambda case: hd.concat(case.shard, route="mpi", shared=True)),
     Contender(PLAN_OUT, lambda case: plan(case)(case.shard, case.out)),
     Contender("hpcdist plan", lambda case: plan(case)(case.shard)),
     Contender("hpcdist gloo, out=", lambda case: hd.concat(case.shard, route="gloo", out=case.out)),
-    Contender("mpi4py, counts exchanged, new memory", peers.concat_mpi4py_new),
-    Contender("mpi4py, pickle", peers.concat_mpi4py_pickle),
+    Contender(MPI4PY_NEW, peers.concat_mpi4py_new),
+    Contender(MPI4PY_PICKLE, peers.concat_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.concat_gloo_padded),
     Contender("gloo, all_reduce + all_gather_into_tensor", peers.concat_gloo_into_tensor),
-    Contender("gloo, sends to the root, broadcast", peers.concat_gloo_by_root),
-    Contender("gloo, all_gather_object", peers.concat_gloo_object),
+    Contender(GLOO_BY_ROOT, peers.concat_gloo_by_root),
+    Contender(GLOO_OBJECT, peers.concat_gloo_object),
 ]
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 import peers
 from harness import Contender
-from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, PLAN_OUT
+from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, MPI4PY_NEW, MPI4PY_PICKLE, PLAN_OUT
 from shards import Case, run
 
 import hpcdist as hd
@@ -25,8 +25,8 @@ CONTENDERS = [
     Contender(PLAN_OUT, lambda case: plan(case)(case.shard, case.out)),
     Contender("hpcdist plan", lambda case: plan(case)(case.shard)),
     Contender("hpcdist gloo, out=", lambda case: hd.gather(case.shard, route="gloo", out=case.out)),
-    Contender("mpi4py, counts exchanged, new memory", peers.gather_mpi4py_new),
-    Contender("mpi4py, pickle", peers.gather_mpi4py_pickle),
+    Contender(MPI4PY_NEW, peers.gather_mpi4py_new),
+    Contender(MPI4PY_PICKLE, peers.gather_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.gather_gloo_padded),
     Contender("gloo, all_reduce + all_gather_into_tensor", peers.gather_gloo_into_tensor),
     Contender("gloo, sends to the root", peers.gather_gloo_sends),

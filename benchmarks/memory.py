@@ -1,4 +1,4 @@
-"""Measure the peak memory of one call with the counters of the Linux kernel."""
+"""Measure the memory of one call with the counters of the Linux kernel: its peak, and that of a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+import hpcdist as hd
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_ROLLUP = Path("/proc/self/smaps_rollup")
 _RESET_PEAK = "5"  # proc(5): sets the peak resident set size (VmHWM) to the current one
 _LEAST = 2**24
 
@@ -46,6 +49,33 @@ def peak(comm: MPI.Intracomm, call: Callable[[], object]) -> int:
     extra = _resident("VmHWM") - before
     del result
     return int(comm.allreduce(extra, op=MPI.MAX))
+
+
+def node(comm: MPI.Intracomm, call: Callable[[], object]) -> int:
+    """Measure the memory that all ranks together have more while they hold the results of `call`, in bytes.
+
+    Collective; all ranks are on one node. What several of them map is counted once (the proportional set size of
+    memory that is not of files).
+    """
+    gc.collect()
+    hd.empty_cache()
+    hd.current().team.leave_node()  # its windows would be used again unnoticed
+    _trim()
+    comm.Barrier()
+    before = _proportional()
+    comm.Barrier()  # since what others map counts
+    result = call()
+    comm.Barrier()
+    extra = _proportional() - before
+    comm.Barrier()
+    del result
+    return int(comm.allreduce(extra, op=MPI.SUM))
+
+
+def _proportional() -> int:
+    """Return this process's part of anonymous memory and of memory shared by memfd or /dev/shm, in bytes."""
+    fields = dict(line.split(":") for line in _ROLLUP.read_text().splitlines()[1:])
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
 
 
 def _resident(name: str) -> int:

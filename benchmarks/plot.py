@@ -1,4 +1,5 @@
-"""Plot results/<mpi>-<verb>.svg from the JSON files: ratios to preallocated mpi4py; for staging, rates.
+"""Plot results/<mpi>-<verb>.svg from the JSON files: ratios to preallocated mpi4py; for staging, rates;
+and those of pictures.py.
 
 python benchmarks/plot.py [FOLDER]; needs matplotlib (pip install -e .[bench]).
 """
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
+import pictures
 import results
 import staging_tables
 from matplotlib import pyplot as plt
@@ -137,18 +139,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="with the JSON files (benchmarks/results)")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     asked = parser.parse_args()
-    pictures: dict[str, list[Record]] = {}
-    for record in results.load_all(asked.folder):
-        if not record.cases or record.verb == "overlap":
+    by_verb: dict[str, list[Record]] = {}
+    everything = results.load_all(asked.folder)
+    print(*pictures.draw_all(everything, asked.folder, asked.format), sep="\n")
+    for record in everything:
+        if not record.cases or record.verb in ("overlap", "ranks"):
             continue
         name = f"{record.name.split('-np')[0]}-{record.verb}"
         if record.verb == "staging":
-            pictures.setdefault(name, []).append(record)
+            by_verb.setdefault(name, []).append(record)
             continue
         for what in dict.fromkeys(case.what for case in record.cases):
             part = replace(record, cases=[case for case in record.cases if case.what == what])
-            pictures.setdefault(f"{name}-{what}" if what else name, []).append(part)
-    for name, records in pictures.items():
+            by_verb.setdefault(f"{name}-{what}" if what else name, []).append(part)
+    for name, records in by_verb.items():
         path = asked.folder / f"{name}.{asked.format}"
         render = draw_rates if records[0].verb == "staging" else draw
         render(sorted(records, key=lambda record: record.world_size), path)

@@ -19,6 +19,7 @@ from results import (
     CONTROL,
     DTENSOR,
     HPCDIST_NEW,
+    HPCDIST_OUT,
     KINDS,
     MESSAGES,
     PLAN_OUT,
@@ -35,6 +36,7 @@ CONTENDERS = [
     Contender(MESSAGES, peers.messages),
     Contender(PLAN_OUT, lambda case: peers.plan(case)(case.shard, out=case.out)),
     Contender("hpcdist plan", lambda case: peers.plan(case)(case.shard)),
+    Contender(HPCDIST_OUT, lambda case: hd.redistribute(case.shard, *case.layouts, route="mpi", out=case.out)),
     Contender(HPCDIST_NEW, lambda case: hd.redistribute(case.shard, *case.layouts, route="mpi")),
     Contender("hpcdist gloo", lambda case: hd.redistribute(case.shard, *case.layouts, route="gloo")),
     Contender("Alltoallv, new memory", peers.by_hand_new),
@@ -45,7 +47,7 @@ CONTENDERS = [
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, "64K,4M,64M", seconds=240)
+    parser = harness.parser(__doc__, "64K,16M,64M", seconds=240)
     parser.add_argument(
         "--kinds", type=harness.some_of(KINDS), default=",".join(KINDS), metavar="LIST", help="%(default)s"
     )

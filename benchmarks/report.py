@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import overlap_tables
 import results
 import staging_tables
-from results import (
-    ALL_GATHER_OBJECT,
-    BASELINE,
-    BY_HAND,
-    DTENSOR,
-    FOLDER,
-    GLOO_ONE_BY_ONE,
-    GLOO_PADDED,
-    HPCDIST_NEW,
-    HPCDIST_OUT,
-    KINDS,
-    PLAN_OUT,
-    STRUCTURES,
-    Case,
-    Record,
-    Spread,
-    Timing,
-)
+from results import BASELINE, FOLDER, KINDS, STRUCTURES, Case, Record, Timing
 from tables import figure, table
+from targets import target_table
 
 README = Path(__file__).parent / "README.md"
 START, END = "<!-- results -->", "<!-- /results -->"
 _MIB = 2**20
-_LARGE = 64 * _MIB
 
 
 def case_table(record: Record, case: Case) -> str:
@@ -103,6 +84,13 @@ def peak_table(record: Record) -> str:
     return table(head, [[p.name, f"{p.extra / _MIB:.1f}", f"{p.extra / p.result:.3f}"] for p in record.peaks])
 
 
+def node_table(record: Record) -> str:
+    """Format the memory of all ranks together, while they hold the results."""
+    shown = f"{record.nodes[0].result / _MIB:.0f} MiB"
+    head = [f"{record.verb}, np {record.world_size}: memory of all ranks, result {shown}", "MiB", "of the result"]
+    return table(head, [[p.name, f"{p.extra / _MIB:.1f}", f"{p.extra / p.result:.3f}"] for p in record.nodes])
+
+
 def ratio_table(record: Record, what: str = "") -> str:
     """Summarise the paired ratios of one run: a row for each contender, a column for each size and skew."""
     cases = [case for case in record.cases if case.what == what]
@@ -122,109 +110,6 @@ def _baseline_time(case: Case) -> str:
         return "skipped"
     time = results.seconds(timing).median
     return f"{figure(time * 1e6)} us" if time < 1e-3 else f"{figure(time * 1e3)} ms"
-
-
-class Target(NamedTuple):
-    """A target, and how to measure it in a record; `measure` returns None if the record has no such case."""
-
-    what: str
-    verb: str
-    world_sizes: tuple[int, ...]
-    limit: float
-    at_most: bool
-    unit: str
-    measure: Callable[[Record], Spread | None]
-
-
-def _ratio_of(size: int, skew: str, name: str, other: str) -> Callable[[Record], Spread | None]:
-    def measure(record: Record) -> Spread | None:
-        case = record.case(size, skew)
-        return None if case is None else results.ratio(case, name, other)
-
-    return measure
-
-
-def _small_difference(record: Record) -> Spread | None:
-    case = record.case(8, "even")
-    found = None if case is None else results.difference(case, HPCDIST_OUT)
-    return None if found is None else Spread(*(value * 1e6 for value in found))
-
-
-def _peak_of_result(record: Record) -> Spread | None:
-    found = [peak.extra / peak.result for peak in record.peaks if peak.name == HPCDIST_NEW]
-    return Spread(found[0], found[0], found[0]) if found else None
-
-
-def _by_best(kind: str) -> Callable[[Record], Spread | None]:
-    """Compare hpcdist's plan with the fastest hand-written one of the case; both write to preallocated memory."""
-
-    def measure(record: Record) -> Spread | None:
-        case = record.case(_LARGE, kind)
-        best = None if case is None else results.best(case, BY_HAND)
-        return None if case is None or best is None else results.ratio(case, best, PLAN_OUT)
-
-    return measure
-
-
-def _structures(kind: str, other: str) -> Callable[[Record], Spread | None]:
-    def measure(record: Record) -> Spread | None:
-        cases = [case for case in record.cases if case.skew == kind and (kind != "many" or case.size == _LARGE)]
-        return results.ratio(cases[0], other, HPCDIST_NEW) if cases else None
-
-    return measure
-
-
-def _redistributed() -> Iterator[Target]:
-    """Iterate over the targets of redistribute; tiles need 2 rows of ranks, and DTensor has no ragged shards."""
-    for kind, words in KINDS.items():
-        what, ranks = f"redistribute, 64 MiB, {words}", (4,) if kind == "tiles" else (2, 4)
-        yield Target(f"{what}: best by hand's time", "redistribute", ranks, 0.95, False, "x", _by_best(kind))
-        measure = _ratio_of(_LARGE, kind, DTENSOR, HPCDIST_NEW)
-        for np in ranks if kind != "ragged" else ():
-            limit = {2: 1.5, 4: 2.5}[np]
-            yield Target(f"{what}: DTensor on gloo's time", "redistribute", (np,), limit, False, "x", measure)
-
-
-_AS_RAW = _ratio_of(_LARGE, "even", HPCDIST_OUT, BASELINE)
-_SKEWED = _ratio_of(_LARGE, "16:1", GLOO_PADDED, HPCDIST_OUT)
-_SMALL, _LISTS = _structures("small", GLOO_ONE_BY_ONE), _structures("many", ALL_GATHER_OBJECT)
-TARGETS = [
-    *(
-        Target(f"{v}, 64 MiB a rank: time of raw mpi4py", v, (2, 4), 1.05, True, "x", _AS_RAW)
-        for v in ("concat", "gather")
-    ),
-    *(
-        Target(f"{v}, 64 MiB, 16:1: gloo padded's time", v, (2, 4), 8, False, "x", _SKEWED)
-        for v in ("concat", "gather")
-    ),
-    Target("concat, 8 B: over raw mpi4py", "concat", (2,), 25, True, "us", _small_difference),
-    Target("concat, dim 0: peak extra memory by the result", "concat", (2, 4), 1.0, True, "x", _peak_of_result),
-    Target("send, 1,000 small tensors: gloo one by one's time", "structures", (2, 4), 20, False, "x", _SMALL),
-    Target("concat of lists, 64 MiB a rank: all_gather_object's time", "structures", (2, 4), 5, False, "x", _LISTS),
-    *_redistributed(),
-]
-_COUNTERS = 0.005  # error of the kernel's memory counters, relative to the result
-
-
-def target_table(records: Sequence[Record]) -> str:
-    """Format targets and measurements, for every MPI and number of ranks."""
-    rows = []
-    for target in TARGETS:
-        limit = f"{'at most' if target.at_most else 'at least'} {target.limit:g} {target.unit}"
-        for mpi, np in product(dict.fromkeys(record.mpi for record in records), target.world_sizes):
-            mine = [r for r in records if (r.mpi, r.world_size, r.verb) == (mpi, np, target.verb)]
-            found = target.measure(mine[0]) if mine else None
-            verdict = ["not measured", "-", "-"] if found is None else _verdict(target, found)
-            rows.append([target.what, mpi, str(np), limit, *verdict])
-    return table(["target", "MPI", "np", "limit", "measured", "IQR", "met"], rows)
-
-
-def _verdict(target: Target, found: Spread) -> list[str]:
-    limit = target.limit + (_COUNTERS if target.measure is _peak_of_result else 0)
-    met = found.median <= limit if target.at_most else found.median >= limit
-    digits = 3 if target.measure is _peak_of_result else 2
-    iqr = "-" if found.low == found.high else f"{found.low:.{digits}f} to {found.high:.{digits}f}"
-    return [f"{found.median:.{digits}f} {target.unit}", iqr, "yes" if met else "NO"]
 
 
 def _origin(records: Sequence[Record]) -> str:
@@ -251,6 +136,7 @@ def _verbs(records: Sequence[Record]) -> list[str]:
     for mpi in dict.fromkeys(record.mpi for record in records):
         parts.append(f"#### {mpi}")
         mine = [record for record in records if record.mpi == mpi]
+        parts += [_embed(mine[0], name) for name in ("ragged-concat", "concat-time", "node-memory")]
         for verb in dict.fromkeys(record.verb for record in mine):
             of_verb = [record for record in mine if record.verb == verb]
             for what in dict.fromkeys(case.what for case in of_verb[0].cases):
@@ -258,13 +144,18 @@ def _verbs(records: Sequence[Record]) -> list[str]:
     peaks = [peak_table(record) for record in records if record.peaks or record.no_peaks]
     skipped = dict.fromkeys(_left_out(r, c, t) for r in records for c in r.cases for t in c.timings if t.skipped)
     parts += ["### Peak memory", *peaks] if peaks else []
+    nodes = [node_table(record) for record in records if record.nodes]
+    parts += ["### Memory of a node", *nodes] if nodes else []
     parts += ["### Skipped", "\n".join(f"- {line}" for line in skipped)] if skipped else []
     return [part for part in parts if part]
 
 
 def _picture(record: Record, what: str = "") -> str:
     """Embed the plot of the record's MPI and verb in README.md, if it exists."""
-    name = f"{record.verb}-{what}" if what else record.verb
+    return _embed(record, f"{record.verb}-{what}" if what else record.verb)
+
+
+def _embed(record: Record, name: str) -> str:
     path = FOLDER / f"{record.name.split('-np')[0]}-{name}.svg"
     return f"![{name}, {record.mpi}](results/{path.name})" if path.exists() else ""
 

@@ -14,7 +14,10 @@ BASELINE = "mpi4py, preallocated"
 CONTROL = "the same once more (control)"
 HPCDIST_OUT = "hpcdist mpi, out="
 HPCDIST_NEW = "hpcdist mpi"
+HPCDIST_SHARED = "hpcdist mpi, shared=True"
+MPI4PY_NEW, MPI4PY_PICKLE = "mpi4py, counts exchanged, new memory", "mpi4py, pickle"
 GLOO_PADDED = "gloo, padded"
+GLOO_BY_ROOT, GLOO_OBJECT = "gloo, sends to the root, broadcast", "gloo, all_gather_object"
 # redistribute; the baseline is pack, Alltoallv, unpack
 ALLTOALLV_OWN, ALLTOALLW = "Alltoallv, own piece by MPI too", "Alltoallw, subarrays"
 ALLTOALLW_COPY, MESSAGES = "Alltoallw, own piece copied", "Isend, Irecv, subarrays, own piece copied"
@@ -38,7 +41,8 @@ POSIX = "POSIX"
 HPCDIST = "hpcdist"
 HPCDIST_MPIO, HPCDIST_POSIX = "hpcdist, writer mpio", "hpcdist, writer posix"
 UNCHECKED, UNVERIFIED = "hpcdist, checksums switched off", "hpcdist, verify=False"
-PLAIN_H5PY = "h5py, collective"
+PLAIN_H5PY, H5PY_ALONE = "h5py, collective", "h5py, each rank on its own"
+SAFETENSORS = "safetensors, a file a rank, copied"
 
 
 class Spread(NamedTuple):
@@ -114,7 +118,12 @@ class Resident:
 
 @dataclass
 class Record:
-    """One run of one verb: software, machine, and all samples."""
+    """One run of one verb: software, machine, and all samples.
+
+    Attributes:
+        peaks: peak memory of a rank in one call of each contender.
+        nodes: memory of all ranks together while they hold the results of one call of each contender.
+    """
 
     verb: str
     world_size: int
@@ -127,6 +136,7 @@ class Record:
     peaks: list[Peak] = field(default_factory=list)
     no_peaks: str | None = None
     resident: Resident | None = None
+    nodes: list[Peak] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -158,8 +168,9 @@ def load(path: Path) -> Record:
     whole = json.loads(path.read_text())
     cases = [Case(**{**case, "timings": [Timing(**t) for t in case["timings"]]}) for case in whole.pop("cases")]
     peaks = [Peak(**peak) for peak in whole.pop("peaks")]
+    nodes = [Peak(**peak) for peak in whole.pop("nodes", [])]
     resident = whole.pop("resident", None)
-    return Record(**whole, cases=cases, peaks=peaks, resident=Resident(**resident) if resident else None)
+    return Record(**whole, cases=cases, peaks=peaks, nodes=nodes, resident=Resident(**resident) if resident else None)
 
 
 def load_all(folder: Path = FOLDER) -> list[Record]:

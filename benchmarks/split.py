@@ -7,7 +7,7 @@ from typing import Any
 
 import peers
 from harness import Contender
-from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, PLAN_OUT
+from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, MPI4PY_NEW, MPI4PY_PICKLE, PLAN_OUT
 from shards import Case, run
 from torch import Tensor
 
@@ -34,8 +34,8 @@ CONTENDERS = [
     Contender(PLAN_OUT, lambda case: plan(case)(case.whole, case.out)),
     Contender("hpcdist plan", lambda case: plan(case)(case.whole)),
     Contender("hpcdist gloo, out=", lambda case: split(case, "gloo", case.out)),
-    Contender("mpi4py, counts exchanged, new memory", peers.split_mpi4py_new),
-    Contender("mpi4py, pickle", peers.split_mpi4py_pickle),
+    Contender(MPI4PY_NEW, peers.split_mpi4py_new),
+    Contender(MPI4PY_PICKLE, peers.split_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.split_gloo_padded),
     Contender("gloo, broadcast the whole, keep a part", peers.split_gloo_broadcast),
     Contender("gloo, sends from the root", peers.split_gloo_sends),

@@ -16,7 +16,18 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
-from results import CONTROL, HPCDIST, HPCDIST_MPIO, HPCDIST_POSIX, PLAIN_H5PY, POSIX, UNCHECKED, UNVERIFIED
+from results import (
+    CONTROL,
+    H5PY_ALONE,
+    HPCDIST,
+    HPCDIST_MPIO,
+    HPCDIST_POSIX,
+    PLAIN_H5PY,
+    POSIX,
+    SAFETENSORS,
+    UNCHECKED,
+    UNVERIFIED,
+)
 from staging_tables import SHARED
 
 import hpcdist as hd
@@ -267,9 +278,9 @@ LOADS = [
     Method(HPCDIST, load_hpcdist, files="x"),
     Method(UNVERIFIED, UNVERIFIED_LOAD, files="x"),
     Method("MPI-IO, Read_at_all", load_mpiio, files="x"),
-    Method("h5py, collective", load_h5py, files="x", unsupported=SERIAL),
-    Method("h5py, each rank on its own", load_h5py_alone, files="x"),
+    Method(PLAIN_H5PY, load_h5py, files="x", unsupported=SERIAL),
+    Method(H5PY_ALONE, load_h5py_alone, files="x"),
     Method("torch.load, a file a rank", load_torch, files="x-*.pt"),
     Method("torch DCP", load_dcp, files="x-dcp/*"),
-    Method("safetensors, a file a rank, copied", load_safetensors, files="x-*.safetensors"),
+    Method(SAFETENSORS, load_safetensors, files="x-*.safetensors"),
 ]

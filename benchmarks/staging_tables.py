@@ -7,7 +7,19 @@ from itertools import product
 from typing import NamedTuple
 
 import results
-from results import HPCDIST, PLAIN_H5PY, POSIX, UNCHECKED, UNVERIFIED, Case, Record, Resident, Spread
+from results import (
+    H5PY_ALONE,
+    HPCDIST,
+    PLAIN_H5PY,
+    POSIX,
+    SAFETENSORS,
+    UNCHECKED,
+    UNVERIFIED,
+    Case,
+    Record,
+    Resident,
+    Spread,
+)
 from tables import figure, table
 
 VERBS = ("staging", "resident")
@@ -19,7 +31,7 @@ SHARED = (
     "MPI-IO, Read_at_all",
     PLAIN_H5PY,
     "h5py, independent",
-    "h5py, each rank on its own",
+    H5PY_ALONE,
 )  # one file of all ranks
 _MIB = 2**20
 
@@ -97,6 +109,16 @@ def _save(other: str) -> Callable[[Case, str], Spread | None]:
     return lambda case, default: rate(case, default, other)
 
 
+def _save_by_best(case: Case, default: str) -> Spread | None:
+    best = results.best(case, SHARED)
+    return None if best is None else rate(case, default, best)
+
+
+def _load_by_best(case: Case, _: str) -> Spread | None:
+    best = results.best(case, (POSIX, PLAIN_H5PY, H5PY_ALONE, SAFETENSORS))
+    return None if best is None else rate(case, HPCDIST, best)
+
+
 def _load(case: Case, _: str) -> Spread | None:
     return rate(case, HPCDIST, POSIX)
 
@@ -113,6 +135,16 @@ TARGETS = [
     *(
         Target(f"load, {LAYOUTS[layout]}: rate by pread's", ("load", layout), limit, False, _load)
         for layout, limit in (("even", 0.85), ("ragged", 0.85), ("dim1", 0.5))
+    ),
+    *(
+        Target(f"save, {LAYOUTS[layout]}: rate by the best's", ("save", layout), 0.95, False, _save_by_best)
+        for layout in ("even", "ragged")
+    ),
+    *(
+        Target(
+            f"load, {words}: rate by the best of pread, h5py, safetensors", ("load", layout), 1, False, _load_by_best
+        )
+        for layout, words in LAYOUTS.items()
     ),
     Target(
         "save, checksums: time with by time without", ("save", "even"), 1.15, True, lambda c, d: rate(c, UNCHECKED, d)

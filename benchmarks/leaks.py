@@ -1,0 +1,390 @@
+"""Make every kind of call many times, and show whether memory, files, threads and communicators stay the same.
+
+mpirun -n 2 python benchmarks/leaks.py
+mpirun -n 2 python benchmarks/leaks.py --calls 10000 --groups 1000 --only groups,concat
+
+A row for each kind, and in it the growth of the rank that grew most, from after the first tenth of the calls to after
+the last. What may not grow by a call is "flat" if it grows by no more than LIMITS and, for resident memory, PER_CALL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import activity
+
+_MIB = 2**20
+_CONTEXT_IDS = 2048  # communicators that MPICH can have at once
+_CACHED = 5000  # calls with new arguments after which every cache of the library is full
+
+
+class State(NamedTuple):
+    """What a rank has.
+
+    Attributes:
+        resident: anonymous memory of this process; files that it maps belong to the page cache.
+        shared: memory that this process shares by memfd or /dev/shm, divided by the processes that map it.
+        devshm: bytes in /dev/shm, of all programs.
+        descriptors, threads: open file descriptors and threads of this process.
+        communicators: of MPI.
+        objects: those that Python's garbage collector knows.
+        records: entries of the library's own tables: teams, routes, plans, repeated calls, records of calls, messages.
+    """
+
+    resident: float
+    shared: float
+    devshm: float
+    descriptors: float
+    threads: float
+    communicators: float
+    objects: float
+    records: float
+
+
+LIMITS = State(4, 1, 1, 2, 1, 0, 500, 20)
+PER_CALL = 16 / _MIB  # resident MiB: less than the smallest thing that a call could lose
+UNITS = State("MiB", "MiB", "MiB", "fds", "threads", "comms", "objects", "records")  # type: ignore[arg-type]
+
+
+def state(world: hd.World) -> State:
+    """Count what this rank has now. Collective over the world."""
+    hd.empty_cache()
+    for _ in range(3):  # what a finalizer drops may be garbage, too
+        gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
+    rollup = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    in_use = os.statvfs("/dev/shm")
+    return State(
+        resident=_kib(rollup["Anonymous"]),
+        shared=_kib(rollup.get("Pss_Shmem", "0 kB")),
+        devshm=(in_use.f_blocks - in_use.f_bfree) * in_use.f_frsize / _MIB,
+        descriptors=len(os.listdir("/proc/self/fd")),
+        threads=len(os.listdir("/proc/self/task")),
+        communicators=communicators(world.comm),
+        objects=len(gc.get_objects()),
+        records=_records(world),
+    )
+
+
+def _kib(text: str) -> float:
+    return int(text.split()[0]) / 1024
+
+
+def communicators(comm: MPI.Intracomm) -> int:
+    """Count the MPI communicators of this process. Collective.
+
+    MPICH has 2,048 at most, so those that can still be made are made and freed. Open MPI numbers its handles from the
+    lowest free number: that of a new communicator is the number of those before it.
+    """
+    if MPI.get_vendor()[0] != "MPICH":
+        made = comm.Dup()
+        number = made.py2f()
+        made.Free()
+        return int(number)
+    more: list[MPI.Intracomm] = []
+    with suppress(MPI.Exception):
+        while len(more) < _CONTEXT_IDS:
+            more.append(comm.Dup())
+    free = len(more)
+    for made in more:
+        made.Free()
+    return _CONTEXT_IDS - free
+
+
+def _records(world: hd.World) -> int:
+    context = world.context
+    found = len(context.teams) + len(context._torch_groups) + len(context.everyone.provisional) + len(activity.peers)
+    found += len(activity._texts) + len(activity._inside)
+    for team in context.teams.values():
+        found += sum(map(len, (team.torch_groups, team.routes, team.plans, team.repeats)))
+    return found
+
+
+class Kind(NamedTuple):
+    """A kind of call: `make` returns a function that makes the call for the i-th time.
+
+    Attributes:
+        one_of: one call is made for so many of --calls; 0: the calls are those of --groups.
+        least: ranks needed.
+        warm_up: calls before the first measurement at least.
+    """
+
+    make: Callable[[hd.World, Path], Callable[[int], object]]
+    one_of: int = 1
+    least: int = 1
+    warm_up: int = 5
+
+
+def _ever_other(i: int) -> int:
+    return i % 20_011  # 80 kB at most
+
+
+def _collectives(rows: Callable[[int], int]) -> dict[str, Callable[[hd.World, Path], Callable[[int], object]]]:
+    def gather(world: hd.World, folder: Path) -> Callable[[int], object]:
+        return lambda i: hd.gather(torch.ones(rows(i)), root=0)
+
+    def concat(world: hd.World, folder: Path) -> Callable[[int], object]:
+        return lambda i: hd.concat(torch.ones(rows(i)))
+
+    def split(world: hd.World, folder: Path) -> Callable[[int], object]:
+        return lambda i: hd.split(torch.ones(rows(i) * world.world_size) if world.rank == 0 else None)
+
+    def redistribute(world: hd.World, folder: Path) -> Callable[[int], object]:
+        wide = world.world_size
+        return lambda i: hd.redistribute(torch.ones(rows(i), wide), hd.Split(0), hd.Split(1))
+
+    return {"gather": gather, "concat": concat, "split": split, "redistribute": redistribute}
+
+
+def _structures(world: hd.World, folder: Path) -> Callable[[int], object]:
+    return lambda i: hd.concat({"x": torch.ones(i % 7), "names": ["a"] * (i % 3), "loss": 0.5})
+
+
+def _gradients(world: hd.World, folder: Path) -> Callable[[int], object]:
+    return lambda i: hd.concat(torch.ones(i % 7 + 1, requires_grad=True)).sum().backward()
+
+
+def _send(world: hd.World, folder: Path) -> Callable[[int], object]:
+    other = world.rank ^ 1
+
+    def call(i: int) -> None:
+        if other < world.world_size:
+            x = {"x": torch.ones(i % 7), "n": i}
+            if world.rank < other:
+                hd.send(x, other)
+            assert hd.recv(other)["n"] == i
+            if world.rank > other:
+                hd.send(x, other)
+
+    return call
+
+
+def _isend(world: hd.World, folder: Path) -> Callable[[int], object]:
+    after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+
+    def call(i: int) -> None:
+        received, sent = hd.irecv(before, i % 5), hd.isend(torch.ones(i % 700), after, i % 5)
+        received.wait(60)
+        sent.wait(60)
+
+    return call
+
+
+def _async(world: hd.World, folder: Path) -> Callable[[int], object]:
+    return lambda i: hd.concat(torch.ones(i % 700), async_op=True).wait(60)
+
+
+def _plan_calls(world: hd.World, folder: Path) -> Callable[[int], object]:
+    x = torch.ones(3)
+    plans: list[Any] = [hd.plan_concat(x), hd.plan_gather(x), hd.plan_split(x if world.rank == 0 else None)]
+    return lambda i: plans[i % 3](x if i % 3 < 2 or world.rank == 0 else None)
+
+
+def _plans(world: hd.World, folder: Path) -> Callable[[int], object]:
+    def call(i: int) -> None:
+        x = torch.ones(i % 20 + 1, 2)
+        whole = x if world.rank == 0 else None
+        hd.plan_concat(x)(x)
+        hd.plan_gather(x)(x)
+        hd.plan_split(whole)(whole)
+        hd.plan_redistribute(x, hd.Split(0), hd.Split(1) if world.world_size < 3 else hd.Replicate())
+
+    return call
+
+
+def _refused(world: hd.World, folder: Path) -> Callable[[int], object]:
+    def call(i: int) -> None:
+        with suppress(hd.RankError):
+            hd.concat(torch.ones(3), dim=world.rank + 1)
+            raise SystemExit("a wrong call was not refused")
+
+    return call
+
+
+def _large(world: hd.World, folder: Path, shared: bool = False) -> Callable[[int], object]:
+    x = torch.ones(2**19)  # 2 MiB
+    kept: list[Tensor] = []
+
+    def call(i: int) -> None:
+        kept.append(hd.concat(x[: len(x) - i % 100 * 1024], shared=shared))
+        del kept[: -(i % 5)]  # several are held at once
+
+    return call
+
+
+def _shared(world: hd.World, folder: Path) -> Callable[[int], object]:
+    return _large(world, folder, shared=True)
+
+
+def _files(world: hd.World, folder: Path) -> Callable[[int], object]:
+    def call(i: int) -> None:
+        hd.staging.save(folder / "x.h5", {"x": torch.ones(1000 + i % 7), "y": torch.ones(3)})
+        hd.staging.load(folder / "x.h5")
+
+    return call
+
+
+def _comms(world: hd.World, folder: Path) -> Callable[[int], object]:
+    """Communicators of some of the ranks, used in front and in the background, then freed."""
+
+    def call(i: int) -> None:
+        comm = world.comm.Split(0 if i % 2 else world.rank % 2, world.rank)
+        hd.concat(torch.ones(3), group=comm)
+        hd.concat(torch.ones(100_000), group=comm, shared=True)
+        if i % 10 == 0:
+            hd.concat(torch.ones(3), group=comm, async_op=True).wait(60)
+        comm.Free()
+
+    return call
+
+
+def _torch_groups(world: hd.World, folder: Path) -> Callable[[int], object]:
+    def call(i: int) -> None:
+        group = dist.new_group()
+        hd.concat(torch.ones(3), group=group)
+        dist.destroy_process_group(group)
+
+    return call
+
+
+def _comms_alone(world: hd.World, folder: Path) -> Callable[[int], object]:
+    return lambda i: world.comm.Split(0 if i % 2 else world.rank % 2, world.rank).Free()
+
+
+def _torch_groups_alone(world: hd.World, folder: Path) -> Callable[[int], object]:
+    return lambda i: dist.destroy_process_group(dist.new_group())
+
+
+KINDS: dict[str, Kind] = {
+    **{f"{verb}, 12 B": Kind(make) for verb, make in _collectives(lambda i: 3).items()},
+    **{f"{verb}, ever other sizes": Kind(make, 1, 1, _CACHED) for verb, make in _collectives(_ever_other).items()},
+    "concat of structures": Kind(_structures),
+    "concat, with gradients": Kind(_gradients),
+    "concat, async_op": Kind(_async),
+    "concat, refused": Kind(_refused),
+    "concat, 2 MiB from the pool": Kind(_large, 100),
+    "concat, 2 MiB shared": Kind(_shared, 100),
+    "plans called": Kind(_plan_calls),
+    "plans made and dropped": Kind(_plans, 4),
+    "send, recv": Kind(_send, least=2),
+    "isend, irecv": Kind(_isend, least=2),
+    "staging.save, load": Kind(_files, 1000),
+    "groups of communicators": Kind(_comms, 0),
+    "groups of torch": Kind(_torch_groups, 0),
+    "(communicators without hpcdist)": Kind(_comms_alone, 0),
+    "(groups of torch without hpcdist)": Kind(_torch_groups_alone, 0),
+}
+
+
+class Growth(NamedTuple):
+    """What the rank that grew most has more than before, of each thing, after `calls` calls of a kind."""
+
+    calls: int
+    seconds: float
+    before: State
+    more: State
+
+    def leaks(self) -> list[str]:
+        """Describe what is not flat."""
+        allowed = LIMITS._replace(resident=LIMITS.resident + PER_CALL * self.calls)
+        named = zip(State._fields, UNITS, self.more, allowed, strict=True)
+        return [
+            f"{name}: {more:.1f} {unit} more, {limit:.1f} allowed"
+            for name, unit, more, limit in named
+            if more > limit and name != "devshm"  # of which other programs use some, too
+        ]
+
+
+def grow(world: hd.World, kind: Kind, calls: int, folder: Path, progress: Callable[[], object] | None = None) -> Growth:
+    """Make the calls, the first tenth of them as a warm-up; compare what there is before and after. Collective."""
+    comm, warm_up = world.comm, max(kind.warm_up, calls // 10)
+    call = kind.make(world, folder)
+    for i in range(warm_up):
+        call(i)
+    state(world)  # makes what it needs itself
+    before, start = state(world), time.monotonic()
+    for i in range(warm_up, warm_up + calls):
+        call(i)
+        if progress is not None:
+            progress()
+    seconds = time.monotonic() - start
+    after = state(world)
+    most = [comm.allreduce(b - a, op=MPI.MAX) for a, b in zip(before, after, strict=True)]
+    return Growth(calls, seconds, State(*(comm.allreduce(a, op=MPI.MAX) for a in before)), State(*most))
+
+
+@contextmanager
+def own_folder(world: hd.World) -> Iterator[Path]:
+    """A new folder for the files of all ranks."""
+    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="hpcdist-leaks-") if world.rank == 0 else None))
+    try:
+        yield folder
+    finally:
+        world.comm.Barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _row(name: str, growth: Growth) -> list[str]:
+    pairs = zip(UNITS, growth.before, growth.more, strict=True)
+    cells = [f"{b:.1f} {m:+.1f}" if unit == "MiB" else f"{b:.0f} {m:+.0f}" for unit, b, m in pairs]
+    flat = "-" if name.startswith("(") else "NO" if growth.leaks() else "yes"
+    return [name, f"{growth.calls:,}", f"{1e6 * growth.seconds / growth.calls:.0f}", *cells, flat]
+
+
+def main() -> None:
+    from tables import table
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=100_000, help="calls of each kind (%(default)s)")
+    parser.add_argument("--groups", type=int, default=10_000, help="groups made and freed (%(default)s)")
+    parser.add_argument("--only", default="", metavar="LIST", help="kinds with one of these words in their name")
+    asked = parser.parse_args()
+    with hd.init(device="cpu") as world, own_folder(world) as folder:
+        root = world.rank == 0
+        chosen = [name for name in KINDS if any(word in name for word in asked.only.split(","))]
+        rows, leaks = [], []
+        for name in chosen:
+            kind = KINDS[name]
+            if world.world_size < kind.least:
+                continue
+            calls = max(1, asked.calls // kind.one_of) if kind.one_of else asked.groups
+            with tqdm(total=calls, desc=name, unit="call", disable=None if root else True, leave=False) as bar:
+                growth = grow(world, kind, calls, folder, bar.update)
+            rows.append(_row(name, growth))
+            if root:
+                tqdm.write(" | ".join(rows[-1]))
+            leaks += [f"{name}: {leak}" for leak in growth.leaks() if not name.startswith("(")]
+        if root:
+            units = [
+                f"{name}, {unit}" if unit == "MiB" else name for name, unit in zip(State._fields, UNITS, strict=True)
+            ]
+            vendor, version = MPI.get_vendor()
+            print(f"\n{vendor} {'.'.join(map(str, version))}, np {world.world_size}; before, and the growth:\n")
+            print(table(["kind", "calls", "us a call", *units, "flat"], rows))
+            print(*(f"\nnot flat: {leak}" for leak in leaks))
+    sys.exit(1 if leaks else 0)
+
+
+if __name__ == "__main__":
+    main()
