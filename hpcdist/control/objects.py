@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +23,9 @@ __all__ = ["all_gather", "all_gather_object", "broadcast", "broadcast_bytes", "f
 T = TypeVar("T")
 
 _MOST = 2**30  # bytes that all ranks together may exchange at once
+# Bytes of the first message, which is all there is of short values: of each rank, where all send; of the root, else.
+_INLINE, _HEAD = 64, 2**11
+_LENGTH = 8  # bytes of the length, at the beginning of it
 
 
 def all_gather_object(comm: MPI.Comm, value: Any, what: str = "an exchange before a call") -> list[Any]:
@@ -36,30 +38,26 @@ def all_gather_object(comm: MPI.Comm, value: Any, what: str = "an exchange befor
     Raises:
         RankError: on every rank, if the value of one is of another kind.
     """
-    from mpi4py import MPI
-
-    text = _encoded(value)
-    sizes = array("q", bytes(8 * comm.size))
-    comm.Allgather([array("q", [len(text)]), MPI.INT64_T], [sizes, MPI.INT64_T])
-    _check_size(sum(sizes))
-    texts = bytearray(sum(sizes))
-    comm.Allgatherv([text, MPI.BYTE], [texts, list(sizes), MPI.BYTE])
-    ends = list(accumulate(sizes))
-    values = [codec.decode(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    values = [codec.decode(text) for text in _all_texts(comm, _encoded(value))]
     raise_problems(what, {rank: problem for rank, (_, problem) in enumerate(values) if problem is not None})
     return [value for value, _ in values]
 
 
 def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int) -> bytes:
-    """Return the root's bytes on every rank. Collective over `comm`; two small broadcasts."""
+    """Return the root's bytes on every rank. Collective over `comm`; one small broadcast, and another for long data."""
     from mpi4py import MPI
 
-    length = array("q", [len(data)])
-    comm.Bcast([length, MPI.INT64_T], root)
-    _check_size(length[0])
-    found = bytearray(data) if comm.rank == root else bytearray(length[0])
-    comm.Bcast([found, MPI.BYTE], root)
-    return bytes(found)
+    first = bytearray(_HEAD)
+    if comm.rank == root:
+        first[:] = _head(data, _HEAD)
+    comm.Bcast([first, MPI.BYTE], root)
+    length, begin = _parsed(first)
+    _check_size(length)
+    if length == len(begin):
+        return begin
+    rest = bytearray(data[len(begin) :]) if comm.rank == root else bytearray(length - len(begin))
+    comm.Bcast([rest, MPI.BYTE], root)
+    return begin + bytes(rest)
 
 
 def broadcast(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0) -> T:
@@ -135,6 +133,34 @@ def _encoded(value: object) -> bytes:
         return codec.encode((value, None))
     except TypeError as error:
         return codec.encode((None, str(error)))
+
+
+def _all_texts(comm: MPI.Comm, text: bytes) -> list[bytes]:
+    """Return the texts of all ranks. Collective over `comm`: one small Allgather, and an Allgatherv if one is long."""
+    from mpi4py import MPI
+
+    heads = bytearray(_INLINE * comm.size)
+    comm.Allgather([_head(text, _INLINE), MPI.BYTE], [heads, _INLINE, MPI.BYTE])
+    found = [_parsed(heads[at : at + _INLINE]) for at in range(0, len(heads), _INLINE)]
+    _check_size(sum(length for length, _ in found))
+    left = [length - len(begin) for length, begin in found]
+    if not any(left):
+        return [begin for _, begin in found]
+    rests = bytearray(sum(left))
+    comm.Allgatherv([text[_INLINE - _LENGTH :], MPI.BYTE], [rests, left, MPI.BYTE])
+    ends = accumulate(left)
+    return [begin + rests[end - more : end] for (_, begin), end, more in zip(found, ends, left, strict=True)]
+
+
+def _head(data: bytes, size: int) -> bytes:
+    """The length of some bytes and as many of them as there is space for, in `size` bytes."""
+    return (len(data).to_bytes(_LENGTH, "little") + data[: size - _LENGTH]).ljust(size, b"\0")
+
+
+def _parsed(head: bytearray) -> tuple[int, bytes]:
+    """The length of some bytes and the first of them, as _head() has put them together."""
+    length = int.from_bytes(head[:_LENGTH], "little")
+    return length, bytes(head[_LENGTH : _LENGTH + length])
 
 
 def _check_size(nbytes: int) -> None:

@@ -294,12 +294,13 @@ def _left(target: Path) -> list[Path]:
     """The parts of a target, newest first; only this user's, and such as hpcdist makes."""
     stem = _stem(target.name)
     tag = re.compile(re.escape(f"{stem}{_digest(target.name)}") + r"[0-9a-f]{32}\.part")
-    found = []
-    for path in target.parent.glob(f"{glob.escape(stem)}*.part"):
+    found, names = [], []
+    with suppress(PermissionError):  # a folder whose entries can be used, but not listed
+        names = [name for name in os.listdir(target.parent) if tag.fullmatch(name)]
+    for path in map(target.with_name, names):
         with suppress(FileNotFoundError):  # its writer has finished meanwhile
             stat_ = os.lstat(path)
-            regular = stat.S_ISREG(stat_.st_mode) and stat_.st_uid == os.geteuid() and stat_.st_nlink == 1
-            if tag.fullmatch(path.name) and regular:
+            if stat.S_ISREG(stat_.st_mode) and stat_.st_uid == os.geteuid() and stat_.st_nlink == 1:
                 found.append((stat_.st_mtime_ns, path))
     return [path for _, path in sorted(found, reverse=True)]
 

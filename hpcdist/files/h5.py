@@ -164,10 +164,13 @@ def create(
     plain = [d.nbytes() for d in datasets if d.chunks is None]
     os.truncate(path, sum(nbytes + (align if nbytes >= align else 0) for nbytes in plain))
     large = [d for d in datasets if d.chunks is None and d.nbytes() >= align]
-    with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, locking=False) as file:
-        places = {dataset.name: _create_dataset(file, dataset) for dataset in large}
+    places: dict[str, int | None] = {}
+    if large:
+        with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, locking=False) as file:
+            places = {dataset.name: _create_dataset(file, dataset) for dataset in large}
     # All others begin where any dtype's elements may: a border between pages is then one between elements.
-    with h5py.File(path, "r+", alignment_threshold=1, alignment_interval=_ELEMENT, locking=False) as file:
+    mode = "r+" if large else "w"
+    with h5py.File(path, mode, alignment_threshold=1, alignment_interval=_ELEMENT, locking=False) as file:
         _set(file, "/", attrs)
         for dataset in datasets:
             if dataset.name not in places:

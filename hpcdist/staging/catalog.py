@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -25,7 +25,7 @@ from hpcdist.tensors.storage import DTYPES
 
 __all__ = ["Catalog", "Stored", "describe"]
 
-_PARTS = ("state", "token", "plan")  # of our group; a group without them is another tool's
+_PARTS = {"state", "token", "plan"}  # of our group; a group without them is another tool's
 
 
 @dataclass(frozen=True)
@@ -142,58 +142,82 @@ def _why(path: str, error: OSError) -> str:
 
 def _catalog(path: str, file: Any, wanted: str | None) -> Catalog:
     import h5py
+    from h5py import h5g
 
     names, others = dataset_names(path, file)
-    own = {name for name in names if name.startswith(f"{GROUP}/") and _is_plain(path, file[name])}
+    own = _own(path, file, [name for name in names if name.startswith(f"{GROUP}/")])
     places = {name: name for name in names if not name.startswith(f"{GROUP}/")}
-    place = hard_path(path, file, wanted) if wanted and wanted not in others else None
-    if wanted and wanted not in places and place is not None and isinstance(file[place or "/"], h5py.Dataset):
-        places[wanted] = place  # a link
-    others |= {name: why for name, place in places.items() if (why := external_data(file[place])) is not None}
-    places = {name: place for name, place in places.items() if name not in others}
-    if not all(f"{GROUP}/{part}" in own for part in _PARTS) or "version" not in file[GROUP].attrs:
-        return Catalog(path, _stored(path, file, places, {}), None, complete=True, external=others)
-    group = file[GROUP]
-    if group.attrs["version"] > VERSION:
-        raise FileError(f"{path}: written by a newer hpcdist (version {group.attrs['version']} of the format)")
-    plan, token = json.loads(bytes(group["plan"][()])), group["token"]
-    complete = bytes(group["state"][()]) == COMPLETE
-    tables: dict[str, Table] = {}
-    for d, table in _tables(path, group, plan, own):
-        name = d["name"]
-        if name in places and tuple(d["shape"]) == file[name].shape:  # else the file has been changed since
-            _check_table(path, name, file[name].shape, table, complete)
-            tables[name] = table
+    if wanted and wanted not in places and wanted not in others:
+        place = hard_path(path, file, wanted)
+        if place is not None and isinstance(file[place or "/"], h5py.Dataset):
+            places[wanted] = place  # a link
+    group = h5py.Group(h5g.open(file.id, GROUP.encode())) if own.keys() >= _PARTS else None
+    version = None if group is None else group.attrs.get("version")
+    if version is None:
+        stored, external = _stored(path, file, places, {}, complete=True)
+        return Catalog(path, stored, None, complete=True, external=others | external)
+    if version > VERSION:
+        raise FileError(f"{path}: written by a newer hpcdist (version {version} of the format)")
+    plan = json.loads(_content(own["plan"]).tobytes())
+    complete = _content(own["state"]).tobytes() == COMPLETE
+    tables = {d["name"]: (tuple(d["shape"]), table) for d, table in _tables(path, version, plan, own)}
+    stored, external = _stored(path, file, places, tables, complete)
     if not complete:
-        tables = _with_journal(path, plan, tables)
-    at = token.id.get_offset(), bytes(token[()])
-    return Catalog(path, _stored(path, file, places, tables), plan, complete, token=at, external=others)
+        stored = _with_journal(path, plan, stored)
+    token = own["token"].get_offset(), _content(own["token"]).tobytes()
+    return Catalog(path, stored, plan, complete, token=token, external=others | external)
 
 
-def _is_plain(path: str, dataset: Any) -> bool:
-    """Check that a dataset has its bytes in one run of this file, as those of our own group have."""
-    if external_data(dataset) is not None or dataset.chunks is not None or dataset.shape is None:
+def _own(path: str, file: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The datasets of our group by name, as HDF5's objects; those that have their bytes in one run of this file."""
+    from h5py import h5d
+
+    size, own = os.path.getsize(path), {}
+    for name in names:
+        dataset = h5d.open(file.id, name.encode())
+        if _is_plain(dataset, size):
+            own[name.removeprefix(f"{GROUP}/")] = dataset
+    return own
+
+
+def _is_plain(dataset: Any, size: int) -> bool:
+    """Check that a dataset has its bytes in one run of this file of `size` bytes, as those of our own group have."""
+    from h5py import h5d
+
+    made, shape = dataset.get_create_plist(), dataset.shape
+    if external_data(made) is not None or made.get_layout() == h5d.CHUNKED or shape is None:
         return False
-    offset = dataset.id.get_offset() if dataset.size else 0
-    nbytes = dataset.size * dataset.dtype.itemsize
-    return offset is not None and offset + nbytes <= os.path.getsize(path) and dataset.dtype.kind in "uV"
+    offset, dtype = dataset.get_offset() if prod(shape) else 0, dataset.dtype
+    return offset is not None and offset + prod(shape) * dtype.itemsize <= size and dtype.kind in "uV"
 
 
-def _tables(path: str, group: Any, plan: Mapping[str, Any], own: set[str]) -> Iterator[tuple[dict[str, Any], Table]]:
+def _content(dataset: Any) -> np.ndarray[Any, Any]:
+    """All elements of a dataset, which is HDF5's object: h5py's own needs several times as long for a small one."""
+    from h5py import h5s
+
+    found = np.empty(dataset.shape, dataset.dtype)
+    if found.size:
+        dataset.read(h5s.ALL, h5s.ALL, found)
+    return found
+
+
+def _tables(
+    path: str, version: int, plan: Mapping[str, Any], own: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], Table]]:
     """Yield each tensor of the plan with the table of its pieces.
 
     Raises:
         FileError: there are more or fewer pieces than in the plan.
     """
     planned = plan["datasets"]
-    if group.attrs["version"] == 1:
+    if version == 1:
         for i, d in enumerate(planned):
-            if f"{GROUP}/pieces/{i}" in own:
-                yield d, group[f"pieces/{i}"][()]
+            if f"pieces/{i}" in own:
+                yield d, _content(own[f"pieces/{i}"])
         return
-    if f"{GROUP}/pieces" not in own:  # the file has been changed since
+    if "pieces" not in own:  # the file has been changed since
         return
-    content, at = group["pieces"][()].tobytes(), 0
+    content, at = _content(own["pieces"]).tobytes(), 0
     for d in planned:
         row = record_dtype(len(d["shape"]))
         table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
@@ -218,32 +242,66 @@ def _check_table(path: str, name: str, shape: tuple[int, ...], table: Table, com
         raise FileError(f"{path}: {name}: its table of pieces is damaged: they are not the whole tensor")
 
 
-def _with_journal(path: str, plan: Mapping[str, Any], tables: Mapping[str, Table]) -> dict[str, Table]:
-    """The tables of a save that was not finished, with the records of its journal."""
-    noted = {name: table.copy() for name, table in tables.items()}
+def _with_journal(path: str, plan: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The datasets of a save that was not finished, their tables with the records of its journal."""
+    noted = {name: s if s.pieces is None else replace(s, pieces=s.pieces.copy()) for name, s in stored.items()}
     names = [d["name"] for d in plan["datasets"]]
     for (i, row), checksum in journal.read(Path(path).with_suffix(".journal")).items():
-        if i < len(names) and names[i] in noted and row < len(noted[names[i]]):
-            record = noted[names[i]][row]
+        table = noted[names[i]].pieces if i < len(names) and names[i] in noted else None
+        if table is not None and row < len(table):
+            record = table[row]
             record["xxh3_64"], record["written"] = checksum, 1
     return noted
 
 
-def _stored(path: str, file: Any, places: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, Stored]:
-    found = {}
+def _stored(
+    path: str,
+    file: Any,
+    places: Mapping[str, str],
+    tables: Mapping[str, tuple[tuple[int, ...], Table]],
+    complete: bool,
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The datasets at these places, each of which is opened once; and why some of them are not read.
+
+    Args:
+        tables: by name, the shape of the tensor and the table of its pieces.
+    """
+    from h5py import h5d
+
+    found, external = {}, {}
     for name, place in places.items():
-        dataset = file[place]
+        dataset = h5d.open(file.id, place.encode())
+        made = dataset.get_create_plist()
+        why = external_data(made)
+        if why is not None:
+            external[name] = why
+            continue
+        shape, table = dataset.shape, None
+        if name in tables and tables[name][0] == shape:  # else the file has been changed since
+            table = tables[name][1]
+            _check_table(path, name, shape, table, complete)
         dtype = _dtype_of(dataset)
-        if dtype in DTYPES and dataset.shape is not None:  # else strings, references: nothing that a tensor could hold
-            filters = str(dataset.compression or ("chunked" if dataset.chunks else ""))
-            where = _raw(path, dataset, dtype)
-            found[name] = Stored(name, tuple(dataset.shape), dtype, where, tables.get(name), filters, place)
-    return found
+        if dtype in DTYPES and shape is not None:  # else strings, references: nothing that a tensor could hold
+            chunked = made.get_layout() == h5d.CHUNKED
+            where = None if chunked else _raw(path, dataset, shape, dtype)
+            found[name] = Stored(name, shape, dtype, where, table, _filters(dataset) if chunked else "", place)
+    return found, external
+
+
+def _filters(dataset: Any) -> str:
+    import h5py
+
+    return str(h5py.Dataset(dataset).compression or "chunked")
 
 
 def _dtype_of(dataset: Any) -> torch.dtype | None:
-    """The dtype of a dataset as a tensor; None if torch has no such dtype."""
-    kept = dataset.attrs.get(DTYPE_ATTRIBUTE)
+    """The dtype of a dataset, HDF5's object, as a tensor; None if torch has no such dtype."""
+    import h5py
+    from h5py import h5a
+
+    kept = None
+    if h5a.exists(dataset, DTYPE_ATTRIBUTE.encode()):
+        kept = h5py.Dataset(dataset).attrs[DTYPE_ATTRIBUTE]
     kept = kept.decode() if isinstance(kept, bytes) else kept
     named: torch.dtype | None = getattr(torch, kept, None) if isinstance(kept, str) else None
     try:
@@ -257,13 +315,11 @@ def _dtype_of(dataset: Any) -> torch.dtype | None:
         return None
 
 
-def _raw(path: str, dataset: Any, dtype: torch.dtype) -> Raw | None:
-    """The position of a dataset's bytes, if they can be read without HDF5, and are stored as numpy's."""
-    import h5py
+def _raw(path: str, dataset: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Raw | None:
+    """The position of the bytes of a dataset that is not chunked, if they are stored as numpy's."""
+    from h5py import h5t
 
-    as_numpy = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
-    if dataset.chunks is not None or not as_numpy:
+    as_numpy, offset = dataset.dtype, dataset.get_offset()
+    if offset is None or dataset.get_type() != h5t.py_create(as_numpy, logical=True):
         return None
-    offset = dataset.id.get_offset()
-    swapped = dataset.dtype.newbyteorder("=") != dataset.dtype
-    return None if offset is None else Raw(path, offset, tuple(dataset.shape), dtype, swapped)
+    return Raw(path, offset, shape, dtype, swapped=as_numpy.newbyteorder("=") != as_numpy)

@@ -17,11 +17,10 @@ _DEEPEST = 1000  # groups within each other
 _MOST = 40  # soft links in one path, as in Linux
 
 
-def external_data(dataset: Any) -> str | None:
-    """Why the data of a dataset are not read; None if they are in its own file."""
+def external_data(made: Any) -> str | None:
+    """Why the data of a dataset, made with these properties, are not read; None if they are in its own file."""
     from h5py import h5d
 
-    made = dataset.id.get_create_plist()
     if made.get_layout() == h5d.VIRTUAL:  # its shape may be that of other files
         return "is a virtual dataset: it is made of other datasets, which are read only where they are"
     if made.get_external_count() > 0:

@@ -121,11 +121,10 @@ def load(
 
     with agreed(team, VERB, check) as (arguments, target):
         same = digests.same(team.comm, VERB, arguments.same, arguments.same, objects.first_difference)
-        own = objects.all_gather_object(team.comm, (arguments.box, arguments.out))
         results: dict[str, Tensor] = {}
         problems: list[str] = []
-        with _opened_by_all(team, str(same["path"]), same["name"]) as (catalog, fd):
-            wants, wrong = find_wants(catalog.datasets, [Arguments(same, *each) for each in own])
+        with _opened_by_all(team, arguments, str(same["path"]), same["name"]) as (catalog, fd, asks):
+            wants, wrong = find_wants(catalog.datasets, [replace(ask, same=same) for ask in asks])
             objects.raise_problems(VERB, wrong)
             boxes = {key: wants[key][team.rank] for key in catalog.datasets}
             objects.all_gather(team.comm, VERB, lambda: results.update(_allocate(catalog, boxes, out, target)))
@@ -169,8 +168,11 @@ def _describe(path: str, name: str | None) -> Catalog:
 
 
 @contextmanager
-def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Catalog, int]]:
-    """What the file holds, and the same file open on every rank; a RankError everywhere if one cannot open it.
+def _opened_by_all(
+    team: Team, own: Arguments, path: str, name: str | None
+) -> Iterator[tuple[Catalog, int, list[Arguments]]]:
+    """What the file holds, the same file open on every rank, and the box and memory that each rank has given, which
+    travel with the answer to whether it is the same; a RankError everywhere if a rank cannot open it.
 
     A file may be replaced meanwhile, and caches of names may be some seconds out of date: it is opened again then.
     """
@@ -178,9 +180,11 @@ def _opened_by_all(team: Team, path: str, name: str | None) -> Iterator[tuple[Ca
         with ExitStack() as stack:
             fds: list[int] = []
             catalog = objects.broadcast(team.comm, VERB, lambda: _describe(path, name))
-            found = objects.all_gather(team.comm, VERB, partial(_is_same, stack, catalog, fds, nap is None))
+            see = partial(_is_same, stack, catalog, fds, nap is None)
+            answers = objects.all_gather(team.comm, VERB, lambda: (see(), own.box, own.out))  # noqa: B023
+            found = [right for right, _, _ in answers]
             if all(found):
-                yield catalog, fds[0]
+                yield catalog, fds[0], [Arguments(box=box, out=out) for _, box, out in answers]
                 return
         if nap is not None:
             time.sleep(nap)

@@ -191,7 +191,7 @@ def read_box(path: str, place: str, box: Box, out: Tensor, window: int, fd: int 
     held = nullcontext(path) if fd is None else os.fdopen(os.dup(fd), "rb", 0)
     with held as source, h5py.File(source, "r", locking="best-effort") as file:
         dataset = None if hard_path(path, file, place) != place else file[place]
-        if dataset is None or external_data(dataset) is not None:
+        if dataset is None or external_data(dataset.id.get_create_plist()) is not None:
             raise FileError(f"{path}: has changed while it was read")
         chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
         if chunk > max(_CHUNK, window, box.size() * out.dtype.itemsize):

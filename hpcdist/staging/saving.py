@@ -69,20 +69,37 @@ class Saving:
         sizes = [d.dtype.itemsize for d in datasets]
         self._pages = Pages(self.map.page, places, lambda i, at: owner(i, at // sizes[i]))
         try:
-            objects.all_gather(team.comm, verb, lambda: h5.check_visible(self.map))
-            objects.all_gather(team.comm, verb, self._open)
+            writers = objects.all_gather(team.comm, verb, self._see)
+            odd = {rank: name for rank, name in enumerate(writers) if name != writers[0]}
+            objects.raise_problems(
+                verb,
+                {
+                    rank: f"writes by {name}, rank 0 by {writers[0]}: choose one with the argument writer"
+                    for rank, name in odd.items()
+                },
+            )
+            if writers[0] == "mpio":
+                objects.all_gather(team.comm, verb, self._open)
         except BaseException:
-            self._give_up()
+            self.drop()
             raise
 
     def _on_root(self) -> Target:
         assert self._target is not None
         return self._target
 
-    def _open(self) -> None:
+    def _see(self) -> str:
+        """Check that the file is here, and open it if that takes this rank alone; the writer that it is written by."""
+        h5.check_visible(self.map)
         name = drivers.for_path(self._options.writer, self.map.path)
         self._options = replace(self._options, writer=name)
-        self._driver = drivers.open_driver(name, self.team, self.datasets, self.map, self._options.hints)
+        if name == "posix":
+            self._open()
+        return name
+
+    def _open(self) -> None:
+        writer = self._options.writer
+        self._driver = drivers.open_driver(writer, self.team, self.datasets, self.map, self._options.hints)
 
     def _close(self) -> None:
         if self._journal is not None:
@@ -236,27 +253,35 @@ class Saving:
         comm = self.team.comm
         self._settle()
         try:
-            objects.all_gather(comm, self.verb, self._end)
-            written = self._gathered() if self._options.lay_out is None else []
+            counts = objects.all_gather(comm, self.verb, self._end)
+            written = self._gathered(counts) if self._options.lay_out is None else []
             objects.broadcast(comm, self.verb, lambda: self._on_root().complete(self.map, written))
         except RankError:
             self._abandon()
             raise
 
-    def _end(self) -> None:
-        """Close the file, and bring this rank's part of it to the disk. MPI-IO may write until it is closed."""
+    def _end(self) -> int:
+        """Close the file, and bring this rank's part of it to the disk; the number of pieces that it has written.
+
+        MPI-IO may write until it is closed.
+        """
         self._close()
         if self.problem is not None:
             raise FileError(self.problem)
         sync(Path(self.map.path))
+        return len(self._written)
 
-    def _gathered(self) -> list[Ints]:
-        """On rank 0, for each rank: dataset, piece and bits of the checksum of what it has written. Collective."""
+    def _gathered(self, pieces: Sequence[int]) -> list[Ints]:
+        """On rank 0, for each rank: dataset, piece and bits of the checksum of what it has written. Collective.
+
+        Args:
+            pieces: how many each rank has written.
+        """
         from mpi4py import MPI
 
         comm = self.team.comm
         mine = np.array([(*of, checksum) for of, checksum in self._written.items()], np.uint64).astype(np.int64)
-        counts = [3 * n for n in objects.all_gather_object(comm, len(self._written))]
+        counts = [3 * n for n in pieces]
         recv = np.empty(sum(counts) if comm.rank == 0 else 0, np.int64)
         comm.Gatherv(
             [mine, MPI.INT64_T], [recv, counts, layout.displs(counts), MPI.INT64_T] if comm.rank == 0 else None

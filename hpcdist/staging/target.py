@@ -68,7 +68,6 @@ class Target:
             if there is to be none.
         """
         options, datasets = self._options, self._datasets
-        check_target(self._path, 0)
         commit = self._commit = Commit(self._path, self._resume)
         try:
             nbytes = sum(d.nbytes() for d in datasets if d.chunks is None)

@@ -20,7 +20,7 @@ import hpcdist as hd
 from hpcdist import staging
 from hpcdist.files import commit, h5, raw
 from hpcdist.files.commit import Commit
-from hpcdist.staging import journal
+from hpcdist.staging import drivers, journal
 
 pytestmark = pytest.mark.mpi
 
@@ -397,3 +397,13 @@ def test_a_file_that_is_not_there_or_damaged_cannot_be_opened(folder: Path, worl
     with staging.open(folder / "x.h5") as file, pytest.raises(hd.FileError, match="piece 0 is damaged"):
         file.read("data")
     world.comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_would_write_differently(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as on a node whose h5py was built without MPI: one clear error, instead of a wait for ever."""
+    monkeypatch.setattr(drivers, "for_path", lambda name, path: "posix" if world.rank == 1 else "mpio")
+    call = lambda: staging.save(folder / "x.h5", torch.arange(3))  # noqa: E731
+    error = raises_on_all_ranks(world.comm, hd.RankError, call)
+    assert_on_all_ranks(world.comm, "writes by posix, rank 0 by mpio" in str(error), error)
+    assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))

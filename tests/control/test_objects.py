@@ -1,0 +1,45 @@
+"""Values of every length around those that fit into the first message, on every rank and from every root."""
+
+from __future__ import annotations
+
+import pytest
+from collective import assert_on_all_ranks
+
+import hpcdist as hd
+from hpcdist.control import objects
+
+pytestmark = pytest.mark.mpi
+
+_AROUND = (-2, -1, 0, 1, 2, 1000)
+
+
+def text(rank: int, length: int) -> bytes:
+    """Bytes that show the rank and their own place."""
+    return bytes((rank * 101 + place) % 251 for place in range(length))
+
+
+@pytest.mark.parametrize("longest", ["no", "one", "all"])
+def test_all_gather_object(longest: str, world: hd.World) -> None:
+    """Of which no rank, one or every one needs a second message."""
+    for more in _AROUND:
+        border = objects._INLINE - objects._LENGTH - len('["t","",null]') + more  # of a text
+        lengths = [
+            border if longest == "all" or (longest == "one" and rank == 0) else rank for rank in range(world.world_size)
+        ]
+        want = [chr(97 + rank) * max(0, n) for rank, n in enumerate(lengths)]
+        got = objects.all_gather_object(world.comm, want[world.rank])
+        assert_on_all_ranks(world.comm, got == want, (more, got))
+
+
+def test_broadcast_bytes(world: hd.World) -> None:
+    border = objects._HEAD - objects._LENGTH
+    for root in range(world.world_size):
+        for length in (0, 1, *(border + more for more in _AROUND), 3 * border):
+            got = objects.broadcast_bytes(world.comm, text(world.rank, length if world.rank == root else 7), root)
+            assert_on_all_ranks(world.comm, got == text(root, length), (root, length, len(got)))
+
+
+def test_broadcast_of_a_long_result(world: hd.World) -> None:
+    want = [list(range(n)) for n in range(60)]
+    got = objects.broadcast(world.comm, "verb", lambda: want, root=world.world_size - 1)
+    assert_on_all_ranks(world.comm, got == want, got)
