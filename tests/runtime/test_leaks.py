@@ -15,7 +15,7 @@ import hpcdist as hd
 
 pytestmark = pytest.mark.mpi
 
-CALLS, GROUPS = 2000, 300
+CALLS, GROUPS = 800, 100
 ATTEMPTS = 3  # memory that is taken once may be taken late; what leaks grows every time
 LEAST = {"isend, irecv": 2, "send, recv": 2}
 KINDS = [
@@ -64,7 +64,7 @@ def test_a_leak_is_found(world: hd.World, leaks: Any, folder: Path) -> None:
 
         return call
 
-    found = " ".join(leaks.grow(world, leaks.Kind(make), CALLS // 2, folder).leaks())
+    found = " ".join(leaks.grow(world, leaks.Kind(make), 1000, folder).leaks())
     for each in kept[::10]:
         each[0].Free()
     assert_on_all_ranks(world.comm, "communicators: 100.0" in found and "objects" in found, found)
