@@ -178,6 +178,8 @@ def test_staged_stays_within_its_window(world: hd.World, monkeypatch: pytest.Mon
     seen: list[tuple[int, int]] = []
 
     class Spy:
+        name = "spy"
+
         def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: list[int], displs: list[int]) -> None:
             seen.append((send.numel(), recv.numel()))
             assert displs == starts(tuple(counts))

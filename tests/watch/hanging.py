@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hpcdist as hd
 
-x = torch.ones(3)
+x = torch.ones(300)  # too large to travel behind a header: no rank has all of it before the others have sent theirs
 used: list[MPI.Intracomm] = []  # communicators that verbs have been called with
 groups: list[dist.ProcessGroup] = []  # of ranks 0 and 1, not used yet
 whole: list[torch.Tensor] = []  # with a gradient
