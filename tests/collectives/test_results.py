@@ -62,9 +62,9 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
         if world.rank == last:
             patch.setattr(blocks.Blocks, "recv_buffer", recv_buffer)
         if world.world_size > 1:
-            error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(3)))
+            error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(300)))
             findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)
-    findings.check(hd.concat(torch.ones(3)).numel() == 3 * world.world_size, "the next call")
+    findings.check(hd.concat(torch.ones(300)).numel() == 300 * world.world_size, "the next call")
     findings.settle()
 
 
