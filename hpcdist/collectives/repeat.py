@@ -20,6 +20,7 @@ from hpcdist.validation import collective
 __all__ = ["Repeatable", "call"]
 
 _MOST = 256  # calls that a team remembers
+_HEADERS = 2**16  # headers that it remembers with them: fewer calls in a large team
 
 Key = tuple[Any, ...]
 
@@ -77,7 +78,7 @@ def call(
     key = _key(name, x, dim, root, route, rule)
     known: _Known | None = None if key is None else team.repeats.get(key)
     if known is not None and known.calls == team.calls[True]:
-        return _again(known, team, x, make)
+        return _again(known, team, x, make, key)
     op = make()
     result = run.run(op, team)
     if key is not None and op.inline and not op.grad:
@@ -97,7 +98,7 @@ def _key(name: str, x: Tensor | None, dim: Any, root: Any, route: Any, rule: Any
     return None
 
 
-def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repeatable]) -> Any:
+def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repeatable], key: Key | None) -> Any:
     """Make a call again: what it computes from its arguments alone is known. Collective over the team."""
     op = known.op
     team.calls[False] += 1
@@ -106,13 +107,17 @@ def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repea
             return op.again(team)
         op = make()  # another rank's call is not the same as before
         result = op.execute(team, exchanged=True)
-        return autograd.attach(op, team, result) if op.grad else result
+        if op.grad:
+            return autograd.attach(op, team, result)
+    if key is not None and op.inline:
+        _remember(op, team, key)
+    return result
 
 
 def _remember(op: Repeatable, team: Team, key: Key) -> None:
     buffers = team.headers
     assert buffers is not None
-    if len(team.repeats) >= _MOST:
+    if len(team.repeats) >= max(1, min(_MOST, _HEADERS // team.size)):
         team.repeats.clear()
     same = op.keep(team)
     if same is not None:

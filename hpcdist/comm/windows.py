@@ -145,7 +145,7 @@ class Windows:
 
     def forked(self) -> None:
         """Never use again what this rank holds now: a child process may read it for as long as it runs."""
-        for number in self._slots:
+        for number in list(self._slots):  # another thread may make a window meanwhile
             at = number * self._ranks + self._me
             if self._in_use[at] == _HELD:
                 self._in_use[at] = _FORKED

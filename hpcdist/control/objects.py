@@ -131,8 +131,8 @@ def _encoded(value: object) -> bytes:
     """Encode (the value, None), or (None, why it cannot be encoded)."""
     try:
         return codec.encode((value, None))
-    except TypeError as error:
-        return codec.encode((None, str(error)))
+    except (TypeError, ValueError, RecursionError) as error:
+        return codec.encode((None, f"{type(error).__name__}: {error}"))
 
 
 def _all_texts(comm: MPI.Comm, text: bytes) -> list[bytes]:

@@ -244,8 +244,10 @@ class _Mpio:
         raise NotImplementedError("writer mpio does not compress")  # for_filters() has chosen another one
 
     def close(self) -> None:
-        os.close(self._fd)
-        self._file.close()
+        try:
+            self._file.close()  # first: collective
+        finally:
+            os.close(self._fd)
 
 
 def _write(dataset: Any, box: Box, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

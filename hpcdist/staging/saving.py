@@ -102,12 +102,14 @@ class Saving:
         self._driver = drivers.open_driver(writer, self.team, self.datasets, self.map, self._options.hints)
 
     def _close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        journal, self._journal = self._journal, None
         driver, self._driver = self._driver, None
-        if driver is not None:
-            driver.close()
+        try:
+            if driver is not None:  # first: all ranks may have to close the file together
+                driver.close()
+        finally:
+            if journal is not None:
+                journal.close()
 
     def prove(self, rows: Sequence[Sequence[int]]) -> None:
         """Find what is complete already, by reading it. Collective.

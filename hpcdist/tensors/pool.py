@@ -69,8 +69,8 @@ class Pool:
             if self._working:
                 yield False
                 return
-            self._working = True
             try:
+                self._working = True
                 yield True
             finally:
                 self._working = False
@@ -165,7 +165,9 @@ class Pool:
 
         self._drop(changed)
         while due:
-            pages.free_lazily(*due.pop()[:2])
+            address, nbytes, storage = due.pop()
+            pages.free_lazily(address, nbytes)
+            del storage  # only now may the block be used again
 
     def unswept(self) -> bool:
         """Return whether a sweep may have something to do, now or later."""

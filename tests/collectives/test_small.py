@@ -16,6 +16,7 @@ from torch import Tensor
 import hpcdist as hd
 from hpcdist import limits
 from hpcdist.collectives import repeat
+from hpcdist.collectives.concat import Concat
 from hpcdist.comm.team import HEADER, inline_capacity
 from hpcdist.routes import mpi
 
@@ -163,3 +164,21 @@ def test_without_room_behind_the_headers(world: hd.World, monkeypatch: pytest.Mo
     findings.check(all(same_bits(x, torch.arange(2) + 10 * rank) for rank, x in enumerate(structure)), "structure")
     findings.settle()
     comm.Free()
+
+
+def test_what_another_rank_changed_once_is_remembered_then(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = world.world_size - 1
+
+    def call(extent: int) -> None:
+        x = torch.full((extent if world.rank == last else 2,), world.rank)
+        whole = hd.concat(x)
+        assert_on_all_ranks(world.comm, len(whole) == 2 * last + extent)
+
+    for extent in (2, 2, 3, 3):
+        call(extent)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the call was not known")
+
+    monkeypatch.setattr(Concat, "plan", refuse)
+    call(3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from collective import assert_on_all_ranks
+from collective import assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
 from hpcdist.control import objects
@@ -43,3 +43,25 @@ def test_broadcast_of_a_long_result(world: hd.World) -> None:
     want = [list(range(n)) for n in range(60)]
     got = objects.broadcast(world.comm, "verb", lambda: want, root=world.world_size - 1)
     assert_on_all_ranks(world.comm, got == want, got)
+
+
+def test_what_cannot_be_encoded_on_one_rank(world: hd.World) -> None:
+    """Is the same error on all ranks, which do not wait for it."""
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    last = world.world_size - 1
+    for value, problem in ((10**5000, "ValueError"), (deep, "RecursionError"), (object(), "TypeError")):
+        given = value if world.rank == last else 1
+        error = raises_on_all_ranks(
+            world.comm, hd.RankError, lambda given=given: objects.all_gather_object(world.comm, given, "verb")
+        )
+        assert_on_all_ranks(world.comm, problem in error.problems[last], error.problems)
+        error = raises_on_all_ranks(
+            world.comm,
+            hd.RankError,
+            lambda given=given: objects.broadcast(world.comm, "verb", lambda: given, root=last),
+        )
+        assert_on_all_ranks(world.comm, problem in error.problems[last], error.problems)
+    while deep:  # deleting it at once would recurse
+        deep = deep.pop()

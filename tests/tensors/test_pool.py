@@ -368,6 +368,21 @@ def test_idle_blocks_are_freed_lazily(own: pool.Pool, monkeypatch: pytest.Monkey
     assert not own.unswept() and len(advised) == 3
 
 
+def test_a_block_does_not_serve_while_the_kernel_frees_it(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may take a block meanwhile: what it writes must not be freed."""
+    address, served = _new().data_ptr(), []
+
+    def free_lazily(start: int, nbytes: int) -> None:
+        taken = _new()
+        served.append((start, taken.data_ptr()))
+
+    monkeypatch.setattr(pages, "free_lazily", free_lazily)
+    own.sweep(0.0)
+    assert [start for start, _ in served] == [address]
+    assert served[0][1] != address
+    assert _new().data_ptr() == address or own.reused
+
+
 def test_the_kernel_takes_what_is_idle(own: pool.Pool) -> None:
     """The pages become ones that the kernel can take, and those in use stay what they are."""
     used, idle = _new(16 * MIB).fill_(1), _new(8 * MIB).fill_(2)
