@@ -77,7 +77,7 @@ def call(
     """
     key = _key(name, x, dim, root, route, rule)
     known: _Known | None = None if key is None else team.repeats.get(key)
-    if known is not None and known.calls == team.calls[True]:
+    if key is not None and known is not None and known.calls == team.calls[True]:
         return _again(known, team, x, make, key)
     op = make()
     result = run.run(op, team)
@@ -98,7 +98,7 @@ def _key(name: str, x: Tensor | None, dim: Any, root: Any, route: Any, rule: Any
     return None
 
 
-def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repeatable], key: Key | None) -> Any:
+def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repeatable], key: Key) -> Any:
     """Make a call again: what it computes from its arguments alone is known. Collective over the team."""
     op = known.op
     team.calls[False] += 1
@@ -109,7 +109,7 @@ def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repea
         result = op.execute(team, exchanged=True)
         if op.grad:
             return autograd.attach(op, team, result)
-    if key is not None and op.inline:
+    if op.inline:
         _remember(op, team, key)
     return result
 

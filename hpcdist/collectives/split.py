@@ -208,19 +208,12 @@ class Scatter(Repeatable):
                 return found
         take = (lambda: cut.empty_part(team.rank, self._device)) if dest is None else lambda: dest
         part = results.allocate(self.name, team, cut.counts, take, self._agreed)
-        if self.inline and self._place is not None:
-            return self._received(team, part)
         buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
-        messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)
-        self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
-        if buffer is not part:
-            copyable(part).copy_(copyable(buffer))
-        return part if self.out is None else self.out
-
-    def _received(self, team: Team, part: Tensor) -> Tensor:
-        """Copy the part that has come behind the root's header."""
-        buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-        team.headers.copy((self._place,), buffer)  # type: ignore[union-attr, arg-type]
+        if self.inline and self._place is not None and team.headers is not None:
+            team.headers.copy((self._place,), buffer)  # it has come behind the root's header
+        else:
+            messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)
+            self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
         if buffer is not part:
             copyable(part).copy_(copyable(buffer))
         return part if self.out is None else self.out
@@ -234,7 +227,9 @@ class Scatter(Repeatable):
         return _meta_nbytes(self._blocks, team) if is_root else 0
 
     def again(self, team: Team) -> Tensor:
-        return self._received(team, torch.empty_like(self._like))
+        part = torch.empty_like(self._like)
+        team.headers.copy((self._place,), part)  # type: ignore[union-attr, arg-type]
+        return part
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         cut = self._blocks

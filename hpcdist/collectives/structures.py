@@ -46,8 +46,8 @@ class JoinStructures(Operation):
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.tree is not None
         self._tree, self._root = call.tree, call.root if self.rooted else None
-        texts = _headers_behind if agreed.inline else _allgather_headers
-        self._headers = headers = [Header.read(text) for text in texts(team, call.header, agreed.extents)]
+        texts = _allgather_headers(team, call.header, agreed)
+        self._headers = headers = [Header.read(text) for text in texts]
         self._lengths = agreed.extents
         self._joined = _Joined(self.name, headers, call.dim)
         check_classes(self.name, team, classes(headers))
@@ -105,19 +105,17 @@ class JoinStructures(Operation):
         )
 
 
-def _headers_behind(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """Return the structures' headers, which came behind those of the call, with the small tensors behind them."""
-    return [_behind(team, rank, 0, length).numpy().tobytes() for rank, length in enumerate(lengths)]
-
-
 def _behind(team: Team, rank: int, start: int, nbytes: int) -> Tensor:
     """Return a part of what came behind the header of a rank."""
     assert team.headers is not None
     return of_bytes(team.headers.all[team.headers.place(rank, start, nbytes)])
 
 
-def _allgather_headers(team: Team, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """Gather the headers of all ranks, whose lengths are known."""
+def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
+    """Gather the structures' headers of all ranks, unless they came behind those of the call."""
+    lengths = agreed.extents
+    if agreed.inline:
+        return [_behind(team, rank, 0, length).numpy().tobytes() for rank, length in enumerate(lengths)]
     starts = layout.displs(lengths)
     texts = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
     select.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)
