@@ -54,7 +54,7 @@ def problem(x: Tensor) -> str | None:
     if _NAMED and x.has_names():  # type: ignore[attr-defined]
         return "has named dims, whose names would be lost: pass x.rename(None)"
     usual = x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
-    if usual and (x.data_ptr() or not x.numel()):
+    if usual and (not x.numel() or (x.data_ptr() and _fits(x))):
         return None
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
@@ -65,7 +65,23 @@ def problem(x: Tensor) -> str | None:
         return f"is on device {x.device}; expected cpu or cuda"
     if x.numel() and not x.data_ptr():
         return "has no memory of its own"
+    if x.numel() and not _fits(x):
+        return f"needs {_reach(x):,} bytes of its storage, which has been resized to {x.untyped_storage().nbytes():,}"
     return None
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether the storage has the memory that `x` refers to: one that is resized takes it from its tensors."""
+    return bool(_reach(x) <= x.untyped_storage().nbytes())
+
+
+def _reach(x: Tensor) -> int:
+    """Return how many bytes of its storage a tensor that has elements needs, counted from the storage's first byte."""
+    offset, itemsize = int(x.storage_offset()), x.itemsize
+    if x.is_contiguous():
+        return (offset + x.numel()) * itemsize
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return (offset + last + 1) * itemsize
 
 
 def resolved(x: Tensor) -> Tensor:
@@ -103,6 +119,7 @@ def is_plain(x: Any) -> bool:
         and not x.is_nested
         and x.is_contiguous()
         and x.data_ptr() != 0
+        and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
         and not (x.requires_grad or x.is_conj() or x.is_neg())
         and forward_ad._current_level < 0
         and not (_NAMED and x.has_names())  # type: ignore[attr-defined]
@@ -158,5 +175,4 @@ def _span(x: Tensor) -> tuple[int, int]:
     start = x.data_ptr()
     if x.is_contiguous():
         return start, start + x.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.itemsize if x.numel() else start
+    return start, start + _reach(x) - int(x.storage_offset()) * x.itemsize if x.numel() else start

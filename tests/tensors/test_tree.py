@@ -264,6 +264,16 @@ def test_what_is_refused(value: Any, told: str) -> None:
         tree.flatten(value)
 
 
+@pytest.mark.parametrize(("x", "nbytes"), [(torch.zeros(16), 64), (torch.zeros(8, 8)[1::2, ::7], 256)])
+def test_a_storage_that_was_made_smaller(x: Tensor, nbytes: int) -> None:
+    """Reading such a tensor would go beyond the memory."""
+    assert storage.is_plain(x) is x.is_contiguous()
+    x.untyped_storage().resize_(24)
+    assert not storage.is_plain(x)
+    with pytest.raises(TypeError, match=f"x needs {nbytes} bytes of its storage, which has been resized to 24"):
+        tree.flatten(x)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_more_than_its_memory() -> None:
     """Of which torch and numpy warn when it is made."""
