@@ -21,10 +21,11 @@ from hpcdist.tensors.shared_memory import SharedBlock, identity
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["KEPT", "SLOTS", "Window", "Windows"]
+__all__ = ["KEPT", "SLOTS", "SPARE", "Window", "Windows"]
 
 SLOTS = 64  # windows of a team and node that can exist at once: each takes three descriptors of every process
 KEPT = 2**30  # bytes of the windows that nobody holds, at most, beside the one in use
+SPARE = 8  # such windows, at most: programs may open 1,024 descriptors
 _FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last two if a child process may hold it, too
 _NO_PROCESS = "its ranks cannot open each other's memory (/proc/PID/fd): processes with pids or users of their own"
 _ALL_HELD = f"{SLOTS} windows are held already"
@@ -223,8 +224,8 @@ class Windows:
         if found is None:
             short = nbytes > memory.available()
             kept = sum(self._slots[number].block.nbytes for number in free)
-            for number in free:  # the one that was not used for the longest time first
-                if short or kept > KEPT or len(self._slots) >= SLOTS:
+            for later, number in zip(range(len(free), 0, -1), free, strict=True):  # the one used last comes last
+                if short or kept > KEPT or later > SPARE or len(self._slots) >= SLOTS:
                     kept -= self._slots[number].block.nbytes
                     self._drop(number)
             found = next((number for number in range(SLOTS) if number not in self._slots), None)

@@ -91,6 +91,25 @@ def test_the_number_of_windows_is_bounded(world: hd.World) -> None:
     findings.settle()
 
 
+@pytest.mark.mpi
+def test_few_windows_that_nobody_holds_are_kept(world: hd.World) -> None:
+    """Each takes descriptors, however small it is: results of many sizes, held and then dropped."""
+    findings, group = Findings(world.comm), world.comm.Dup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "SPARE", 2)
+        for count in (6, 7):
+            held = [
+                hd.concat(torch.ones(SIZE * (10 + count) * (i + 2)), shared=True, group=group) for i in range(count)
+            ]
+            held.clear()
+            world.comm.Barrier()
+        hd.concat(torch.ones(SIZE), shared=True, group=group)
+        slots = len(world.context.team_of(group).windows._slots)
+        findings.check(slots == 3, f"{slots} windows are kept, expected the one in use and 2")
+    group.Free()
+    findings.settle()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_processes_that_cannot_open_each_others_memory_have_their_own(world: hd.World) -> None:
     findings, group = Findings(world.comm), world.comm.Dup()
