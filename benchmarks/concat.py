@@ -19,6 +19,7 @@ from results import (
     MPI4PY_NEW,
     MPI4PY_PICKLE,
     PLAN_OUT,
+    ROUTES,
 )
 from shards import Case, run
 
@@ -26,18 +27,18 @@ import hpcdist as hd
 
 
 def plan(case: Case) -> Callable[..., Any]:
-    return case.plan(lambda: hd.plan_concat(case.shard, route="mpi"))
+    return case.plan(lambda: hd.plan_concat(case.shard))
 
 
 CONTENDERS = [
     Contender(BASELINE, peers.concat_mpi4py),
     Contender(CONTROL, peers.concat_mpi4py),
-    Contender(HPCDIST_OUT, lambda case: hd.concat(case.shard, route="mpi", out=case.out)),
-    Contender(HPCDIST_NEW, lambda case: hd.concat(case.shard, route="mpi")),
-    Contender(HPCDIST_SHARED, lambda case: hd.concat(case.shard, route="mpi", shared=True)),
+    Contender(HPCDIST_OUT, lambda case: hd.concat(case.shard, out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: hd.concat(case.shard)),
+    Contender(HPCDIST_SHARED, lambda case: hd.concat(case.shard, shared=True)),
     Contender(PLAN_OUT, lambda case: plan(case)(case.shard, case.out)),
     Contender("hpcdist plan", lambda case: plan(case)(case.shard)),
-    Contender("hpcdist gloo, out=", lambda case: hd.concat(case.shard, route="gloo", out=case.out)),
+    *(Contender(name, lambda case, r=r: hd.concat(case.shard, route=r)) for r, name in ROUTES.items()),
     Contender(MPI4PY_NEW, peers.concat_mpi4py_new),
     Contender(MPI4PY_PICKLE, peers.concat_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.concat_gloo_padded),

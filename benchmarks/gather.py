@@ -7,24 +7,34 @@ from typing import Any
 
 import peers
 from harness import Contender
-from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, MPI4PY_NEW, MPI4PY_PICKLE, PLAN_OUT
+from results import (
+    BASELINE,
+    CONTROL,
+    GLOO_PADDED,
+    HPCDIST_NEW,
+    HPCDIST_OUT,
+    MPI4PY_NEW,
+    MPI4PY_PICKLE,
+    PLAN_OUT,
+    ROUTES,
+)
 from shards import Case, run
 
 import hpcdist as hd
 
 
 def plan(case: Case) -> Callable[..., Any]:
-    return case.plan(lambda: hd.plan_gather(case.shard, route="mpi"))
+    return case.plan(lambda: hd.plan_gather(case.shard))
 
 
 CONTENDERS = [
     Contender(BASELINE, peers.gather_mpi4py),
     Contender(CONTROL, peers.gather_mpi4py),
-    Contender(HPCDIST_OUT, lambda case: hd.gather(case.shard, route="mpi", out=case.out)),
-    Contender(HPCDIST_NEW, lambda case: hd.gather(case.shard, route="mpi")),
+    Contender(HPCDIST_OUT, lambda case: hd.gather(case.shard, out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: hd.gather(case.shard)),
     Contender(PLAN_OUT, lambda case: plan(case)(case.shard, case.out)),
     Contender("hpcdist plan", lambda case: plan(case)(case.shard)),
-    Contender("hpcdist gloo, out=", lambda case: hd.gather(case.shard, route="gloo", out=case.out)),
+    *(Contender(name, lambda case, r=r: hd.gather(case.shard, route=r)) for r, name in ROUTES.items()),
     Contender(MPI4PY_NEW, peers.gather_mpi4py_new),
     Contender(MPI4PY_PICKLE, peers.gather_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.gather_gloo_padded),

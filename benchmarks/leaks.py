@@ -360,7 +360,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=10_000, help="groups made and freed (%(default)s)")
     parser.add_argument("--only", default="", metavar="LIST", help="kinds with one of these words in their name")
     asked = parser.parse_args()
-    with hd.init(device="cpu") as world, own_folder(world) as folder:
+    with hd.init(device="cpu", backend="gloo") as world, own_folder(world) as folder:
         root = world.rank == 0
         chosen = [name for name in KINDS if any(word in name for word in asked.only.split(","))]
         rows, leaks = [], []

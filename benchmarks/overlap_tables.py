@@ -15,8 +15,8 @@ KINDS = {
     "late": "products of matrices, rank 1 comes 50 ms late",
 }
 METHODS = {
-    "mpi": "hpcdist mpi",
-    "gloo": "hpcdist gloo",
+    "mpi": results.ROUTES["mpi"],
+    "gloo": results.ROUTES["gloo"],
     "Iallgather": "mpi4py, Iallgather",
     "gloo-async": "gloo, async_op=True",
 }

@@ -20,7 +20,7 @@ CONTENDERS = [contender for contender in concat.CONTENDERS if contender.name in 
 
 def main() -> None:
     asked = harness.parser(__doc__, "8,64K,8M").parse_args()
-    with hd.init(device="cpu") as world:
+    with hd.init(device="cpu", backend="gloo") as world:
         comm = world.comm
         record = harness.start("ranks", comm)
         case = shards.make_case(comm, "concat", max(asked.sizes), "even")

@@ -23,6 +23,7 @@ from results import (
     KINDS,
     MESSAGES,
     PLAN_OUT,
+    ROUTES,
 )
 
 import hpcdist as hd
@@ -36,9 +37,12 @@ CONTENDERS = [
     Contender(MESSAGES, peers.messages),
     Contender(PLAN_OUT, lambda case: peers.plan(case)(case.shard, out=case.out)),
     Contender("hpcdist plan", lambda case: peers.plan(case)(case.shard)),
-    Contender(HPCDIST_OUT, lambda case: hd.redistribute(case.shard, *case.layouts, route="mpi", out=case.out)),
-    Contender(HPCDIST_NEW, lambda case: hd.redistribute(case.shard, *case.layouts, route="mpi")),
-    Contender("hpcdist gloo", lambda case: hd.redistribute(case.shard, *case.layouts, route="gloo")),
+    Contender(HPCDIST_OUT, lambda case: hd.redistribute(case.shard, *case.layouts, out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: hd.redistribute(case.shard, *case.layouts)),
+    *(
+        Contender(name, lambda case, r=r: hd.redistribute(case.shard, *case.layouts, route=r))
+        for r, name in ROUTES.items()
+    ),
     Contender("Alltoallv, new memory", peers.by_hand_new),
     Contender("Alltoallw, new memory", peers.alltoallw_new),
     Contender(DTENSOR, peers.dtensor, peers.no_dtensor),
@@ -52,7 +56,7 @@ def main() -> None:
         "--kinds", type=harness.some_of(KINDS), default=",".join(KINDS), metavar="LIST", help="%(default)s"
     )
     asked = parser.parse_args()
-    with hd.init(device="cpu") as world:
+    with hd.init(device="cpu", backend="gloo") as world:
         few = world.world_size < 4 or world.world_size % 2  # on 2 ranks, tiles are columns
         steps = [
             Step(partial(peers.make_case, size=size, kind=kind), CONTENDERS)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 FOLDER = Path(__file__).parent / "results"
 BASELINE = "mpi4py, preallocated"
 CONTROL = "the same once more (control)"
-HPCDIST_OUT = "hpcdist mpi, out="
-HPCDIST_NEW = "hpcdist mpi"
-HPCDIST_SHARED = "hpcdist mpi, shared=True"
+# The plain call, which chooses its route, and the same with each route that it could choose.
+HPCDIST_NEW, HPCDIST_OUT, HPCDIST_SHARED = "hpcdist", "hpcdist, out=", "hpcdist, shared=True"
+ROUTES = {route: f"hpcdist, route {route}" for route in ("mpi", "gloo", "hdf5")}
 MPI4PY_NEW, MPI4PY_PICKLE = "mpi4py, counts exchanged, new memory", "mpi4py, pickle"
 GLOO_PADDED = "gloo, padded"
 GLOO_BY_ROOT, GLOO_OBJECT = "gloo, sends to the root, broadcast", "gloo, all_gather_object"

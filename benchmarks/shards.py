@@ -125,7 +125,7 @@ def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) ->
     parser = harness.parser(f"Time {verb} and what people write by hand instead.", "8,128,64K,1M,16M,64M")
     parser.add_argument("--skew", type=_skews, default="even,16:1", metavar="LIST", help="%(default)s")
     asked = parser.parse_args()
-    with hd.init(device="cpu") as world:
+    with hd.init(device="cpu", backend="gloo") as world:
         comm = world.comm
         record = harness.start(verb, comm)
         if with_peaks:

@@ -7,14 +7,24 @@ from typing import Any
 
 import peers
 from harness import Contender
-from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_OUT, MPI4PY_NEW, MPI4PY_PICKLE, PLAN_OUT
+from results import (
+    BASELINE,
+    CONTROL,
+    GLOO_PADDED,
+    HPCDIST_NEW,
+    HPCDIST_OUT,
+    MPI4PY_NEW,
+    MPI4PY_PICKLE,
+    PLAN_OUT,
+    ROUTES,
+)
 from shards import Case, run
 from torch import Tensor
 
 import hpcdist as hd
 
 
-def split(case: Case, route: str, out: Tensor | None) -> Tensor:
+def split(case: Case, route: str = "auto", out: Tensor | None = None) -> Tensor:
     """Call hpcdist as a user would: only the root passes counts."""
     counts = None if case.whole is None else case.counts
     part: Tensor = hd.split(case.whole, counts=counts, route=route, out=out)
@@ -23,17 +33,17 @@ def split(case: Case, route: str, out: Tensor | None) -> Tensor:
 
 def plan(case: Case) -> Callable[..., Any]:
     counts = None if case.whole is None else case.counts
-    return case.plan(lambda: hd.plan_split(case.whole, counts=counts, route="mpi"))
+    return case.plan(lambda: hd.plan_split(case.whole, counts=counts))
 
 
 CONTENDERS = [
     Contender(BASELINE, peers.split_mpi4py),
     Contender(CONTROL, peers.split_mpi4py),
-    Contender(HPCDIST_OUT, lambda case: split(case, "mpi", case.out)),
-    Contender(HPCDIST_NEW, lambda case: split(case, "mpi", None)),
+    Contender(HPCDIST_OUT, lambda case: split(case, out=case.out)),
+    Contender(HPCDIST_NEW, lambda case: split(case)),
     Contender(PLAN_OUT, lambda case: plan(case)(case.whole, case.out)),
     Contender("hpcdist plan", lambda case: plan(case)(case.whole)),
-    Contender("hpcdist gloo, out=", lambda case: split(case, "gloo", case.out)),
+    *(Contender(name, lambda case, r=r: split(case, r)) for r, name in ROUTES.items()),
     Contender(MPI4PY_NEW, peers.split_mpi4py_new),
     Contender(MPI4PY_PICKLE, peers.split_mpi4py_pickle),
     Contender(GLOO_PADDED, peers.split_gloo_padded),

@@ -10,7 +10,7 @@ from functools import partial
 import harness
 import structures_peers as peers
 from harness import Contender, Step
-from results import ALL_GATHER_OBJECT, BASELINE, CONTROL, GLOO_ONE_BY_ONE, HPCDIST_NEW
+from results import ALL_GATHER_OBJECT, BASELINE, CONTROL, GLOO_ONE_BY_ONE, HPCDIST_NEW, ROUTES
 from structures_peers import TENSORS
 
 import hpcdist as hd
@@ -29,8 +29,8 @@ SENDS = [
 GATHERS = [
     Contender(BASELINE, peers.gather_mpi4py),
     Contender(CONTROL, peers.gather_mpi4py),
-    Contender(HPCDIST_NEW, lambda case: hd.concat(case.tree, route="mpi")),
-    Contender("hpcdist gloo", lambda case: hd.concat(case.tree, route="gloo")),
+    Contender(HPCDIST_NEW, lambda case: hd.concat(case.tree)),
+    Contender(ROUTES["gloo"], lambda case: hd.concat(case.tree, route="gloo")),
     Contender("mpi4py, one by one, new memory", peers.gather_mpi4py_new),
     Contender("mpi4py, pickle", peers.gather_mpi4py_pickle),
     Contender("gloo, one by one", peers.gather_gloo),
@@ -44,7 +44,7 @@ def main() -> None:
         "--kinds", type=harness.some_of(TENSORS), default=",".join(TENSORS), metavar="LIST", help="%(default)s"
     )
     asked = parser.parse_args()
-    with hd.init(device="cpu") as world:
+    with hd.init(device="cpu", backend="gloo") as world:
         if world.world_size % 2:
             raise SystemExit("ranks send in pairs: start an even number of them")
         steps = []

@@ -81,6 +81,18 @@ def _by_best(kind: str) -> Callable[[Record], Spread | None]:
     return measure
 
 
+def _slower_than_a_route(record: Record) -> Spread | None:
+    """Count the cases in which the plain call takes over 5% and over 20 us longer than with a route named."""
+    count, seen = 0, False
+    for case in record.cases:
+        for name in results.ROUTES.values():
+            ratio, difference = (f(case, HPCDIST_NEW, name) for f in (results.ratio, results.difference))
+            if ratio is not None and difference is not None:
+                seen = True
+                count += ratio.median > 1.05 and difference.median > 20e-6
+    return Spread(count, count, count) if seen else None
+
+
 def _structures(kind: str, other: str) -> Callable[[Record], Spread | None]:
     def measure(record: Record) -> Spread | None:
         cases = [case for case in record.cases if case.skew == kind and (kind != "many" or case.size == _LARGE)]
@@ -120,6 +132,12 @@ def _small() -> Iterator[Target]:
         yield Target(f"{verb}, 8 B, plan: over raw mpi4py", verb, (2,), 10, True, "us", _small_difference(PLAN_OUT))
 
 
+def _routes() -> Iterator[Target]:
+    for verb in ("concat", "gather", "split", "redistribute"):
+        what = f"{verb}: cases in which a named route is faster, by over 5% and 20 us"
+        yield Target(what, verb, (2, 4), 0, True, "cases", _slower_than_a_route)
+
+
 _AS_RAW = _ratio_of(_LARGE, "even", HPCDIST_OUT, BASELINE)
 _SKEWED = _ratio_of(_LARGE, "16:1", GLOO_PADDED, HPCDIST_OUT)
 _SHARED = _ratio_of(_LARGE, "even", BASELINE, HPCDIST_SHARED)
@@ -140,6 +158,7 @@ TARGETS = [
     *_redistributed(),
     *_new_memory(),
     *_small(),
+    *_routes(),
     Target("concat, 64 MiB a rank, shared: preallocated Allgatherv's time", "concat", (2,), 2, False, "x", _SHARED),
     Target("concat, 64 MiB a rank, shared: preallocated Allgatherv's time", "concat", (4,), 4, False, "x", _SHARED),
     Target("concat, shared: memory of a node by the result", "ranks", (2, 4, 8), 1.05, True, "x", _node_of_result),
@@ -163,6 +182,6 @@ def target_table(records: Sequence[Record]) -> str:
 def _verdict(target: Target, found: Spread) -> list[str]:
     limit = target.limit + (_COUNTERS if target.measure is _peak_of_result else 0)
     met = found.median <= limit if target.at_most else found.median >= limit
-    digits = 3 if target.measure in (_peak_of_result, _node_of_result) else 2
+    digits = 0 if target.unit == "cases" else 3 if target.measure in (_peak_of_result, _node_of_result) else 2
     iqr = "-" if found.low == found.high else f"{found.low:.{digits}f} to {found.high:.{digits}f}"
     return [f"{found.median:.{digits}f} {target.unit}", iqr, "yes" if met else "NO"]
