@@ -82,14 +82,17 @@ def _by_best(kind: str) -> Callable[[Record], Spread | None]:
 
 
 def _slower_than_a_route(record: Record) -> Spread | None:
-    """Count the cases in which the plain call takes over 5% and over 20 us longer than with a route named."""
+    """Count the cases in which the plain call takes over 5% and over 20 us longer than with a route named.
+
+    By the lower quartiles: the median of what differs in nothing but noise is above 5% now and then.
+    """
     count, seen = 0, False
     for case in record.cases:
         for name in results.ROUTES.values():
             ratio, difference = (f(case, HPCDIST_NEW, name) for f in (results.ratio, results.difference))
             if ratio is not None and difference is not None:
                 seen = True
-                count += ratio.median > 1.05 and difference.median > 20e-6
+                count += ratio.low > 1.05 and difference.low > 20e-6
     return Spread(count, count, count) if seen else None
 
 
@@ -134,7 +137,7 @@ def _small() -> Iterator[Target]:
 
 def _routes() -> Iterator[Target]:
     for verb in ("concat", "gather", "split", "redistribute"):
-        what = f"{verb}: cases in which a named route is faster, by over 5% and 20 us"
+        what = f"{verb}: cases in which a named route is faster by 5% and 20 us, by lower quartiles"
         yield Target(what, verb, (2, 4), 0, True, "cases", _slower_than_a_route)
 
 

@@ -109,8 +109,8 @@ def concat(
     """
 
     team = world.current().context.team_of(group)
-    if isinstance(x, Tensor) and out is None and not (async_op or shared):
-        return repeat.call("concat", lambda: Concat(x, dim, route, None), team, x, dim, 0, route)
+    if isinstance(x, Tensor) and not (async_op or shared):
+        return repeat.call("concat", lambda: Concat(x, dim, route, out), team, x, dim, 0, route, out)
     return run(operation(x, dim, route, out, allow_pickle, shared), team, async_op)
 
 

@@ -95,8 +95,8 @@ def gather(
     """
 
     team = world.current().context.team_of(group)
-    if isinstance(x, Tensor) and out is None and not async_op:
-        return repeat.call("gather", lambda: Gather(x, dim, root, route, None), team, x, dim, root, route)
+    if isinstance(x, Tensor) and not async_op:
+        return repeat.call("gather", lambda: Gather(x, dim, root, route, out), team, x, dim, root, route, out)
     return run(operation(x, dim, root, route, out, allow_pickle), team, async_op)
 
 
@@ -157,16 +157,17 @@ class Gather(Repeatable):
 
     def keep(self, team: Team) -> int:
         del self.x, self._shard
+        self.out = self._dest = None
         self._receives = not self.rooted or team.rank == self._root
         assert team.headers is not None
         self._places = team.headers.places(self._blocks.counts)
         self._like = torch.empty(self._blocks.shape, dtype=self._blocks.dtype, device="cpu")
         return 0
 
-    def again(self, team: Team) -> Tensor | None:
+    def again(self, team: Team, out: Tensor | None) -> Tensor | None:
         if not self._receives:
             return None
-        whole = torch.empty_like(self._like)
+        whole = torch.empty_like(self._like) if out is None else out
         buffer = self._blocks.buffer(whole)
         team.headers.copy(self._places, buffer)  # type: ignore[union-attr]
         if buffer is not whole:

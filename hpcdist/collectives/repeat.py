@@ -14,7 +14,7 @@ from hpcdist.collectives.run import Plannable
 from hpcdist.comm.team import HEADER, Team
 from hpcdist.process import abort
 from hpcdist.tensors.eager import recorded
-from hpcdist.tensors.storage import is_plain
+from hpcdist.tensors.storage import is_plain, written
 from hpcdist.validation import collective
 
 __all__ = ["Repeatable", "call"]
@@ -38,8 +38,8 @@ class Repeatable(Plannable):
         """
 
     @abstractmethod
-    def again(self, team: Team) -> Any:
-        """Return the result of a call that is repeated: the data of all ranks have come with the headers."""
+    def again(self, team: Team, out: Tensor | None) -> Any:
+        """Return the result of a call that is repeated, in `out` or new memory: its data have come with the headers."""
 
 
 class _Known(NamedTuple):
@@ -66,19 +66,20 @@ def call(
     dim: Any,
     root: Any,
     route: Any,
+    out: Tensor | None,
     rule: Any = None,
 ) -> Any:
-    """Run an operation in the foreground, into new memory; with less work if the team has made such a call before.
+    """Run an operation in the foreground; with less work if the team has made such a call before.
 
     Args:
         name: of the operation.
         make: makes the operation.
-        x, dim, root, route, rule: its arguments, unvalidated.
+        x, dim, root, route, out, rule: its arguments, unvalidated.
     """
-    key = _key(name, x, dim, root, route, rule)
+    key = _key(name, x, dim, root, route, out, rule)
     known: _Known | None = None if key is None else team.repeats.get(key)
     if key is not None and known is not None and known.calls == team.calls[True]:
-        return _again(known, team, x, make, key)
+        return _again(known, team, x, out, make, key)
     op = make()
     result = run.run(op, team)
     if key is not None and op.inline and not op.grad:
@@ -86,32 +87,42 @@ def call(
     return result
 
 
-def _key(name: str, x: Tensor | None, dim: Any, root: Any, route: Any, rule: Any) -> Key | None:
+def _key(name: str, x: Tensor | None, dim: Any, root: Any, route: Any, out: Tensor | None, rule: Any) -> Key | None:
     """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
-    if type(dim) is int and type(root) is int and type(route) is str and (rule is None or type(rule) is str):
-        if recorded() is not None:
+    if not (type(dim) is int and type(root) is int and type(route) is str) or recorded() is not None:
+        return None
+    if rule is not None and type(rule) is not str:
+        if type(rule) not in (list, tuple) or any(type(count) is not int for count in rule):
             return None
-        if x is None:
-            return name, dim, root, route, rule
-        if is_plain(x):
-            return name, dim, root, route, rule, x.dtype, x.shape
-    return None
+        rule = tuple(rule)
+    key: Key = name, dim, root, route, rule
+    if x is not None:
+        if not is_plain(x):
+            return None
+        key += (x.dtype, x.shape)
+    if out is not None:
+        if not is_plain(out) or not out.dim() or out.is_inference():
+            return None
+        key += ("out", out.dtype, out.shape)
+    return key
 
 
-def _again(known: _Known, team: Team, x: Tensor | None, make: Callable[[], Repeatable], key: Key) -> Any:
+def _again(
+    known: _Known, team: Team, x: Tensor | None, out: Tensor | None, make: Callable[[], Repeatable], key: Key
+) -> Any:
     """Make a call again: what it computes from its arguments alone is known. Collective over the team."""
     op = known.op
     team.calls[False] += 1
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
         if collective.repeat(team, known.header, x) == known.headers:
-            return op.again(team)
+            return written(out, op.again(team, out))
         op = make()  # another rank's call is not the same as before
         result = op.execute(team, exchanged=True)
         if op.grad:
             return autograd.attach(op, team, result)
     if op.inline:
         _remember(op, team, key)
-    return result
+    return written(out, result)
 
 
 def _remember(op: Repeatable, team: Team, key: Key) -> None:

@@ -120,8 +120,8 @@ def split(
         of = here.context.group_of(group)
         return background.run_now(lambda: _local(make(), of), async_op)
     team = here.context.team_of(group)
-    if not (async_op or shared) and out is None and allow_pickle is False and (x is None or isinstance(x, Tensor)):
-        return repeat.call("split", make, team, x, dim, root, route, counts)
+    if not (async_op or shared) and allow_pickle is False and (x is None or isinstance(x, Tensor)):
+        return repeat.call("split", make, team, x, dim, root, route, out, counts)
     return run(make(), team, async_op)
 
 
@@ -223,11 +223,12 @@ class Scatter(Repeatable):
             return None
         is_root = self._whole is not None
         del self.x, self._whole
+        self.out = self._dest = None
         self._like = self._blocks.empty_part(team.rank, torch.device("cpu"))
         return _meta_nbytes(self._blocks, team) if is_root else 0
 
-    def again(self, team: Team) -> Tensor:
-        part = torch.empty_like(self._like)
+    def again(self, team: Team, out: Tensor | None) -> Tensor:
+        part = torch.empty_like(self._like) if out is None else out
         team.headers.copy((self._place,), part)  # type: ignore[union-attr, arg-type]
         return part
 

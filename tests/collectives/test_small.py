@@ -17,6 +17,7 @@ import hpcdist as hd
 from hpcdist import limits
 from hpcdist.collectives import repeat
 from hpcdist.collectives.concat import Concat
+from hpcdist.collectives.split import Scatter
 from hpcdist.comm.team import HEADER, inline_capacity
 from hpcdist.routes import mpi
 
@@ -67,6 +68,44 @@ def test_extents_that_change_on_one_rank_alone(world: hd.World) -> None:
         extents = tuple(2 + turn * (rank == world.world_size - 1) for rank in range(world.world_size))
         verbs(findings, world, whole_of((sum(extents),), torch.int64, turn), 0, extents)
     findings.settle()
+
+
+@pytest.mark.parametrize("given", ["all", "one", "turns"])
+def test_into_memory_of_the_callers(given: str, world: hd.World) -> None:
+    """On all ranks or on one of them, in turns with new memory; once it is strided, once `x` is a part of it."""
+    findings, rank, size = Findings(world.comm), world.rank, world.world_size
+    extents = tuple(rank + 1 for rank in range(size))
+    for turn in range(8):
+        whole = whole_of((sum(extents), 2), torch.int32, turn)
+        mine = part(whole, 0, extents, rank)
+        into = given == "all" or (rank == size - 1 if given == "one" else turn % 3 != 0)
+        out = torch.full((sum(extents), 4), -1, dtype=torch.int32)[:, ::2] if turn == 5 else torch.full_like(whole, -1)
+        if turn == 6:
+            out[: len(mine)] = mine
+            mine = out[: len(mine)]
+        version = out._version
+        got = hd.concat(mine, out=out if into else None)
+        findings.check((got is out) == into, f"turn {turn}: the result is not out")
+        findings.same(got, whole, f"concat, turn {turn}")
+        findings.check((out._version > version) == into, f"turn {turn}: version {out._version} after {version}")
+        piece = torch.full((extents[rank], 2), -1, dtype=torch.int32) if into else None
+        got = hd.split(whole if rank == 0 else None, counts=list(extents) if rank == 0 else None, out=piece)
+        findings.check((got is piece) == into, f"turn {turn}: the part is not out")
+        findings.same(got, part(whole, 0, extents, rank), f"split, turn {turn}")
+        got = hd.gather(part(whole, 0, extents, rank), root=size - 1, out=out if into and rank == size - 1 else None)
+        findings.check(got is None if rank < size - 1 else torch.equal(got, whole), f"gather, turn {turn}")
+    findings.settle()
+
+
+def test_counts_that_are_wrong_after_right_ones(world: hd.World) -> None:
+    """They equal the right ones, as floats do, but are no numbers of rows."""
+    whole, size = torch.arange(world.world_size), world.world_size
+    for wrong in ([1.0] * size, (1.0,) * size):
+        for _ in range(2):
+            mine = hd.split(whole if world.rank == 0 else None, counts=[1] * size if world.rank == 0 else None)
+            assert_on_all_ranks(world.comm, mine.tolist() == [world.rank])
+        given = (whole, wrong) if world.rank == 0 else (None, None)
+        raises_on_all_ranks(world.comm, hd.RankError, lambda given=given: hd.split(given[0], counts=given[1]))
 
 
 def test_mistakes_between_repeated_calls(world: hd.World) -> None:
@@ -164,6 +203,22 @@ def test_without_room_behind_the_headers(world: hd.World, monkeypatch: pytest.Mo
     findings.check(all(same_bits(x, torch.arange(2) + 10 * rank) for rank, x in enumerate(structure)), "structure")
     findings.settle()
     comm.Free()
+
+
+def test_small_calls_with_out_and_counts_are_known(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, out, one = torch.arange(3), torch.empty(3 * world.world_size, dtype=torch.int64), torch.empty(1)
+
+    def call() -> None:
+        hd.concat(x, out=out)
+        hd.split(torch.ones(world.world_size) if world.rank == 0 else None, counts=[1] * world.world_size, out=one)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the call was not known")
+
+    call()
+    monkeypatch.setattr(Concat, "plan", refuse)
+    monkeypatch.setattr(Scatter, "plan", refuse)
+    call()
 
 
 def test_what_another_rank_changed_once_is_remembered_then(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
