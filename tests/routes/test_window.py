@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -191,6 +193,19 @@ def test_what_a_rank_writes_in_place_no_other_rank_sees(
         findings.check(_good(world, whole, 50), f"turn {turn}: what was written in place came again")
         del whole
     findings.settle()
+
+
+def test_the_storage_of_a_result_is_its_own_part(world: hd.World) -> None:
+    """torch.save and copy.deepcopy take the whole storage: not the parts of other ranks, nor what was there before."""
+    whole = torch.arange(float(world.world_size * LARGE)) if world.rank == 0 else None
+    for got in (hd.split(whole, shared=True), hd.concat(torch.ones(LARGE + 12345), shared=True)):
+        file = io.BytesIO()
+        torch.save(got, file)
+        sizes = got.untyped_storage().nbytes(), copy.deepcopy(got).untyped_storage().nbytes()
+        good = sizes == (got.nbytes, got.nbytes) and len(file.getbuffer()) < got.nbytes + 4096
+        file.seek(0)
+        assert_on_all_ranks(world.comm, world.team.unshared is None and good, (sizes, world.team.unshared))
+        assert_on_all_ranks(world.comm, torch.equal(torch.load(file), got))
 
 
 def test_gradients_and_the_background(world: hd.World) -> None:
