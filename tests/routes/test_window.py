@@ -19,7 +19,8 @@ from hpcdist.routes import window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
-SHAPES = [((1,), 0), ((1, 3), 0), ((2, 1, 3), 1), ((5, 1), 1), ((2, 3, 1, 2), 2)]  # the extent along dim is put in
+# The extent along dim is put in.
+SHAPES = [((1,), 0), ((0, 1), 1), ((1, 3), 0), ((2, 1, 3), 1), ((5, 1), 1), ((2, 3, 1, 2), 2)]
 PLACES = {  # the node of each rank
     "one node": lambda size: (0,) * size,
     "round robin": lambda size: tuple(rank % 2 for rank in range(size)),
