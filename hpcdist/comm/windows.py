@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+import time
 import weakref
 from array import array
 from contextlib import suppress
@@ -16,6 +18,7 @@ from torch import Tensor
 from hpcdist import memory
 from hpcdist.comm.topology import Topology
 from hpcdist.control import objects
+from hpcdist.tensors import pool
 from hpcdist.tensors.shared_memory import SharedBlock, identity
 
 if TYPE_CHECKING:
@@ -46,15 +49,13 @@ class Window:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Return the bytes from `offset` on as a tensor of the caller's, by which this rank holds the window."""
-        return _view(torch.from_numpy(self._array), shape, dtype, offset)
+        # Of this part alone: torch.save and copy.deepcopy take the whole storage of a tensor.
+        mine = self._array[offset : offset + prod(shape) * dtype.itemsize]
+        return torch.from_numpy(mine).view(dtype).view(shape)
 
     def target(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Return the bytes from `offset` on as a tensor to write into."""
-        return _view(self.bytes, shape, dtype, offset)
-
-
-def _view(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return self.bytes[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _leave(in_use: memoryview, at: int, pid: int) -> None:
@@ -64,10 +65,15 @@ def _leave(in_use: memoryview, at: int, pid: int) -> None:
 
 
 class _Slot:
-    """A window as this rank has mapped it: its number, its block, and how much of it has memory."""
+    """A window as this rank has mapped it: its number, its block, and how much of it has memory.
+
+    Attributes:
+        idle: of the first rank: time at which it was first seen that nobody holds it.
+    """
 
     def __init__(self, serial: int, block: SharedBlock) -> None:
         self.serial, self.block, self.allocated = serial, block, 0
+        self.idle: float | None = None
 
 
 class Windows:
@@ -92,10 +98,12 @@ class Windows:
         self._control: SharedBlock | None = None
         self._serials = self._in_use = memoryview(b"")
         self._made = 0
+        self._lock = threading.Lock()  # the thread that sweeps drops windows, too
         self.problem = self.reason = None if hasattr(os, "memfd_create") else "this system has no memfd_create"
         if self.problem is None:
             self._open_control()
         _existing.add(self)
+        pool.add(self)
 
     def take(self, nbytes: int) -> Window | None:
         """Take a window of this node. Collective over the team.
@@ -125,16 +133,19 @@ class Windows:
             reasons = objects.all_gather_object(self._comm, reason)
             self.reason = next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None)
             if number >= 0 and self._me == 0:
-                self._drop(number)
+                with self._lock:
+                    self._drop(number)
             return None
         self.reason = None
         return Window(slot.block, self._in_use, number * self._ranks + self._me)
 
     def free(self) -> None:
         """Keep no windows any more; those that tensors hold stay until these have gone."""
-        for slot in self._slots.values():
-            slot.block.close()
-        self._slots.clear()
+        pool.remove(self)
+        with self._lock:
+            for slot in self._slots.values():
+                slot.block.close()
+            self._slots.clear()
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -142,7 +153,45 @@ class Windows:
 
     def nbytes(self) -> int:
         """Return the bytes of memory that the windows of this node have."""
-        return sum(slot.allocated for slot in self._slots.values())
+        return sum(slot.allocated for n, slot in list(self._slots.items()) if self._serials[n] == slot.serial)
+
+    def clear(self) -> None:
+        """Give the windows that nobody holds back to the system. Only the first rank of the node can do so."""
+        self._drop_unheld(0, 0.0)
+
+    def sweep(self, idle: float) -> bool:
+        """Do so with what is beyond KEPT bytes, and has not been held for some seconds; return whether to come again.
+
+        Of a window of many gigabytes, no other part of the program could have the memory otherwise.
+        """
+        self._drop_unheld(KEPT, idle)
+        return self._me == 0 and self.nbytes() > KEPT
+
+    def _drop_unheld(self, most: int, idle: float) -> None:
+        # If the lock is taken, this thread may have it: empty_cache() in a signal handler.
+        if self._me == 0 and self._lock.acquire(blocking=False):
+            try:
+                now, unheld = time.monotonic(), self._unheld()
+                kept = sum(self._slots[number].block.nbytes for number in unheld)
+                for number in unheld:
+                    slot = self._slots[number]
+                    slot.idle = now if slot.idle is None else slot.idle
+                    if kept > most and now - slot.idle >= idle:
+                        kept -= slot.block.nbytes
+                        self._drop(number)
+            finally:
+                self._lock.release()
+
+    def _unheld(self) -> list[int]:
+        """Return the windows that nobody holds, the one used last at the end; forget those that only children read."""
+        found = []
+        for number in [number for number in self._order if number in self._slots]:
+            users = bytes(self._in_use[number * self._ranks : (number + 1) * self._ranks])
+            if not any(users):
+                found.append(number)
+            elif all(byte in (_FREE, _LEFT) for byte in users):
+                self._drop(number, memory_too=False)
+        return found
 
     def forked(self) -> None:
         """Never use again what this rank holds now: a child process may read it for as long as it runs."""
@@ -194,7 +243,8 @@ class Windows:
         told, failed = array("q", bytes(64)), None
         if self._me == 0:
             try:
-                number = self._choose(nbytes)
+                with self._lock:
+                    number = self._choose(nbytes)
                 slot = self._slots[number]
                 told = array("q", [1, number, slot.serial, slot.block.nbytes, os.getpid(), slot.block.fd])
                 told.extend(slot.block.identity())
@@ -206,19 +256,16 @@ class Windows:
         good, number, serial, capacity = told[:4]
         if not good:
             raise OSError("the first rank of the node has no window")
-        for old in [n for n, slot in self._slots.items() if self._serials[n] != slot.serial]:
-            self._slots.pop(old).block.close()
+        with self._lock:
+            for old in [n for n, slot in self._slots.items() if self._serials[n] != slot.serial]:
+                self._slots.pop(old).block.close()
         if number not in self._slots:
             self._slots[number] = _Slot(serial, _opened(told[4:], capacity))
         return number
 
     def _choose(self, nbytes: int) -> int:
         """Choose a window that nobody holds, or make one; return its number. All ranks of the node hold it then."""
-        users = {number: self._in_use[number * self._ranks : (number + 1) * self._ranks] for number in self._slots}
-        for number, bytes_ in users.items():
-            if any(byte == _LEFT for byte in bytes_) and all(byte in (_FREE, _LEFT) for byte in bytes_):
-                self._drop(number, memory_too=False)
-        free = [number for number in self._order if number in self._slots and not any(users[number])]
+        free = self._unheld()
         capacity = _capacity(nbytes)
         found = next((number for number in reversed(free) if self._slots[number].block.nbytes == capacity), None)
         if found is None:
@@ -234,7 +281,14 @@ class Windows:
             self._made += 1
             self._slots[found] = _Slot(self._made, SharedBlock(capacity))
             self._serials[found] = self._made
+        if self._slots[found].allocated < nbytes:  # all of it, before any rank takes its part
+            try:
+                _check_memory(nbytes - self._slots[found].allocated)
+            except OSError:
+                self._drop(found)
+                raise
         self._in_use[found * self._ranks : (found + 1) * self._ranks] = bytes([_HELD]) * self._ranks
+        self._slots[found].idle = None
         self._order = [number for number in self._order if number != found and number in self._slots] + [found]
         return found
 
@@ -252,13 +306,17 @@ class Windows:
         """Take the memory that is missing, each rank of the node a part of it."""
         missing = nbytes - slot.allocated
         if missing > 0:
-            free = memory.available()
-            if missing > free:
-                raise OSError(f"{missing:,} bytes do not fit into the {free:,} bytes of free memory")
             pages = -(-missing // mmap.PAGESIZE)
             first, last = (pages * i // self._ranks * mmap.PAGESIZE for i in (self._me, self._me + 1))
+            _check_memory(last - first)  # in the control groups of this rank
             slot.block.allocate(slot.allocated + first, last - first)
             slot.allocated += pages * mmap.PAGESIZE
+
+
+def _check_memory(nbytes: int) -> None:
+    free = memory.available()
+    if nbytes > free:
+        raise OSError(f"{nbytes:,} bytes do not fit into the {free:,} bytes of free memory")
 
 
 def _capacity(nbytes: int) -> int:

@@ -144,7 +144,7 @@ def _messages(topology: Topology, me: int, memory: Tensor, matrix: _Matrix) -> t
 
     A pair of ranks exchanges its messages in the same order on both sides.
     """
-    whole = memory[: matrix.nbytes].view(matrix.rows, -1)
+    whole = memory[: matrix.nbytes].view(matrix.rows, sum(matrix.widths))
     home = topology.local_ranks
     sends: list[Message] = []
     recvs: list[Message] = []

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ from hpcdist import memory
 from hpcdist.tensors import pages
 from hpcdist.tensors.reusable import Block, problem
 
-__all__ = ["LEAST", "empty", "empty_cache", "holds", "limit_of", "memory_stats", "start", "stop", "sweep"]
+__all__ = [
+    *("LEAST", "Cache", "add", "empty", "empty_cache", "holds", "limit_of", "memory_stats", "remove"),
+    *("start", "stop", "sweep"),
+]
 
 LEAST = 2**20  # bytes; for less, new memory is as fast
 IDLE = 1.0  # seconds after which an idle block is given to the kernel lazily
@@ -201,7 +205,25 @@ def _class_of(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+class Cache(Protocol):
+    """Other memory that is kept for later results; see :class:`hpcdist.comm.windows.Windows`."""
+
+    def nbytes(self) -> int: ...
+    def clear(self) -> None: ...
+    def sweep(self, idle: float) -> bool: ...
+
+
 _pool = Pool(0)
+_others: dict[int, Cache] = {}  # of which list() is one step: any thread may add and remove
+
+
+def add(cache: Cache) -> None:
+    """Let empty_cache(), memory_stats() and sweep() regard other memory, too, until remove()."""
+    _others[id(cache)] = cache
+
+
+def remove(cache: Cache) -> None:
+    _others.pop(id(cache), None)
 
 
 def limit_of(text: str | None, share: int) -> int:
@@ -233,21 +255,29 @@ def stop() -> None:
     start(0)
 
 
-os.register_at_fork(after_in_child=stop)  # a thread that is not there may hold the lock
+def _forget() -> None:
+    """In a child process: a thread that is not there may hold the lock, and windows are its parent's."""
+    stop()
+    _others.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def sweep() -> bool:
     """Let the kernel take what has been idle for some seconds; return whether to come again in about a second."""
     _pool.sweep(IDLE)
-    return _pool.unswept()
+    again = [cache.sweep(IDLE) for cache in list(_others.values())]
+    return _pool.unswept() or any(again)
 
 
 def empty_cache() -> None:
-    """Free the memory of earlier results that lies idle in the pool of this rank.
+    """Free the memory of earlier results that lies idle in the pool of this rank, and in windows of its node.
 
-    Not collective. As ``torch.cuda.empty_cache`` does on a GPU: results that are alive keep their memory, and what the
-    rest of the program cannot have otherwise is free at once. Rarely needed: what is idle is bounded, and after some
-    seconds the kernel takes it by itself if memory is short.
+    Not collective; but only its first rank frees the windows of a node, in which shared results are: call it on every
+    rank. As ``torch.cuda.empty_cache`` does on a GPU: results that are alive keep their memory, and what the rest of
+    the program cannot have otherwise is free at once. Rarely needed: what is idle is bounded, and after some seconds
+    the kernel takes what is in the pool by itself if memory is short.
 
     Example::
 
@@ -256,6 +286,8 @@ def empty_cache() -> None:
         0
     """
     _pool.clear()
+    for cache in list(_others.values()):
+        cache.clear()
 
 
 def memory_stats() -> dict[str, int | str]:
@@ -275,6 +307,8 @@ def memory_stats() -> dict[str, int | str]:
         - "num_evictions": number of blocks that were dropped to stay within the limit, in use or idle.
         - "num_alloc_retries": number of blocks for which there was memory only after idle ones were freed.
         - "num_huge_page_blocks": number of results whose memory was made in huge pages.
+        - "window_bytes": bytes of the windows that the ranks of this node share, held and idle, of all groups of this
+          rank: memory of the node, not of each rank.
         - "problem": why there is no pool: "switched off" by HPCDIST_CACHE=0 or without a world; else "".
 
     Example::
@@ -283,7 +317,7 @@ def memory_stats() -> dict[str, int | str]:
         >>> hd.memory_stats()["in_use_bytes"]
         67108864
     """
-    return _pool.stats()
+    return _pool.stats() | {"window_bytes": sum(cache.nbytes() for cache in list(_others.values()))}
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fixed: bool = False) -> Tensor:

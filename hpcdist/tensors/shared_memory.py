@@ -22,6 +22,7 @@ __all__ = ["SharedBlock"]
 
 _PAGEMAP = "/proc/self/pagemap"
 _CHUNK = 2**20  # bytes of it that are read at once
+_PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds
 _PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # in the last byte of an entry of 8
 # The ioctl PAGEMAP_SCAN of Linux 6.7 and later finds the first private page without a copy of all entries.
 _SCAN = struct.Struct("=12Q")
@@ -60,8 +61,9 @@ class SharedBlock:
 
     def allocate(self, start: int, length: int) -> None:
         """Take memory for these bytes now: where it is short, that is an OSError here, and not a SIGBUS later."""
-        if length > 0:
-            os.posix_fallocate(self.fd, start, length)
+        # In pieces: until it is done, an older kernel begins anew after each signal, such as those of a profiler.
+        for at in range(start, start + length, _PIECE):
+            os.posix_fallocate(self.fd, at, min(_PIECE, start + length - at))
 
     def memory_of_system(self) -> int:
         """Return the bytes of the system's memory that it takes."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from collective import Findings, assert_on_all_ranks
 from launch import mpirun
+from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import memory
@@ -48,6 +50,64 @@ def test_without_room_results_are_private_and_say_why(world: hd.World) -> None:
             patch.setattr(memory, "available", lambda: 1000)
         _concat(world, group, findings, f"rank {last}: ")
         _concat(world, group, findings, "bytes of free memory")
+    _concat(world, group, findings, "None")
+    group.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_room_for_one_result_is_enough(world: hd.World) -> None:
+    """Though the ranks take their parts of it one after the other."""
+    findings, group = Findings(world.comm), world.comm.Dup()
+    windows_ = world.context.team_of(group).windows
+    room = int(1.2 * 4 * SIZE * world.world_size)
+
+    def available() -> int:
+        time.sleep(0.2 * world.rank)
+        return room - sum(slot.block.memory_of_system() for slot in windows_._slots.values())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "available", available)
+        whole = _concat(world, group, findings, "None")
+        world.comm.Barrier()
+        _concat(world, group, findings, "bytes of free memory")  # beside the first
+    del whole
+    group.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_what_nobody_holds_is_given_back(world: hd.World) -> None:
+    """By empty_cache(); and beyond a bound after a while, not only when another window is made."""
+    findings, group = Findings(world.comm), world.comm.Dup()
+    team = world.context.team_of(group)
+
+    def taken() -> int:
+        own = sum(slot.block.memory_of_system() for slot in list(team.windows._slots.values()))
+        world.comm.Barrier()
+        return own
+
+    whole, other = _concat(world, group, findings, "None"), _concat(world, group, findings, "None")
+    nbytes = whole.nbytes
+    hd.empty_cache()
+    findings.check(taken() >= 2 * nbytes, "windows that are held were freed")
+    stats = hd.memory_stats()["window_bytes"]
+    findings.check(isinstance(stats, int) and stats >= 2 * nbytes, stats)
+    del whole
+    world.comm.Barrier()
+    hd.empty_cache()
+    world.comm.Barrier()
+    findings.check(nbytes <= taken() < 1.5 * nbytes, "one is held")
+    whole = _concat(world, group, findings, "None")
+    expected = torch.arange(world.world_size, dtype=torch.float32).repeat_interleave(SIZE)
+    findings.check(torch.equal(other, expected), "the one that was held changed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "KEPT", int(1.5 * nbytes))
+        del whole, other
+        end = time.monotonic() + 20
+        while time.monotonic() < end and world.comm.allreduce(taken(), op=MPI.MAX) >= 1.5 * nbytes:
+            time.sleep(0.1)
+        findings.check(nbytes <= taken() < 1.5 * nbytes, "one is kept")
     _concat(world, group, findings, "None")
     group.Free()
     findings.settle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +19,8 @@ from hpcdist.routes import window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
-SHAPES = [((1,), 0), ((1, 3), 0), ((2, 1, 3), 1), ((5, 1), 1), ((2, 3, 1, 2), 2)]  # the extent along dim is put in
+# The extent along dim is put in.
+SHAPES = [((1,), 0), ((0, 1), 1), ((1, 3), 0), ((2, 1, 3), 1), ((5, 1), 1), ((2, 3, 1, 2), 2)]
 PLACES = {  # the node of each rank
     "one node": lambda size: (0,) * size,
     "round robin": lambda size: tuple(rank % 2 for rank in range(size)),
@@ -191,6 +194,19 @@ def test_what_a_rank_writes_in_place_no_other_rank_sees(
         findings.check(_good(world, whole, 50), f"turn {turn}: what was written in place came again")
         del whole
     findings.settle()
+
+
+def test_the_storage_of_a_result_is_its_own_part(world: hd.World) -> None:
+    """torch.save and copy.deepcopy take the whole storage: not the parts of other ranks, nor what was there before."""
+    whole = torch.arange(float(world.world_size * LARGE)) if world.rank == 0 else None
+    for got in (hd.split(whole, shared=True), hd.concat(torch.ones(LARGE + 12345), shared=True)):
+        file = io.BytesIO()
+        torch.save(got, file)
+        sizes = got.untyped_storage().nbytes(), copy.deepcopy(got).untyped_storage().nbytes()
+        good = sizes == (got.nbytes, got.nbytes) and len(file.getbuffer()) < got.nbytes + 4096
+        file.seek(0)
+        assert_on_all_ranks(world.comm, world.team.unshared is None and good, (sizes, world.team.unshared))
+        assert_on_all_ranks(world.comm, torch.equal(torch.load(file), got))
 
 
 def test_gradients_and_the_background(world: hd.World) -> None:

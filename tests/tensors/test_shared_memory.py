@@ -52,3 +52,15 @@ def test_a_block_that_cannot_be_mapped_leaves_nothing_open() -> None:
     with pytest.raises(OSError, match=r"memory|large|argument"):
         SharedBlock(2**62)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older kernels begin anew after a signal: one call for many gigabytes would never end beside a profiler."""
+    monkeypatch.setattr(shared_memory, "_PIECE", 2 * 4096)
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, length: taken.append((start, length)))
+    block = SharedBlock(6 * 4096)
+    block.allocate(4096, 5 * 4096)
+    block.allocate(4096, 0)
+    assert taken == [(4096, 2 * 4096), (3 * 4096, 2 * 4096), (5 * 4096, 4096)]
+    block.close()
