@@ -1,8 +1,8 @@
 """Reductions through memory that the ranks of a node share: each rank reduces a part of the data for all of them.
 
 A tensor passes through a window of the group in rounds. In each, every rank writes its data for the others into its
-slot, reduces its own part from all slots, and copies the others' parts of the result. Slots and results are small enough
-to stay in the caches; two sets of them take turns, so that a round has two barriers.
+slot, reduces its own part from all slots, and copies the others' parts of the result. Slots and results are small
+enough to stay in the caches; two sets of them take turns, so that a round has two barriers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def all_reduce(team: Communicator, x: Tensor, out: Tensor, op: Reduction) -> boo
     size, me, barrier = team.size, team.rank, team.comm.Barrier
     step = SLOT // x.itemsize
     for turn, (start, length) in enumerate(layout.pieces(x.numel(), step)):
-        slots = memory.view(2, size + 1, SLOT)[turn % 2].view(x.dtype)
+        slots = memory[: 2 * (size + 1) * SLOT].view(2, size + 1, SLOT)[turn % 2].view(x.dtype)
         first, last = layout.block_ranges(length, size, size)[me]
         here = x[start : start + length]
         slots[me, :first].copy_(here[:first])
