@@ -26,12 +26,13 @@ FLOORS = {
     "tensors": 2, "control": 2, "process": 2, "dtensor": 2,
     "comm": 3, "files": 3, "watch": 3,
     "routes": 4, "validation": 4,
-    "runtime": 5,
-    "collectives": 6, "p2p": 6, "staging": 6,
-    "commands": 7, "doctor": 7, "jobscript": 7, "__main__": 7,
-    "gather": 8, "concat": 8, "split": 8,
-    "": 9,
-    "examples": 10,  # users of the nine floors
+    "backend": 5,
+    "runtime": 6,
+    "collectives": 7, "p2p": 7, "staging": 7,
+    "commands": 8, "doctor": 8, "jobscript": 8, "__main__": 8,
+    "gather": 9, "concat": 9, "split": 9,
+    "": 10,
+    "examples": 11,  # users of the ten floors
 }  # fmt: skip
 
 

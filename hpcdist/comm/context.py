@@ -31,7 +31,8 @@ class Context:
 
     Args:
         private: communicator of all ranks, which the context owns and frees.
-        comm, torch_group: the user's communicator and torch group of the same ranks.
+        comm, torch_group: the user's communicator and torch group of the same ranks; None for the default group, as
+            soon as torch has made it.
         settings: settings of the job.
 
     Attributes:
@@ -44,14 +45,15 @@ class Context:
     """
 
     def __init__(
-        self, private: MPI.Intracomm, comm: MPI.Intracomm, torch_group: dist.ProcessGroup, settings: Settings
+        self, private: MPI.Intracomm, comm: MPI.Intracomm, torch_group: dist.ProcessGroup | None, settings: Settings
     ) -> None:
         from mpi4py import MPI
 
         from hpcdist.comm.matching import Unexpected  # which imports MPI
 
         self.comm = comm
-        self.torch_group: dist.ProcessGroup | None = torch_group
+        self._torch_group = torch_group
+        self._follows_torch = torch_group is None
         self.settings = settings
         self.rank: int = private.rank
         self.everyone = Group(private.rank, range(private.size), {})
@@ -62,6 +64,15 @@ class Context:
         self.most_tag = int(self.data_comm.Get_attr(MPI.TAG_UB) or 32767)
         self.engine: Stoppable | None = None
         self._torch_groups: dict[tuple[int, str], Any] = {}  # of teams that have ended; all ranks end them together
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup | None:
+        """The torch group of all ranks; None where there is none."""
+        return dist.group.WORLD if self._follows_torch else self._torch_group
+
+    def forget_torch_group(self) -> None:
+        """Let the torch group end."""
+        self._torch_group, self._follows_torch = None, False
 
     def group_of(self, given: GroupLike | None) -> Group:
         """Return the group that the caller passed; all ranks for None. Nothing is communicated.

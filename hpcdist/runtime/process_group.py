@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
+from hpcdist.runtime import registration
 from hpcdist.tensors import pool
 from hpcdist.watch.deadlines import deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree_on", "start"]
+__all__ = ["agree_on", "default_backend", "start"]
 
 
 def start(
@@ -43,7 +44,7 @@ def start(
             if meeting.host == "127.0.0.1":  # or NCCL's own rendezvous would listen on another one
                 environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         dist.init_process_group(
-            backend or ("cpu:gloo,cuda:nccl" if own_gpus else "gloo"),
+            backend or default_backend(own_gpus),
             store=rendezvous.open_store(comm, meeting, timeout),
             rank=comm.rank,
             world_size=comm.size,
@@ -54,6 +55,17 @@ def start(
     group = dist.group.WORLD
     assert group is not None
     return group, started
+
+
+def default_backend(own_gpus: bool) -> str:
+    """Return torch's backend of a job: MPI for host memory, and NCCL where every rank has a GPU of its own.
+
+    Until torch 2.13 a backend in Python replaces the whole group, which torch treats as one without NCCL (it does not
+    coalesce messages, for example): jobs on GPUs keep gloo for host memory there.
+    """
+    if not own_gpus:
+        return registration.NAME
+    return f"cpu:{registration.NAME if registration.PLUGINS else 'gloo'},cuda:nccl"
 
 
 def agree_on(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hpcdist import activity
 from hpcdist.comm import devices, launcher, rendezvous
 from hpcdist.comm.context import Context
+from hpcdist.comm.groups import freeing
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
@@ -25,7 +26,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.files.commit import private_folder
 from hpcdist.memory import capacity
 from hpcdist.process import abort, exits, forks, streams
-from hpcdist.runtime import background, process_group
+from hpcdist.runtime import background, process_group, registration
 from hpcdist.tensors import pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
@@ -62,6 +63,7 @@ class World:
     context: Context = field(repr=False)
     _watch: Watch = field(repr=False)
     _owns_group: bool = field(repr=False)
+    _implicit: bool = field(repr=False)  # made for a program that has called torch.distributed alone
     _asked: tuple[Any, ...] = field(repr=False)
 
     @property
@@ -119,11 +121,12 @@ class World:
             engine = self.context.engine
             left = objects.all_gather_object(self.team.comm, engine is not None and engine.stop())
         self.context.free(messages=not any(left))  # else new ones could meet what still comes
+        registration.host.comm = None
         self._watch.stop()
         pool.stop()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
-            self.context.torch_group = None
+            self.context.forget_torch_group()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -184,8 +187,9 @@ def init(
         comm: the processes that take part; COMM_WORLD if None.
         device: this rank's device. By default GPU number local_rank of the visible ones, or the CPU where the node has
             no GPU. "cpu" on all ranks keeps the job off the GPUs.
-        backend: torch's backend, the same on all ranks, in torch's own words. By default "cpu:gloo,cuda:nccl" where
-            every rank has its own GPU, else "gloo". Not used, like `timeout`, if torch.distributed already runs.
+        backend: torch's backend, the same on all ranks, in torch's own words. By default this package's own, "mpi";
+            "cpu:mpi,cuda:nccl" where every rank has its own GPU, with torch 2.13 and before "cpu:gloo,cuda:nccl". Not
+            used, like `timeout`, if torch.distributed already runs.
         timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
             A rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of
             the program is such a call: no rank may work alone for longer than that. Also torch.distributed's timeout.
@@ -212,6 +216,8 @@ def init(
     """
     global _world
     asked = (comm, device, backend, timeout, None if staging is None else os.fspath(staging))
+    if _world is not None and _world._implicit:
+        _world.finalize()
     if _world is not None:
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
             raise ValueError("hpcdist is already initialised with other arguments; call finalize() first")
@@ -219,6 +225,32 @@ def init(
     _world = _make(*asked)
     atexit.register(_leave)
     return _world
+
+
+def _begin(timeout: timedelta) -> None:
+    """Make a world for the first process group of a program that has not called init(). Collective over all ranks."""
+    global _world
+    _world = _make(None, "cpu", None, timeout, None, implicit=True)
+    atexit.register(_leave)
+
+
+def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
+    """Make torch's store; return it with this rank and the number of ranks. Collective over COMM_WORLD."""
+    streams.reserve()
+    forks.claim(os.environ, launcher.has_rank(os.environ))
+    with (
+        FirstMeeting(timeout, None, (comm := rendezvous.job(None, os.environ)).size),
+        freeing(comm.Dup()) as private,
+        rendezvous.Nodes(private) as nodes,
+    ):
+        store = rendezvous.open_store(private, rendezvous.meet(private, nodes.count), timeout)
+        return store, private.rank, private.size
+
+
+registration.host.begin = _begin
+registration.host.open_store = _open_store
+registration.host.environ = environ
+registration.register()
 
 
 def finalize() -> None:
@@ -265,6 +297,7 @@ def _make(
     backend: str | None,
     timeout: timedelta | float | None,
     staging: str | None,
+    implicit: bool = False,
 ) -> World:
     streams.reserve()
     forks.claim(os.environ, launcher.has_rank(os.environ))
@@ -285,8 +318,13 @@ def _make(
         with activity.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
-            group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
+            registration.host.comm, registration.host.node_of = private, tuple(node for node, _ in places)
+            undo.callback(setattr, registration.host, "comm", None)
+            if implicit:  # torch is making the group
+                group, owns_group = None, False
+            else:
+                group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own
@@ -296,7 +334,7 @@ def _make(
         timeout=limit,
         nodes=nodes.count,
         one_system=watch.one_system,
-        node_of=tuple(node for node, _ in places),
+        node_of=registration.host.node_of,
         memory=tuple(nbytes for _, nbytes in places),
         staging=os.path.abspath(staging or staging_folder(nodes.count)),
         child_environ=launcher.without_launcher(os.environ),
@@ -314,6 +352,7 @@ def _make(
         context=context,
         _watch=watch,
         _owns_group=owns_group,
+        _implicit=implicit,
         _asked=(comm, device, backend, timeout, staging),
     )
 

@@ -1,0 +1,208 @@
+"""The collectives of a process group on contiguous host memory. Each is called by all ranks in the same order.
+
+Messages are bytes, whatever the dtype. Where the counts of all ranks are known to every rank, MPI's own collective
+moves them; where a rank knows its own alone, sends and receives do, since no two ways may meet in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+from torch import Tensor, split
+
+from hpcdist import layout, limits
+from hpcdist.backend.memory import address, bytes_of, flat, nbytes, packed, readable, scratch, unpack, writable
+from hpcdist.backend.reductions import Reduction
+from hpcdist.routes.mpi import MPI_ROUTE
+
+if TYPE_CHECKING:
+    from hpcdist.backend.communicator import Communicator
+
+__all__ = [
+    *("all_gather", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
+    *("gather", "reduce", "reduce_scatter", "scatter"),
+]
+
+_route: Any = MPI_ROUTE  # which needs comm, rank and size of a team
+PACKED = 2**16  # bytes of all messages up to which they are copied into one piece of memory
+
+
+def barrier(team: Communicator) -> None:
+    team.comm.Barrier()
+
+
+def broadcast(team: Communicator, x: Tensor, root: int) -> None:
+    with writable(x) as whole:
+        memory = address(whole)
+        for start, length in layout.pieces(whole.nbytes, limits.PIECE):
+            team.comm.Bcast([memory[start : start + length], MPI.BYTE], root)
+
+
+def all_gather_single(team: Communicator, out: Tensor, x: Tensor) -> None:
+    """Gather equal tensors into `out`, one after the other."""
+    with writable(out, read=False) as whole:
+        _allgather(team, flat(whole), flat(readable(x)))
+
+
+def _allgather(team: Communicator, out: Tensor, x: Tensor) -> None:
+    size = x.nbytes
+    counts = [size] * team.size
+    _route.allgatherv(team, bytes_of(x), bytes_of(out), counts, [size * i for i in range(team.size)])
+
+
+def all_gather(team: Communicator, outs: Sequence[Tensor], x: Tensor) -> None:
+    """Gather the tensor of rank i into ``outs[i]``; their sizes may differ."""
+    if nbytes(outs) <= PACKED:
+        whole = scratch(sum(out.numel() for out in outs), x.dtype)
+        counts = [out.nbytes for out in outs]
+        _route.allgatherv(team, bytes_of(readable(x)), bytes_of(whole), counts, layout.displs(counts))
+        unpack(whole, outs)
+    else:
+        sends = [x] * team.size
+        all_to_all(team, outs, sends)
+
+
+def gather(team: Communicator, outs: Sequence[Tensor], x: Tensor, root: int) -> None:
+    """Gather the tensor of rank i into ``outs[i]`` of the root; `outs` is empty elsewhere."""
+    if team.rank == root:
+        copyto(outs[root], x)
+    receive = {i: out for i, out in enumerate(outs) if i != root}
+    exchange(team, {} if team.rank == root else {root: x}, receive)
+
+
+def scatter(team: Communicator, out: Tensor, xs: Sequence[Tensor], root: int) -> None:
+    """Scatter ``xs[i]`` of the root into `out` of rank i; `xs` is empty elsewhere."""
+    if team.rank == root:
+        copyto(out, xs[root])
+    exchange(team, {i: x for i, x in enumerate(xs) if i != root}, {} if team.rank == root else {root: out})
+
+
+def all_to_all(team: Communicator, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Send ``xs[i]`` to rank i, into its ``outs`` at this rank."""
+    copyto(outs[team.rank], xs[team.rank])
+    others = [rank for rank in range(team.size) if rank != team.rank]
+    exchange(team, {rank: xs[rank] for rank in others}, {rank: outs[rank] for rank in others})
+
+
+def all_to_all_single(
+    team: Communicator, out: Tensor, x: Tensor, out_splits: Sequence[int], splits: Sequence[int]
+) -> None:
+    """Send consecutive rows of `x` to the ranks, and receive rows of `out`; equal parts without splits."""
+    with writable(out, read=False) as whole:
+        send, recv = flat(readable(x)), flat(whole)
+        if not out_splits and not splits:
+            size = send.nbytes // team.size
+            if size * team.size <= limits.PIECE:
+                team.comm.Alltoall([address(send), size, MPI.BYTE], [address(recv), size, MPI.BYTE])
+                return
+        all_to_all(team, _rows(recv, out, out_splits, team.size), _rows(send, x, splits, team.size))
+
+
+def _rows(memory: Tensor, x: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
+    """Cut the memory of a tensor into the rows of each rank."""
+    if not splits:
+        return list(split(memory, memory.numel() // size)) if memory.numel() else [memory] * size
+    row = memory.numel() // max(1, x.shape[0])
+    return list(split(memory, [split * row for split in splits]))
+
+
+def copyto(out: Tensor, x: Tensor) -> None:
+    if out is not x:
+        out.detach().copy_(x.detach().view(out.shape) if x.is_contiguous() else x.detach().reshape(out.shape))
+
+
+def exchange(team: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+    """Send and receive separate tensors, at most one for each pair of ranks and direction."""
+    into = {
+        rank: out if out.is_cpu and out.is_contiguous() else scratch(out.numel(), out.dtype)
+        for rank, out in recvs.items()
+    }
+    _route.exchange(
+        team,
+        [(rank, bytes_of(readable(x))) for rank, x in sends.items() if x.numel()],
+        [(rank, bytes_of(x)) for rank, x in into.items() if x.numel()],
+        0,
+    )
+    for rank, x in into.items():
+        if x is not recvs[rank]:
+            copyto(recvs[rank], x.view(recvs[rank].shape))
+
+
+def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:
+    """Reduce the tensors of all ranks into `x` on every rank: the same bits on all of them."""
+    with writable(x) as whole:
+        out = flat(whole)
+        mine = op.scaled(out)
+        if op.mpi is None:
+            _reduce_with_torch(team, mine, out, op)
+            return
+        kind = op.mpi
+        step = limits.PIECE // mine.itemsize
+        if mine.data_ptr() != out.data_ptr():
+            out.copy_(mine)
+        memory, itemsize = address(out), out.itemsize
+        for start, length in layout.pieces(out.numel(), step):
+            piece = memory[start * itemsize : (start + length) * itemsize]
+            team.comm.Allreduce(MPI.IN_PLACE, [piece, length, kind[1]], kind[0])
+        op.average(out, team.size)
+
+
+def _reduce_with_torch(team: Communicator, x: Tensor, out: Tensor, op: Reduction) -> None:
+    """Reduce flat tensors: each rank a part of them, which it sends to all; small ones whole on every rank."""
+    size, numel = team.size, x.numel()
+    if x.nbytes * size <= PACKED:
+        whole = scratch(numel * size, x.dtype)
+        _allgather(team, whole, x)
+        op.of(list(split(whole, numel)) if numel else [whole], out)
+        return
+    ranges = layout.block_ranges(numel, size, size)
+    lengths = [end - start for start, end in ranges]
+    mine = scratch(lengths[team.rank] * size, x.dtype)
+    received = list(split(mine, lengths[team.rank])) if lengths[team.rank] else [mine] * size
+    all_to_all(team, received, list(split(x, lengths)))
+    op.of(received, received[0])
+    outs = list(split(out, lengths))
+    copyto(outs[team.rank], received[0])
+    _route.allgatherv(
+        team,
+        bytes_of(received[0]),
+        bytes_of(out),
+        [length * out.itemsize for length in lengths],
+        [start * out.itemsize for start, _ in ranges],
+    )
+
+
+def reduce(team: Communicator, x: Tensor, op: Reduction, root: int) -> None:
+    """Reduce the tensors of all ranks into `x` on the root; those of the other ranks stay as they are."""
+    mine = packed([x])
+    all_reduce(team, mine, op)
+    if team.rank == root:
+        copyto(x, mine.view(x.shape))
+
+
+def reduce_scatter(team: Communicator, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
+    """Reduce ``xs[i]`` of all ranks into `out` of rank i; the sizes may differ from rank to rank."""
+    numel = out.numel()
+    memory = scratch(numel * team.size, out.dtype)
+    received = list(split(memory, numel)) if numel else [memory] * team.size
+    all_to_all(team, received, [op.scaled(flat(readable(x))) for x in xs])
+    with writable(out, read=False) as whole:
+        op.of(received, flat(whole))
+
+
+def coalesced(team: Communicator, xs: Sequence[Tensor], op: Reduction) -> None:
+    """Reduce several tensors of one dtype on every rank."""
+    if len(xs) == 1:
+        all_reduce(team, xs[0], op)
+        return
+    whole = packed(xs)
+    all_reduce(team, whole, op)
+    unpack(whole, xs)
+
+
+def reduce_scatter_single(team: Communicator, out: Tensor, x: Tensor, op: Reduction) -> None:
+    """Reduce consecutive equal parts of `x`, that of rank i into `out` of rank i."""
+    whole = flat(readable(x))
+    reduce_scatter(team, out, list(split(whole, out.numel())) if out.numel() else [whole] * team.size, op)

@@ -1,0 +1,105 @@
+"""The ranks of a process group: communicators of their own, and their place in the record of calls."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hpcdist import activity
+from hpcdist.backend.queue import Queue
+from hpcdist.comm.groups import freeing
+from hpcdist.comm.topology import Topology
+from hpcdist.comm.windows import Windows
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Communicator", "create"]
+
+
+class Communicator:
+    """What a process group needs of MPI. Collective over `comm`.
+
+    Args:
+        comm: communicator of the ranks of the group, in its order; owned and freed here.
+        peers: for each rank of the group, its rank in the world.
+        node_of: for each rank of the group, the number of its node.
+
+    Attributes:
+        comm, p2p_comm: communicators for collectives, and for messages between two ranks.
+        rank, size: rank of this process in the group, and number of its ranks.
+        number: identity of the group in records of calls, the same on all ranks.
+        queue: collectives that were called with async_op, in their order.
+        most_tag: largest tag of a message.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, peers: Sequence[int], node_of: Sequence[int]) -> None:
+        from mpi4py import MPI
+
+        self.comm = comm
+        self.p2p_comm = comm.Dup()
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.peers = list(peers)
+        self._node_of = node_of
+        self.most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.queue = Queue()
+        self._begun = 0
+        self._topology: Topology | None = None
+        self._windows: Windows | None = None
+        number = array("q", [2 * secrets.randbits(60) + 2])
+        comm.Bcast([number, MPI.INT64_T])
+        self.number: int = number[0]
+        activity.peers[self.number] = self.peers
+
+    def next_call(self) -> int:
+        """Return the number of a collective of this group that begins now."""
+        self._begun += 1
+        return self._begun
+
+    @property
+    def one_node(self) -> bool:
+        """Whether all ranks are on one node. The same on all ranks."""
+        return len(set(self._node_of)) == 1
+
+    @property
+    def windows(self) -> Windows:
+        """The memory that the ranks of this node share. Collective over the group when it is first used."""
+        if self._windows is None:
+            self._topology = Topology(self.comm, self._node_of)
+            self._windows = Windows(self.comm, self._topology)
+        return self._windows
+
+    def part(self, ranks: Sequence[int], tag: int = 0) -> Communicator:
+        """Make a communicator of some ranks of the group. Collective over these ranks alone.
+
+        Args:
+            tag: separates those that several threads make at once.
+        """
+        return create(self.comm, ranks, [self.peers[rank] for rank in ranks], [self._node_of[r] for r in ranks], tag)
+
+    def free(self) -> None:
+        """Finish the asynchronous calls, and free the communicators; a second call does nothing."""
+        if not self.comm:  # COMM_NULL
+            return
+        self.queue.stop()
+        if self._windows is not None:
+            self._windows.free()
+        if self._topology is not None:
+            self._topology.free()
+        self._windows = self._topology = None
+        activity.peers.pop(self.number, None)
+        self.p2p_comm.Free()
+        self.comm.Free()
+
+
+def create(
+    whole: MPI.Intracomm, ranks: Sequence[int], peers: Sequence[int], node_of: Sequence[int], tag: int
+) -> Communicator:
+    """Make a communicator of some ranks of another one. Collective over these ranks alone."""
+    from mpi4py import MPI
+
+    with freeing(whole.Get_group()) as all_, freeing(all_.Incl(ranks)) as part:
+        return Communicator(MPI.Intracomm.Create_group(whole, part, tag), peers, node_of)

@@ -1,0 +1,91 @@
+"""Tensors as MPI takes them: contiguous host memory, and tensors that stand for others in the meantime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.tensors import pool
+from hpcdist.tensors.storage import as_bytes, copyable
+
+__all__ = ["address", "flat", "packed", "readable", "scratch", "writable"]
+
+_from_address = MPI.buffer.fromaddress
+
+
+def address(x: Tensor) -> Any:
+    """Return the memory of a contiguous tensor as an MPI buffer."""
+    return _from_address(x.data_ptr(), x.nbytes)
+
+
+def scratch(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a new flat tensor in host memory, from the pool if it is large."""
+    return pool.empty([numel], dtype, "cpu", fixed=True)
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return a tensor with the same elements in contiguous host memory: `x` itself, or a copy."""
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    if x.is_cuda:
+        return x.cpu().contiguous()
+    if x.is_contiguous():
+        return x
+    copy = pool.empty(x.shape, x.dtype, "cpu", fixed=True)
+    copyable(copy).copy_(copyable(x.detach()))
+    return copy
+
+
+@contextmanager
+def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
+    """A context with contiguous host memory for the elements of `x`, which gets them at its end.
+
+    Args:
+        read: whether they are there at the beginning.
+    """
+    if x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
+        yield x
+        return
+    copy = readable(x) if read else pool.empty(x.shape, x.dtype, "cpu", fixed=True)
+    yield copy
+    if copy is not x:
+        copyable(x.detach()).copy_(copyable(copy))
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return a flat view of a contiguous tensor."""
+    return x.detach().as_strided((x.numel(),), (1,))
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one dtype, one tensor after the other."""
+    whole = scratch(sum(x.numel() for x in tensors), tensors[0].dtype)
+    for part, x in zip(parts(whole, tensors), tensors, strict=True):
+        copyable(part).copy_(copyable(x.detach()))
+    return whole
+
+
+def parts(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return consecutive views of a flat tensor in the shapes of `tensors`."""
+    pieces = torch.split(whole, [x.numel() for x in tensors])
+    return [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+
+
+def unpack(whole: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy what packed() returns back into the tensors."""
+    for part, x in zip(parts(whole, tensors), tensors, strict=True):
+        copyable(x.detach()).copy_(copyable(part))
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as flat uint8."""
+    return as_bytes(x.detach())

@@ -1,0 +1,173 @@
+"""The operations of a process group by the names that torch calls them, for all of torch's interfaces.
+
+Each checks its arguments on this rank, and then runs at once, if torch says that its caller blocks and no earlier
+asynchronous call of the group is under way; else in the group's queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcdist import activity
+from hpcdist.backend import checks, collectives, p2p
+from hpcdist.backend.reductions import reduction
+from hpcdist.backend.works import DONE, Finished, Queued
+
+if TYPE_CHECKING:
+    from hpcdist.backend.communicator import Communicator
+
+__all__ = ["Operations"]
+
+Tensors = list[Tensor]
+
+
+class Operations:
+    """Collectives and messages on the ranks of `_team`."""
+
+    _team: Communicator
+
+    def _run(self, verb: str, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
+        """Run a collective, now or in its turn.
+
+        Args:
+            opts: torch's options, of which `asyncOp` tells whether the caller blocks.
+            tensors: what its future will hold.
+            step, args: what to run, after the communicator as its first argument.
+        """
+        team = self._team
+        blocks = opts is not None and not opts.asyncOp
+        if (blocks or team.size == 1) and team.queue.idle:
+            with activity.InCall(verb, team):
+                step(team, *args)
+            return DONE if blocks else Finished(tensors)
+        work = Queued(verb, team, step, args, tensors)
+        team.queue.submit(work)
+        return work
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        x, root = checks.single("broadcast", tensors), 0 if opts is None else opts.rootRank
+        checks.rank("broadcast", root, self._team.size)
+        return self._run("broadcast", opts, tensors, collectives.broadcast, x, root)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        x = checks.single("all_reduce", tensors)
+        op = reduction(checks.SUM if opts is None else opts.reduceOp, x.dtype)
+        return self._run("all_reduce", opts, tensors, collectives.all_reduce, x, op)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        checks.alike("all_reduce_coalesced", tensors)
+        op = reduction(checks.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
+        return self._run("all_reduce_coalesced", opts, tensors, collectives.coalesced, tensors, op)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        x, root = checks.single("reduce", tensors), opts.rootRank
+        checks.rank("reduce", root, self._team.size)
+        return self._run("reduce", opts, tensors, collectives.reduce, x, reduction(opts.reduceOp, x.dtype), root)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        outs, x = checks.single_list("all_gather", outputs), checks.single("all_gather", inputs)
+        checks.gathered("all_gather", outs, x, self._team)
+        return self._run("all_gather", opts, outputs, collectives.all_gather, outs, x)
+
+    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        if len(output_lists) != self._team.size:
+            raise ValueError(f"all_gather_coalesced: {len(output_lists)} output lists for {self._team.size} ranks")
+        columns = [list(column) for column in zip(*output_lists, strict=True)]
+        for outs, x in zip(columns, inputs, strict=True):
+            checks.gathered("all_gather_coalesced", outs, x, self._team)
+        return self._run("all_gather_coalesced", opts, output_lists, _each, collectives.all_gather, columns, inputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        checks.multiple("all_gather_single", output, input, self._team.size)
+        return self._run("all_gather_single", opts, output, collectives.all_gather_single, output, input)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        verb = "all_gather_single_coalesced"
+        for output, x in zip(outputs, inputs, strict=True):
+            checks.multiple(verb, output, x, self._team.size)
+        return self._run(verb, opts, outputs, _each, collectives.all_gather_single, outputs, inputs)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        x, root = checks.single("gather", inputs), opts.rootRank
+        outs = checks.rooted("gather", outputs, root, self._team)
+        if outs:
+            checks.gathered("gather", outs, x, self._team)
+        return self._run("gather", opts, outputs, collectives.gather, outs, x, root)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
+        out, root = checks.single("scatter", outputs), opts.rootRank
+        xs = checks.rooted("scatter", inputs, root, self._team)
+        if xs:
+            checks.gathered("scatter", xs, out, self._team)
+        return self._run("scatter", opts, outputs, collectives.scatter, out, xs, root)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
+        out, xs = checks.single("reduce_scatter", outputs), checks.single_list("reduce_scatter", inputs)
+        checks.gathered("reduce_scatter", xs, out, self._team)
+        op = reduction(checks.SUM if opts is None else opts.reduceOp, out.dtype)
+        return self._run("reduce_scatter", opts, outputs, collectives.reduce_scatter, out, xs, op)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        checks.multiple("reduce_scatter_single", input, output, self._team.size)
+        op = reduction(checks.SUM if opts is None else opts.reduceOp, output.dtype)
+        return self._run("reduce_scatter_single", opts, output, collectives.reduce_scatter_single, output, input, op)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        verb = "reduce_scatter_single_coalesced"
+        for output, x in zip(outputs, inputs, strict=True):
+            checks.multiple(verb, x, output, self._team.size)
+        kind = checks.SUM if opts is None else opts.reduceOp
+        ops = [reduction(kind, output.dtype) for output in outputs]
+        return self._run(verb, opts, outputs, _each, collectives.reduce_scatter_single, outputs, inputs, ops)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        checks.exchanged("all_to_all", outputs, inputs, self._team)
+        return self._run("all_to_all", opts, outputs, collectives.all_to_all, outputs, inputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        splits = list(output_split_sizes or ()), list(input_split_sizes or ())
+        checks.splits("all_to_all_single", output, input, *splits, self._team.size)
+        return self._run("all_to_all_single", opts, output, collectives.all_to_all_single, output, input, *splits)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._run("barrier", opts, [], collectives.barrier)
+
+    def send(self, tensors: Tensors, dest: int, tag: int = 0) -> dist.Work:
+        x = checks.single("send", tensors)
+        checks.rank("send", dest, self._team.size)
+        checks.tag("send", tag, self._team.most_tag)
+        return p2p.send(self._team, x, dest, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
+        x = checks.single("recv", tensors)
+        checks.rank("recv", source, self._team.size)
+        checks.tag("recv", tag, self._team.most_tag)
+        return p2p.recv(self._team, x, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        checks.tag("recv", tag, self._team.most_tag)
+        return p2p.recv(self._team, checks.single("recv", tensors), None, tag)
+
+    # The names of older and newer versions of torch.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]) -> None:
+    """Run a collective once for each tensor of a list."""
+    for args in zip(*columns, strict=True):
+        step(team, *args)

@@ -1,0 +1,168 @@
+"""Messages between two ranks: MPI's own requests, which wait() completes in the thread that waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+from torch.futures import Future
+
+from hpcdist import activity, layout, limits
+from hpcdist.backend.memory import address, readable, scratch
+from hpcdist.backend.works import seconds
+from hpcdist.tensors.storage import copyable
+
+if TYPE_CHECKING:
+    from hpcdist.backend.communicator import Communicator
+
+__all__ = ["Transfer", "recv", "send"]
+
+_SLEEP = 1e-4  # seconds between two looks at a message with a time limit of its own
+
+
+class Transfer(dist.Work):
+    """A message that is sent or received.
+
+    Args:
+        verb: name of the call.
+        peer: the other rank, or activity.ANYBODY.
+        requests: what MPI has to complete.
+        memory: contiguous host memory of the message, which is kept alive.
+        out: where a message that was received into other memory belongs; None for nothing.
+        expected: bytes to receive; None if it is sent.
+        later: pieces to receive from the same rank, after the first has told which one that is.
+    """
+
+    def __init__(
+        self,
+        team: Communicator,
+        verb: str,
+        peer: int,
+        requests: list[MPI.Request],
+        memory: Tensor,
+        out: Tensor | None = None,
+        expected: int | None = None,
+        later: Sequence[Any] = (),
+    ) -> None:
+        super().__init__()
+        self._team, self._verb, self._peer = team, verb, peer
+        self._requests, self._memory, self._out, self._expected = requests, memory, out, expected
+        self._later = later
+        self._status = MPI.Status()
+        self._received = 0
+        self._error: BaseException | None = None
+        self._completed = False
+
+    def _advance(self, block: bool) -> bool:
+        """Complete the requests, as far as they are done or (`block`) all of them; return whether all are done."""
+        while self._requests:
+            request = self._requests[0]
+            if block:
+                request.Wait(self._status)
+            elif not request.Test(self._status):
+                return False
+            self._requests.pop(0)
+            if self._expected is not None:
+                self._received += self._status.Get_count(MPI.BYTE)
+            if self._later:
+                source, tag = self._status.Get_source(), self._status.Get_tag()
+                self._requests = [self._team.p2p_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in self._later]
+                self._later = ()
+        if not self._completed:
+            self._completed = True
+            self._finish()
+        return True
+
+    def _finish(self) -> None:
+        if self._expected is not None and self._received != self._expected:
+            self._error = RuntimeError(
+                f"{self._verb}: rank {self._status.Get_source()} has sent {self._received} bytes, where the tensor has "
+                f"{self._expected}"
+            )
+        elif self._out is not None and self._out is not self._memory:
+            out = copyable(self._out.detach())
+            out.copy_(copyable(self._memory).view(out.shape))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the memory of the message can be used again.
+
+        Raises:
+            TimeoutError: if it is not done in time; it can be waited for again.
+        """
+        limit = seconds(timeout)
+        if not self._completed:
+            with activity.InCall(self._verb, self._team, self._peer):
+                if limit is None:
+                    self._advance(block=True)
+                else:
+                    self._wait_until(time.monotonic() + limit, limit)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_until(self, end: float, limit: float) -> None:
+        while not self._advance(block=False):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self._verb}: wait() timed out after {limit:g} s")
+            time.sleep(_SLEEP)
+
+    def is_completed(self) -> bool:
+        return self._advance(block=False)
+
+    def is_success(self) -> bool:
+        return self._completed and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def source_rank(self) -> int:
+        """Return the rank of the group from which the message came."""
+        return int(self._status.Get_source())
+
+    _source_rank = source_rank
+
+    def result(self) -> Any:
+        self.wait()
+        return [self._memory if self._out is None else self._out]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.wait()
+        future.set_result(self.result())
+        return future
+
+
+def _pieces(memory: Tensor) -> list[Any]:
+    whole = address(memory)
+    return [whole[start : start + n] for start, n in layout.pieces(memory.nbytes, limits.PIECE)] or [whole]
+
+
+def send(team: Communicator, x: Tensor, dest: int, tag: int) -> Transfer:
+    """Begin to send a tensor to a rank of the group."""
+    memory = readable(x)
+    requests = [team.p2p_comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(memory)]
+    return Transfer(team, "send", dest, requests, memory)
+
+
+def recv(team: Communicator, x: Tensor, source: int | None, tag: int) -> Transfer:
+    """Begin to receive a tensor from a rank of the group; None for any one."""
+    memory = x if x.is_cpu and x.is_contiguous() else scratch(x.numel(), x.dtype)
+    pieces = _pieces(memory)
+    if source is None:
+        requests = [team.p2p_comm.Irecv([pieces[0], MPI.BYTE], MPI.ANY_SOURCE, tag)]
+        verb, peer, later = "recv from any rank", activity.ANYBODY, pieces[1:]
+    else:
+        requests = [team.p2p_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
+        verb, peer, later = "recv", source, []
+    return Transfer(team, verb, peer, requests, memory, x, memory.nbytes, later)

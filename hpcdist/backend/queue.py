@@ -1,0 +1,57 @@
+"""The collectives of a process group in their order: at once in the caller's thread, or one after the other in a
+worker's."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import Protocol
+
+__all__ = ["Job", "Queue"]
+
+
+class Job(Protocol):
+    """A call that was made."""
+
+    def run(self) -> None: ...
+
+
+class Queue:
+    """Calls that run one after the other in a thread, which starts with the first of them.
+
+    A thread, because MPI makes progress only inside its functions; only one for a group, so that every rank runs the
+    calls in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._submitted = self._finished = 0  # the first is the callers', the second the worker's
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all calls so far are done: the next one may run in the caller's thread."""
+        return self._submitted == self._finished
+
+    def submit(self, job: Job) -> None:
+        with self._lock:
+            self._submitted += 1
+            self._jobs.put(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="hpcdist-backend", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            self._finished += 1
+            del job  # lets its tensors be freed
+
+    def stop(self) -> None:
+        """End the thread after all calls."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()

@@ -1,0 +1,146 @@
+"""Reduce operations of torch, for every dtype: by MPI's own operations, or by torch's on data that MPI has moved.
+
+MPI has no bf16, half or fp8, no average, and its MIN and MAX of NaN depend on the order of the ranks. What MPI does not
+have, torch reduces in the order of the ranks: each element once, so that all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from hpcdist.tensors.storage import sum_dtype
+
+__all__ = ["Reduction", "reduction"]
+
+_Kind: Any = ReduceOp.RedOpType
+_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
+_BITWISE = ("BAND", "BOR", "BXOR")
+_INTEGERS = {
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+}
+_FLOATS = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_MPI_OPS = {
+    "SUM": MPI.SUM,
+    "AVG": MPI.SUM,
+    "PREMUL_SUM": MPI.SUM,
+    "PRODUCT": MPI.PROD,
+    "MIN": MPI.MIN,
+    "MAX": MPI.MAX,
+    "BAND": MPI.BAND,
+    "BOR": MPI.BOR,
+    "BXOR": MPI.BXOR,
+}
+_TORCH_OPS: dict[str, Callable[..., Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_OF_BOOLS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}  # as NCCL has it
+_NARROW = {torch.float16, torch.bfloat16}
+
+
+class Reduction:
+    """A reduce operation on tensors of one dtype.
+
+    Args:
+        name: name of torch's operation.
+        dtype: dtype of the tensors.
+        factor: of PREMUL_SUM, what each rank's data are multiplied by first.
+
+    Attributes:
+        mpi: MPI's operation and datatype that have the same result on all ranks; None if there is none.
+        dtype: dtype in which to reduce.
+        scales: whether scale() or average() has something to do.
+
+    Raises:
+        ValueError: if the operation is not defined for that dtype.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, factor: Any = None) -> None:
+        if dtype == torch.bool:
+            if name in ("AVG", "PREMUL_SUM"):
+                raise ValueError(f"Cannot use ReduceOp.{name} with Bool")
+            name, dtype = _OF_BOOLS.get(name, name), torch.uint8
+        exact = dtype in _INTEGERS
+        if name in _BITWISE and not exact:
+            raise ValueError(f"Cannot use ReduceOp.{name} with non-integral dtype {dtype}")
+        if name in ("MIN", "MAX") and dtype.is_complex:
+            raise ValueError(f"ReduceOp.{name} is not defined for complex dtype {dtype}")
+        self.name, self.factor = name, factor
+        self.dtype = torch.float32 if dtype in _NARROW else sum_dtype(dtype)
+        found = (_INTEGERS if name in (*_BITWISE, "MIN", "MAX") else {**_INTEGERS, **_FLOATS}).get(dtype)
+        self.mpi = None if found is None else (_MPI_OPS[name], found)
+        self.scales = name in ("AVG", "PREMUL_SUM")
+        self._op = _TORCH_OPS[name]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return what this rank contributes: with PREMUL_SUM, a copy of `x` times the factor."""
+        return x if self.name != "PREMUL_SUM" else (x.to(self.dtype) * self.factor).to(x.dtype)
+
+    def average(self, x: Tensor, size: int) -> None:
+        """Divide a sum in place by the number of ranks, if it is an average."""
+        if self.name == "AVG":
+            exact = x.dtype in _INTEGERS
+            torch.div(x, size, rounding_mode="trunc" if exact else None, out=x)
+
+    def of(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Reduce flat tensors in their order into `out`, which may be the first of them."""
+        size = len(parts)
+        if out.dtype == torch.bool:
+            parts, out = [part.view(torch.uint8) for part in parts], out.view(torch.uint8)
+        if self.dtype == out.dtype:
+            if parts[0] is not out:
+                out.copy_(parts[0])
+            total = out
+        else:
+            total = parts[0].to(self.dtype)
+        for part in parts[1:]:
+            self._op(total, part if part.dtype == total.dtype else part.to(total.dtype), out=total)
+        self.average(total, size)
+        if total is not out:
+            out.copy_(total)
+
+
+@lru_cache(maxsize=256)
+def _known(kind: Any, dtype: torch.dtype) -> Reduction:
+    return Reduction(kind.name, dtype)
+
+
+def reduction(op: Any, dtype: torch.dtype) -> Reduction:
+    """Return torch's reduce operation for a dtype.
+
+    Args:
+        op: a ReduceOp, or one of its kinds.
+
+    Raises:
+        ValueError: if it is not defined for that dtype.
+    """
+    kind = op if isinstance(op, _Kind) else op.op
+    if kind is _Kind.PREMUL_SUM:
+        return Reduction("PREMUL_SUM", dtype, op.__getstate__()[1])
+    return _known(kind, dtype)

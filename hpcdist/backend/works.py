@@ -1,0 +1,155 @@
+"""What a call of a process group returns: handles that wait for it, as torch's own backends have them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from hpcdist import activity
+from hpcdist.activity import Counted
+
+__all__ = ["DONE", "Finished", "Queued", "seconds"]
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """Return torch's timeout in seconds; None for none."""
+    if timeout is None:
+        return None
+    value = timeout.total_seconds()
+    return value if value > 0 else None
+
+
+class Finished(dist.Work):
+    """The work of a call that is done.
+
+    Args:
+        tensors: what its future holds.
+    """
+
+    def __init__(self, tensors: Any = None) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> Any:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        return None
+
+    def block_current_stream(self) -> None:
+        return None
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self._tensors)
+        return future
+
+
+DONE = Finished()
+"""The work of a blocking call, which torch only waits for."""
+
+
+class Queued(dist.Work):
+    """The work of an asynchronous collective: the worker of a queue runs it.
+
+    Args:
+        verb: name of the call.
+        team: ranks of the call, for the record.
+        step, args: what to run, and with which arguments.
+        tensors: what the future holds when it is done.
+    """
+
+    def __init__(self, verb: str, team: Counted, step: Callable[..., object], args: Any, tensors: Any) -> None:
+        super().__init__()
+        self.verb = verb
+        self.where = activity.where(verb)
+        self.waited_for = False
+        self._team, self._step, self._args = team, step, args
+        self._tensors = tensors
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._future: Future[Any] | None = None
+
+    def run(self) -> None:
+        """Run the step; called once, by one thread."""
+        try:
+            with activity.InCall(self.verb, self._team, text=self.where):
+                self._step(self._team, *self._args)
+        except BaseException as error:  # wait() raises it
+            self._error = error
+        del self._step, self._args
+        with self._lock:
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            future.set_exception(self._error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call is done; raise its error.
+
+        Raises:
+            TimeoutError: if it is not done in time; it continues, and can be waited for again.
+        """
+        self.waited_for = True
+        if not self._done.is_set():
+            limit = seconds(timeout)
+            with activity.InCall(f"{self.verb}().wait", None, activity.NOBODY):  # the worker's call has the deadline
+                if not self._done.wait(limit):
+                    raise TimeoutError(f"{self.where.decode()}: wait() timed out after {limit:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Any:
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: Future[Any] = Future()
+            self._future = future
+            if not self._done.is_set():
+                return future
+        self._complete(future)
+        return future
