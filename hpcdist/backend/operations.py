@@ -40,7 +40,8 @@ class Operations:
         """
         team = self._team
         blocks = opts is not None and not opts.asyncOp
-        if (blocks or team.size == 1) and team.queue.idle:
+        # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
+        if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
             with activity.InCall(verb, team):
                 step(team, *args)
             return DONE if blocks else Finished(tensors)

@@ -5,6 +5,7 @@ One object serves all devices there: tensors on a GPU are for the NCCL group tha
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from hpcdist.backend.communicator import Communicator
@@ -55,6 +56,15 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
+
+    # torch.distributed.checkpoint asks whether a group is for host memory, of the C++ class that knows its backends alone.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> MpiProcessGroup:
+        return self
 
     def shutdown(self) -> None:
         self._team.free()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hpcdist
 
-DEFAULT = "gloo"
+DEFAULT = "mpi"
 
 
 @pytest.fixture(autouse=True)

@@ -90,6 +90,26 @@ def test_unused_parameters(world: hd.World) -> None:
     findings.settle()
 
 
+def test_sparse_gradients(world: hd.World) -> None:
+    """Of an embedding: each rank has rows of its own, and some that others have, too."""
+    findings, size = Findings(world.comm), world.world_size
+
+    def table() -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(9, 2, sparse=True, dtype=torch.float64)
+
+    words = torch.arange(3 * size).view(size, 3) * 2 % 9
+    alone, ddp = table(), DistributedDataParallel(nn.Sequential(table()))
+    for rank in range(size):
+        ((alone(words[rank]) ** 2).sum() / size).backward()
+    (ddp(words[world.rank]) ** 2).sum().backward()
+    got, expected = ddp.module[0].weight.grad, alone.weight.grad
+    assert got is not None and expected is not None
+    findings.check(got.is_sparse, f"the gradient is {got.layout}")
+    check_close(findings, [got.to_dense()], [expected.to_dense()], "gradient")
+    findings.settle()
+
+
 def test_a_static_graph_that_uses_a_layer_twice(world: hd.World) -> None:
     findings, data = Findings(world.comm), _data(world)
 
