@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.backend import checks, collectives, p2p
+from hpcdist.backend import checks, collectives, p2p, sparse
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
 
@@ -55,6 +56,9 @@ class Operations:
         return self._run("broadcast", opts, tensors, collectives.broadcast, x, root)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
+            checks.sums("all_reduce", opts)
+            return self._run("all_reduce", opts, tensors, sparse.all_reduce, tensors[0])
         x = checks.single("all_reduce", tensors)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, x.dtype)
         return self._run("all_reduce", opts, tensors, collectives.all_reduce, x, op)

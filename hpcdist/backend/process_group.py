@@ -57,13 +57,13 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
-    # torch.distributed.checkpoint asks whether a group is for host memory, of the C++ class that knows its backends alone.
+    # torch.distributed.checkpoint asks whether a group is for host memory; the base class knows C++ backends alone.
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def _get_backend(self, device: torch.device) -> MpiProcessGroup:
+    def _get_backend(self, device: torch.device) -> MpiProcessGroup:  # type: ignore[override]
         return self
 
     def shutdown(self) -> None:

@@ -36,7 +36,7 @@ class Queue:
 
     @property
     def inside(self) -> bool:
-        """Whether this is the worker's thread: a callback of a call that it has completed, which may not wait for it."""
+        """Whether this is the worker's thread: in a callback of a call that it has completed, it must not wait."""
         return threading.current_thread() is self._thread
 
     def submit(self, job: Job) -> None:

@@ -73,7 +73,8 @@ def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int,
         for x, y in loader:
             optimizer.zero_grad()
             loss = functional.mse_loss(model(x.to(device)), y.to(device))
-            loss.backward()  # in DistributedDataParallel this averages the gradients of all ranks
+            # In DistributedDataParallel this averages the gradients of all ranks.
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             total += loss.detach()
         dist.all_reduce(total, op=dist.ReduceOp.AVG)
@@ -88,7 +89,8 @@ def compare(model: nn.Module, data: Dataset[tuple[Tensor, ...]], epochs: int, de
     for _ in range(epochs):
         for x, y in DataLoader(data, BATCH):
             optimizer.zero_grad()
-            functional.mse_loss(alone(x.to(device)), y.to(device)).backward()
+            loss = functional.mse_loss(alone(x.to(device)), y.to(device))
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

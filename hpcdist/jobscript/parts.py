@@ -168,9 +168,7 @@ KINDS = {
     "train": Kind(
         "A training with DistributedDataParallel: CPU ranks over MPI, or one GPU a rank with --gpus-per-node",
         "sbatch train.sbatch --epochs 10",
-        (
-            "The program is torch's own, with hpcdist.init() instead of init_process_group(): see docs/torch-backend.md.",
-        ),
+        ("The program is torch's own, but for one line, hpcdist.init(): see docs/torch-backend.md.",),
         ("python", "-m", "hpcdist.examples.train_ddp"),
     ),
     "staged": Kind(
