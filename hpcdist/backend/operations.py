@@ -17,6 +17,7 @@ from hpcdist import activity
 from hpcdist.backend import checks, collectives, p2p, sparse
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
+from hpcdist.tensors import eager
 
 if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
@@ -176,3 +177,6 @@ def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]
     """Run a collective once for each tensor of a list."""
     for args in zip(*columns, strict=True):
         step(team, *args)
+
+
+eager.not_compiled([Operations])  # DDP's forward calls them within what torch compiles

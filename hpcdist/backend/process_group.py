@@ -5,13 +5,29 @@ One object serves all devices there: tensors on a GPU are for the NCCL group tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from hpcdist.backend.communicator import Communicator
 from hpcdist.backend.operations import Operations
+from hpcdist.tensors import eager
 
 __all__ = ["MpiProcessGroup"]
+
+
+def _own(x: Any) -> Any:
+    """Return tensors that have memory: a functional collective's result stands for one that it waits for first.
+
+    torch's dispatcher does so for C++ groups, and calls one in Python without.
+    """
+    if isinstance(x, list):
+        return [_own(part) for part in x] if any(isinstance(part, AsyncCollectiveTensor) for part in x) else x
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
@@ -27,6 +43,12 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         self._team = team
         self._backend_name = name
         self._group_name = self._group_desc = ""
+
+    def _run(self, verb: str, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
+        return super()._run(verb, opts, tensors, step, *map(_own, args))
+
+    def send(self, tensors: list[Tensor], dest: int, tag: int = 0) -> dist.Work:
+        return super().send(_own(tensors), dest, tag)
 
     def rank(self) -> int:
         return self._team.rank
@@ -79,3 +101,6 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._group_name!r}: rank {self._team.rank} of {self._team.size}>"
+
+
+eager.not_compiled([MpiProcessGroup])

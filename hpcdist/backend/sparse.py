@@ -25,7 +25,8 @@ def all_reduce(team: Communicator, x: Tensor) -> None:
     total = torch.sparse_coo_tensor(
         whole_indices.t(), whole_values, x.shape, device=x.device, check_invariants=False
     ).coalesce()
-    x.detach().copy_(total)
+    with torch.no_grad():
+        x.copy_(total)  # not into x.detach(), which would get a memory of its own
 
 
 def _gather(team: Communicator, rows: Tensor, counts: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import mpirun
 
-DOC = (Path(__file__).parents[3] / "docs" / "torch-backend.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "torch-backend.md").read_text()
 
 
 def _program(name: str, folder: Path) -> str:
