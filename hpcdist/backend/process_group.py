@@ -6,6 +6,7 @@ One object serves all devices there: tensors on a GPU are for the NCCL group tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -87,6 +88,11 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> MpiProcessGroup:  # type: ignore[override]
         return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._team.set_timeout(timeout)
+
+    set_timeout = setTimeout = _set_default_timeout  # noqa: N815
 
     def shutdown(self) -> None:
         self._team.free()

@@ -73,7 +73,7 @@ class Reduction:
         factor: of PREMUL_SUM, what each rank's data are multiplied by first.
 
     Attributes:
-        mpi: MPI's operation and datatype that have the same result on all ranks; None if there is none.
+        mpi: MPI's operation and datatype that have the same result on all ranks; else None.
         dtype: dtype in which to reduce.
         by_torch: whether torch can do it.
         direct: MPI's, if there is nothing to do before and after it.
@@ -144,7 +144,7 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
     key = kind.value, dtype
     found = _known.get(key)
     if found is None:
-        if kind is _Kind.PREMUL_SUM:
-            return Reduction("PREMUL_SUM", dtype, op.__getstate__()[1])
+        if kind.name == "PREMUL_SUM":
+            return Reduction("PREMUL_SUM", dtype, op.factor if hasattr(op, "factor") else op.__getstate__()[1])
         found = _known[key] = Reduction(kind.name, dtype)
     return found
