@@ -137,19 +137,19 @@ def _prepare(case: type[Any], folder: Path) -> None:
         os.environ["MASTER_ADDR"] = str(module.MASTER_ADDR)
 
 
-def _worst(comm: Any, code: int) -> int:
-    """The largest code over all ranks, without a busy wait: the ranks may be more than the cores."""
+def _sum(comm: Any, *numbers: int) -> list[int]:
+    """The sums over all ranks, without a busy wait: the ranks may be more than the cores."""
     import numpy as np
 
-    ours, largest = np.array([code], "i"), np.zeros(1, "i")
-    request = comm.Iallreduce(ours, largest, op=importlib.import_module("mpi4py.MPI").MAX)
+    ours, sums = np.array(numbers, "i"), np.zeros(len(numbers), "i")
+    request = comm.Iallreduce(ours, sums)
     while not request.Test():
         time.sleep(0.002)
-    return int(largest[0])
+    return [int(one) for one in sums]
 
 
 def main(plan: dict[str, Any]) -> int:
-    """Run the tests of a plan until one fails on some rank, or its seconds are over."""
+    """Run the tests of a plan until one fails on some ranks and not on all, or its seconds are over."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
@@ -168,20 +168,20 @@ def main(plan: dict[str, Any]) -> int:
     for number, name in enumerate(plan["names"]):
         own = folder / str(number)
         _prepare(case, own)
-        _worst(comm, 0)
+        _sum(comm, 0)
         end = end or time.monotonic() + plan["seconds"]
         note(start=name)
         faulthandler.dump_traceback_later(plan["deadline"], file=stacks)
         start = time.monotonic()
         outcome, reason = run_test(case, name, comm.rank, own)
-        if outcome == "skipped" and dist.is_initialized():
-            dist.destroy_process_group()
         note(end=name, outcome=outcome, reason=reason[-6000:], seconds=time.monotonic() - start)
-        worst = _worst(comm, 2 if outcome == "failed" else time.monotonic() > end)
+        failed, passed, late = _sum(comm, outcome == "failed", outcome == "passed", time.monotonic() > end)
+        if 0 < failed < comm.size or 0 < passed < comm.size:
+            os._exit(1)  # the ranks no longer agree on where they are
+        if dist.is_initialized():
+            dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
-        if worst == 2:
-            os._exit(1)  # what a failed test leaves in the process must not meet the next one
-        if worst:
+        if late:
             break
     comm.Free()
     note(done=True)

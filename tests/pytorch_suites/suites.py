@@ -9,9 +9,10 @@ test/distributed of PyTorch's repository, github.com/pytorch/pytorch, and are le
 of them is in this repository. They need torch 2.15, which has all functions that they call. PyTorch's tests need the
 package expecttest: pip install expecttest.
 
-Every test has a deadline. One mpirun runs tests until one fails or --seconds have passed; the next goes on behind it. A
-test that failed runs once more, alone in a fresh mpirun, and that outcome counts. The results are in
-build/pytorch-suites, one JSON file for each suite, number of ranks and backend.
+Every test has a deadline. One mpirun runs tests until --seconds have passed, or until one hangs, ends the job or fails
+on some ranks alone; the next goes on behind it. A test that failed of those that PyTorch has for gloo runs once more,
+alone in a fresh mpirun, and that outcome counts. The results are in build/pytorch-suites, one JSON file for each suite,
+number of ranks and backend.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ def run_tests(job: Job) -> dict[str, Any]:
         results.update(replace(job, names=rest).run())
         failed = [name for name, one in results.items() if one["outcome"] == "failed"]
         print(f"{title}: {len(results)} of {len(job.names)}, {len(failed)} failed", flush=True)
-    for name in [name for name, one in results.items() if one["outcome"] == "failed"]:
+    again = [name for name, one in results.items() if one["outcome"] == "failed" and job.tests_of == "gloo"]
+    for name in again:
         alone = replace(job, names=[name]).run()[name]
         alone["first"] = results[name]["reason"]
         results[name] = alone
