@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from hpcdist import activity
 from hpcdist.backend.queue import Queue
+from hpcdist.comm.groups import freeing
 from hpcdist.comm.topology import Topology
 from hpcdist.comm.windows import Windows
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "create"]
 
 
 class Communicator:
@@ -71,6 +72,14 @@ class Communicator:
             self._windows = Windows(self.comm, self._topology)
         return self._windows
 
+    def part(self, ranks: Sequence[int], tag: int = 0) -> Communicator:
+        """Make a communicator of some ranks of the group. Collective over these ranks alone.
+
+        Args:
+            tag: separates those that several threads make at once.
+        """
+        return create(self.comm, ranks, [self.peers[rank] for rank in ranks], [self._node_of[r] for r in ranks], tag)
+
     def free(self) -> None:
         """Finish the asynchronous calls, and free the communicators; a second call does nothing."""
         if not self.comm:  # COMM_NULL
@@ -84,3 +93,13 @@ class Communicator:
         activity.peers.pop(self.number, None)
         self.p2p_comm.Free()
         self.comm.Free()
+
+
+def create(
+    whole: MPI.Intracomm, ranks: Sequence[int], peers: Sequence[int], node_of: Sequence[int], tag: int
+) -> Communicator:
+    """Make a communicator of some ranks of another one. Collective over these ranks alone."""
+    from mpi4py import MPI
+
+    with freeing(whole.Get_group()) as all_, freeing(all_.Incl(ranks)) as part:
+        return Communicator(MPI.Intracomm.Create_group(whole, part, tag), peers, node_of)

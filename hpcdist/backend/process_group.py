@@ -5,8 +5,6 @@ One object serves all devices there: tensors on a GPU are for the NCCL group tha
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from hpcdist.backend.communicator import Communicator
@@ -71,8 +69,3 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._group_name!r}: rank {self._team.rank} of {self._team.size}>"
-
-
-def create(team: Communicator, name: str, options: Any) -> MpiProcessGroup:
-    """Make the process group that torch asks for."""
-    return MpiProcessGroup(team, name)

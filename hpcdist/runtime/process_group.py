@@ -65,7 +65,7 @@ def default_backend(own_gpus: bool) -> str:
     """
     if not own_gpus:
         return registration.NAME
-    return "cpu:mpi,cuda:nccl" if registration.NAME == "mpi" else "cpu:gloo,cuda:nccl"
+    return f"cpu:{registration.NAME if registration.PLUGINS else 'gloo'},cuda:nccl"
 
 
 def agree_on(

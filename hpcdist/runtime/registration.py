@@ -1,7 +1,7 @@
 """hpcdist as a backend of torch.distributed: ``init_process_group("mpi")``, alone, under mpirun and srun.
 
-Registered on import, and found by torch 2.14 and later by the entry point. Until 2.13 torch keeps the name "mpi" for
-its own: there the name is "mpi4py". Nothing of MPI is imported before a group is made.
+Registered on import, as "mpi", unless torch was built with MPI and has that backend itself, and as "mpi4py", which torch
+2.14 and later find by the entry point without an import. Nothing of MPI is imported before a group is made.
 """
 
 from __future__ import annotations
@@ -10,25 +10,42 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hpcdist.comm.groups import freeing
-from hpcdist.errors import LaunchError
+from hpcdist.errors import HpcdistError, LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdist.backend.communicator import Communicator
 
-__all__ = ["NAME", "NAMES", "Host", "register"]
+__all__ = ["NAME", "PLUGINS", "Host", "host", "register"]
 
-NAMES = ("mpi", "mpi4py") if torch.__version__ >= (2, 14) else ("mpi4py",)  # type: ignore[operator]
-NAME = NAMES[0]
+NAME = "mpi"
+PLUGINS = torch.__version__ >= (2, 14)  # a class in Python may be one of several backends of a group
 torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # whose name is also a function's
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class _Name(str):
+    """The name "mpi", as Backend.MPI has it.
+
+    torch makes groups of its own MPI backend without a store, ranks and a plugin: where its code asks for that backend,
+    it is another one. Elsewhere it is equal to what "mpi" is equal to.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Name) and sys._getframe(1).f_globals.get("__name__") == dist.distributed_c10d.__name__:
+            return False
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
 
 
 class Host:
@@ -54,9 +71,13 @@ host = Host()
 
 def register() -> None:
     """Register the backend with torch.distributed; a second call does nothing."""
-    for name in NAMES:
-        if name.upper() not in dist.Backend._plugins:
-            dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu", "cuda"])
+    backends: Any = dist.Backend
+    names = ("mpi4py",) if dist.is_mpi_available() else (NAME, "mpi4py")  # torch's own keeps its name
+    for name in names:
+        if name.upper() not in backends._plugins:
+            backends.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu", "cuda"])
+    if NAME in names and type(backends.MPI) is str:
+        backends.MPI = _Name(NAME)
     handlers = torch_rendezvous._rendezvous_handlers
     if handlers["env"] is torch_rendezvous._env_rendezvous_handler:
         handlers["env"] = _rendezvous
@@ -73,7 +94,9 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
 
 
 def _is_ours(backend: object) -> bool:
-    return isinstance(backend, str) and any(part.split(":")[-1] in NAMES for part in backend.lower().split(","))
+    return isinstance(backend, str) and any(
+        part.split(":")[-1] in (NAME, "mpi4py") for part in backend.lower().split(",")
+    )
 
 
 def _asked_backend() -> object:
@@ -86,37 +109,40 @@ def _asked_backend() -> object:
     return None
 
 
-def _create(options: Any, backend_options: Any = None) -> Any:
-    """Make a process group. Collective over its ranks.
+def _create(name: str, options: Any, backend_options: Any = None) -> Any:
+    """Make a process group, or from torch 2.14 a backend of one. Collective over its ranks.
 
     Args:
+        name: name of the backend that torch was given.
         options: torch's: store, group_rank, group_size, timeout, group_id, global_ranks_in_group.
+        backend_options: torch's options of a backend, or None.
     """
-    from hpcdist.backend import process_group
-
     ranks = list(options.global_ranks_in_group)
     if not ranks and not dist.is_initialized() and host.comm is None:
         host.begin(options.timeout)
     team = _communicator(ranks, options)
-    return process_group.create(team, NAME, options)
+    if PLUGINS:
+        from hpcdist.backend.plugin import MpiBackend
+
+        return MpiBackend(team, name, backend_options, options.timeout)
+    from hpcdist.backend.process_group import MpiProcessGroup
+
+    return MpiProcessGroup(team, name)
 
 
 def _communicator(ranks: list[int], options: Any) -> Communicator:
-    from mpi4py import MPI
-
-    from hpcdist.backend.communicator import Communicator
+    from hpcdist.backend.communicator import Communicator, create
 
     whole = host.comm
-    assert whole is not None
-    if not ranks:
-        if (options.group_rank, options.group_size) != (whole.rank, whole.size):
-            raise LaunchError(
-                f"torch was told that this is rank {options.group_rank} of {options.group_size}, and MPI says rank "
-                f"{whole.rank} of {whole.size}: leave out rank, world_size and the variables RANK and WORLD_SIZE, or "
-                "start as many processes with mpirun or srun"
-            )
-        return Communicator(whole.Dup(), range(whole.size), host.node_of)
-    with freeing(whole.Get_group()) as all_, freeing(all_.Incl(ranks)) as part:
+    if whole is None:
+        raise HpcdistError("a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank")
+    if ranks:
         tag = sum(options.group_id.encode()) % 2**15  # separates the groups that several threads make at once
-        comm = MPI.Intracomm.Create_group(whole, part, tag)
-    return Communicator(comm, ranks, [host.node_of[rank] for rank in ranks])
+        return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], tag)
+    if (options.group_rank, options.group_size) != (whole.rank, whole.size):
+        raise LaunchError(
+            f"torch was told that this is rank {options.group_rank} of {options.group_size}, and MPI says rank "
+            f"{whole.rank} of {whole.size}: leave out rank, world_size and the variables RANK and WORLD_SIZE, or start "
+            "as many processes with mpirun or srun"
+        )
+    return Communicator(whole.Dup(), range(whole.size), host.node_of)

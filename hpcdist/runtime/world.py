@@ -187,10 +187,9 @@ def init(
         comm: the processes that take part; COMM_WORLD if None.
         device: this rank's device. By default GPU number local_rank of the visible ones, or the CPU where the node has
             no GPU. "cpu" on all ranks keeps the job off the GPUs.
-        backend: torch's backend, the same on all ranks, in torch's own words. By default this package's own for host
-            memory ("mpi", until torch 2.13 "mpi4py"), and NCCL for GPUs where every rank has one: "cpu:mpi,cuda:nccl",
-            until torch 2.13 "cpu:gloo,cuda:nccl". "gloo" is torch's default for host memory. Not used, like `timeout`,
-            if torch.distributed already runs.
+        backend: torch's backend, the same on all ranks, in torch's own words. By default this package's own, "mpi";
+            "cpu:mpi,cuda:nccl" where every rank has its own GPU, with torch 2.13 and before "cpu:gloo,cuda:nccl". Not
+            used, like `timeout`, if torch.distributed already runs.
         timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
             A rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of
             the program is such a call: no rank may work alone for longer than that. Also torch.distributed's timeout.

@@ -1,0 +1,57 @@
+"""The backend of torch 2.14 and later, where a class in Python may be one of several of a group: "cpu:mpi,cuda:nccl"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Backend
+
+from hpcdist.backend.communicator import Communicator
+from hpcdist.backend.operations import Operations
+
+__all__ = ["MpiBackend"]
+
+
+class MpiBackend(Operations, Backend):  # type: ignore[misc]
+    """A backend on a communicator.
+
+    Args:
+        team: its ranks; freed by shutdown().
+        name: name of the backend.
+        options: torch's own, or None.
+    """
+
+    def __init__(self, team: Communicator, name: str, options: Any, timeout: timedelta) -> None:
+        Backend.__init__(self, team.rank, team.size)
+        self._team = team
+        self._name = name
+        self._options = options if isinstance(options, Backend.Options) else Backend.Options(name, timeout)
+        self._options._timeout = timeout
+
+    @property
+    def options(self) -> Backend.Options:
+        return self._options
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return self._name
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend | None:
+        """Make a backend of some ranks; None elsewhere. Collective over these ranks alone."""
+        if self._team.rank not in ranks:
+            return None
+        timeout = self._options._timeout if options is None else options._timeout
+        return MpiBackend(self._team.part(ranks), self._name, options, timeout)
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        self._team.free()
+
+    abort = shutdown
