@@ -71,14 +71,15 @@ def _load_c10d(suite: str, folder: str, backend: str, world_size: int) -> type[A
             "premul_sum_dtypes": (torch.float16, torch.float32, torch.float64, torch.bfloat16),
         }
         known = {name: value for name, value in has.items() if hasattr(gloo, name)}
-        config = type(gloo)(**{**vars(gloo), "name": backend, **known})
+        name = "mpi4py" if backend == "mpi" else backend  # torch says of "mpi" that it is not available
+        config = type(gloo)(**{**vars(gloo), "name": name, **known})
     common.C10D_BACKENDS = (config,)
     common.C10dBackendTest.world_size = property(lambda self: world_size)
     module = importlib.import_module(suite)
     (case,) = (
         value
         for value in vars(module).values()
-        if isinstance(value, type) and getattr(value, "backend_name", None) == backend
+        if isinstance(value, type) and getattr(value, "backend_name", None) == config.name
     )
     return case
 

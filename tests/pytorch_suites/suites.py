@@ -3,6 +3,9 @@
 Usage: python tests/pytorch_suites/suites.py [--tests FOLDER] [--np NP ...] [--backend NAME ...] [--suite NAME ...]
        python tests/pytorch_suites/suites.py --table   only the page, from the results that are there
 
+It runs what build/pytorch-suites has no result of yet: a JSON file for each suite, torch, number of ranks and backend.
+With --stop it ends after some seconds, with status 3 if something is left, and the next call goes on.
+
 The suites: DistributedTest, which torch's wheel has; and test_c10d_collectives.py, test_c10d_p2p.py and
 test_c10d_process_group.py with c10d_backend_common.py, of 2026-07 or later, in FOLDER. These four are in the folder
 test/distributed of PyTorch's repository, github.com/pytorch/pytorch, and are left out if FOLDER is not given. Nothing
@@ -11,16 +14,15 @@ package expecttest: pip install expecttest.
 
 Every test has a deadline. One mpirun runs tests until --seconds have passed, or until one hangs, ends the job or fails
 on some ranks alone; the next goes on behind it. A test that failed of those that PyTorch has for gloo runs once more,
-alone in a fresh mpirun, and that outcome counts. The results are in build/pytorch-suites, one JSON file for each suite,
-number of ranks and backend.
+alone in a fresh mpirun, and that outcome counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -42,7 +44,7 @@ from run import OPENMPI  # noqa: E402
 
 RESULTS = ROOT / "build" / "pytorch-suites"
 GRACE = 15  # seconds that the other ranks have once one rank has failed, and that a job has to end
-START = 900  # seconds until the first test starts: imports, and whatever --wrap waits for
+START = 300  # seconds until the first test starts
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,11 @@ class Job:
                         "folder": folder,
                         "tests": options.tests or "",
                         "deadline": options.deadline,
-                        "seconds": options.seconds,
+                        "seconds": min(options.seconds, options.end - time.monotonic()),
                     }
                 )
             )
-            launch = [*shlex.split(options.wrap), options.mpirun, "-n", str(self.np)]
+            launch = [options.mpirun, "-n", str(self.np)]
             with (Path(folder) / "output").open("wb") as output:
                 process = subprocess.Popen(
                     [*launch, options.python, str(HERE / "ranks.py"), str(plan)],
@@ -138,7 +140,8 @@ class Job:
             failed = [one["reason"] for one in ranks if one and one["outcome"] == "failed"]
             reason = next((one["reason"] for one in ranks if one and one["outcome"] == "skipped"), "")
             if outcome == "failed":
-                reason = "\n".join(failed) or self._unfinished(folder, ending, ranks)
+                missing = [rank for rank, one in enumerate(ranks) if one is None]
+                reason = "\n".join([*failed, *self._unfinished(folder, ending, missing)])
             results[name] = {"outcome": outcome, "reason": reason, "seconds": round(seconds, 2)}
         if not begun:
             output = (folder / "output").read_text(errors="replace")[-3000:]
@@ -147,15 +150,13 @@ class Job:
             results[begun[-1]] = {"outcome": "failed", "reason": ending, "seconds": 0.0}
         return results
 
-    def _unfinished(self, folder: Path, ending: str, ranks: list[Any]) -> str:
-        """Why some ranks have no outcome: the end of the job, their stacks, and the end of the output."""
-        missing = [rank for rank, one in enumerate(ranks) if one is None]
-        parts = [f"{ending}; no outcome of ranks {missing}, of {len(ranks)}"]
-        for rank in missing[:1]:
-            stacks = (folder / f"rank-{rank}.stacks").read_text(errors="replace")
-            parts.append(stacks[-3000:])
-        parts.append((folder / "output").read_text(errors="replace")[-3000:])
-        return "\n".join(parts)
+    def _unfinished(self, folder: Path, ending: str, missing: list[int]) -> list[str]:
+        """Why ranks have no outcome: the end of the job, the stacks of the first of them, and the end of the output."""
+        if not missing:
+            return []
+        stacks = (folder / f"rank-{missing[0]}.stacks").read_text(errors="replace")
+        output = (folder / "output").read_text(errors="replace")
+        return [f"{ending}; no outcome of ranks {missing} of {self.np}", stacks[-3000:], output[-3000:]]
 
 
 def _notes(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -167,7 +168,7 @@ def _notes(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return {**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
 
 
 def names_of(suite: str, options: argparse.Namespace) -> list[str]:
@@ -177,59 +178,77 @@ def names_of(suite: str, options: argparse.Namespace) -> list[str]:
     return [name for name in done.stdout.split() if name.startswith("test_") and options.match in name]
 
 
-def run_suite(suite: str, backend: str, np: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Results by test: PyTorch's tests for gloo, and of those that it skips for gloo those that it has for MPI."""
-    results = run_tests(Job(suite, backend, np, names, options))
-    if suite == DISTRIBUTED:
-        skipped = [name for name, one in results.items() if one["outcome"] == "skipped"]
-        if np < 3:  # they make a group of the ranks 1 and 2
-            skipped = [name for name in skipped if "world size" not in results[name]["reason"]]
-        again = run_tests(Job(suite, backend, np, skipped, options, tests_of="mpi"))
-        results.update({name: {**one, "tests_of": "mpi"} for name, one in again.items() if one["outcome"] != "skipped"})
-    return results
-
-
-def run_tests(job: Job) -> dict[str, Any]:
-    """Results by test, each failed one after a second try alone."""
-    results: dict[str, Any] = {}
-    title = f"{job.suite} np {job.np} {job.backend}, tests of {job.tests_of}"
-    while rest := [name for name in job.names if name not in results]:
-        results.update(replace(job, names=rest).run())
+def run_suite(suite: str, backend: str, np: int, about: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Run what the file of results lacks, until the time is over; whether nothing is left."""
+    path = RESULTS / f"{suite}-torch{about['torch']}-np{np}-{backend}.json"
+    if options.again:
+        path.unlink(missing_ok=True)
+    if path.exists():
+        state = json.loads(path.read_text())
+    else:
+        state = {
+            **about,
+            "suite": suite,
+            "np": np,
+            "backend": backend,
+            "names": names_of(suite, options),
+            "results": {},
+        }
+    results = state["results"]
+    job = Job(suite, backend, np, [], options)
+    while (next_ := _next(state, options.match)) and time.monotonic() < options.end:
+        names, tests_of, alone = next_
+        new = replace(job, names=names, tests_of=tests_of).run()
+        for name, one in new.items():
+            if alone:
+                one["first"] = results[name]["reason"]
+            if tests_of == "mpi":
+                one["tests_of"] = "mpi" if one["outcome"] != "skipped" else "gloo, mpi"
+        results.update(new)
+        path.write_text(json.dumps(state, indent=1))
         failed = [name for name, one in results.items() if one["outcome"] == "failed"]
-        print(f"{title}: {len(results)} of {len(job.names)}, {len(failed)} failed", flush=True)
-    again = [name for name, one in results.items() if one["outcome"] == "failed" and job.tests_of == "gloo"]
-    for name in again:
-        alone = replace(job, names=[name]).run()[name]
-        alone["first"] = results[name]["reason"]
-        results[name] = alone
-        print(f"{title}: {name} alone: {alone['outcome']}", flush=True)
-    return results
+        print(f"{suite} np {np} {backend}: {len(results)} of {len(state['names'])}, {len(failed)} failed", flush=True)
+    return not next_
+
+
+def _next(state: dict[str, Any], match: str) -> tuple[list[str], str, bool] | None:
+    """The tests for the next job, whose tests they are of PyTorch's, and whether one is alone for a second try."""
+    results = state["results"]
+    if names := [name for name in state["names"] if name not in results and match in name]:
+        return names, "gloo", False
+    for name, one in results.items():
+        if one["outcome"] == "failed" and "tests_of" not in one and "first" not in one:
+            return [name], "gloo", True
+    skipped = [name for name, one in results.items() if one["outcome"] == "skipped" and "tests_of" not in one]
+    if state["np"] < 3:  # these make a group of the ranks 1 and 2
+        skipped = [name for name in skipped if "world size" not in results[name]["reason"]]
+    return (skipped, "mpi", False) if skipped and state["suite"] == DISTRIBUTED else None
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", help="the folder with PyTorch's test files")
     parser.add_argument("--np", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--backend", nargs="+", default=["gloo", "mpi4py"])
+    parser.add_argument("--backend", nargs="+", default=["gloo", "mpi"])
     parser.add_argument("--suite", nargs="+", choices=SUITES)
-    parser.add_argument(
-        "--match", default="", help="only tests with this in their name; their results replace older ones"
-    )
+    parser.add_argument("--match", default="", help="only tests with this in their name")
+    parser.add_argument("--again", action="store_true", help="forget earlier results of these suites")
+    parser.add_argument("--stop", type=float, default=math.inf, help="seconds after which no further job starts")
     parser.add_argument("--deadline", type=float, default=90, help="seconds for a test")
     parser.add_argument("--seconds", type=float, default=60, help="after which a run starts no further test")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--mpirun", help="default: beside --python, else that of PATH")
-    parser.add_argument("--wrap", default="", help="a command before each mpirun, such as one that takes a lock")
     parser.add_argument("--table", action="store_true", help="only write the page")
     options = parser.parse_args()
     beside = Path(options.python).parent / "mpirun"
     options.mpirun = options.mpirun or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    options.end = time.monotonic() + options.stop
     options.suite = options.suite or ((*C10D, DISTRIBUTED) if options.tests else (DISTRIBUTED,))
     return options
 
 
 def main() -> int:
-    """The exit status: 1 if a test has failed that gloo passes."""
+    """The exit status: 1 if a test has failed that gloo passes, 3 if the time was over before all have run."""
     options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the job that runs
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -238,14 +257,11 @@ def main() -> int:
         versions = subprocess.run([options.python, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
         torch, mpi = versions.stdout.splitlines()
         for suite in options.suite:
-            names = names_of(suite, options)
             for np in options.np:
                 for backend in options.backend:
-                    path = RESULTS / f"{suite}-torch{torch}-np{np}-{backend}.json"
-                    results = run_suite(suite, backend, np, names, options)
-                    old = json.loads(path.read_text())["results"] if options.match and path.exists() else {}
-                    about = {"suite": suite, "torch": torch, "mpi": mpi, "np": np, "backend": backend}
-                    path.write_text(json.dumps({**about, "results": {**old, **results}}, indent=1))
+                    done = run_suite(suite, backend, np, {"torch": torch, "mpi": mpi}, options)
+                    if not done:
+                        return 3
     text, worse = table.page([json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))])
     (ROOT / "docs" / "pytorch-suites.md").write_text(text)
     return 1 if worse else 0

@@ -30,7 +30,11 @@ def page(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
     table: dict[tuple[str, str, int], dict[str, Results]] = defaultdict(dict)
     for run in runs:
         for tests_of in ("gloo", "mpi"):
-            results = {name: one for name, one in run["results"].items() if one.get("tests_of", "gloo") == tests_of}
+            results = {
+                name: one
+                for name, one in run["results"].items()
+                if ("mpi" if one.get("tests_of") == "mpi" else "gloo") == tests_of
+            }
             suite = run["suite"] + ", for MPI" * (tests_of == "mpi")
             if results:
                 table[run["torch"], suite, run["np"]][run["backend"]] = results
