@@ -13,7 +13,19 @@ from mpi4py import MPI
 from torch import Tensor, split
 
 from hpcdist import layout, limits
-from hpcdist.backend.memory import address, bytes_of, flat, nbytes, packed, readable, scratch, unpack, writable
+from hpcdist.backend import shared
+from hpcdist.backend.memory import (
+    address,
+    bytes_of,
+    flat,
+    is_plain,
+    nbytes,
+    packed,
+    readable,
+    scratch,
+    unpack,
+    writable,
+)
 from hpcdist.backend.reductions import Reduction
 from hpcdist.routes.mpi import MPI_ROUTE
 
@@ -26,6 +38,7 @@ __all__ = [
 ]
 
 _route: Any = MPI_ROUTE  # which needs comm, rank and size of a team
+SMALL = 2**15  # bytes of a tensor for which each microsecond counts
 PACKED = 2**16  # bytes of all messages up to which they are copied into one piece of memory
 
 
@@ -132,21 +145,30 @@ def exchange(team: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tens
 
 def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:
     """Reduce the tensors of all ranks into `x` on every rank: the same bits on all of them."""
+    direct, size = op.direct, x.nbytes
+    if direct is not None and size < SMALL and is_plain(x):
+        team.comm.Allreduce(MPI.IN_PLACE, [address(x), x.numel(), direct[1]], direct[0])
+        return
     with writable(x) as whole:
         out = flat(whole)
         mine = op.scaled(out)
+        if size >= shared.LEAST and op.by_torch and shared.all_reduce(team, mine, out, op):
+            return
         if op.mpi is None:
             _reduce_with_torch(team, mine, out, op)
             return
-        kind = op.mpi
-        step = limits.PIECE // mine.itemsize
-        if mine.data_ptr() != out.data_ptr():
+        if mine is not out:
             out.copy_(mine)
-        memory, itemsize = address(out), out.itemsize
-        for start, length in layout.pieces(out.numel(), step):
-            piece = memory[start * itemsize : (start + length) * itemsize]
-            team.comm.Allreduce(MPI.IN_PLACE, [piece, length, kind[1]], kind[0])
+        _allreduce(team, out, *op.mpi)
         op.average(out, team.size)
+
+
+def _allreduce(team: Communicator, x: Tensor, op: MPI.Op, kind: MPI.Datatype) -> None:
+    """Reduce a flat tensor in place by MPI's own operation."""
+    memory, itemsize = address(x), x.itemsize
+    for start, length in layout.pieces(x.numel(), limits.PIECE // itemsize):
+        piece = memory[start * itemsize : (start + length) * itemsize]
+        team.comm.Allreduce(MPI.IN_PLACE, [piece, length, kind], op)
 
 
 def _reduce_with_torch(team: Communicator, x: Tensor, out: Tensor, op: Reduction) -> None:

@@ -7,11 +7,13 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from hpcdist import activity
 from hpcdist.backend.queue import Queue
 from hpcdist.comm.groups import freeing
 from hpcdist.comm.topology import Topology
-from hpcdist.comm.windows import Windows
+from hpcdist.comm.windows import Window, Windows
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,6 +51,8 @@ class Communicator:
         self._begun = 0
         self._topology: Topology | None = None
         self._windows: Windows | None = None
+        self._window: Window | None = None  # held as long as `_shared` is used
+        self._shared: Tensor | None = None
         number = array("q", [2 * secrets.randbits(60) + 2])
         comm.Bcast([number, MPI.INT64_T])
         self.number: int = number[0]
@@ -72,6 +76,20 @@ class Communicator:
             self._windows = Windows(self.comm, self._topology)
         return self._windows
 
+    def shared_memory(self, nbytes: int) -> Tensor | None:
+        """Return memory that all ranks of the group share, flat bytes; None if they are on several nodes, or cannot.
+
+        Collective over the group when it is first used, and for more bytes than before. Kept until the group ends.
+        """
+        if self._shared is not None and len(self._shared) >= nbytes:
+            return self._shared
+        if not self.one_node:
+            return None
+        window = self.windows.take(nbytes)
+        if window is not None:
+            self._shared, self._window = window.bytes, window
+        return None if window is None else self._shared
+
     def part(self, ranks: Sequence[int], tag: int = 0) -> Communicator:
         """Make a communicator of some ranks of the group. Collective over these ranks alone.
 
@@ -89,7 +107,7 @@ class Communicator:
             self._windows.free()
         if self._topology is not None:
             self._topology.free()
-        self._windows = self._topology = None
+        self._windows = self._topology = self._window = self._shared = None
         activity.peers.pop(self.number, None)
         self.p2p_comm.Free()
         self.comm.Free()

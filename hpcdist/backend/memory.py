@@ -48,13 +48,18 @@ def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
     Args:
         read: whether they are there at the beginning.
     """
-    if x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
+    if is_plain(x):
         yield x
         return
     copy = readable(x) if read else pool.empty(x.shape, x.dtype, "cpu", fixed=True)
     yield copy
     if copy is not x:
         copyable(x.detach()).copy_(copyable(copy))
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether the memory of a tensor is on the host, and holds its elements one after the other."""
+    return x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg())
 
 
 def flat(x: Tensor) -> Tensor:

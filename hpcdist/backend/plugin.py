@@ -1,4 +1,4 @@
-"""The backend of torch 2.14 and later, where a class in Python may be one of several of a group: "cpu:mpi,cuda:nccl"."""
+"""The backend of torch 2.14 and later, where one in Python may be one of several of a group: "cpu:mpi,cuda:nccl"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcdist.backend.operations import Operations
 __all__ = ["MpiBackend"]
 
 
-class MpiBackend(Operations, Backend):  # type: ignore[misc]
+class MpiBackend(Operations, Backend):
     """A backend on a communicator.
 
     Args:

@@ -7,7 +7,6 @@ have, torch reduces in the order of the ranks: each element once, so that all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ _INTEGERS = {
     torch.uint32: MPI.UINT32_T,
     torch.uint64: MPI.UINT64_T,
 }
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # for which torch has no arithmetic
 _FLOATS = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -75,7 +75,8 @@ class Reduction:
     Attributes:
         mpi: MPI's operation and datatype that have the same result on all ranks; None if there is none.
         dtype: dtype in which to reduce.
-        scales: whether scale() or average() has something to do.
+        by_torch: whether torch can do it.
+        direct: MPI's, if there is nothing to do before and after it.
 
     Raises:
         ValueError: if the operation is not defined for that dtype.
@@ -95,7 +96,8 @@ class Reduction:
         self.dtype = torch.float32 if dtype in _NARROW else sum_dtype(dtype)
         found = (_INTEGERS if name in (*_BITWISE, "MIN", "MAX") else {**_INTEGERS, **_FLOATS}).get(dtype)
         self.mpi = None if found is None else (_MPI_OPS[name], found)
-        self.scales = name in ("AVG", "PREMUL_SUM")
+        self.direct = None if name in ("AVG", "PREMUL_SUM") else self.mpi
+        self.by_torch = dtype not in _UNSIGNED
         self._op = _TORCH_OPS[name]
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -126,9 +128,7 @@ class Reduction:
             out.copy_(total)
 
 
-@lru_cache(maxsize=256)
-def _known(kind: Any, dtype: torch.dtype) -> Reduction:
-    return Reduction(kind.name, dtype)
+_known: dict[tuple[int, torch.dtype], Reduction] = {}
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
@@ -141,6 +141,10 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
         ValueError: if it is not defined for that dtype.
     """
     kind = op if isinstance(op, _Kind) else op.op
-    if kind is _Kind.PREMUL_SUM:
-        return Reduction("PREMUL_SUM", dtype, op.__getstate__()[1])
-    return _known(kind, dtype)
+    key = kind.value, dtype
+    found = _known.get(key)
+    if found is None:
+        if kind is _Kind.PREMUL_SUM:
+            return Reduction("PREMUL_SUM", dtype, op.__getstate__()[1])
+        found = _known[key] = Reduction(kind.name, dtype)
+    return found

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from hpcdist.errors import HpcdistError, RankError
 
@@ -86,9 +86,9 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
             _exit_now(status)  # MPICH returns, and has its launcher end the processes
 
 
-def print_error(text: str) -> None:
-    """Print to the program's standard error, or else to the one that Python found when it started."""
-    stream = sys.stderr or sys.__stderr__
+def print_error(text: str, stream: TextIO | None = None) -> None:
+    """Print to a stream, the program's standard error by default, or else to the one that Python found at its start."""
+    stream = stream or sys.stderr or sys.__stderr__
     try:
         if stream is not None:
             print(text, file=stream, flush=True)

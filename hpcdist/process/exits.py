@@ -11,6 +11,7 @@ ends the program as usual: the other ranks get an error at their next verb, or t
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import socket
 import sys
@@ -91,6 +92,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         return
     _report(kind, error, trace)
     if _installed and not _goes_on():
+        if isinstance(sys.stderr, io.StringIO):  # of torch's hook, which prints it after this one: too late
+            abort.print_error(sys.stderr.getvalue().rstrip(), sys.__stderr__)
         if any(word in str(error).lower() for word in _LOST):
             abort.explain()
         abort.job(1)

@@ -1,7 +1,7 @@
 """hpcdist as a backend of torch.distributed: ``init_process_group("mpi")``, alone, under mpirun and srun.
 
-Registered on import, as "mpi", unless torch was built with MPI and has that backend itself, and as "mpi4py", which torch
-2.14 and later find by the entry point without an import. Nothing of MPI is imported before a group is made.
+Registered on import, as "mpi", unless torch was built with MPI and has that backend itself, and as "mpi4py", which
+torch 2.14 and later find by the entry point without an import. Nothing of MPI is imported before a group is made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["NAME", "PLUGINS", "Host", "host", "register"]
 
 NAME = "mpi"
-PLUGINS = torch.__version__ >= (2, 14)  # a class in Python may be one of several backends of a group
+PLUGINS = hasattr(
+    torch._C._distributed_c10d, "PreHookArgs"
+)  # a class in Python may be one of several backends of a group
 torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # whose name is also a function's
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
