@@ -44,6 +44,7 @@ from run import OPENMPI  # noqa: E402
 
 RESULTS = ROOT / "build" / "pytorch-suites"
 GRACE = 15  # seconds that the other ranks have once one rank has failed, and that a job has to end
+ALONE = 12  # tests of a suite that have a second try: where more fail, it is not for what the one before has left
 START = 300  # seconds until the first test starts
 
 
@@ -216,8 +217,9 @@ def _next(state: dict[str, Any], match: str) -> tuple[list[str], str, bool] | No
     results = state["results"]
     if names := [name for name in state["names"] if name not in results and match in name]:
         return names, "gloo", False
+    second = [name for name, one in results.items() if "first" in one]
     for name, one in results.items():
-        if one["outcome"] == "failed" and "tests_of" not in one and "first" not in one:
+        if len(second) < ALONE and one["outcome"] == "failed" and "tests_of" not in one and "first" not in one:
             return [name], "gloo", True
     skipped = [name for name, one in results.items() if one["outcome"] == "skipped" and "tests_of" not in one]
     if state["np"] < 3:  # these make a group of the ranks 1 and 2
