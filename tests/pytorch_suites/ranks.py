@@ -51,6 +51,9 @@ def _load_distributed(backend: str, tests_of: str) -> type[Any]:
         backends.add("mpi")
     module = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     module.BACKEND = backend
+    if backend != "gloo":  # as for any backend that PyTorch does not bring: no look at the profiler's events of it
+        for backends in (module.PROFILING_SUPPORTED_BACKENDS, module.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
+            backends[:] = [name for name in backends if name != "mpi"]
     return type("TestDistBackendWithRanks", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
 
 
@@ -63,11 +66,8 @@ def _load_c10d(suite: str, folder: str, backend: str, world_size: int) -> type[A
         import torch
 
         has = {
-            "supports_coalescing": True,
             "supports_dropped_p2p_work": True,
-            "supports_gather_single": True,
             "supports_uneven_all_gather": True,
-            "supports_work_result": True,
             "premul_sum_dtypes": (torch.float16, torch.float32, torch.float64, torch.bfloat16),
         }
         known = {name: value for name, value in has.items() if hasattr(gloo, name)}
