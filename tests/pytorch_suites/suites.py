@@ -137,12 +137,13 @@ class Job:
             ranks = [each.get(name) for each in ends]
             outcomes = {one["outcome"] if one else "unfinished" for one in ranks}
             seconds = max((one["seconds"] for one in ranks if one), default=0.0)
-            outcome = outcomes.pop() if len(outcomes) == 1 and "unfinished" not in outcomes else "failed"
+            outcome = next(iter(outcomes)) if len(outcomes) == 1 and "unfinished" not in outcomes else "failed"
             failed = [one["reason"] for one in ranks if one and one["outcome"] == "failed"]
             reason = next((one["reason"] for one in ranks if one and one["outcome"] == "skipped"), "")
             if outcome == "failed":
                 missing = [rank for rank, one in enumerate(ranks) if one is None]
-                reason = "\n".join([*failed, *self._unfinished(folder, ending, missing)])
+                disagree = [f"the ranks' outcomes: {', '.join(sorted(outcomes))}"] * (len(outcomes) > 1)
+                reason = "\n".join([*failed, *self._unfinished(folder, ending, missing), *disagree])
             results[name] = {"outcome": outcome, "reason": reason, "seconds": round(seconds, 2)}
         if not begun:
             output = (folder / "output").read_text(errors="replace")[-3000:]
