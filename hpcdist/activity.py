@@ -15,9 +15,11 @@ from math import inf
 from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
 
+from hpcdist.procstat import started
+
 __all__ = [
     *("ANYBODY", "ENDING", "FINALIZED", "NOBODY", "RUNNING", "Counted", "Entry", "InCall", "Process", "SharedRecord"),
-    *("ThreadRecord", "ThreadStatus", "outside", "place", "refuse", "start", "started", "status", "touch", "where"),
+    *("ThreadRecord", "ThreadStatus", "outside", "place", "refuse", "start", "touch", "where"),
 ]
 
 RUNNING, FINALIZED, ENDING = 0, 1, 2  # states of a process; the last one ends the job on purpose
@@ -82,6 +84,7 @@ class ThreadRecord:
         begun, finished: numbers of calls.
         touched: number of times that calls have made progress.
         patient: whether the call under way has no deadline.
+        limit: its deadline in seconds, if it has one of its own.
         waited: seconds for which the call under way has made no progress.
     """
 
@@ -92,6 +95,7 @@ class ThreadRecord:
         self._texts = [b"", b""]  # of the two entries
         self.thread = self.begun = self.finished = self.touched = 0
         self.patient = False
+        self.limit: float | None = None
         self.waited = 0.0
         self._seen = (0, 0)  # begun and touched at the latest wait()
 
@@ -169,24 +173,6 @@ def _entry(memory: memoryview, at: int, count: int) -> Entry:
     return Entry(since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
 
 
-def started(pid: int) -> int:
-    """Return when the system started a process, in clock ticks since boot; 0 if there is no such process.
-
-    With its pid it distinguishes a process from a later one with the same pid.
-    """
-    fields = status(pid)
-    return int(fields[19]) if len(fields) > 19 else 0
-
-
-def status(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the process's name, its state first; none without such a process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 class Counted(Protocol):
     """Ranks whose calls are counted; `number` identifies them in records, and is the same on all of them."""
 
@@ -196,6 +182,7 @@ class Counted(Protocol):
     def next_call(self) -> int: ...
 
 
+shortest = inf  # seconds of the shortest deadline of any call's own
 peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
 thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
 _free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
@@ -262,17 +249,26 @@ class InCall:
         peer: the only rank of the team that the call depends on; ANYBODY for any one, None for all. NOBODY stands for
             a call without a deadline, since it ends by itself.
         text: name and place of the call; by default the verb, and where the user's code called it.
+        limit: deadline in seconds, if it is not that of all calls.
     """
 
     __slots__ = ("_own",)
 
-    def __init__(self, verb: str, team: Counted | None, peer: int | None = None, text: bytes | None = None) -> None:
+    def __init__(
+        self,
+        verb: str,
+        team: Counted | None,
+        peer: int | None = None,
+        text: bytes | None = None,
+        limit: float | None = None,
+    ) -> None:
         self._own = own = getattr(_mine, "own", None) or _own()
         if own is None:
             return
         if own.depth == 0:
             number = 0 if team is None else team.next_call() if peer is None else -1 - peer
             own.record.patient = peer == NOBODY
+            own.record.limit = limit
             own.record.begin(0 if team is None else team.number, number, text or where(verb))
         own.depth += 1  # what raises above has begun no call
 

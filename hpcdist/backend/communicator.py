@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -18,7 +20,13 @@ from hpcdist.comm.windows import Window, Windows
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Communicator", "create"]
+__all__ = ["Communicator", "create", "finish"]
+
+
+class Pending(Protocol):
+    """A message that may not be done yet."""
+
+    def is_completed(self) -> bool: ...
 
 
 class Communicator:
@@ -28,16 +36,21 @@ class Communicator:
         comm: communicator of the ranks of the group, in its order; owned and freed here.
         peers: for each rank of the group, its rank in the world.
         node_of: for each rank of the group, the number of its node.
+        timeout: deadline of its calls.
 
     Attributes:
         comm, p2p_comm: communicators for collectives, and for messages between two ranks.
         rank, size: rank of this process in the group, and number of its ranks.
         number: identity of the group in records of calls, the same on all ranks.
         queue: collectives that were called with async_op, in their order.
+        transfers: messages that are sent or received; their memory is kept until they are done.
+        limit: deadline of its calls, in seconds.
         most_tag: largest tag of a message.
     """
 
-    def __init__(self, comm: MPI.Intracomm, peers: Sequence[int], node_of: Sequence[int]) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, peers: Sequence[int], node_of: Sequence[int], timeout: timedelta | None
+    ) -> None:
         from mpi4py import MPI
 
         self.comm = comm
@@ -48,6 +61,8 @@ class Communicator:
         self._node_of = node_of
         self.most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self.queue = Queue()
+        self.transfers: list[Pending] = []
+        self.set_timeout(timeout)
         self._begun = 0
         self._topology: Topology | None = None
         self._windows: Windows | None = None
@@ -57,6 +72,13 @@ class Communicator:
         comm.Bcast([number, MPI.INT64_T])
         self.number: int = number[0]
         activity.peers[self.number] = self.peers
+        _open.add(self)
+
+    def set_timeout(self, timeout: timedelta | None) -> None:
+        """Set the deadline of calls from now on; None for that of the world."""
+        self.limit = None if timeout is None else timeout.total_seconds()
+        if self.limit is not None:
+            activity.shortest = min(activity.shortest, self.limit)
 
     def next_call(self) -> int:
         """Return the number of a collective of this group that begins now."""
@@ -90,19 +112,32 @@ class Communicator:
             self._shared, self._window = window.bytes, window
         return None if window is None else self._shared
 
-    def part(self, ranks: Sequence[int], tag: int = 0) -> Communicator:
+    def keep(self, transfer: Pending) -> None:
+        """Keep a message until it is done, whatever becomes of its handle; forget those that are."""
+        self.transfers = [other for other in self.transfers if not other.is_completed()]
+        if not transfer.is_completed():
+            self.transfers.append(transfer)
+
+    def keep_what_is_left(self) -> None:
+        """Keep the memory of messages that were never waited for: MPI may still use it."""
+        _kept.extend(transfer for transfer in self.transfers if not transfer.is_completed())
+        self.transfers = []
+
+    def part(self, ranks: Sequence[int], timeout: timedelta | None, tag: int = 0) -> Communicator:
         """Make a communicator of some ranks of the group. Collective over these ranks alone.
 
         Args:
             tag: separates those that several threads make at once.
         """
-        return create(self.comm, ranks, [self.peers[rank] for rank in ranks], [self._node_of[r] for r in ranks], tag)
+        peers, node_of = [self.peers[rank] for rank in ranks], [self._node_of[rank] for rank in ranks]
+        return create(self.comm, ranks, peers, node_of, timeout, tag)
 
     def free(self) -> None:
         """Finish the asynchronous calls, and free the communicators; a second call does nothing."""
         if not self.comm:  # COMM_NULL
             return
         self.queue.stop()
+        self.keep_what_is_left()
         if self._windows is not None:
             self._windows.free()
         if self._topology is not None:
@@ -113,11 +148,26 @@ class Communicator:
         self.comm.Free()
 
 
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_kept: list[Pending] = []
+
+
+def finish() -> None:
+    """Finish the asynchronous calls of all groups: the program ends."""
+    for team in list(_open):
+        team.queue.stop()
+
+
 def create(
-    whole: MPI.Intracomm, ranks: Sequence[int], peers: Sequence[int], node_of: Sequence[int], tag: int
+    whole: MPI.Intracomm,
+    ranks: Sequence[int],
+    peers: Sequence[int],
+    node_of: Sequence[int],
+    timeout: timedelta | None,
+    tag: int,
 ) -> Communicator:
     """Make a communicator of some ranks of another one. Collective over these ranks alone."""
     from mpi4py import MPI
 
     with freeing(whole.Get_group()) as all_, freeing(all_.Incl(ranks)) as part:
-        return Communicator(MPI.Intracomm.Create_group(whole, part, tag), peers, node_of)
+        return Communicator(MPI.Intracomm.Create_group(whole, part, tag), peers, node_of, timeout)

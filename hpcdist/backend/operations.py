@@ -7,6 +7,7 @@ asynchronous call of the group is under way; else in the group's queue.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.backend import checks, collectives, p2p
+from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Operations"]
 
 Tensors = list[Tensor]
+_BARRIER = 1800  # seconds, as torch's default
 
 
 class Operations:
@@ -41,7 +44,7 @@ class Operations:
         team = self._team
         blocks = opts is not None and not opts.asyncOp
         if (blocks or team.size == 1) and team.queue.idle:
-            with activity.InCall(verb, team):
+            with activity.InCall(verb, team, limit=team.limit):
                 step(team, *args)
             return DONE if blocks else Finished(tensors)
         work = Queued(verb, team, step, args, tensors)
@@ -142,6 +145,15 @@ class Operations:
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", opts, [], collectives.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; raise an error that names those that do not come within `timeout` (s or a timedelta)."""
+        team = self._team
+        self._barriers = number = getattr(self, "_barriers", 0) + 1
+        if timeout is None:
+            timeout = timedelta(seconds=team.limit or _BARRIER)
+        with activity.InCall("monitored_barrier", team, activity.NOBODY):
+            monitored_barrier(team, number, timeout, wait_all_ranks)
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> dist.Work:
         x = checks.single("send", tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -57,9 +58,21 @@ class Transfer(dist.Work):
         self._received = 0
         self._error: BaseException | None = None
         self._completed = False
+        self._lock = threading.Lock()
 
     def _advance(self, block: bool) -> bool:
-        """Complete the requests, as far as they are done or (`block`) all of them; return whether all are done."""
+        """Complete the requests, as far as they are done or (`block`) all of them; return whether all are done.
+
+        One thread at a time: a request that a thread waits for cannot be looked at by another one.
+        """
+        if not self._lock.acquire(blocking=block):
+            return False
+        try:
+            return self._completed or self._complete(block)
+        finally:
+            self._lock.release()
+
+    def _complete(self, block: bool) -> bool:
         while self._requests:
             request = self._requests[0]
             if block:
@@ -73,9 +86,8 @@ class Transfer(dist.Work):
                 source, tag = self._status.Get_source(), self._status.Get_tag()
                 self._requests = [self._team.p2p_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in self._later]
                 self._later = ()
-        if not self._completed:
-            self._completed = True
-            self._finish()
+        self._finish()
+        self._completed = True
         return True
 
     def _finish(self) -> None:
@@ -96,7 +108,7 @@ class Transfer(dist.Work):
         """
         limit = seconds(timeout)
         if not self._completed:
-            with activity.InCall(self._verb, self._team, self._peer):
+            with activity.InCall(self._verb, self._team, self._peer, limit=self._team.limit):
                 if limit is None:
                     self._advance(block=True)
                 else:
@@ -152,7 +164,9 @@ def send(team: Communicator, x: Tensor, dest: int, tag: int) -> Transfer:
     """Begin to send a tensor to a rank of the group."""
     memory = readable(x)
     requests = [team.p2p_comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(memory)]
-    return Transfer(team, "send", dest, requests, memory)
+    transfer = Transfer(team, "send", dest, requests, memory)
+    team.keep(transfer)
+    return transfer
 
 
 def recv(team: Communicator, x: Tensor, source: int | None, tag: int) -> Transfer:
@@ -165,4 +179,6 @@ def recv(team: Communicator, x: Tensor, source: int | None, tag: int) -> Transfe
     else:
         requests = [team.p2p_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
         verb, peer, later = "recv", source, []
-    return Transfer(team, verb, peer, requests, memory, x, memory.nbytes, later)
+    transfer = Transfer(team, verb, peer, requests, memory, x, memory.nbytes, later)
+    team.keep(transfer)
+    return transfer

@@ -49,10 +49,16 @@ class MpiBackend(Operations, Backend):
                 "Python: give the ranks that are left a group of their own, or use new_group"
             )
         timeout = self._options._timeout if options is None else options._timeout
-        return MpiBackend(self._team.part(ranks), self._name, options, timeout)
+        return MpiBackend(self._team.part(ranks, timeout), self._name, options, timeout)
 
     def perform_nocolor_split(self, device: Any) -> None:
         return None
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._options._timeout = timeout
+        self._team.set_timeout(timeout)
+
+    set_timeout = setTimeout = _set_default_timeout  # noqa: N815
 
     def shutdown(self) -> None:
         self._team.free()

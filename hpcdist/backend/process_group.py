@@ -5,6 +5,8 @@ One object serves all devices there: tensors on a GPU are for the NCCL group tha
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from hpcdist.backend.communicator import Communicator
@@ -55,6 +57,11 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._team.set_timeout(timeout)
+
+    set_timeout = setTimeout = _set_default_timeout  # noqa: N815
 
     def shutdown(self) -> None:
         self._team.free()

@@ -4,16 +4,23 @@ worker's."""
 from __future__ import annotations
 
 import threading
+from collections import deque
 from queue import SimpleQueue
 from typing import Protocol
 
+from hpcdist.process import abort
+
 __all__ = ["Job", "Queue"]
+
+_KEPT = 100  # failed calls
 
 
 class Job(Protocol):
     """A call that was made."""
 
     def run(self) -> None: ...
+
+    def report(self) -> str | None: ...
 
 
 class Queue:
@@ -28,6 +35,7 @@ class Queue:
         self._submitted = self._finished = 0  # the first is the callers', the second the worker's
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._latest: deque[Job] = deque(maxlen=_KEPT)  # of those that failed
 
     @property
     def idle(self) -> bool:
@@ -45,13 +53,19 @@ class Queue:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.run()
+            if job.report() is not None:
+                self._latest.append(job)
             self._finished += 1
             del job  # lets its tensors be freed
 
     def stop(self) -> None:
-        """End the thread after all calls."""
+        """End the thread after all calls, and print the errors of those that nobody has waited for."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join()
+        while self._latest:
+            text = self._latest.popleft().report()
+            if text is not None:
+                abort.print_error(f"hpcdist: {text}")

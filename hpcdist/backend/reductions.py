@@ -73,7 +73,7 @@ class Reduction:
         factor: of PREMUL_SUM, what each rank's data are multiplied by first.
 
     Attributes:
-        mpi: MPI's operation and datatype that have the same result on all ranks; None if there is none.
+        mpi: MPI's operation and datatype that have the same result on all ranks; else None.
         dtype: dtype in which to reduce.
         by_torch: whether torch can do it.
         direct: MPI's, if there is nothing to do before and after it.

@@ -5,13 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.activity import Counted
+
+
+class Team(Counted, Protocol):
+    """The ranks of a call, and the deadline of their calls in seconds."""
+
+    limit: float | None
+
 
 __all__ = ["DONE", "Finished", "Queued", "seconds"]
 
@@ -76,7 +83,7 @@ class Queued(dist.Work):
         tensors: what the future holds when it is done.
     """
 
-    def __init__(self, verb: str, team: Counted, step: Callable[..., object], args: Any, tensors: Any) -> None:
+    def __init__(self, verb: str, team: Team, step: Callable[..., object], args: Any, tensors: Any) -> None:
         super().__init__()
         self.verb = verb
         self.where = activity.where(verb)
@@ -88,10 +95,15 @@ class Queued(dist.Work):
         self._lock = threading.Lock()
         self._future: Future[Any] | None = None
 
+    def report(self) -> str | None:
+        """Return its error as text, if nobody has waited for it."""
+        unseen = self._error is not None and not self.waited_for
+        return f"{self.where.decode()} failed, but was never waited for: {self._error!r}" if unseen else None
+
     def run(self) -> None:
         """Run the step; called once, by one thread."""
         try:
-            with activity.InCall(self.verb, self._team, text=self.where):
+            with activity.InCall(self.verb, self._team, text=self.where, limit=self._team.limit):
                 self._step(self._team, *self._args)
         except BaseException as error:  # wait() raises it
             self._error = error
@@ -144,6 +156,7 @@ class Queued(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[Any]:
+        self.waited_for = True
         with self._lock:
             if self._future is not None:
                 return self._future

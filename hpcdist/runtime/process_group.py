@@ -23,28 +23,29 @@ __all__ = ["agree_on", "default_backend", "start"]
 def start(
     comm: MPI.Intracomm,
     meeting: rendezvous.Meeting,
-    own_gpus: bool,
     backend: str | None,
     timeout: timedelta,
     environ: MutableMapping[str, str],
-) -> tuple[dist.ProcessGroup, bool]:
+) -> tuple[dist.ProcessGroup | None, bool]:
     """Start torch.distributed, unless it runs. Collective over `comm`.
 
     Args:
+        backend: torch's; None if torch is making the group itself.
         environ: environment, to which the interfaces for gloo and NCCL are added unless the user has set them.
 
     Returns:
-        The group of all ranks, and whether it was started here.
+        The group of all ranks, if there is one yet, and whether it was started here.
     """
-    started = not dist.is_initialized()
-    if started:
+    started = backend is not None and not dist.is_initialized()
+    if not dist.is_initialized():
         interface = rendezvous.interface(meeting)
         if interface is not None:  # else gloo takes what the host's name resolves to, on Debian 127.0.1.1
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             if meeting.host == "127.0.0.1":  # or NCCL's own rendezvous would listen on another one
                 environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    if started:
         dist.init_process_group(
-            backend or default_backend(own_gpus),
+            backend,
             store=rendezvous.open_store(comm, meeting, timeout),
             rank=comm.rank,
             world_size=comm.size,
@@ -52,9 +53,7 @@ def start(
         )
     elif meeting.listener is not None:
         meeting.listener.close()
-    group = dist.group.WORLD
-    assert group is not None
-    return group, started
+    return dist.group.WORLD, started
 
 
 def default_backend(own_gpus: bool) -> str:

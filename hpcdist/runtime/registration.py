@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hpcdist.comm import launcher, rendezvous
+from hpcdist.comm.groups import freeing
 from hpcdist.errors import HpcdistError, LaunchError
+from hpcdist.process import forks, streams
+from hpcdist.watch.deadlines import FirstMeeting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -57,15 +61,13 @@ class Host:
         comm: communicator of all ranks, in torch's order; None while there is no world.
         node_of: for each rank of it, the number of its node.
         begin: makes a world for a program that has called torch alone, given the deadline.
-        open_store: makes torch's store for all ranks of the job: (store, rank, world_size).
-        environ: returns the environment.
+        variables: returns the environment.
     """
 
     comm: MPI.Intracomm | None = None
     node_of: tuple[int, ...] = ()
     begin: Callable[[timedelta], None]
-    open_store: Callable[[timedelta], tuple[Any, int, int]]
-    environ: Callable[[], Any]
+    variables: Callable[[], Mapping[str, str]]
 
 
 host = Host()
@@ -87,12 +89,27 @@ def register() -> None:
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
     """torch's rendezvous by the environment; for this backend by MPI, if the environment has none of its variables."""
-    given = "rank=" in url or "world_size=" in url or any(host.environ().get(name) for name in _VARIABLES)
+    given = "rank=" in url or "world_size=" in url or any(host.variables().get(name) for name in _VARIABLES)
     if given or not _is_ours(_asked_backend()):
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
     else:
-        yield host.open_store(timeout)
+        yield _open_store(timeout)
         raise RuntimeError("Unable to perform re-rendezvous using MPI")
+
+
+def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
+    """Make torch's store; return it with this rank and the number of ranks. Collective over COMM_WORLD."""
+    variables = host.variables()
+    streams.reserve()
+    forks.claim(variables, launcher.has_rank(variables))
+    comm = rendezvous.job(None, variables)
+    with (
+        FirstMeeting(timeout, None, comm.size),
+        freeing(comm.Dup()) as private,
+        rendezvous.Nodes(private) as nodes,
+    ):
+        store = rendezvous.open_store(private, rendezvous.meet(private, nodes.count), timeout)
+        return store, private.rank, private.size
 
 
 def _is_ours(backend: object) -> bool:
@@ -140,11 +157,11 @@ def _communicator(ranks: list[int], options: Any) -> Communicator:
         raise HpcdistError("a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank")
     if ranks:
         tag = sum(options.group_id.encode()) % 2**15  # separates the groups that several threads make at once
-        return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], tag)
+        return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], options.timeout, tag)
     if (options.group_rank, options.group_size) != (whole.rank, whole.size):
         raise LaunchError(
             f"torch was told that this is rank {options.group_rank} of {options.group_size}, and MPI says rank "
             f"{whole.rank} of {whole.size}: leave out rank, world_size and the variables RANK and WORLD_SIZE, or start "
             "as many processes with mpirun or srun"
         )
-    return Communicator(whole.Dup(), range(whole.size), host.node_of)
+    return Communicator(whole.Dup(), range(whole.size), host.node_of, options.timeout)

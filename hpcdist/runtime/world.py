@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import activity
+from hpcdist.backend import communicator
 from hpcdist.comm import devices, launcher, rendezvous
 from hpcdist.comm.context import Context
-from hpcdist.comm.groups import freeing
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
@@ -217,7 +217,7 @@ def init(
     global _world
     asked = (comm, device, backend, timeout, None if staging is None else os.fspath(staging))
     if _world is not None and _world._implicit:
-        _world.finalize()
+        _world.finalize()  # for one with these arguments
     if _world is not None:
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
             raise ValueError("hpcdist is already initialised with other arguments; call finalize() first")
@@ -234,22 +234,7 @@ def _begin(timeout: timedelta) -> None:
     atexit.register(_leave)
 
 
-def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """Make torch's store; return it with this rank and the number of ranks. Collective over COMM_WORLD."""
-    streams.reserve()
-    forks.claim(os.environ, launcher.has_rank(os.environ))
-    with (
-        FirstMeeting(timeout, None, (comm := rendezvous.job(None, os.environ)).size),
-        freeing(comm.Dup()) as private,
-        rendezvous.Nodes(private) as nodes,
-    ):
-        store = rendezvous.open_store(private, rendezvous.meet(private, nodes.count), timeout)
-        return store, private.rank, private.size
-
-
-registration.host.begin = _begin
-registration.host.open_store = _open_store
-registration.host.environ = environ
+registration.host.begin, registration.host.variables = _begin, environ
 registration.register()
 
 
@@ -285,6 +270,7 @@ def _leave() -> None:
     with activity.InCall("", _world.team, text=b"the end of its program"):
         # These answer the calls with async_op of ranks that go on.
         backgrounds = background.leave_all(_world.context.teams.values())
+        communicator.finish()
         collective.leave(_world.team)
         for done in backgrounds:
             done.wait()
@@ -312,8 +298,7 @@ def _make(
             with rendezvous.Nodes(private) as nodes:
                 limit = process_group.agree_on(private, backend, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
-                address = None if nodes.count == 1 else meeting.own
-                watch = Watch(StatusQuery(private, nodes.local, address), limit)
+                watch = Watch(StatusQuery(private, nodes.local, meeting.own if nodes.count > 1 else None), limit)
         undo.callback(watch.stop)
         with activity.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
@@ -321,10 +306,8 @@ def _make(
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
             registration.host.comm, registration.host.node_of = private, tuple(node for node, _ in places)
             undo.callback(setattr, registration.host, "comm", None)
-            if implicit:  # torch is making the group
-                group, owns_group = None, False
-            else:
-                group, owns_group = process_group.start(private, meeting, own_gpus, backend, limit, os.environ)
+            name = None if implicit else backend or process_group.default_backend(own_gpus)
+            group, owns_group = process_group.start(private, meeting, name, limit, os.environ)
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own

@@ -47,7 +47,8 @@ class Watch:
 
     def __init__(self, query: StatusQuery, limit: timedelta) -> None:
         self._query = query
-        self._limit = self._patience = limit.total_seconds()  # patience is more for a slow call that makes progress
+        self._limit = limit.total_seconds()
+        self._grace = 0.0  # seconds after its deadline for a slow call that makes progress
         self._peer = query.next_process()
         self._peer_died = self._signalled = self._stopping = False
         self._demanded = 0.0  # when a signal last asked this rank for the table
@@ -106,7 +107,7 @@ class Watch:
         """Wait for events, and count how long the calls of this rank have waited."""
         last, sweeps = time.monotonic(), False
         while not self._stopping:
-            tick = min(_SWEEP if sweeps else _TICK, max(_LEAST, self._limit / 8))
+            tick = min(_SWEEP if sweeps else _TICK, max(_LEAST, min(self._limit, activity.shortest) / 8))
             self._poll(tick)
             now = time.monotonic()
             # After a process was stopped, that time does not count: the others may have been stopped, too.
@@ -117,7 +118,7 @@ class Watch:
 
     def _react(self) -> bool:
         """React to the most urgent event; whether there was one."""
-        overdue = [record for record in activity.thread_records if record.waited >= self._limit]
+        overdue = [record for record in activity.thread_records if record.waited >= self._limit_of(record)]
         if not self._inquiries.empty():
             self._on_inquiries()
         elif self._peer_died:
@@ -126,12 +127,15 @@ class Watch:
             self._on_signal()
         elif self._query.raised_by is not None:
             self._join(self._query.raised_by)
-        elif overdue and overdue[0].waited >= self._patience:
+        elif overdue and overdue[0].waited >= self._limit_of(overdue[0]) + self._grace:
             self._on_deadline(overdue[0])
         else:
-            self._patience = self._patience if overdue else self._limit
+            self._grace = self._grace if overdue else 0.0
             return False
         return True
+
+    def _limit_of(self, record: ThreadRecord) -> float:
+        return self._limit if record.limit is None else record.limit
 
     def _poll(self, seconds: float) -> None:
         """Wait for an event; answer other ranks' questions, and note all other events."""
@@ -185,7 +189,7 @@ class Watch:
 
     def _on_deadline(self, record: ThreadRecord) -> None:
         """Raise in the thread of an overdue call, and end the job, unless the call makes progress on some rank."""
-        call, waited = record.current(), record.waited
+        call, waited, limit = record.current(), record.waited, self._limit_of(record)
         if call is None:
             return
         reports = self._ask_in_turn(ALARM)
@@ -195,11 +199,11 @@ class Watch:
         if record.begun == record.finished or self._stopping:  # the call has ended meanwhile
             return
         absent = chain(call, lambda team: activity.peers.get(team, self._query.ranks), reports)
-        if not absent and made_progress(call, reports, 0.8 * self._limit):
-            self._patience = waited + self._limit / 4  # a large file takes its time: check again later
+        if not absent and made_progress(call, reports, 0.8 * limit):
+            self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
         self._query.send_all("raise")
-        text = f"{call.text} has waited for {waited:.1f} s, its deadline is {self._limit:g} s"
+        text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
         _show(record, f"{text}\n{table(reports.values(), time.time())}\n{verdict(call, absent, reports)}")
         abort.job(1, _JOIN)
 
