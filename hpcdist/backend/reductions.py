@@ -144,7 +144,7 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
     key = kind.value, dtype
     found = _known.get(key)
     if found is None:
-        if kind == _Kind.PREMUL_SUM:  # `op.op` is a new object each time
-            return Reduction("PREMUL_SUM", dtype, op.__getstate__()[1])
+        if kind.name == "PREMUL_SUM":
+            return Reduction("PREMUL_SUM", dtype, op.factor if hasattr(op, "factor") else op.__getstate__()[1])
         found = _known[key] = Reduction(kind.name, dtype)
     return found

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST", "all_reduce"]
 
-LEAST = 2**18  # bytes of a tensor; below, MPI's own Allreduce has less latency
-SLOT = 2**19  # bytes of a rank's slot
+LEAST = 2**19  # bytes of a tensor; below, MPI's own Allreduce has less latency
+SLOT = 2**20  # bytes of a rank's slot
 
 
 def all_reduce(team: Communicator, x: Tensor, out: Tensor, op: Reduction) -> bool:

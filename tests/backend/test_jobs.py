@@ -1,0 +1,89 @@
+"""Jobs that call torch.distributed with backend "mpi": how they begin, hang and end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launch import Job, mpirun
+
+PROGRAM = str(Path(__file__).with_name("process_groups.py"))
+
+
+def run(case: str, np: int, **env: str) -> Job:
+    return mpirun(np, PROGRAM, case, str(max(1, np)), env=env)
+
+
+@pytest.mark.parametrize("np", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", ["alone", "init", "gloo", "destroyed"])
+def test_a_job_begins_and_ends(case: str, np: int) -> None:
+    job = run(case, np)
+    assert (job.status, job.out.count("survived")) == (0, max(1, np)), job.err
+
+
+def test_a_hung_step_is_named_with_the_line_of_the_program() -> None:
+    job = run("hung", 2, LIMIT="1.5")
+    assert job.status != 0
+    assert "survived" not in job.out
+    assert re.search(
+        r"HangError: \S+\(\) at .*process_groups.py:\d+ has waited for \d\.\d s, its deadline is 1.5 s", job.err
+    )
+    assert re.search(r"rank 1 \(\S+, pid \d+\) has not come: it is in Python, at .*process_groups.py:\d+", job.err), (
+        job.err
+    )
+
+
+def test_a_group_has_its_own_deadline() -> None:
+    job = run("group_timeout", 2)
+    assert job.status != 0
+    assert re.search(
+        r"HangError: all_reduce\(\) at .*process_groups.py:\d+ has waited for .* its deadline is 1 s", job.err
+    )
+
+
+@pytest.mark.once
+def test_a_message_that_does_not_come() -> None:
+    job = run("recv", 2, LIMIT="1")
+    assert re.search(r"HangError: recv\(\) at .*process_groups.py:\d+ has waited", job.err), job.err
+    assert re.search(r"rank 1 \(\S+, pid \d+\) has not come", job.err), job.err
+
+
+def test_a_dead_rank_is_named() -> None:
+    job = run("killed", 2)
+    assert job.status != 0
+    assert re.search(r"rank 1 \(\S+, pid \d+\) is dead", job.err), job.err
+
+
+def test_an_uncaught_error_ends_the_job_and_is_printed() -> None:
+    job = run("raises", 2)
+    assert job.status != 0
+    assert "a mistake of rank 1" in job.err
+    assert "survived" not in job.out
+
+
+@pytest.mark.once
+def test_monitored_barrier_names_who_is_missing() -> None:
+    job = run("monitored", 3)
+    assert job.status == 0, job.err
+    assert "rank 0: rank 1 failed to pass monitored_barrier in 500 ms" in job.out
+    assert "rank 2: rank 2 has reached it, but rank 0 failed to pass monitored_barrier" in job.out
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, "rank 0 of 3"),
+        ({"RANK": "0"}, "WORLD_SIZE expected"),
+    ],
+)
+def test_what_the_environment_says_must_agree_with_mpi(env: dict[str, str], text: str) -> None:
+    store = "store=dist.HashStore(), rank=0, world_size=3" if "WORLD_SIZE" in env else ""
+    code = f"""
+        import hpcdist, torch.distributed as dist
+        dist.init_process_group("mpi", {store})
+    """
+    job = mpirun(1, code=code, env={} if store else env)
+    assert job.status != 0
+    assert text in job.err, job.err

@@ -1,0 +1,331 @@
+"""The operations of backend "mpi" beyond those in tests/collectives/test_primitives.py, against plain computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from cases import copy_of, whole_of
+from collective import Findings
+from torch import Tensor
+
+import hpcdist as hd
+from hpcdist import limits
+from hpcdist.backend import collectives, shared
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*unbatched P2P")]
+
+EVERY_DTYPE = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+]
+OPS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, lambda x: x.sum(0)),
+    "avg": (dist.ReduceOp.AVG, lambda x: x.sum(0) / x.shape[0]),
+    "product": (dist.ReduceOp.PRODUCT, lambda x: x.prod(0)),
+    "min": (dist.ReduceOp.MIN, lambda x: x.amin(0)),
+    "max": (dist.ReduceOp.MAX, lambda x: x.amax(0)),
+    "band": (dist.ReduceOp.BAND, lambda x: _fold(torch.bitwise_and, x)),
+    "bor": (dist.ReduceOp.BOR, lambda x: _fold(torch.bitwise_or, x)),
+    "bxor": (dist.ReduceOp.BXOR, lambda x: _fold(torch.bitwise_xor, x)),
+}
+_single = {name: getattr(dist, name, None) for name in ("all_gather_single", "reduce_scatter_single")}
+all_gather_single = _single["all_gather_single"] or dist.all_gather_into_tensor
+reduce_scatter_single = _single["reduce_scatter_single"] or dist.reduce_scatter_tensor
+
+
+@pytest.fixture(params=["whole", "in pieces"], autouse=True)
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything twice: as it is, and with limits so low that small tensors go the way of large ones."""
+    if request.param == "in pieces":
+        monkeypatch.setattr(limits, "PIECE", 64)
+        monkeypatch.setattr(collectives, "SMALL", 0)
+        monkeypatch.setattr(collectives, "PACKED", 0)
+        monkeypatch.setattr(shared, "LEAST", 0)
+        monkeypatch.setattr(shared, "SLOT", 128)
+    yield
+
+
+def _fold(step: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    total = x[0]
+    for other in x[1:]:
+        total = step(total, other)
+    return total
+
+
+def values(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What each of `size` ranks has: small whole numbers, exact in every dtype, that depend on rank and place."""
+    count = torch.Size(shape).numel()
+    found = (torch.arange(count)[None] * 3 + torch.arange(size)[:, None] * 5) % 4 + 1
+    return (found % 2 if dtype == torch.bool else found).to(dtype).view(size, *shape)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, every second element of larger memory."""
+    room = torch.zeros(*x.shape, 2, dtype=x.dtype)
+    room[..., 0] = x
+    return room[..., 0]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_reduction_of_every_dtype(name: str, world: hd.World) -> None:
+    op, fold = OPS[name]
+    findings = Findings(world.comm)
+    for dtype in EVERY_DTYPE:
+        if dtype.is_complex or dtype in (torch.float8_e4m3fn, torch.uint16, torch.bool):
+            continue
+        if name.startswith("b") and dtype.is_floating_point:
+            with pytest.raises(ValueError, match="non-integral dtype"):
+                dist.all_reduce(torch.ones(2, dtype=dtype), op)
+            continue
+        for shape in [(), (0,), (3,), (40, 7)]:
+            every = values(world.world_size, shape, dtype)
+            wide = every if not dtype.is_floating_point else every.double()
+            expected = fold(wide).to(dtype)
+            for x in (every[world.rank].clone(), strided(every[world.rank])):
+                dist.all_reduce(x, op)
+                findings.same(x.clone(), expected, f"{name} {dtype} {shape}")
+    findings.settle()
+
+
+def test_sums_of_narrow_floats_are_added_up_in_float32(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    for dtype, most in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        x = torch.full((50,), most if world.rank == 0 else 1.0, dtype=dtype)
+        dist.all_reduce(x)
+        # Added one after the other in `dtype`, each 1 would be lost.
+        expected = torch.full((50,), most + world.world_size - 1).to(dtype)
+        findings.same(x, expected, dtype)
+    findings.settle()
+
+
+def test_booleans_and_premul_sum(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    only = torch.tensor([world.rank == 0, True, False])
+    for op, expected in (
+        (dist.ReduceOp.SUM, [True, True, False]),
+        (dist.ReduceOp.MAX, [True, True, False]),
+        (dist.ReduceOp.PRODUCT, [world.world_size == 1, True, False]),
+        (dist.ReduceOp.MIN, [world.world_size == 1, True, False]),
+    ):
+        x = only.clone()
+        dist.all_reduce(x, op)
+        findings.same(x, torch.tensor(expected), op)
+    x = torch.arange(5.0) + world.rank
+    dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
+    findings.same(x, 0.5 * sum(torch.arange(5.0) + rank for rank in range(world.world_size)), "premul_sum")
+    findings.settle()
+
+
+def test_all_ranks_get_the_same_bits(world: hd.World) -> None:
+    """Of sums that depend on the order, and of what has several representations: zeros and NaN."""
+    findings = Findings(world.comm)
+    torch.manual_seed(world.rank)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for count in (1, 7, 1000):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+                x = torch.randn(count).to(dtype)
+                x[0] = (float("nan"), 0.0, -0.0)[world.rank % 3]
+                dist.all_reduce(x, op)
+                bits = x.view(torch.uint8).numpy().tobytes()
+                findings.check(len(set(world.comm.allgather(bits))) == 1, f"{op} {dtype} {count}")
+    findings.settle()
+
+
+def test_moves_of_every_dtype_uneven_and_strided(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    sizes = [3 * i % 5 for i in range(size)]
+    for dtype in EVERY_DTYPE:
+        wholes = [whole_of((sizes[i], 3), dtype, i) for i in range(size)]
+        outs = [torch.zeros_like(whole) for whole in wholes]
+        dist.all_gather(outs, copy_of(wholes[rank]))
+        for i, out in enumerate(outs):
+            findings.same(out, wholes[i], f"all_gather {dtype} from {i}")
+        root = size - 1
+        outs = [torch.zeros_like(whole) for whole in wholes]
+        dist.gather(copy_of(wholes[rank]), outs if rank == root else None, root)
+        for i, out in enumerate(outs if rank == root else []):
+            findings.same(out, wholes[i], f"gather {dtype} from {i}")
+        out = torch.zeros_like(wholes[rank])
+        dist.scatter(out, [copy_of(whole) for whole in wholes] if rank == root else None, root)
+        findings.same(out, wholes[rank], f"scatter {dtype}")
+        x = whole_of((4, 3), dtype, rank).t()
+        dist.broadcast(x, root)
+        findings.same(x.contiguous(), whole_of((4, 3), dtype, root).t().contiguous(), f"broadcast {dtype}")
+        x = whole_of((2, 3), dtype, rank)
+        out = torch.zeros(2 * size, 3, dtype=dtype)
+        all_gather_single(out, x)
+        expected = torch.cat([whole_of((2, 3), dtype, i).view(torch.uint8) for i in range(size)])
+        findings.same(out.view(torch.uint8), expected, f"all_gather_single {dtype}")
+    findings.settle()
+
+
+def test_all_to_all_uneven(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+
+    def part(source: int, dest: int) -> Tensor:
+        return whole_of(((source + 2 * dest) % 3, 2), torch.float32, 10 * source + dest)
+
+    outs = [torch.zeros_like(part(i, rank)) for i in range(size)]
+    dist.all_to_all(outs, [part(rank, i) for i in range(size)])
+    for i, out in enumerate(outs):
+        findings.same(out, part(i, rank), f"all_to_all from {i}")
+    expected = torch.cat([part(i, rank) for i in range(size)])
+    out = torch.zeros_like(expected)
+    splits = [len(part(i, rank)) for i in range(size)], [len(part(rank, i)) for i in range(size)]
+    dist.all_to_all_single(out, torch.cat([part(rank, i) for i in range(size)]), *splits)
+    findings.same(out, expected, "all_to_all_single with splits")
+    x = torch.arange(2.0 * size).view(size, 2) + 100 * rank
+    out = torch.zeros_like(x)
+    dist.all_to_all_single(out, x)
+    findings.same(out, torch.stack([torch.arange(2.0) + 2 * rank + 100 * i for i in range(size)]), "equal parts")
+    findings.settle()
+
+
+def test_reduce_scatter_uneven_and_coalesced(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    sizes = [1 + 2 * i % 3 for i in range(size)]
+    every = [[torch.arange(float(n)) + 10 * source + dest for dest, n in enumerate(sizes)] for source in range(size)]
+    expected = sum(every[source][rank] for source in range(size))
+    out = torch.zeros(sizes[rank])
+    dist.reduce_scatter(out, [x.clone() for x in every[rank]])
+    findings.same(out, expected, "reduce_scatter")
+    x = torch.arange(3.0 * size) + rank
+    out, other = torch.zeros(3), torch.zeros(3)
+    with dist._coalescing_manager():
+        reduce_scatter_single(out, x)
+        reduce_scatter_single(other, 2 * x)
+    whole = sum(torch.arange(3.0 * size) + i for i in range(size))
+    findings.same(out, whole[3 * rank : 3 * rank + 3], "the first")
+    findings.same(other, 2 * whole[3 * rank : 3 * rank + 3], "the second")
+    first, second = torch.zeros(2 * size), torch.zeros(3 * size)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        all_gather_single(first, torch.full((2,), float(rank)))
+        all_gather_single(second, torch.full((3,), float(rank)))
+    manager.wait()
+    findings.same(first, torch.arange(float(size)).repeat_interleave(2), "all_gather coalesced")
+    findings.same(second, torch.arange(float(size)).repeat_interleave(3), "all_gather coalesced")
+    xs = [torch.full((n,), float(rank + n)) for n in (1, 4)]
+    with dist._coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x)
+    for n, x in zip((1, 4), xs, strict=True):
+        findings.same(x, torch.full((n,), float(sum(i + n for i in range(size)))), "all_reduce coalesced")
+    findings.settle()
+
+
+def test_messages(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    if size > 1:
+        after, before = (rank + 1) % size, (rank - 1) % size
+        out, x = torch.zeros(40, 2).t(), whole_of((2, 40), torch.float32, rank)
+        ops = [dist.P2POp(dist.irecv, out, before), dist.P2POp(dist.isend, x, after)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        findings.same(out.contiguous(), whole_of((2, 40), torch.float32, before), "batch_isend_irecv")
+        works = [dist.isend(torch.full((3,), float(10 * rank + tag)), after, tag=tag) for tag in (1, 2)]
+        second, first = torch.zeros(3), torch.zeros(3)
+        dist.recv(second, before, tag=2)
+        dist.recv(first, before, tag=1)
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        findings.same(second, torch.full((3,), 10.0 * before + 2), "tag 2")
+        findings.same(first, torch.full((3,), 10.0 * before + 1), "tag 1")
+        if rank == 0:
+            found = {}
+            for _ in range(size - 1):
+                x = torch.zeros(50)
+                found[dist.recv(x)] = x
+            findings.check(sorted(found) == list(range(1, size)), f"senders {sorted(found)}")
+            for source, x in found.items():
+                findings.same(x, torch.full((50,), float(source)), "from any rank")
+        else:
+            dist.send(torch.full((50,), float(rank)), 0)
+    findings.check(True, "")
+    findings.settle()
+
+
+def test_a_message_of_another_size_is_an_error(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    if world.rank == 1:
+        dist.send(torch.ones(3), 0)
+    elif world.rank == 0 and world.world_size > 1:
+        with pytest.raises(RuntimeError, match=r"rank 1 has sent 12 bytes, where the tensor has 20"):
+            dist.recv(torch.zeros(5), 1)
+    findings.check(True, "")
+    findings.settle()
+
+
+def test_objects_and_groups(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, {"rank": rank, "text": "x" * rank})
+    findings.check(found == [{"rank": i, "text": "x" * i} for i in range(size)], found)
+    sent = [{"from": rank}, rank] if rank == size - 1 else [None, None]
+    dist.broadcast_object_list(sent, size - 1)
+    findings.check(sent == [{"from": size - 1}, size - 1], sent)
+    got: list[Any] = [None]
+    dist.scatter_object_list(got, [f"to {i}" for i in range(size)] if rank == 0 else None, 0)
+    findings.check(got == [f"to {rank}"], got)
+    for ranks in ([size - 1], list(range(size))[::-1], list(range(0, size, 2))):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            x = torch.tensor([rank + 1])
+            dist.all_reduce(x, group=group)
+            findings.same(x, torch.tensor([sum(i + 1 for i in ranks)]), f"group {ranks}")
+            dist.broadcast(x.fill_(rank), ranks[0], group=group)
+            findings.same(x, torch.tensor([ranks[0]]), f"root of group {ranks}")
+            findings.check(hd.concat(torch.tensor([rank]), group=group).tolist() == sorted(ranks), "verb in that group")
+            dist.destroy_process_group(group)
+    findings.settle()
+
+
+def test_functional_collectives_and_compiled_code(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size, group = world.rank, world.world_size, dist.group.WORLD
+
+    def step(x: Tensor) -> Tensor:
+        y = funcol.all_reduce(2 * x, "sum", group)
+        z = funcol.all_gather_tensor(x, 0, group)
+        return y + z.view(size, -1).sum(0)
+
+    x = torch.arange(6.0) + rank
+    whole = sum(torch.arange(6.0) + i for i in range(size))
+    findings.same(step(x) + 0, 3 * whole, "eager")
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    findings.same(compiled(x) + 0, 3 * whole, "compiled")
+    y = funcol.reduce_scatter_tensor(torch.arange(2.0 * size) + rank, "sum", 0, group)
+    findings.same(y + 0, sum(torch.arange(2.0 * size) + i for i in range(size))[2 * rank :][:2], "reduce_scatter")
+    findings.same(funcol.broadcast(x, 0, group) + 0, torch.arange(6.0), "broadcast")
+    y = funcol.all_to_all_single(torch.arange(float(size)) + rank * size, [1] * size, [1] * size, group)
+    findings.same(y + 0, torch.arange(float(size)) * size + rank, "all_to_all_single")
+    findings.settle()
+
+
+def test_what_is_wrong_on_this_rank_raises_here(world: hd.World) -> None:
+    size = world.world_size
+    x = torch.ones(2)
+    wrong: list[Callable[[], Any]] = [
+        lambda: dist.all_gather([x] * (size + 1), x),
+        lambda: all_gather_single(torch.ones(2 * size + 1), x),
+        lambda: all_gather_single(torch.ones(2 * size, dtype=torch.int32), x),
+        lambda: dist.reduce_scatter(x, [x] * (size + 1)),
+        lambda: dist.all_to_all_single(torch.ones(size), torch.ones(size), [2] * size, [1] * size),
+        lambda: dist.all_reduce(torch.ones(2).to_sparse()),
+        lambda: dist.send(x, (world.rank + 1) % size, tag=-1),
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
+    ]
+    for call in wrong:
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            call()
+    dist.all_reduce(x)
+    assert x.tolist() == [size, size]

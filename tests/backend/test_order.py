@@ -1,0 +1,115 @@
+"""Asynchronous calls of backend "mpi": in their order, at the same time as other work, with their errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective import Findings, assert_on_all_ranks
+
+import hpcdist as hd
+from hpcdist.backend import works
+
+pytestmark = pytest.mark.mpi
+
+
+def test_calls_are_done_in_their_order(world: hd.World) -> None:
+    """Each is a step of one computation, which another order would change."""
+    size = world.world_size
+    x, expected = torch.ones(100), torch.ones(100)
+    handles = []
+    for turn in range(20):
+        handles.append(dist.all_reduce(x, async_op=True))
+        expected = expected * size
+        if turn % 3 == 0:
+            dist.broadcast(x, turn % size)  # blocks, after all before it
+            assert_on_all_ranks(world.comm, torch.equal(x, expected), f"turn {turn}")
+        if turn % 5 == 4:
+            for handle in handles:
+                handle.wait()
+            x.fill_(1.0)
+            expected = torch.ones(100)
+    assert all(handle.is_completed() and handle.is_success() for handle in handles)
+
+
+def test_a_call_goes_on_while_the_program_does_something_else(world: hd.World) -> None:
+    if world.world_size == 1:
+        return
+    x, other = torch.ones(3), torch.zeros(3)
+    if world.rank == 0:
+        handle = dist.all_reduce(x, async_op=True)  # before the others, which need the message first
+        for rank in range(1, world.world_size):
+            dist.send(torch.full((3,), 7.0), rank)
+    else:
+        dist.recv(other, 0)
+        handle = dist.all_reduce(x, async_op=True)
+    handle.wait()
+    assert_on_all_ranks(world.comm, x.tolist() == [world.world_size] * 3, x)
+
+
+def test_futures_and_results(world: hd.World) -> None:
+    findings = Findings(world.comm)
+    x = torch.full((4,), float(world.rank))
+    work = dist.all_reduce(x, async_op=True)
+    halved = work.get_future().then(lambda future: future.value()[0] / 2)
+    total = torch.full((4,), float(sum(range(world.world_size))))
+    findings.same(halved.wait(), total / 2, "then()")
+    findings.same(work.result()[0], total, "result()")
+    work = dist.barrier(async_op=True)
+    work.wait()
+    findings.check(work.is_completed(), "barrier")
+    findings.settle()
+
+
+def test_blocking_calls_start_no_thread(world: hd.World) -> None:
+    group = dist.new_group()
+    before = threading.active_count()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2), group=group)
+    assert_on_all_ranks(world.comm, threading.active_count() == before, "a thread was started")
+    dist.destroy_process_group(group)
+
+
+def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Team:
+        number, limit = 0, None
+
+        def next_call(self) -> int:
+            return 1
+
+    def fail(team: object) -> None:
+        raise OSError("no such wire")
+
+    work = works.Queued("all_reduce", Team(), fail, (), [])
+    work.run()
+    with pytest.raises(OSError, match="no such wire"):
+        work.wait()
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), OSError)
+    with pytest.raises(OSError, match="no such wire"):
+        work.get_future().wait()
+
+
+def test_wait_has_a_time_limit(world: hd.World) -> None:
+    if world.world_size == 1:
+        return
+    world.comm.Barrier()
+    if world.rank == 0:
+        from datetime import timedelta
+
+        handle = dist.all_reduce(torch.ones(2), async_op=True)
+        message = dist.irecv(torch.zeros(2), 1)
+        for work in (handle, message):
+            with pytest.raises(TimeoutError, match="timed out"):
+                work.wait(timedelta(milliseconds=50))  # type: ignore[union-attr]
+        world.comm.Barrier()
+        handle.wait()
+        message.wait()  # type: ignore[union-attr]
+    else:
+        world.comm.Barrier()
+        time.sleep(0.01)
+        dist.all_reduce(torch.ones(2))
+        if world.rank == 1:
+            dist.send(torch.ones(2), 0)
