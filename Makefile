@@ -2,9 +2,10 @@
 # make test: everything except the long tests; as root on Debian with its packages of Open MPI and parallel HDF5
 # make test-all: also all kills, all random cases, gigabytes, every test on all numbers of ranks, and make test-versions
 # make test-versions: np 2 and the file tests with the oldest and newest libraries, Open MPI 5 and Intel MPI
+# make test-backend: the process group with torch 2.13, 2.14 and 2.15, three MPIs, 1 to 5 ranks; 12 GB
 # make lint, make bench, make clean
 
-.PHONY: demo test test-all test-versions lint bench clean
+.PHONY: demo test test-all test-versions test-backend lint bench clean
 
 demo:
 	@.ci/environment mpich demo
@@ -21,6 +22,9 @@ test-all:
 
 test-versions:
 	@$${PYTHON:-python3} tests/versions.py
+
+test-backend:
+	@$${PYTHON:-python3} tests/backend_versions.py
 
 lint:
 	@.ci/environment mpich test

@@ -115,6 +115,10 @@ def exchanged(verb: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], te
     alike(verb, [*outputs, *inputs])
 
 
+class SplitsError(ValueError, RuntimeError):
+    """Split sizes that do not fit: a RuntimeError as well, as from torch's own backends."""
+
+
 def splits(
     verb: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], size: int
 ) -> None:
@@ -123,8 +127,10 @@ def splits(
     for name, x, sizes in (("output", output, output_splits), ("input", input, input_splits)):
         if not sizes:
             if x.dim() == 0 or x.shape[0] % size:
-                raise ValueError(f"{verb}: the {name} of shape {tuple(x.shape)} does not divide equally across {size}")
+                raise SplitsError(
+                    f"{verb}: the {name} of shape {tuple(x.shape)} does not divide equally across group size {size}"
+                )
         elif len(sizes) != size:
-            raise ValueError(f"{verb}: {len(sizes)} {name}_split_sizes for {size} ranks")
+            raise SplitsError(f"{verb}: {len(sizes)} {name}_split_sizes for {size} ranks")
         elif min(sizes) < 0 or sum(sizes) != x.shape[0]:
-            raise ValueError(f"{verb}: {name}_split_sizes {list(sizes)} do not add up to dim 0 of {tuple(x.shape)}")
+            raise SplitsError(f"{verb}: {name}_split_sizes {list(sizes)} do not add up to dim 0 of {tuple(x.shape)}")

@@ -41,10 +41,13 @@ class MpiBackend(Operations, Backend):
     def supports_splitting(self) -> bool:
         return True
 
-    def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend | None:
-        """Make a backend of some ranks; None elsewhere. Collective over these ranks alone."""
-        if self._team.rank not in ranks:
-            return None
+    def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend:
+        """Make a backend of some ranks, on these ranks. Collective over them alone."""
+        if self._team.rank not in ranks:  # torch's PyBackend ends the process by a null pointer if it gets None
+            raise RuntimeError(
+                f"split_group: rank {self._team.rank} is in none of split_ranks, which torch allows no backend in "
+                "Python: give the ranks that are left a group of their own, or use new_group"
+            )
         timeout = self._options._timeout if options is None else options._timeout
         return MpiBackend(self._team.part(ranks, timeout), self._name, options, timeout)
 

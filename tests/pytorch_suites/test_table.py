@@ -1,0 +1,43 @@
+"""The page on PyTorch's suites counts what ran, and says where gloo does better."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from table import brief, page
+
+ABOUT = {"suite": "distributed_test", "torch": "2.15.0", "mpi": "MPICH", "np": 2}
+FAILED = (
+    'Traceback (most recent call last):\n  File "a.py", line 1, in b\nValueError: no | such\n\nTo execute this test\n'
+)
+
+
+def _run(backend: str, **outcomes: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, outcome in outcomes.items():
+        kind, _, tests_of = outcome.partition(" ")
+        results[name] = {"outcome": kind, "reason": FAILED if kind == "failed" else "needs a GPU" * (kind == "skipped")}
+        if tests_of:
+            results[name]["tests_of"] = tests_of
+    return {**ABOUT, "backend": backend, "results": results}
+
+
+def test_the_page_counts_and_compares() -> None:
+    gloo = _run("gloo", a="passed", b="passed", c="failed", d="skipped", e="failed mpi")
+    ours = _run("mpi", a="passed", b="failed", c="failed", d="skipped", e="passed mpi")
+    text, worse = page([gloo, ours])
+    assert worse == ["distributed_test b, torch 2.15.0, np 2"]
+    rows = text.splitlines()
+    assert "| 2.15.0 | distributed_test | 2 | 2, 1, 1 | 1, 2, 1 |" in rows
+    assert "| 2.15.0 | distributed_test, for MPI | 2 | 0, 1, 0 | 1, 0, 0 |" in rows
+    differ, same = rows.index("## Where they differ"), rows.index("## What fails with all")
+    assert [row.split(" | ")[1] for row in rows[differ:same] if "2.15.0" in row] == ["b", "e"]
+    assert [row.split(" | ")[1] for row in rows[same:] if "2.15.0" in row] == ["c"]
+    assert "| needs a GPU | 1 | 1 |" in rows
+
+
+def test_a_reason_is_the_error_of_a_traceback() -> None:
+    assert brief(FAILED) == "ValueError: no \\| such"
+    assert brief("no answer after 90 s; no outcome of ranks [1] of 2\nTimeout (0:01:30)!\n") == (
+        "no answer after 90 s; no outcome of ranks [1] of 2"
+    )
