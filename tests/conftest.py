@@ -112,8 +112,9 @@ def _together(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture(scope="session")
 def world() -> hpcdist.World:
-    """The world of all ranks; it is left at the end of the program, as a user's is."""
-    return hpcdist.init()
+    """The world of all ranks, over torch's backend HPCDIST_TEST_BACKEND if that is set; it is left at the end of the
+    program, as a user's is."""
+    return hpcdist.init(backend=os.environ.get("HPCDIST_TEST_BACKEND"))
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
 
 __all__ = [
-    *("SUM", "alike", "exchanged", "gathered", "multiple", "rank", "rooted", "single", "single_list", "splits", "tag"),
+    *("SUM", "alike", "exchanged", "gathered", "multiple", "rank", "rooted", "single", "single_list", "splits", "sums"),
+    "tag",
 ]
 
 SUM: Any = ReduceOp.SUM
@@ -34,6 +35,12 @@ def single(verb: str, tensors: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _refuse_layout(verb: str, x: Tensor) -> None:
     raise ValueError(f"{verb}: expected a dense tensor, got layout {x.layout}")
+
+
+def sums(verb: str, opts: Any) -> None:
+    """Check that the operation is one that sparse tensors have."""
+    if opts is not None and opts.reduceOp != SUM:
+        raise ValueError(f"{verb}: sparse tensors can be summed only, got {opts.reduceOp}")
 
 
 def single_list(verb: str, lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.backend import checks, collectives, p2p
+from hpcdist.backend import checks, collectives, p2p, sparse
 from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
+from hpcdist.tensors import eager
 
 if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
@@ -32,6 +34,13 @@ class Operations:
     """Collectives and messages on the ranks of `_team`."""
 
     _team: Communicator
+    _calls = 0  # collectives so far
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None  # all ranks count from 0
 
     def _run(self, verb: str, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
         """Run a collective, now or in its turn.
@@ -42,8 +51,10 @@ class Operations:
             step, args: what to run, after the communicator as its first argument.
         """
         team = self._team
+        self._calls += 1
         blocks = opts is not None and not opts.asyncOp
-        if (blocks or team.size == 1) and team.queue.idle:
+        # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
+        if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
             with activity.InCall(verb, team, limit=team.limit):
                 step(team, *args)
             return DONE if blocks else Finished(tensors)
@@ -57,6 +68,9 @@ class Operations:
         return self._run("broadcast", opts, tensors, collectives.broadcast, x, root)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
+            checks.sums("all_reduce", opts)
+            return self._run("all_reduce", opts, tensors, sparse.all_reduce, tensors[0])
         x = checks.single("all_reduce", tensors)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, x.dtype)
         return self._run("all_reduce", opts, tensors, collectives.all_reduce, x, op)
@@ -183,3 +197,6 @@ def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]
     """Run a collective once for each tensor of a list."""
     for args in zip(*columns, strict=True):
         step(team, *args)
+
+
+eager.not_compiled([Operations])  # DDP's forward calls them within what torch compiles

@@ -41,6 +41,10 @@ class MpiBackend(Operations, Backend):
     def supports_splitting(self) -> bool:
         return True
 
+    # torch asks these of the class before its own ones, which would ask again, for ever.
+    supports_coalescing = _supports_time_estimate = property(lambda self: False)
+    supports_shrinking = supports_reconfigure = supports_window = property(lambda self: False)
+
     def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend:
         """Make a backend of some ranks, on these ranks. Collective over them alone."""
         if self._team.rank not in ranks:  # torch's PyBackend ends the process by a null pointer if it gets None

@@ -5,14 +5,30 @@ One object serves all devices there: tensors on a GPU are for the NCCL group tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from hpcdist.backend.communicator import Communicator
 from hpcdist.backend.operations import Operations
+from hpcdist.tensors import eager
 
 __all__ = ["MpiProcessGroup"]
+
+
+def _own(x: Any) -> Any:
+    """Return tensors that have memory: a functional collective's result stands for one that it waits for first.
+
+    torch's dispatcher does so for C++ groups, and calls one in Python without.
+    """
+    if isinstance(x, list):
+        return [_own(part) for part in x] if any(isinstance(part, AsyncCollectiveTensor) for part in x) else x
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
@@ -28,6 +44,12 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         self._team = team
         self._backend_name = name
         self._group_name = self._group_desc = ""
+
+    def _run(self, verb: str, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
+        return super()._run(verb, opts, tensors, step, *map(_own, args))
+
+    def send(self, tensors: list[Tensor], dest: int, tag: int = 0) -> dist.Work:
+        return super().send(_own(tensors), dest, tag)
 
     def rank(self) -> int:
         return self._team.rank
@@ -58,6 +80,15 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
+    # torch.distributed.checkpoint asks whether a group is for host memory; the base class knows C++ backends alone.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> MpiProcessGroup:  # type: ignore[override]
+        return self
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._team.set_timeout(timeout)
 
@@ -76,3 +107,6 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._group_name!r}: rank {self._team.rank} of {self._team.size}>"
+
+
+eager.not_compiled([MpiProcessGroup])

@@ -42,6 +42,11 @@ class Queue:
         """Whether all calls so far are done: the next one may run in the caller's thread."""
         return self._submitted == self._finished
 
+    @property
+    def inside(self) -> bool:
+        """Whether this is the worker's thread: in a callback of a call that it has completed, it must not wait."""
+        return threading.current_thread() is self._thread
+
     def submit(self, job: Job) -> None:
         with self._lock:
             self._submitted += 1

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _get_work_registry_size as _registered
 from torch.futures import Future
 
 from hpcdist import activity
@@ -31,6 +33,17 @@ def seconds(timeout: timedelta | None) -> float | None:
     return value if value > 0 else None
 
 
+def _forget(tensors: Any) -> None:
+    """Take finished work out of torch's register of work in flight, which only torch's own backends do in wait()."""
+    if not _registered():
+        return
+    if isinstance(tensors, torch.Tensor):
+        torch.ops._c10d_functional.wait_tensor(tensors)  # calls wait() again, of work that is in the register no longer
+    elif isinstance(tensors, (list, tuple)):
+        for part in tensors:
+            _forget(part)
+
+
 class Finished(dist.Work):
     """The work of a call that is done.
 
@@ -43,6 +56,7 @@ class Finished(dist.Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        _forget(self._tensors)
         return True
 
     def is_completed(self) -> bool:
@@ -132,6 +146,7 @@ class Queued(dist.Work):
             with activity.InCall(f"{self.verb}().wait", None, activity.NOBODY):  # the worker's call has the deadline
                 if not self._done.wait(limit):
                     raise TimeoutError(f"{self.where.decode()}: wait() timed out after {limit:g} s")
+        _forget(self._tensors)
         if self._error is not None:
             raise self._error
         return True

@@ -27,9 +27,10 @@ class Shape:
     """The shape of a job. None leaves a value to the kind.
 
     Attributes:
-        kind: "cpu", CPU ranks over MPI; "gpu", one GPU a rank with NCCL; "staged", from files to one HDF5 file, nothing
-            held in memory; "array", several jobs of one script; "interactive", an allocation to work in; "requeue", a
-            job that returns to the queue before its time limit and continues from its staged file.
+        kind: "cpu", CPU ranks over MPI; "gpu", one GPU a rank with NCCL; "train", a training with torch's
+            DistributedDataParallel; "staged", from files to one HDF5 file, nothing held in memory; "array", several
+            jobs of one script; "interactive", an allocation to work in; "requeue", a job that returns to the queue
+            before its time limit and continues from its staged file.
         nodes: number of nodes.
         ntasks_per_node: ranks on each node; by default 4, or one for each GPU.
         gpus_per_node: GPUs of each node, at most one a rank; by default 4 for the kind "gpu", else 0.
@@ -158,7 +159,7 @@ def _check(shape: Shape) -> None:
     too_many = f"more than the {ranks} ranks of a node, each of which uses one GPU"
     _require(gpus <= ranks, "gpus-per-node", gpus, too_many)
     too_few = f"more than the {gpus} GPUs of a node, and NCCL takes one rank a GPU"
-    _require(shape.kind != "gpu" or gpus == ranks, "ntasks-per-node", ranks, too_few)
+    _require(shape.kind not in ("gpu", "train") or gpus in (0, ranks), "ntasks-per-node", ranks, too_few)
     limit = _seconds(shape.time)
     within = f"expected {_MIN_WARNING} seconds at least, and less than the time limit of {limit} seconds"
     _require(shape.kind != "requeue" or _MIN_WARNING <= shape.warning < limit, "warning", shape.warning, within)

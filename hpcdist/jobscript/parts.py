@@ -165,6 +165,12 @@ KINDS = {
         ),
         (*_GATHER, "--route", "nccl"),
     ),
+    "train": Kind(
+        "A training with DistributedDataParallel: CPU ranks over MPI, or one GPU a rank with --gpus-per-node",
+        "sbatch train.sbatch --epochs 10",
+        ("The program is torch's own, but for one line, hpcdist.init(): see docs/torch-backend.md.",),
+        ("python", "-m", "hpcdist.examples.train_ddp"),
+    ),
     "staged": Kind(
         "From files to one HDF5 file that all ranks write at once; no rank holds more than a window of it",
         "sbatch staged.sbatch 'shards/*.npy' -o whole.h5 --window 512M",

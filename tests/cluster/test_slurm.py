@@ -113,6 +113,18 @@ def test_each_script_says_what_it_chose_and_gathers(kind: str, launcher: str, sl
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("bin_", MPIS, ids=[bin_.parent.name for bin_ in MPIS])
+def test_a_training_starts(bin_: Path, launcher: str, slurm: Slurm, folder: Path) -> None:
+    """Over two nodes, with hpcdist's own backend; the program sees to it that one process learns the same."""
+    path = f"{bin_}:{os.environ['PATH']}"
+    ended = _run(slurm, folder, "train", launcher, "--epochs", "2", ntasks=2, PATH=path)
+    assert (ended.state, ended.status) == ("COMPLETED", 0), ended.out
+    assert "train: job " in ended.out
+    assert "4 ranks, backend mpi: each has 6 of the 24 samples of a step\n" in ended.out
+    assert "one process learns the same weights\n" in ended.out
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_an_array_is_a_job_for_each_index(launcher: str, slurm: Slurm, folder: Path) -> None:
     indices = (3, 5) if launcher == "srun" else (4,)
     for index in indices:

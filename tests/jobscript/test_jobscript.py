@@ -24,6 +24,7 @@ OTHERS = {
     "cpu-mpich.sbatch": "--ntasks-per-node 64 --time 2:30:00 --partition long --account p123 --launcher mpirun "
     "--mpi pmi2 --module gcc/13 --module mpich --venv env -- python train.py --lr '0.1 0.2'",
     "array-gpu.sbatch": "--kind array --array 0-99%10 --nodes 1 --gpus-per-node 2 --ntasks-per-node 4 --name sweep",
+    "train-gpus.sbatch": "--kind train --nodes 8 --gpus-per-node 4 --venv env",
     "requeue-days.sbatch": "--kind requeue --time 2-12 --warning 300 --cpus-per-task 16 -- ./solver --input %a.nml",
 }
 
@@ -70,6 +71,7 @@ MISTAKES = {
     "--gpus-per-node -2": "--gpus-per-node -2: expected at least 1",
     "--gpus-per-node 8 --ntasks-per-node 4": "--gpus-per-node 8: more than the 4 ranks of a node",
     "--gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
+    "--kind train --gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
     "--time soon": "--time soon: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds",
     "--time 0:00": "--time 0:00: expected more than 0 seconds",
     "--time 1-": "--time 1-: expected minutes",

@@ -1,0 +1,24 @@
+"""Other people's code over the default process group: torch's own parallelism, accelerate, torchmetrics.
+
+HPCDIST_TEST_BACKEND=gloo in the environment runs the same tests over gloo, which is the bar.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+import hpcdist
+
+DEFAULT = "mpi"
+
+
+@pytest.fixture(autouse=True)
+def backend(world: hpcdist.World) -> str:
+    """The name of the default group's backend. Groups that a test makes stay: DTensor keeps what it has computed for a
+    mesh, under the names of the groups it had then."""
+    name = dist.get_backend()
+    assert name == (os.environ.get("HPCDIST_TEST_BACKEND") or DEFAULT)
+    return name

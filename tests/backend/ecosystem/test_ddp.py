@@ -1,0 +1,296 @@
+"""DistributedDataParallel: its reducer, hooks and Join, and ZeroRedundancyOptimizer, as training on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective import Findings, assert_on_all_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from training import Batch, batches, check_close, check_same_on_all_ranks, mlp, mse, shard_of, train
+
+import hpcdist as hd
+
+pytestmark = pytest.mark.mpi
+
+SMALL = 2 / 1024  # MiB: several buckets even for a small model
+ROWS = 2  # of a batch, on each rank
+
+
+def _own(world: hd.World, data: list[Batch]) -> list[Batch]:
+    return [shard_of(batch, world.rank, world.world_size) for batch in data]
+
+
+def _data(world: hd.World, count: int = 4) -> list[Batch]:
+    return batches(count, ROWS * world.world_size)
+
+
+def _alone(data: list[Batch]) -> nn.Module:
+    """The model that one process has after training on whole batches."""
+    model = mlp()
+    train(model, torch.optim.Adam(model.parameters(), 0.01), data)
+    return model
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copied", "views"])
+@pytest.mark.parametrize("mib", [SMALL / 8, 25], ids=["several buckets", "one bucket"])
+def test_training_equals_that_of_one_process(world: hd.World, mib: float, view: bool) -> None:
+    """Though every rank begins with weights and buffers of its own: rank 0's count."""
+    findings, data = Findings(world.comm), _data(world)
+    model = mlp(seed=world.rank)
+    model.register_buffer("seen", torch.tensor([world.rank, 7]))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=mib, gradient_as_bucket_view=view)
+    findings.same(model.seen, torch.tensor([0, 7]), "a buffer")
+    train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), _own(world, data))
+    check_close(findings, model.parameters(), _alone(data).parameters(), "parameters")
+    check_same_on_all_ranks(findings, world.comm, list(model.parameters()), "parameters")
+    findings.settle()
+
+
+class _Branches(nn.Module):
+    """Each rank uses another one of the branches, and nobody the last."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(5, 4, dtype=torch.float64)
+        self.branches = nn.ModuleList(nn.Linear(4, 3, dtype=torch.float64) for _ in range(count + 1))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](torch.tanh(self.trunk(x)))
+
+
+def test_unused_parameters(world: hd.World) -> None:
+    """The gradient is the mean over all ranks, a parameter that a rank does not use counting as zero; one that no rank
+    uses has none."""
+    findings, size = Findings(world.comm), world.world_size
+    expected: list[Tensor] = []
+    for rank in range(size):
+        alone = _Branches(size)
+        mse(lambda x: alone(x, rank), shard_of(_data(world)[0], rank, size)).backward()  # noqa: B023
+        found = _gradients(alone)
+        expected = found if not expected else [a + b for a, b in zip(expected, found, strict=True)]
+    ddp = DistributedDataParallel(_Branches(size), find_unused_parameters=True, bucket_cap_mb=SMALL / 8)
+    for turn in range(3):
+        ddp.zero_grad()
+        mse(lambda x: ddp(x, world.rank), _own(world, _data(world))[0]).backward()
+        check_close(findings, _gradients(ddp), [grad / size for grad in expected], f"turn {turn}")
+    findings.check(ddp.module.branches[size].weight.grad is None, "a gradient of what nobody uses")
+    findings.settle()
+
+
+def test_sparse_gradients(world: hd.World) -> None:
+    """Of an embedding: each rank has rows of its own, and some that others have, too."""
+    findings, size = Findings(world.comm), world.world_size
+
+    def table() -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(9, 2, sparse=True, dtype=torch.float64)
+
+    words = torch.arange(3 * size).view(size, 3) * 2 % 9
+    alone, ddp = table(), DistributedDataParallel(nn.Sequential(table()))
+    for rank in range(size):
+        ((alone(words[rank]) ** 2).sum() / size).backward()
+    (ddp(words[world.rank]) ** 2).sum().backward()
+    got, expected = ddp.module[0].weight.grad, alone.weight.grad
+    assert got is not None and expected is not None
+    findings.check(got.is_sparse, f"the gradient is {got.layout}")
+    check_close(findings, [got.to_dense()], [expected.to_dense()], "gradient")
+    findings.settle()
+
+
+def test_a_static_graph_that_uses_a_layer_twice(world: hd.World) -> None:
+    findings, data = Findings(world.comm), _data(world)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) + torch.utils.checkpoint.checkpoint(self.net, 2 * x, use_reentrant=False)
+
+    alone, ddp = Twice(), DistributedDataParallel(Twice(), static_graph=True, bucket_cap_mb=SMALL / 8)
+    train(alone, torch.optim.SGD(alone.parameters(), 0.1), data)
+    train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), _own(world, data))
+    check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
+    findings.settle()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copied", "views"])
+def test_gradient_accumulation(world: hd.World, view: bool) -> None:
+    """Within no_sync() gradients are this rank's own; after the last backward they are those of all."""
+    findings, data = Findings(world.comm), _data(world, 3)
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8, gradient_as_bucket_view=view)
+    local, alone = mlp(), mlp()
+    with ddp.no_sync():
+        for batch in _own(world, data)[:-1]:
+            mse(ddp, batch).backward()
+            mse(local, batch).backward()
+    check_close(findings, _gradients(ddp), _gradients(local), "before the last")
+    mse(ddp, _own(world, data)[-1]).backward()
+    for batch in data:
+        mse(alone, batch).backward()
+    check_close(findings, _gradients(ddp), _gradients(alone), "after the last")
+    findings.settle()
+
+
+def _of_all(world: hd.World) -> list[list[Tensor]]:
+    """The gradients of each rank's own batch."""
+    found = []
+    for rank in range(world.world_size):
+        model = mlp(dtype=torch.float32)
+        mse(model, shard_of(batches(1, ROWS * world.world_size, torch.float32)[0], rank, world.world_size)).backward()
+        found.append(_gradients(model))
+    return found
+
+
+@pytest.mark.parametrize("name", ["bf16_compress_hook", "fp16_compress_hook"])
+def test_a_compress_hook(world: hd.World, name: str) -> None:
+    """What is summed are each rank's gradients in two bytes, divided before."""
+    findings, size = Findings(world.comm), world.world_size
+    dtype = torch.bfloat16 if name.startswith("bf16") else torch.float16
+    ddp = DistributedDataParallel(mlp(dtype=torch.float32), bucket_cap_mb=SMALL / 8)
+    # By another name: under their own, DDP refuses those of bfloat16 where there is no GPU.
+    ddp.register_comm_hook(None, lambda state, bucket: getattr(default_hooks, name)(state, bucket))
+    whole = batches(1, ROWS * size, torch.float32)[0]
+    mse(ddp, shard_of(whole, world.rank, size)).backward()
+    rounded = [[(grad.to(dtype) / size).float() for grad in found] for found in _of_all(world)]
+    sums = [sum(grads[1:], grads[0]) for grads in zip(*rounded, strict=True)]
+    check_close(findings, _gradients(ddp), sums, name, 4 * torch.finfo(dtype).eps)
+    exact = [sum(grads[1:], grads[0]) / size for grads in zip(*_of_all(world), strict=True)]
+    findings.check(not all(map(torch.equal, _gradients(ddp), exact)), "nothing was rounded: is the hook called?")
+    check_same_on_all_ranks(findings, world.comm, _gradients(ddp), name)
+    findings.settle()
+
+
+def test_a_hook_that_calls_in_its_callbacks(world: hd.World) -> None:
+    """PowerSGD reduces one factor, and within the callback of that the other one: as over gloo."""
+    found = {}
+    for kind, group in (("default", None), ("gloo", dist.new_group(backend="gloo"))):
+        ddp = DistributedDataParallel(mlp(), process_group=group)
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), _own(world, _data(world, 5)))
+        found[kind] = [p.detach() for p in ddp.parameters()]
+    findings = Findings(world.comm)
+    check_close(findings, found["default"], found["gloo"], "parameters", 1e-9)
+    check_same_on_all_ranks(findings, world.comm, found["default"], "parameters")
+    findings.settle()
+
+
+def test_a_group_of_some_ranks(world: hd.World) -> None:
+    """The last rank trains alone, the others together, at the same time."""
+    findings, size = Findings(world.comm), world.world_size
+    members = [[*range(max(1, size - 1))], [size - 1]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = int(world.rank == size - 1)
+    ranks = members[mine]
+    data = batches(4, ROWS * len(ranks))
+    ddp = DistributedDataParallel(mlp(), process_group=groups[mine], bucket_cap_mb=SMALL / 8)
+    own = [shard_of(batch, ranks.index(world.rank), len(ranks)) for batch in data]
+    train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), own)
+    check_close(findings, ddp.parameters(), _alone(data).parameters(), f"parameters of ranks {ranks}")
+    findings.settle()
+
+
+def _uneven(world: hd.World, rank: int) -> list[Batch]:
+    """Rank r has r + 1 batches."""
+    return [shard_of(batch, rank, world.world_size) for batch in _data(world, world.world_size)[: rank + 1]]
+
+
+def test_join_with_uneven_inputs(world: hd.World) -> None:
+    """A rank without further batches counts as a gradient of zeros, and all end with the same model."""
+    findings, size = Findings(world.comm), world.world_size
+    alone = mlp()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for turn in range(size):
+        optimizer.zero_grad()
+        active = [data[turn] for rank in range(size) if turn < len(data := _uneven(world, rank))]
+        sum(mse(alone, batch) / size for batch in active).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
+    with Join([ddp]):
+        train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), _uneven(world, world.rank))
+    check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
+    findings.settle()
+
+
+def test_join_that_ends_early(world: hd.World) -> None:
+    """With throw_on_early_termination every rank raises as soon as one has no batches left."""
+    ddp, error = DistributedDataParallel(mlp()), ""
+    try:
+        with ddp.join(throw_on_early_termination=True):
+            train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), _uneven(world, world.rank))
+    except RuntimeError as caught:
+        error = str(caught)
+    uneven = world.world_size > 1
+    assert_on_all_ranks(world.comm, ("exhausted" in error) == uneven, f"got {error!r}")
+
+
+@pytest.mark.parametrize("bucket", [False, True], ids=["tensors", "buckets"])
+def test_zero_redundancy_optimizer(world: hd.World, bucket: bool) -> None:
+    """Each rank keeps the state of some parameters; together, on rank 0, it is that of one process."""
+    findings, data = Findings(world.comm), _data(world)
+    alone, ddp = mlp(), DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
+    optimizer = torch.optim.Adam(alone.parameters(), 0.01)
+    sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, parameters_as_bucket_view=bucket, lr=0.01)
+    train(alone, optimizer, data)
+    train(ddp, sharded, _own(world, data))
+    check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
+    check_same_on_all_ranks(findings, world.comm, list(ddp.parameters()), "parameters")
+    held = sum(len(group["params"]) for group in sharded.optim.param_groups)
+    findings.check(sum(world.comm.allgather(held)) == 6, f"this rank has the state of {held} parameters")
+    sharded.consolidate_state_dict(to=0)
+    if world.rank == 0:
+        got, expected = sharded.state_dict()["state"], optimizer.state_dict()["state"]
+        findings.check(got.keys() == expected.keys(), f"state of {list(got)}, expected {list(expected)}")
+        for key, state in expected.items():
+            check_close(findings, (got[key][n] for n in state), state.values(), f"state of {key}")
+    findings.settle()
+
+
+def test_join_of_ddp_and_zero(world: hd.World) -> None:
+    """The ranks end with the same model, and its state goes on."""
+    findings = Findings(world.comm)
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+    before = deepcopy([p.detach() for p in ddp.parameters()])
+    with Join([ddp, optimizer]):
+        train(ddp, optimizer, _uneven(world, world.rank))
+    findings.check(not any(map(torch.equal, before, ddp.parameters())), "nothing was learnt")
+    check_same_on_all_ranks(findings, world.comm, list(ddp.parameters()), "parameters")
+    findings.settle()
+
+
+Hook = Callable[..., "torch.futures.Future[Tensor]"]
+
+
+def _python_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP wants types or none, not their names
+    """The mean, in steps that each begin when the one before is complete."""
+    size = dist.get_world_size()
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0].mul_(2)).then(lambda f: f.value().div_(2 * size))
+
+
+@pytest.mark.parametrize("hook", [_python_hook, default_hooks.allreduce_hook], ids=["python", "allreduce"])
+def test_a_hook_of_futures(world: hd.World, hook: Hook) -> None:
+    findings, data = Findings(world.comm), _data(world)
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
+    ddp.register_comm_hook(None, hook)
+    train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), _own(world, data))
+    check_close(findings, ddp.parameters(), _alone(data).parameters(), "parameters")
+    findings.settle()

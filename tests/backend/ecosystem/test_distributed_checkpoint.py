@@ -1,0 +1,159 @@
+"""torch.distributed.checkpoint: saved by some ranks with one sharding, loaded by others with another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from collective import Findings
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
+from training import batches, check_close, mlp, shard_of, train
+
+import hpcdist as hd
+
+pytestmark = pytest.mark.mpi
+
+
+class _Part:
+    """A group of some ranks and its mesh, made on all ranks."""
+
+    def __init__(self, world: hd.World, ranks: Sequence[int]) -> None:
+        self.ranks, self.group = list(ranks), dist.new_group(list(ranks))
+        self.member = world.rank in self.ranks
+        self.index = self.ranks.index(world.rank) if self.member else -1
+        if self.member:
+            self.mesh = DeviceMesh.from_group(self.group, "cpu")
+
+
+def _parts(world: hd.World) -> dict[str, _Part]:
+    size = world.world_size
+    return {
+        "all": _Part(world, range(size)),
+        "first": _Part(world, [0]),
+        "some": _Part(world, range(max(1, size - 1))),
+    }
+
+
+def _whole() -> dict[str, Tensor]:
+    return {
+        "rows": torch.arange(35, dtype=torch.float64).view(7, 5),
+        "columns": torch.arange(15, dtype=torch.int32).view(3, 5),
+        "half": torch.arange(11, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+    }
+
+
+PLACEMENTS: dict[str, tuple[Placement, Placement]] = {  # as it is saved and as it is loaded
+    "rows": (Shard(0), Shard(1)),
+    "columns": (Shard(1), Replicate()),
+    "half": (Replicate(), Shard(0)),
+    "empty": (Shard(0), Shard(0)),
+}
+
+
+@pytest.mark.parametrize(("saving", "loading"), [("all", "all"), ("all", "first"), ("some", "all"), ("all", "some")])
+def test_another_number_of_ranks(world: hd.World, folder: Path, saving: str, loading: str) -> None:
+    findings, parts, whole = Findings(world.comm), _parts(world), _whole()
+    writer, reader = parts[saving], parts[loading]
+    if writer.member:
+        state = {
+            name: distribute_tensor(whole[name], writer.mesh, [start], src_data_rank=None)
+            for name, (start, _) in PLACEMENTS.items()
+        }
+        steps = {"steps": 7, "names": ["a", "b"], "plain": torch.full((2,), 5.0)}
+        dcp.save({"model": state, **steps}, checkpoint_id=folder / "saved", process_group=writer.group)
+    world.comm.Barrier()
+    if reader.member:
+        state = {
+            name: zeros(whole[name].shape, dtype=whole[name].dtype, device_mesh=reader.mesh, placements=[end])
+            for name, (_, end) in PLACEMENTS.items()
+        }
+        loaded = {"model": state, "steps": 0, "names": [], "plain": torch.zeros(2)}
+        dcp.load(loaded, checkpoint_id=folder / "saved", process_group=reader.group)
+        for name, x in state.items():
+            findings.same(x.full_tensor(), whole[name], name)
+        findings.check((loaded["steps"], loaded["names"]) == (7, ["a", "b"]), loaded)
+        findings.same(loaded["plain"], torch.full((2,), 5.0), "a tensor that all have")
+    findings.checked += 1
+    findings.settle()
+
+
+def _trained(world: hd.World, part: _Part, model: nn.Module) -> torch.optim.Optimizer:
+    """A sharded model, with an optimizer's state, after two steps."""
+    fully_shard(model, mesh=part.mesh)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    data = batches(2, 12 * len(part.ranks))
+    train(model, optimizer, [shard_of(batch, part.index, len(part.ranks)) for batch in data])
+    return optimizer
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+def test_training_goes_on_with_fewer_ranks(world: hd.World, folder: Path, asynchronous: bool) -> None:
+    """Model and optimizer of fully_shard. async_save writes in a thread, while the ranks use the same group."""
+    findings, parts = Findings(world.comm), _parts(world)
+    writer, reader = parts["all"], parts["some"]
+    model = mlp()
+    optimizer = _trained(world, writer, model)
+    weights, moments = get_state_dict(model, optimizer)
+    where = folder / "saved"
+    if asynchronous:
+        saved = dcp.async_save(
+            {"model": weights, "optimizer": moments}, checkpoint_id=where, process_group=writer.group
+        )
+        total = torch.ones(3)
+        for _ in range(20):
+            dist.all_reduce(total)
+            total /= world.world_size
+        findings.same(total, torch.ones(3), "a call while the thread saves")
+        saved.result()
+    else:
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=where, process_group=writer.group)
+    expected = [p.full_tensor().detach() for p in model.parameters()]
+    world.comm.Barrier()
+    if reader.member:
+        other = mlp(seed=9)
+        other_optimizer = _trained(world, reader, other)
+        weights, moments = get_state_dict(other, other_optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=where, process_group=reader.group)
+        set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=moments)
+        check_close(findings, [p.full_tensor().detach() for p in other.parameters()], expected, "parameters", 0)
+        # The next steps are those that one process would do.
+        alone = mlp()
+        alone_optimizer = torch.optim.Adam(alone.parameters(), 0.01)
+        train(alone, alone_optimizer, batches(2, 12 * world.world_size))
+        more = batches(2, 6 * len(reader.ranks))
+        train(alone, alone_optimizer, more)
+        train(other, other_optimizer, [shard_of(b, reader.index, len(reader.ranks)) for b in more])
+        got = [p.full_tensor().detach() for p in other.parameters()]
+        check_close(findings, got, [p.detach() for p in alone.parameters()], "after more steps", 1e-10)
+    findings.checked += 1
+    findings.settle()
+
+
+def test_a_whole_state_dict_from_and_to_rank_0(world: hd.World) -> None:
+    """full_state_dict gathers to rank 0; broadcast_from_rank0 distributes what it alone has read."""
+    findings, part = Findings(world.comm), _parts(world)["all"]
+    model, alone = mlp(seed=4), mlp(seed=4)
+    fully_shard(model, mesh=part.mesh)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    findings.check(bool(whole) == (world.rank == 0), f"rank {world.rank} has {list(whole)}")
+    if world.rank == 0:
+        check_close(findings, whole.values(), alone.state_dict().values(), "gathered", 0)  # type: ignore[arg-type]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, mlp(seed=5).state_dict() if world.rank == 0 else {}, options=options)
+    check_close(findings, [p.full_tensor() for p in model.parameters()], mlp(seed=5).parameters(), "distributed", 0)
+    findings.settle()

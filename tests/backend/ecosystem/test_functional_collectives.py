@@ -1,0 +1,209 @@
+"""Functional collectives, eager, differentiated and compiled; and torch.compile over DDP and DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional as differentiable
+from collective import Findings
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from training import batches, check_close, mlp, mse, shard_of, train
+
+import hpcdist as hd
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),  # newer torch has other names for some
+]
+
+
+def _of(rank: int, rows: int = 3) -> Tensor:
+    """The shard of a rank."""
+    return torch.arange(4.0 * rows, dtype=torch.float64).view(rows, 4) + 100 * rank
+
+
+def _blocks(rank: int, size: int) -> Tensor:
+    """A rank's tensor of one row for each rank, of 2 columns for each rank."""
+    return torch.arange(2.0 * size * size, dtype=torch.float64).view(size, 2 * size) + 100 * rank
+
+
+def _rows(source: int, dest: int) -> int:
+    """How many rows `source` sends to `dest`: some none."""
+    return (source + 2 * dest) % 3
+
+
+def _results(group: dist.ProcessGroup, rank: int, size: int) -> dict[str, tuple[Callable[[], object], object]]:
+    """What each call gives, and what it must give on this rank."""
+    shards, blocks = [_of(r) for r in range(size)], [_blocks(r, size) for r in range(size)]
+    x, y, total = shards[rank], blocks[rank], sum(blocks[1:], blocks[0])
+    sent = [_rows(rank, dest) for dest in range(size)]
+    received = [_rows(source, rank) for source in range(size)]
+    ragged = _of(rank, sum(sent))
+    parts = [
+        _of(r, sum(_rows(r, d) for d in range(size))).split([_rows(r, d) for d in range(size)]) for r in range(size)
+    ]
+    ring = [(r + 1) % size for r in range(size)]
+    return {
+        "all_reduce": (lambda: funcol.all_reduce(x, "sum", group), sum(shards[1:], shards[0])),
+        "all_reduce avg": (lambda: funcol.all_reduce(x, "avg", group), sum(shards[1:], shards[0]) / size),
+        "all_reduce max": (lambda: funcol.all_reduce(x, "max", group), shards[-1]),
+        "all_gather_tensor": (lambda: funcol.all_gather_tensor(x, 0, group), torch.cat(shards)),
+        "all_gather_tensor, dim 1": (lambda: funcol.all_gather_tensor(x, 1, group), torch.cat(shards, 1)),
+        "reduce_scatter_tensor": (lambda: funcol.reduce_scatter_tensor(y, "sum", 0, group), total[rank : rank + 1]),
+        "reduce_scatter_tensor, dim 1": (
+            lambda: funcol.reduce_scatter_tensor(y, "avg", 1, group),
+            (total / size)[:, 2 * rank : 2 * rank + 2],
+        ),
+        "broadcast": (lambda: funcol.broadcast(x, size - 1, group), shards[-1]),
+        "all_to_all_single": (
+            lambda: funcol.all_to_all_single(y, None, None, group),
+            torch.stack([block[rank] for block in blocks]),
+        ),
+        "all_to_all_single, uneven": (
+            lambda: funcol.all_to_all_single(ragged, received, sent, group),
+            torch.cat([part[rank] for part in parts]),
+        ),
+        "permute_tensor": (lambda: funcol.permute_tensor(x.flatten(), ring, group), shards[rank - 1].flatten()),
+        "all_reduce_coalesced": (
+            lambda: funcol.all_reduce_coalesced([x, y], "sum", group),
+            [sum(shards[1:], shards[0]), total],
+        ),
+        "all_gather_into_tensor_coalesced": (
+            lambda: funcol.all_gather_into_tensor_coalesced([x, y], group),
+            [torch.cat(shards), torch.cat(blocks)],
+        ),
+        "reduce_scatter_tensor_coalesced": (
+            lambda: funcol.reduce_scatter_tensor_coalesced([y, 2 * y], "sum", [0, 0], group),
+            [total[rank : rank + 1], 2 * total[rank : rank + 1]],
+        ),
+    }
+
+
+def _listed(x: object) -> list[Tensor]:
+    return [y + 0 for y in (x if isinstance(x, list) else [x])]  # which waits
+
+
+@pytest.mark.parametrize("members", ["all", "some"])
+def test_what_each_gives(world: hd.World, members: str) -> None:
+    """In the default group, and in one of some ranks, the last of which comes first."""
+    ranks = list(range(world.world_size)) if members == "all" else [world.world_size - 1, *range(world.world_size // 2)]
+    ranks = list(dict.fromkeys(ranks))
+    group = dist.group.WORLD if members == "all" else dist.new_group(ranks)
+    findings = Findings(world.comm)
+    if world.rank in ranks:
+        assert group is not None
+        for name, (call, expected) in _results(group, dist.get_rank(group), len(ranks)).items():
+            if name == "broadcast" and members == "some":
+                continue  # its source is a rank of the world
+            check_close(findings, _listed(call()), _listed(expected), name)
+    findings.checked += 1
+    findings.settle()
+
+
+def test_several_at_once(world: hd.World) -> None:
+    """Begun in one order, waited for in another."""
+    findings, size, group = Findings(world.comm), world.world_size, dist.group.WORLD
+    begun = [funcol.all_reduce(_of(world.rank) * i, "sum", group) for i in range(20)]  # type: ignore[arg-type]
+    gathered = [funcol.all_gather_tensor(_of(world.rank) * i, 0, group) for i in range(20)]  # type: ignore[arg-type]
+    total, whole = sum((_of(r) for r in range(1, size)), _of(0)), torch.cat([_of(r) for r in range(size)])
+    for i in reversed(range(20)):
+        check_close(findings, [gathered[i] + 0, begun[i] + 0], [whole * i, total * i], f"number {i}")
+    findings.settle()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(world: hd.World, backend: str) -> None:
+    """In one graph with what comes before and after."""
+    findings, group = Findings(world.comm), dist.group.WORLD
+    torch._dynamo.reset()
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        y = funcol.all_reduce(x * 2, "sum", group)  # type: ignore[arg-type]
+        z = funcol.all_gather_tensor(y.sin(), 0, group)  # type: ignore[arg-type]
+        dist.all_reduce(y, op=dist.ReduceOp.MAX)  # which the compiler makes a functional one of
+        back = funcol.reduce_scatter_tensor(z, "avg", 0, group)  # type: ignore[arg-type]
+        return y + 1, z * 2, back, funcol.all_to_all_single(z, None, None, group)  # type: ignore[arg-type]
+
+    x = _of(world.rank) / 50
+    got = torch.compile(step, backend=backend, fullgraph=True)(x)
+    check_close(findings, [y + 0 for y in got], [y + 0 for y in step(x)], backend)
+    findings.settle()
+
+
+def test_gradients(world: hd.World) -> None:
+    """The transpose of each call: the loss is the sum of all ranks' losses."""
+    findings, size, rank, group = Findings(world.comm), world.world_size, world.rank, dist.group.WORLD
+    weights = [
+        torch.arange(2.0 * size * size, dtype=torch.float64).view(size, 2 * size).cos() * (r + 1) for r in range(size)
+    ]
+    x = _blocks(rank, size).requires_grad_()
+
+    def gradient(y: Tensor, weight: Tensor) -> Tensor:
+        return torch.autograd.grad((y * weight).sum(), x)[0]
+
+    total = sum(weights[1:], weights[0])
+    wide = [torch.cat([w * (i + 1) for i in range(size)]) for w in weights]
+    summed = sum(wide[1:], wide[0])[size * rank : size * (rank + 1)]
+    got = {
+        "all_gather_tensor_autograd": gradient(funcol.all_gather_tensor_autograd(x, 0, group), wide[rank]),  # type: ignore[arg-type]
+        "reduce_scatter_tensor_autograd": gradient(
+            funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group),  # type: ignore[arg-type]
+            weights[rank][:1],
+        ),
+        "all_to_all_single_autograd": gradient(
+            funcol.all_to_all_single_autograd(x, [1] * size, [1] * size, group),  # type: ignore[arg-type]
+            weights[rank],
+        ),
+        "nn.all_reduce": gradient(differentiable.all_reduce(x), weights[rank]),
+        "nn.all_gather": gradient(torch.cat(differentiable.all_gather(x)), wide[rank]),
+        "nn.all_to_all_single": gradient(differentiable.all_to_all_single(torch.empty_like(x), x), weights[rank]),
+    }
+    across = torch.stack([w[rank] for w in weights])
+    expected = {
+        "all_gather_tensor_autograd": summed,
+        "reduce_scatter_tensor_autograd": torch.cat([w[:1] for w in weights]),
+        "all_to_all_single_autograd": across,
+        "nn.all_reduce": total,
+        "nn.all_gather": summed,
+        "nn.all_to_all_single": across,
+    }
+    for name, value in expected.items():
+        check_close(findings, [got[name]], [value], name)
+    findings.settle()
+
+
+def test_ddp_compiled(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    torch._dynamo.reset()
+    data = batches(3, 2 * size)
+    alone, ddp = mlp(), DistributedDataParallel(mlp(), bucket_cap_mb=2)
+    compiled = torch.compile(ddp, backend="aot_eager")
+    train(alone, torch.optim.SGD(alone.parameters(), 0.1), data)
+    train(compiled, torch.optim.SGD(ddp.parameters(), 0.1), [shard_of(b, world.rank, size) for b in data])
+    check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
+    findings.settle()
+
+
+def test_tensor_parallel_compiled(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    torch._dynamo.reset()
+    torch.manual_seed(10)
+    alone = nn.Sequential(mlp(), nn.Linear(3, 4 * size), nn.Tanh(), nn.Linear(4 * size, 3)).double()
+    model = deepcopy(alone)
+    mesh = init_device_mesh("cpu", (size,))
+    parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    batch = batches(1, 4)[0]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for m in (alone, compiled):
+        mse(m, batch).backward()
+    got = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]  # type: ignore[union-attr,misc]
+    check_close(findings, got, [p.grad for p in alone.parameters()], "gradients")  # type: ignore[misc,arg-type]
+    findings.settle()

@@ -1,0 +1,104 @@
+"""torch.distributed.pipelining: stages on different ranks, whose schedules send and receive, as on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collective import Findings
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    SplitPoint,
+    pipeline,
+)
+from torch.nn import functional
+from training import check_close
+
+import hpcdist as hd
+
+pytestmark = [pytest.mark.mpi(min_size=2)]
+
+WIDTH, MICRO = 4, 6  # micro-batches of two rows each
+DEVICE = torch.device("cpu")
+
+
+def _layers(count: int) -> nn.Sequential:
+    """One layer a stage."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
+        return nn.Sequential(*layers).double()
+
+
+def _data() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(8)
+    x, y = (torch.randn(2 * MICRO, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def _alone(stages: int) -> tuple[nn.Sequential, list[Tensor], Tensor]:
+    model, (x, y) = _layers(stages), _data()
+    losses, outputs = [], []
+    for part, target in zip(x.chunk(MICRO), y.chunk(MICRO), strict=True):
+        outputs.append(model(part))
+        losses.append(functional.mse_loss(outputs[-1], target))
+        (losses[-1] / MICRO).backward()
+    return model, [loss.detach() for loss in losses], torch.cat(outputs).detach()
+
+
+def _check(findings: Findings, world: hd.World, schedule: object, mine: list[int], got: nn.Module, stages: int) -> None:
+    """A step of the schedule: the first rank gives the input, the last one the targets."""
+    alone, losses, output = _alone(stages)
+    x, y = _data()
+    first, last = 0 in mine, stages - 1 in mine
+    found: list[Tensor] = []
+    result = schedule.step(  # type: ignore[attr-defined]
+        *([x] if first else []), **({"target": y, "losses": found} if last else {})
+    )
+    if last:
+        check_close(findings, found, losses, "losses")
+        check_close(findings, [result.detach()], [output], "output")
+    for stage in mine:
+        gradients = [p.grad for p in alone[stage].parameters()]
+        check_close(findings, [p.grad for p in got[stage].parameters()], gradients, f"gradients of stage {stage}")  # type: ignore[index,misc]
+    findings.settle()
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B], ids=["GPipe", "1F1B"])
+def test_a_stage_on_each_rank(world: hd.World, schedule: type) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    model = _layers(size)
+    stage = PipelineStage(model[world.rank], world.rank, size, DEVICE)
+    step = schedule(stage, MICRO, loss_fn=functional.mse_loss)
+    _check(findings, world, step, [world.rank], model, size)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble],
+    ids=["interleaved 1F1B", "looped BFS", "zero bubble"],
+)
+def test_two_stages_on_each_rank(world: hd.World, schedule: type) -> None:
+    """Stage s is on rank s modulo the number of ranks: the last rank sends to the first."""
+    findings, size = Findings(world.comm), world.world_size
+    model, mine = _layers(2 * size), [world.rank, world.rank + size]
+    stages = [PipelineStage(model[s], s, 2 * size, DEVICE) for s in mine]
+    _check(findings, world, schedule(stages, MICRO, loss_fn=functional.mse_loss), mine, model, 2 * size)
+
+
+def test_a_model_that_torch_splits(world: hd.World) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    model = _layers(size)
+    points = {str(layer): SplitPoint.BEGINNING for layer in range(1, size)}
+    pipe = pipeline(model, mb_args=(_data()[0].chunk(MICRO)[0],), split_spec=points)
+    step = ScheduleGPipe(pipe.build_stage(world.rank, DEVICE), MICRO)
+    result = step.step(*([_data()[0]] if world.rank == 0 else []))
+    if world.rank == size - 1:
+        check_close(findings, [result.detach()], [_alone(size)[2]], "output")
+    findings.checked += 1
+    findings.settle()

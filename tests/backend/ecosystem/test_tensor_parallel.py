@@ -1,0 +1,164 @@
+"""parallelize_module: layers split by columns and rows, sequence parallel, embeddings and losses, as on one process."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from collective import Findings
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from training import check_close
+
+import hpcdist as hd
+
+pytestmark = pytest.mark.mpi
+
+WIDTH, HIDDEN, WORDS = 6, 12, 11
+
+
+def _mesh(world: hd.World) -> DeviceMesh:
+    return init_device_mesh("cpu", (world.world_size,))
+
+
+class _Block(nn.Module):
+    """The half of a transformer's block that has the most weights."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def _block(hidden: int = HIDDEN) -> _Block:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return _Block(hidden).double()
+
+
+def _input(tokens: int = 3) -> Tensor:
+    return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def _full(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def _check(findings: Findings, model: nn.Module, alone: nn.Module, x: Tensor, steps: int = 2) -> None:
+    """Outputs, gradients and updates are those of one process."""
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, alone)]
+    for step in range(steps):
+        results = []
+        for m, optimizer in zip((model, alone), optimizers, strict=True):
+            mine = x.clone().requires_grad_()
+            optimizer.zero_grad()
+            y = m(mine)
+            (y**2).sum().backward()
+            results.append([_full(y), _full(mine.grad), *(_full(p.grad) for p in m.parameters())])  # type: ignore[arg-type]
+            optimizer.step()
+        check_close(findings, *results, f"step {step}")
+    check_close(findings, map(_full, model.parameters()), map(_full, alone.parameters()), "parameters")
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+def test_columns_then_rows(world: hd.World, even: bool) -> None:
+    """Uneven ones as DTensors throughout: a local tensor does not say of which whole it is a part."""
+    hidden = 4 * world.world_size if even else 7
+    findings, alone = Findings(world.comm), _block(hidden)
+    plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(use_local_output=even), "down": RowwiseParallel()}
+    model = parallelize_module(deepcopy(alone), _mesh(world), plan)
+    rows = sum(world.comm.allgather(len(model.up.weight.to_local())))
+    findings.check(rows == hidden, f"{rows} rows of the first layer on all ranks, expected {hidden}")
+    _check(findings, model, alone, _input())
+    findings.settle()
+
+
+def test_sequence_parallel(world: hd.World) -> None:
+    """The norm computes its tokens alone; they are gathered for the columns, reduced and scattered after the rows."""
+    findings, alone = Findings(world.comm), nn.Sequential(_block(4 * world.world_size), _block(4 * world.world_size))
+    model, mesh = deepcopy(alone), _mesh(world)
+    styles: dict[str, ParallelStyle] = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    inputs = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+    parallelize_module(model, mesh, {f"{i}.{name}": style for i in (0, 1) for name, style in styles.items()})
+    parallelize_module(model, mesh, {"0": inputs})
+    _check(findings, model, alone, _input(2 * world.world_size))
+    findings.settle()
+
+
+@pytest.mark.parametrize("style", [RowwiseParallel, ColwiseParallel], ids=["words", "features"])
+def test_an_embedding(world: hd.World, style: type[ParallelStyle]) -> None:
+    """11 words: by rows each rank looks up the words it has, and the results are summed."""
+    findings = Findings(world.comm)
+    torch.manual_seed(5)
+    alone = nn.Embedding(WORDS, WIDTH, dtype=torch.float64)
+    torch.manual_seed(5)
+    replicated = {"input_layouts": Replicate()} if style is RowwiseParallel else {}
+    model = parallelize_module(
+        nn.Embedding(WORDS, WIDTH, dtype=torch.float64),
+        _mesh(world),
+        style(output_layouts=Replicate(), **replicated),  # type: ignore[call-arg]
+    )
+    words = torch.tensor([[0, 10, 3, 3], [7, 1, 9, 0]])
+    for m in (model, alone):
+        (m(words) ** 3).sum().backward()
+    check_close(findings, [_full(model(words))], [alone(words).detach()], "vectors")
+    check_close(findings, [_full(model.weight.grad)], [alone.weight.grad], "gradient")  # type: ignore[list-item,arg-type]
+    findings.settle()
+
+
+def test_the_loss_over_sharded_words(world: hd.World) -> None:
+    """Cross entropy of logits whose words are sharded: never gathered."""
+    findings, mesh = Findings(world.comm), _mesh(world)
+    logits = torch.randn(5, WORDS, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    target = torch.tensor([0, 10, 5, 2, 9])
+    one = logits.clone().requires_grad_()
+    expected = functional.cross_entropy(one, target)
+    expected.backward()
+    x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    with loss_parallel():
+        loss = functional.cross_entropy(x, target)
+        loss.backward()
+    check_close(findings, [_full(loss), _full(x.grad)], [expected.detach(), one.grad], "loss and gradient")  # type: ignore[list-item,arg-type]
+    findings.settle()
+
+
+def test_two_dimensions(world: hd.World) -> None:
+    """Tensor parallel within fully_shard, 2 x n/2 where that is whole, else n x 1."""
+    from torch.distributed.fsdp import fully_shard
+
+    findings, size = Findings(world.comm), world.world_size
+    rows = 2 if size % 2 == 0 else size
+    mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("data", "tensor"))
+    alone, model = _block(), _block()
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    whole = _input().repeat(rows, 1, 1) * torch.arange(1, 2 * rows + 1).view(-1, 1, 1)
+    turn = mesh.get_local_rank("data")
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, alone)]
+    for _ in range(2):
+        for m, x, optimizer in ((model, whole[2 * turn : 2 * turn + 2], optimizers[0]), (alone, whole, optimizers[1])):
+            optimizer.zero_grad()
+            (m(x) ** 2).mean().backward()
+            optimizer.step()
+    check_close(findings, map(_full, model.parameters()), map(_full, alone.parameters()), "parameters")
+    findings.settle()
