@@ -57,8 +57,13 @@ class Operations:
         if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
             with activity.InCall(verb, team, limit=team.limit):
                 step(team, *args)
-            return DONE if blocks else Finished(tensors)
+            if blocks:
+                return DONE
+            done = Finished(tensors)
+            done.number = self._calls
+            return done
         work = Queued(verb, team, step, args, tensors)
+        work.number = self._calls
         team.queue.submit(work)
         return work
 

@@ -8,10 +8,13 @@ from typing import Any
 
 from torch._C._distributed_c10d import Backend
 
+from hpcdist.backend import holders
 from hpcdist.backend.communicator import Communicator
 from hpcdist.backend.operations import Operations
 
 __all__ = ["MpiBackend"]
+
+holders.install()
 
 
 class MpiBackend(Operations, Backend):

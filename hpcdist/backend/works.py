@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.activity import Counted
+from hpcdist.backend.holders import findable
 
 
 class Team(Counted, Protocol):
@@ -55,6 +56,11 @@ class Finished(dist.Work):
         super().__init__()
         self._tensors = tensors
 
+    number = 0  # of the collective in its group
+
+    def _get_sequence_number(self) -> int:
+        return self.number
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         _forget(self._tensors)
         return True
@@ -77,6 +83,7 @@ class Finished(dist.Work):
     def block_current_stream(self) -> None:
         return None
 
+    @findable
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(self._tensors)
@@ -108,6 +115,11 @@ class Queued(dist.Work):
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._future: Future[Any] | None = None
+
+    number = 0  # of the collective in its group
+
+    def _get_sequence_number(self) -> int:
+        return self.number
 
     def report(self) -> str | None:
         """Return its error as text, if nobody has waited for it."""
@@ -170,6 +182,7 @@ class Queued(dist.Work):
     def block_current_stream(self) -> None:
         self.wait()
 
+    @findable
     def get_future(self) -> Future[Any]:
         self.waited_for = True
         with self._lock:
