@@ -28,7 +28,7 @@ def _own(x: Any) -> Any:
     """
     if isinstance(x, list):
         return [_own(part) for part in x] if any(isinstance(part, AsyncCollectiveTensor) for part in x) else x
-    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[no-untyped-call]
 
 
 class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
