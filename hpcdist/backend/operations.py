@@ -165,11 +165,16 @@ class Operations:
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", opts, [], collectives.barrier)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; raise an error that names those that do not come within `timeout` (s or a timedelta)."""
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; raise an error that names those that do not come within `timeout`.
+
+        Args:
+            timeout: a timedelta, or from torch 2.14 BarrierOptions that have one; if below 0, that of the group.
+        """
         team = self._team
         self._barriers = number = getattr(self, "_barriers", 0) + 1
-        if timeout is None:
+        timeout = getattr(timeout, "timeout", timeout)
+        if timeout is None or timeout < timedelta(0):
             timeout = timedelta(seconds=team.limit or _BARRIER)
         with activity.InCall("monitored_barrier", team, activity.NOBODY):
             monitored_barrier(team, number, timeout, wait_all_ranks)

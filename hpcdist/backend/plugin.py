@@ -15,6 +15,8 @@ from hpcdist.backend.operations import Operations
 __all__ = ["MpiBackend"]
 
 holders.install()
+_alive: set[MpiBackend] = set()
+"""Until their shutdown: torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the C++ part of a backend alone."""
 
 
 class MpiBackend(Operations, Backend):
@@ -32,6 +34,7 @@ class MpiBackend(Operations, Backend):
         self._name = name
         self._options = options if isinstance(options, Backend.Options) else Backend.Options(name, timeout)
         self._options._timeout = timeout
+        _alive.add(self)
 
     @property
     def options(self) -> Backend.Options:
@@ -69,5 +72,6 @@ class MpiBackend(Operations, Backend):
 
     def shutdown(self) -> None:
         self._team.free()
+        _alive.discard(self)
 
     abort = shutdown
