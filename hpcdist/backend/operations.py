@@ -34,6 +34,13 @@ class Operations:
     """Collectives and messages on the ranks of `_team`."""
 
     _team: Communicator
+    _calls = 0  # collectives so far
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None  # all ranks count from 0
 
     def _run(self, verb: str, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
         """Run a collective, now or in its turn.
@@ -44,13 +51,19 @@ class Operations:
             step, args: what to run, after the communicator as its first argument.
         """
         team = self._team
+        self._calls += 1
         blocks = opts is not None and not opts.asyncOp
         # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
         if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
             with activity.InCall(verb, team, limit=team.limit):
                 step(team, *args)
-            return DONE if blocks else Finished(tensors)
+            if blocks:
+                return DONE
+            done = Finished(tensors)
+            done.number = self._calls
+            return done
         work = Queued(verb, team, step, args, tensors)
+        work.number = self._calls
         team.queue.submit(work)
         return work
 
@@ -152,11 +165,16 @@ class Operations:
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", opts, [], collectives.barrier)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; raise an error that names those that do not come within `timeout` (s or a timedelta)."""
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; raise an error that names those that do not come within `timeout`.
+
+        Args:
+            timeout: a timedelta, or from torch 2.14 BarrierOptions that have one; if below 0, that of the group.
+        """
         team = self._team
         self._barriers = number = getattr(self, "_barriers", 0) + 1
-        if timeout is None:
+        timeout = getattr(timeout, "timeout", timeout)
+        if timeout is None or timeout < timedelta(0):
             timeout = timedelta(seconds=team.limit or _BARRIER)
         with activity.InCall("monitored_barrier", team, activity.NOBODY):
             monitored_barrier(team, number, timeout, wait_all_ranks)

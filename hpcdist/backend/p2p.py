@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hpcdist import activity, layout, limits
+from hpcdist.backend.holders import findable
 from hpcdist.backend.memory import address, readable, scratch
 from hpcdist.backend.works import seconds
 from hpcdist.tensors.storage import copyable
@@ -148,6 +149,7 @@ class Transfer(dist.Work):
     def block_current_stream(self) -> None:
         self.wait()
 
+    @findable
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
         self.wait()

@@ -8,10 +8,15 @@ from typing import Any
 
 from torch._C._distributed_c10d import Backend
 
+from hpcdist.backend import holders
 from hpcdist.backend.communicator import Communicator
 from hpcdist.backend.operations import Operations
 
 __all__ = ["MpiBackend"]
+
+holders.install()
+_alive: set[MpiBackend] = set()
+"""Until their shutdown: torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the C++ part of a backend alone."""
 
 
 class MpiBackend(Operations, Backend):
@@ -29,6 +34,7 @@ class MpiBackend(Operations, Backend):
         self._name = name
         self._options = options if isinstance(options, Backend.Options) else Backend.Options(name, timeout)
         self._options._timeout = timeout
+        _alive.add(self)
 
     @property
     def options(self) -> Backend.Options:
@@ -40,6 +46,10 @@ class MpiBackend(Operations, Backend):
     @property
     def supports_splitting(self) -> bool:
         return True
+
+    # torch asks these of the class before its own ones, which would ask again, for ever.
+    supports_coalescing = _supports_time_estimate = property(lambda self: False)
+    supports_shrinking = supports_reconfigure = supports_window = property(lambda self: False)
 
     def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend:
         """Make a backend of some ranks, on these ranks. Collective over them alone."""
@@ -62,5 +72,6 @@ class MpiBackend(Operations, Backend):
 
     def shutdown(self) -> None:
         self._team.free()
+        _alive.discard(self)
 
     abort = shutdown

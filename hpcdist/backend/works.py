@@ -7,11 +7,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _get_work_registry_size as _registered
 from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.activity import Counted
+from hpcdist.backend.holders import findable
 
 
 class Team(Counted, Protocol):
@@ -31,6 +34,17 @@ def seconds(timeout: timedelta | None) -> float | None:
     return value if value > 0 else None
 
 
+def _forget(tensors: Any) -> None:
+    """Take finished work out of torch's register of work in flight, which only torch's own backends do in wait()."""
+    if not _registered():
+        return
+    if isinstance(tensors, torch.Tensor):
+        torch.ops._c10d_functional.wait_tensor(tensors)  # calls wait() again, of work that is in the register no longer
+    elif isinstance(tensors, (list, tuple)):
+        for part in tensors:
+            _forget(part)
+
+
 class Finished(dist.Work):
     """The work of a call that is done.
 
@@ -42,7 +56,13 @@ class Finished(dist.Work):
         super().__init__()
         self._tensors = tensors
 
+    number = 0  # of the collective in its group
+
+    def _get_sequence_number(self) -> int:
+        return self.number
+
     def wait(self, timeout: timedelta | None = None) -> bool:
+        _forget(self._tensors)
         return True
 
     def is_completed(self) -> bool:
@@ -63,6 +83,7 @@ class Finished(dist.Work):
     def block_current_stream(self) -> None:
         return None
 
+    @findable
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(self._tensors)
@@ -94,6 +115,11 @@ class Queued(dist.Work):
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._future: Future[Any] | None = None
+
+    number = 0  # of the collective in its group
+
+    def _get_sequence_number(self) -> int:
+        return self.number
 
     def report(self) -> str | None:
         """Return its error as text, if nobody has waited for it."""
@@ -132,6 +158,7 @@ class Queued(dist.Work):
             with activity.InCall(f"{self.verb}().wait", None, activity.NOBODY):  # the worker's call has the deadline
                 if not self._done.wait(limit):
                     raise TimeoutError(f"{self.where.decode()}: wait() timed out after {limit:g} s")
+        _forget(self._tensors)
         if self._error is not None:
             raise self._error
         return True
@@ -155,6 +182,7 @@ class Queued(dist.Work):
     def block_current_stream(self) -> None:
         self.wait()
 
+    @findable
     def get_future(self) -> Future[Any]:
         self.waited_for = True
         with self._lock:

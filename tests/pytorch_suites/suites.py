@@ -44,6 +44,12 @@ from run import OPENMPI  # noqa: E402
 
 RESULTS = ROOT / "build" / "pytorch-suites"
 GRACE = 15  # seconds that the other ranks have once one rank has failed, and that a job has to end
+VERSIONS = """
+import torch
+from mpi4py import MPI
+vendor, number = MPI.get_vendor()
+print(torch.__version__, vendor + " " + ".".join(map(str, number)), sep="\\n")
+"""
 ALONE = 12  # tests of a suite that have a second try: where more fail, it is not for what the one before has left
 START = 300  # seconds until the first test starts
 
@@ -256,8 +262,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the job that runs
     RESULTS.mkdir(parents=True, exist_ok=True)
     if not options.table:
-        code = "import torch; from mpi4py import MPI; print(torch.__version__); print(*MPI.get_vendor())"
-        versions = subprocess.run([options.python, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+        versions = subprocess.run([options.python, "-c", VERSIONS], stdout=subprocess.PIPE, text=True, check=True)
         torch, mpi = versions.stdout.splitlines()
         for suite in options.suite:
             for np in options.np:
