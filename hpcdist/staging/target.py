@@ -95,13 +95,16 @@ class Target:
                 raise FileError(f"{self._path}: cannot be written: {reason(error)}") from error
             raise
 
-    def complete(self, file_map: FileMap, written: Sequence[Ints]) -> None:
+    def complete(self, file_map: FileMap, written: Sequence[Ints], checkpoint: bytes | None = None) -> None:
         """Write the tables of pieces and the mark, and give the file its name.
 
         Args:
             written: as of :func:`hpcdist.files.h5.tables`.
+            checkpoint: what the file holds besides tensors.
         """
         assert self._commit is not None
+        if checkpoint is not None:
+            h5.add_checkpoint(self._commit.part, checkpoint)
         if self._options.lay_out is None:
             fd = os.open(file_map.path, os.O_WRONLY | os.O_NOFOLLOW)
             try:
