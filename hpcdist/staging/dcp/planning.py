@@ -49,7 +49,7 @@ class Work:
         map: the file; without the places of all tensors.
         places: by index, the place of each item of this rank.
         left: (index, piece of the item) -> checksum of what another run has noted as complete.
-        journal, slot: the journal, "" if there is none, and the first byte in it of this rank's slot.
+        journal, slot: the journal, "" without one, and the first byte in it of this rank's slot.
         hosts: number of hosts that write.
     """
 
