@@ -56,7 +56,7 @@ class Part(ABC):
             try:
                 data = memory(piece)
                 if not self._has(i, row, data):
-                    digest = h5.digest() if self._options.lay_out is None else None
+                    digest = h5.digest() if self._options.lay_out is None or self._journal is not None else None
                     self._write_box(i, row, data, digest)
                     if digest is not None:
                         self.record(i, row, digest.intdigest())

@@ -1,10 +1,11 @@
-"""save(): every rank's shards become the datasets of one file."""
+"""save(): every rank's shards become the tensors of one file, HDF5 or safetensors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from operator import index
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
+from hpcdist.files import safetensors
 from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import Ints
@@ -25,7 +27,7 @@ from hpcdist.staging import drivers
 from hpcdist.staging.arguments import agreed, count, positive
 from hpcdist.staging.exchange import collect
 from hpcdist.staging.host import outgoing
-from hpcdist.staging.names import check_attrs, flatten
+from hpcdist.staging.names import check_attrs, check_safetensors, flatten
 from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
 from hpcdist.staging.saving import Saving
 from hpcdist.staging.target import WINDOW, SaveOptions
@@ -73,6 +75,8 @@ def save(
 ) -> None:
     """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
 
+    To a file of the safetensors library, if its name ends with .safetensors: without checksums, otherwise as said here.
+
     Collective over `group`. The file appears under its name when it is complete and on the disk: until then, even if
     the job dies, the name keeps the old file. The new file gets the mode, owner, group, ACL and user attributes of the
     one that it replaces, as far as the system permits. Along dim 0 every rank writes its shard straight from its
@@ -85,13 +89,15 @@ def save(
             and strides, on the CPU or a GPU. Names, dtypes and the extents besides `dim` must agree on all ranks.
         dim: the dimension along which the shards are joined, in rank order, extents of zero included; None if every
             rank holds the whole tensor; or a dict of these by name. Must agree. 0-d shards are stacked.
-        attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written.
+        attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written. A
+            .safetensors file has text by name for "" alone, by default ``{"format": "pt"}``.
         compression: "gzip", a gzip level, or h5py's arguments for another filter, such as ``hdf5plugin.Zstd()``. The
             file is then chunked, and a save that died starts anew. Must agree.
         chunks: shape of a chunk, for compressed tensors; by default, rows of about 1 MiB. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
-            :func:`hpcdist.staging.writer`. The file is the same. Must agree.
+            :func:`hpcdist.staging.writer`. The file is the same. Must agree. A .safetensors file has no compression,
+            chunks, alignment and hints, and is written by "posix".
         writers: how many ranks write; all by default. Must agree.
         align: alignment of the tensors in the file, in bytes; by default the file system's stripe, or 1 MiB.
         hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
@@ -132,7 +138,12 @@ def save(
             "resume": bool(resume), "hints": {str(k): str(v) for k, v in (hints or {}).items()},
         }  # fmt: skip
         taken = {key: same[key] for key in ("writer", "window", "align", "hints", "resume")}
-        return _Arguments(shards, same), SaveOptions(**taken, attrs=dict((attrs or {}).get("", {})), progress=progress)
+        options = SaveOptions(**taken, attrs=dict((attrs or {}).get("", {})), progress=progress)
+        if same["path"].endswith(safetensors.SUFFIX):
+            check_safetensors(given, attrs or {}, same)
+            metadata = {"format": "pt", **options.attrs}
+            options = replace(options, writer="posix", lay_out=partial(safetensors.lay_out, metadata=metadata))
+        return _Arguments(shards, same), options
 
     with agreed(team, VERB, check) as (arguments, options):
         datasets, plans = _plan(team, arguments, attrs or {})
