@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -30,6 +31,7 @@ from hpcdist.staging.host import outgoing
 from hpcdist.staging.names import check_attrs, check_safetensors, flatten
 from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
 from hpcdist.staging.saving import Saving
+from hpcdist.staging.sharded_files import divide, shard_size, write_index
 from hpcdist.staging.target import WINDOW, SaveOptions
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.validation import local
@@ -70,6 +72,7 @@ def save(
     align: int | None = None,
     hints: Mapping[str, str] | None = None,
     resume: bool = False,
+    max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
     group: GroupLike | None = None,
 ) -> None:
@@ -105,6 +108,10 @@ def save(
             that they are complete, and hold the same data, are not written again. If this call fails, what it has
             written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it
             begins anew.
+        max_shard_size: of a .safetensors file: bytes, or text such as "5GB". What has more data becomes several files,
+            ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
+            load by their index. They get their names when all are complete, one after the other, the index last.
+            Must agree.
         progress: called on each rank, from time to time, with the number of bytes just done.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
@@ -135,7 +142,8 @@ def save(
             "path": os.fsdecode(path), "compression": filters, "chunks": chunk,
             "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer, filters, hints),
             "window": positive("window", window), "align": None if align is None else positive("align", align),
-            "resume": bool(resume), "hints": {str(k): str(v) for k, v in (hints or {}).items()},
+            "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
+            "hints": {str(k): str(v) for k, v in (hints or {}).items()},
         }  # fmt: skip
         taken = {key: same[key] for key in ("writer", "window", "align", "hints", "resume")}
         options = SaveOptions(**taken, attrs=dict((attrs or {}).get("", {})), progress=progress)
@@ -147,11 +155,33 @@ def save(
 
     with agreed(team, VERB, check) as (arguments, options):
         datasets, plans = _plan(team, arguments, attrs or {})
-        owner = lambda i, elements: plans[i].owners_at(datasets[i].shape, elements)  # noqa: E731
-        with Saving(team, VERB, arguments.same["path"], datasets, owner, options) as saving:
-            saving.prove([plan.rows(team.rank) for plan in plans])
-            for i, plan in enumerate(plans):
-                _write(saving, i, plan, flat[datasets[i].name])
+        files = divide(arguments.same["path"], datasets, arguments.same["max_shard_size"])
+        with ExitStack() as stack:
+            savings = []
+            for name, rows in files:
+                held, planned = [datasets[i] for i in rows], [plans[i] for i in rows]
+                savings.append(stack.enter_context(_saving(team, name, held, planned, options)))
+                savings[-1].prove([plan.rows(team.rank) for plan in planned])
+                for i, plan in enumerate(planned):
+                    _write(savings[-1], i, plan, flat[held[i].name])
+            if len(savings) > 1:
+                _settle(team, savings)
+        if len(files) > 1:
+            objects.broadcast(team.comm, VERB, lambda: write_index(arguments.same["path"], datasets, files))
+
+
+def _saving(team: Team, path: str, datasets: list[Dataset], plans: list[PiecePlan], options: SaveOptions) -> Saving:
+    owner = lambda i, elements: plans[i].owners_at(datasets[i].shape, elements)  # noqa: E731
+    return Saving(team, VERB, path, datasets, owner, options)
+
+
+def _settle(team: Team, savings: list[Saving]) -> None:
+    """Bring all files to the disk before one of them gets its name; a RankError if that failed. Collective."""
+    for saving in savings:
+        saving.sync()
+    problem = next((saving.problem for saving in savings if saving.problem is not None), None)
+    found = enumerate(objects.all_gather_object(team.comm, problem))
+    objects.raise_problems(VERB, {rank: text for rank, text in found if text is not None})
 
 
 def _write(saving: Saving, i: int, plan: PiecePlan, x: Tensor) -> None:

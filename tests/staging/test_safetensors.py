@@ -123,6 +123,51 @@ def test_a_failed_save_is_resumed(again: str, world: hd.World, folder: Path, mon
     findings.settle()
 
 
+def test_several_files_and_their_index(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's names and index; every file loads; none appears if one of them fails."""
+    findings, path = Findings(world.comm), folder / "model.safetensors"
+    wholes = {f"layer.{k}": whole_of((4, 5 + k), torch.float32, k) for k in range(5)}  # 80 to 144 bytes
+    shards = {name: x.tensor_split(world.world_size)[world.rank] for name, x in wholes.items()}
+    staging.save(path, shards, max_shard_size="1KB", window=SMALL)
+    findings.check(os.listdir(folder) == ["model.safetensors"], os.listdir(folder))
+    world.comm.Barrier()
+    if world.rank == 0:
+        path.unlink()
+    plain = saving.Saving._write
+
+    def failing(self: Any, place: int, data: memoryview, digest: Any = None) -> None:
+        if "00002-of" in self.map.path and world.rank == world.world_size - 1:
+            raise OSError(5, "a broken disk")
+        plain(self, place, data, digest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.Saving, "_write", failing)
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: staging.save(path, shards, max_shard_size=200))
+        findings.check("a broken disk" in str(error), error)
+    world.comm.Barrier()
+    findings.check(os.listdir(folder) == [], os.listdir(folder))
+    world.comm.Barrier()
+    staging.save(path, shards, max_shard_size=200, window=SMALL, resume=True)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    held = {"layer.0": 1, "layer.1": 1, "layer.2": 2, "layer.3": 3, "layer.4": 4}
+    names = {name: f"model-{k:05d}-of-00004.safetensors" for name, k in held.items()}
+    findings.check(index == {"metadata": {"total_size": 16 * 35}, "weight_map": names}, index)
+    findings.check(sorted(os.listdir(folder)) == sorted({*names.values(), "model.safetensors.index.json"}), "names")
+    loaded = {}
+    for name in set(names.values()):
+        loaded |= load_file(folder / name)
+    for name, whole in wholes.items():
+        findings.same(loaded[name], whole, name)
+    for size, text in ((0, "max_shard_size is 0"), ("5 XB", "max_shard_size is '5 XB'")):
+        error = raises_on_all_ranks(
+            world.comm, hd.RankError, lambda s=size: staging.save(path, shards, max_shard_size=s)
+        )
+        findings.check(text in str(error), error)
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", {}, max_shard_size=9))
+    findings.check("is for .safetensors files" in str(error), error)
+    findings.settle()
+
+
 def test_what_the_format_cannot_hold(world: hd.World, folder: Path) -> None:
     findings, path = Findings(world.comm), folder / "x.safetensors"
     x = torch.ones(2)
