@@ -7,12 +7,11 @@ finds. A file that is laid out has its full size and its headers; only the bytes
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ import torch
 from hpcdist.commands import checkpoints
 from hpcdist.commands.checkpoints import pick
 from hpcdist.errors import InputError
+from hpcdist.files import safetensors
 from hpcdist.files.h5 import NUMPY, Dataset, stored_dtype
 from hpcdist.files.raw import Raw, read_at, read_from
 from hpcdist.files.regular import open_regular, utf8_path
@@ -34,7 +34,6 @@ from hpcdist.tensors.storage import BARE, DTYPES
 
 __all__ = ["FORMATS", "open_raw", "stored_in"]
 
-_SAFETENSORS = set(DTYPES) - {torch.complex128, torch.complex32, *BARE}
 _NPY_HEADER = 2**16  # bytes; numpy itself takes 10,000
 _PT = {d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d))}  # torch.load has no others
 
@@ -46,13 +45,13 @@ class Format:
     Attributes:
         open_array: opens an array of a file, given its path, and its name or None.
         dtypes: dtypes that the format can hold.
-        lay_out: lays out a file with a dataset and returns the position of its bytes; None for a format that is only
-            read, or written by :mod:`hpcdist.staging`.
+        lay_out: lays out a file with one dataset, in a list, and returns the position of its bytes, in a list; None for
+            a format that is only read, or written by :mod:`hpcdist.staging`.
     """
 
     open_array: Callable[[str, str | None], Any]
     dtypes: set[torch.dtype]
-    lay_out: Callable[[Path, Dataset], int] | None
+    lay_out: Callable[[Path, Sequence[Dataset]], list[int]] | None
 
 
 @contextmanager
@@ -120,16 +119,9 @@ def _open_safetensors(path: str, name: str | None) -> Iterator[Reader]:
         part = file.get_slice(key)
         shape = tuple(part.get_shape())
         dtype = (part[:0] if shape else file.get_tensor(key)).dtype  # as torch's; the format has names of its own
-    start, header = _safetensors_header(path)
+    start, header = safetensors.header_of(path)
     with open_raw(Raw(path, start + header[key]["data_offsets"][0], shape, dtype), key) as array:
         yield array
-
-
-def _safetensors_header(path: str) -> tuple[int, dict[str, Any]]:
-    """The position of the data, and the header: 8 bytes of its length, and JSON."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return 8 + size, json.loads(file.read(size))
 
 
 @contextmanager
@@ -154,42 +146,30 @@ def stored_in(path: str, name: str | None) -> Stored:
     return catalog.datasets[found]
 
 
-def _lay_out_npy(path: Path, array: Dataset) -> int:
+def _lay_out_npy(path: Path, datasets: Sequence[Dataset]) -> list[int]:
+    (array,) = datasets
     descr = np.lib.format.dtype_to_descr(stored_dtype(array.dtype))
     with path.open("r+b") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": array.shape})
         start = file.tell()
         file.truncate(start + array.nbytes())
-    return start
+    return [start]
 
 
-def _lay_out_pt(path: Path, array: Dataset) -> int:
+def _lay_out_pt(path: Path, datasets: Sequence[Dataset]) -> list[int]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    (array,) = datasets
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):  # all but the data
         torch.save(torch.empty(array.shape, dtype=array.dtype, device="cpu"), path)
     with FakeTensorMode():
-        return torch.load(path, weights_only=True, map_location="cpu").untyped_storage()._checkpoint_offset or 0
-
-
-def _lay_out_safetensors(path: Path, array: Dataset) -> int:
-    from safetensors.torch import save
-
-    # The library cannot write a header without the data: that of a small tensor, with the shape changed.
-    small = save({"data": torch.empty(1, dtype=array.dtype, device="cpu")})
-    entry = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])["data"]
-    header = json.dumps({"data": entry | {"shape": array.shape, "data_offsets": [0, array.nbytes()]}}).encode()
-    header += b" " * (-len(header) % 8)
-    with path.open("r+b") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + array.nbytes())
-    return 8 + len(header)
+        return [torch.load(path, weights_only=True, map_location="cpu").untyped_storage()._checkpoint_offset or 0]
 
 
 FORMATS = {
     ".npy": Format(_open_npy, NUMPY, _lay_out_npy),
     ".npz": Format(_open_npz, set(), None),
     ".pt": Format(checkpoints.open_array, _PT, _lay_out_pt),
-    ".safetensors": Format(_open_safetensors, _SAFETENSORS, _lay_out_safetensors),
+    ".safetensors": Format(_open_safetensors, safetensors.KINDS, safetensors.lay_out),
     ".h5": Format(_open_h5, set(DTYPES), None),
 }

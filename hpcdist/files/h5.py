@@ -2,12 +2,15 @@
 
     /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
       @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits
-    /_hpcdist          attribute version: 2
+    /_hpcdist          attribute version: 3
       state            uint8[1]: 1 once the file is complete
       token            uint8[16]: by which the ranks of one save recognise the file
       plan             uint8[n]: what the save writes, for one that resumes it
       pieces           uint8[n]: a table for each tensor, one after the other, of its pieces: offset, shape, checksum,
-                       rank, and whether it is written (in version 1 a group with a dataset I for the I-th tensor)
+                       rank, and whether it is written (in version 1 a group with a dataset I for the I-th tensor;
+                       until version 2, each piece was one run of the file)
+      checkpoint       uint8[n], attribute xxh3_64: what a checkpoint holds besides tensors, as JSON; only in those that
+                       torch.distributed.checkpoint has written, see hpcdist.staging.dcp
 
 All of it is laid out before the first data are written, and from then on only the contents of datasets change: a job
 that dies leaves a file that HDF5 can still read. Ranks write data, and rank 0 the rest.
@@ -34,15 +37,16 @@ from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES
 
 __all__ = [
-    *("ALIGNMENT", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset", "FileMap", "Table"),
-    *("check_visible", "checksum", "create", "digest", "find_map", "record_dtype", "records"),
-    *("stored_dtype", "summary", "tables"),
+    *("ALIGNMENT", "CHECKPOINT", "CHECKSUM", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset"),
+    *("FileMap", "Table", "add_checkpoint", "check_visible", "checksum", "create", "digest", "find_map"),
+    *("record_dtype", "records", "stored_dtype", "summary", "tables"),
 ]
 
 GROUP = "_hpcdist"
 DTYPE_ATTRIBUTE = "torch_dtype"
+CHECKPOINT, CHECKSUM = "checkpoint", "xxh3_64"
 COMPLETE = b"\x01"
-VERSION = 2
+VERSION = 3
 NUMPY = {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
 NUMPY -= {torch.complex32, *BARE}
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
@@ -222,6 +226,15 @@ def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[
     links.set_create_intermediate_group(True)
     space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
     return h5d.create(file.id, name.encode(), h5t.py_create(dtype, logical=True), space, made, links)
+
+
+def add_checkpoint(path: Path, content: bytes) -> None:
+    """Add what a checkpoint holds besides tensors to a file that create() has made."""
+    import h5py
+
+    with h5py.File(path, "r+", locking=False) as file:
+        _create_record(file, f"{GROUP}/{CHECKPOINT}", content)
+        file[GROUP][CHECKPOINT].attrs[CHECKSUM] = np.uint64(checksum(memoryview(content)))
 
 
 def find_map(path: Path) -> FileMap:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hpcdist.layout.box import Box
 
-__all__ = ["Overlaps", "overlaps"]
+__all__ = ["Overlaps", "disjoint", "overlaps"]
 
 
 class Overlaps(NamedTuple):
@@ -59,7 +59,7 @@ class _Owners:
         for rank, box in enumerate(source):
             if box.size():
                 self.ranks.setdefault(box, []).append(rank)
-        self.disjoint = _disjoint(list(self.ranks))
+        self.disjoint = disjoint(list(self.ranks))
 
     def parts(self, wanted: Box, dest: int) -> Iterator[tuple[int, Box]]:
         """Iterate over (owner, the part of `wanted` that it sends to `dest`), the part of `dest` itself first."""
@@ -87,7 +87,7 @@ class _Owners:
         return owners[dest % len(owners)]
 
 
-def _disjoint(boxes: list[Box]) -> bool:
+def disjoint(boxes: list[Box]) -> bool:
     """Return whether no two boxes overlap.
 
     Each box is compared with those that start before it ends, along the dim with the most distinct starts.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hpcdist.errors import FileError, reason
+from hpcdist.files import h5
 from hpcdist.files.h5 import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
 from hpcdist.files.raw import Raw
 from hpcdist.files.regular import check_regular
@@ -73,6 +74,7 @@ class Catalog:
         identity: size and inode of the file.
         token: of a file of hpcdist: position and bytes of its token.
         external: by name, why a dataset is not read: its data are not in this file.
+        checkpoint: what a checkpoint of torch's holds besides tensors, as JSON; None for any other file.
     """
 
     path: str
@@ -82,6 +84,7 @@ class Catalog:
     identity: tuple[int, int] = (0, 0)
     token: tuple[int, bytes] | None = None
     external: dict[str, str] = field(default_factory=dict)
+    checkpoint: bytes | None = None
 
     def require(self, name: str = "") -> None:
         """Raise a FileError if a dataset, or one in the group `name`, has its data in other files."""
@@ -165,7 +168,18 @@ def _catalog(path: str, file: Any, wanted: str | None) -> Catalog:
     if not complete:
         stored = _with_journal(path, plan, stored)
     token = own["token"].get_offset(), _content(own["token"]).tobytes()
-    return Catalog(path, stored, plan, complete, token=token, external=others | external)
+    checkpoint = _checkpoint(path, own[h5.CHECKPOINT]) if complete and h5.CHECKPOINT in own else None
+    return Catalog(path, stored, plan, complete, token=token, external=others | external, checkpoint=checkpoint)
+
+
+def _checkpoint(path: str, dataset: Any) -> bytes:
+    """What a checkpoint holds besides tensors; a FileError if it is damaged."""
+    import h5py
+
+    content = _content(dataset).tobytes()
+    if h5py.Dataset(dataset).attrs.get(h5.CHECKSUM) != h5.checksum(memoryview(content)):
+        raise FileError(f"{path}: what it holds besides tensors is damaged")
+    return content
 
 
 def _own(path: str, file: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from hpcdist.staging.exchange import Bytes, all_to_all
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Driver", "active", "for_filters", "for_path", "missing", "open_driver"]
+__all__ = ["NAMES", "Driver", "active", "for_filters", "for_path", "missing", "open_driver", "write_ahead"]
 
 NAMES = ("auto", "mpio", "posix")
 _AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
@@ -116,6 +116,13 @@ def open_driver(
     return _Mpio(team.comm, datasets, file_map, hints) if name == "mpio" else _Posix(team, datasets, file_map)
 
 
+def write_ahead(fd: int, place: int, data: memoryview, digest: Digest | None = None) -> None:
+    """Write bytes at a position of an open file with system calls, and let the disk start meanwhile."""
+    for start in range(0, len(data), _AHEAD):
+        raw.write_at(fd, place + start, data[start : start + _AHEAD], digest)
+        raw.start_writeback(fd, place + start, _AHEAD)
+
+
 class _Posix:
     def __init__(self, team: Team, datasets: Sequence[Dataset], file_map: FileMap) -> None:
         self._team = team
@@ -124,9 +131,7 @@ class _Posix:
         self._fd = os.open(file_map.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
-        for start in range(0, len(data), _AHEAD):
-            raw.write_at(self._fd, place + start, data[start : start + _AHEAD], digest)
-            raw.start_writeback(self._fd, place + start, _AHEAD)
+        write_ahead(self._fd, place, data, digest)
 
     def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
         dataset = self._datasets[i]

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from hpcdist.errors import listed
+from hpcdist.files import safetensors
 from hpcdist.files.h5 import DTYPE_ATTRIBUTE, GROUP
 from hpcdist.validation.local import WrongError
 
-__all__ = ["SINGLE", "check_attrs", "flatten", "nest"]
+__all__ = ["SINGLE", "check_attrs", "check_safetensors", "flatten", "nest"]
 
 SINGLE = "data"  # the name of a tensor that is saved without one
 
@@ -69,3 +70,27 @@ def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
             raise WrongError(f"attrs of {name!r} must be a dict, got {type(values).__name__}")
         if DTYPE_ATTRIBUTE in values:
             raise WrongError(f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")
+
+
+def check_safetensors(tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise a WrongError for what a .safetensors file cannot hold.
+
+    Args:
+        attrs: by name of a tensor, and "" for the file.
+        options: of save(), by name.
+    """
+    for option in ("compression", "chunks", "align", "hints"):
+        if options[option]:
+            raise WrongError(f"{option} is given, which a {safetensors.SUFFIX} file does not have")
+    if options["writer"] == "mpio":
+        raise WrongError(f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
+    if safetensors.METADATA in tensors:
+        raise WrongError(f"{safetensors.METADATA!r} cannot be the name of a tensor in a {safetensors.SUFFIX} file")
+    for name, x in tensors.items():
+        if x.dtype not in safetensors.KINDS:
+            raise WrongError(f"{name!r} has dtype {x.dtype}, which a {safetensors.SUFFIX} file cannot hold")
+    for name, values in attrs.items():
+        if name and values:
+            raise WrongError(f"attrs of {name!r}: a {safetensors.SUFFIX} file has them only for the file, with name ''")
+        if any(type(part) is not str for item in values.items() for part in item):
+            raise WrongError(f"attrs of a {safetensors.SUFFIX} file must be text, got {dict(values)}")

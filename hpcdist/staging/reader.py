@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -28,6 +28,7 @@ from hpcdist.tensors.storage import bits
 __all__ = ["DatasetReader", "Reader", "checksum_of", "read_box"]
 
 _CHUNK = 2**26  # bytes of a chunk that HDF5 may always hold beside the window
+_PART = 2**23  # bytes of a piece of many runs that are checked at a time
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ class DatasetReader:
             FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
         """
         limit = max(1, min(PIECE, window // 2) // out.itemsize)
-        one_run = self.stored.raw is None or layout.runs(want, self.stored.shape)[1] == 1
-        if one_run and self.verify is not False and self.stored.pieces is not None:
+        if self.verify is not False and self.stored.pieces is not None and self._in_pieces(want):
             parts = self._pieces(want, limit, window)
         else:
             parts = [(None, part) for part in layout.boxes(want, limit)]
@@ -88,6 +88,15 @@ class DatasetReader:
         local = [part.relative_to(want.offset) for _, part in parts]
         for (row, part), target in zip(parts, incoming(out, local), strict=True):
             self.fill(part, row, target, window)
+
+    def _in_pieces(self, want: Box) -> bool:
+        """Decide whether a box is read piece by piece: if it is one run, or whole pieces of several runs each."""
+        stored = self.stored
+        if stored.raw is None or layout.runs(want, stored.shape)[1] == 1:
+            return True
+        pieces = [stored.boxes[row] for row in stored.boxes.intersecting(want).tolist()]
+        whole = all(piece.intersect(want) == piece for piece in pieces)
+        return whole and any(layout.runs(piece, stored.shape)[1] > 1 for piece in pieces)
 
     def _pieces(self, want: Box, limit: int, window: int) -> list[tuple[int | None, Box]]:
         """What a box is read in: (a piece's number where the whole piece is read, the part)."""
@@ -137,8 +146,12 @@ class DatasetReader:
         if self.stored.raw is None:
             read_box(self.path, self.stored.place, box, target, window, self.fd)
             return h5.checksum(memory(target))
+        where = self.stored.raw
+        if layout.runs(box, where.shape)[1] > 1:
+            where.read(partial(raw.read_at, self.fd), box, target, window)
+            return h5.checksum(memory(target))
         digest = h5.digest()
-        raw.read_at(self.fd, self.stored.raw.place(box), memory(target), digest)
+        raw.read_at(self.fd, where.place(box), memory(target), digest)
         return int(digest.intdigest())
 
     def _prove(self, row: int, read: Callable[[], int]) -> None:
@@ -173,6 +186,13 @@ def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
         OSError, EOFError: it cannot be read.
     """
     digest = h5.digest()
+    if layout.runs(box, where.shape)[1] > 1:
+        stored = replace(where, swapped=False)  # the checksum is of the bytes as they are stored
+        for part in layout.boxes(box, _PART // where.dtype.itemsize):
+            x = torch.empty(part.shape, dtype=where.dtype, device="cpu")
+            stored.read(partial(raw.read_at, fd), part, x, 2 * _PART)
+            digest.update(memory(x))
+        return int(digest.intdigest())
     buffer = memoryview(bytearray(raw.BLOCK))
     start, left = where.place(box), box.size() * where.dtype.itemsize
     while left:

@@ -1,10 +1,12 @@
-"""save(): every rank's shards become the datasets of one file."""
+"""save(): every rank's shards become the tensors of one file, HDF5 or safetensors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from operator import index
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
+from hpcdist.files import safetensors
 from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import Ints
@@ -25,9 +28,10 @@ from hpcdist.staging import drivers
 from hpcdist.staging.arguments import agreed, count, positive
 from hpcdist.staging.exchange import collect
 from hpcdist.staging.host import outgoing
-from hpcdist.staging.names import check_attrs, flatten
+from hpcdist.staging.names import check_attrs, check_safetensors, flatten
 from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
 from hpcdist.staging.saving import Saving
+from hpcdist.staging.sharded_files import divide, shard_size, write_index
 from hpcdist.staging.target import WINDOW, SaveOptions
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.validation import local
@@ -68,10 +72,13 @@ def save(
     align: int | None = None,
     hints: Mapping[str, str] | None = None,
     resume: bool = False,
+    max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
     group: GroupLike | None = None,
 ) -> None:
     """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
+
+    To a file of the safetensors library, if its name ends with .safetensors: without checksums, otherwise as said here.
 
     Collective over `group`. The file appears under its name when it is complete and on the disk: until then, even if
     the job dies, the name keeps the old file. The new file gets the mode, owner, group, ACL and user attributes of the
@@ -85,13 +92,15 @@ def save(
             and strides, on the CPU or a GPU. Names, dtypes and the extents besides `dim` must agree on all ranks.
         dim: the dimension along which the shards are joined, in rank order, extents of zero included; None if every
             rank holds the whole tensor; or a dict of these by name. Must agree. 0-d shards are stacked.
-        attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written.
+        attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written. A
+            .safetensors file has text by name for "" alone, by default ``{"format": "pt"}``.
         compression: "gzip", a gzip level, or h5py's arguments for another filter, such as ``hdf5plugin.Zstd()``. The
             file is then chunked, and a save that died starts anew. Must agree.
         chunks: shape of a chunk, for compressed tensors; by default, rows of about 1 MiB. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
-            :func:`hpcdist.staging.writer`. The file is the same. Must agree.
+            :func:`hpcdist.staging.writer`. The file is the same. Must agree. A .safetensors file has no compression,
+            chunks, alignment and hints, and is written by "posix".
         writers: how many ranks write; all by default. Must agree.
         align: alignment of the tensors in the file, in bytes; by default the file system's stripe, or 1 MiB.
         hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
@@ -99,6 +108,10 @@ def save(
             that they are complete, and hold the same data, are not written again. If this call fails, what it has
             written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it
             begins anew.
+        max_shard_size: of a .safetensors file: bytes, or text such as "5GB". What has more data becomes several files,
+            ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
+            load by their index. They get their names when all are complete, one after the other, the index last.
+            Must agree.
         progress: called on each rank, from time to time, with the number of bytes just done.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
@@ -129,18 +142,46 @@ def save(
             "path": os.fsdecode(path), "compression": filters, "chunks": chunk,
             "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer, filters, hints),
             "window": positive("window", window), "align": None if align is None else positive("align", align),
-            "resume": bool(resume), "hints": {str(k): str(v) for k, v in (hints or {}).items()},
+            "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
+            "hints": {str(k): str(v) for k, v in (hints or {}).items()},
         }  # fmt: skip
         taken = {key: same[key] for key in ("writer", "window", "align", "hints", "resume")}
-        return _Arguments(shards, same), SaveOptions(**taken, attrs=dict((attrs or {}).get("", {})), progress=progress)
+        options = SaveOptions(**taken, attrs=dict((attrs or {}).get("", {})), progress=progress)
+        if same["path"].endswith(safetensors.SUFFIX):
+            check_safetensors(given, attrs or {}, same)
+            metadata = {"format": "pt", **options.attrs}
+            options = replace(options, writer="posix", lay_out=partial(safetensors.lay_out, metadata=metadata))
+        return _Arguments(shards, same), options
 
     with agreed(team, VERB, check) as (arguments, options):
         datasets, plans = _plan(team, arguments, attrs or {})
-        owner = lambda i, elements: plans[i].owners_at(datasets[i].shape, elements)  # noqa: E731
-        with Saving(team, VERB, arguments.same["path"], datasets, owner, options) as saving:
-            saving.prove([plan.rows(team.rank) for plan in plans])
-            for i, plan in enumerate(plans):
-                _write(saving, i, plan, flat[datasets[i].name])
+        files = divide(arguments.same["path"], datasets, arguments.same["max_shard_size"])
+        with ExitStack() as stack:
+            savings = []
+            for name, rows in files:
+                held, planned = [datasets[i] for i in rows], [plans[i] for i in rows]
+                savings.append(stack.enter_context(_saving(team, name, held, planned, options)))
+                savings[-1].prove([plan.rows(team.rank) for plan in planned])
+                for i, plan in enumerate(planned):
+                    _write(savings[-1], i, plan, flat[held[i].name])
+            if len(savings) > 1:
+                _settle(team, savings)
+        if len(files) > 1:
+            objects.broadcast(team.comm, VERB, lambda: write_index(arguments.same["path"], datasets, files))
+
+
+def _saving(team: Team, path: str, datasets: list[Dataset], plans: list[PiecePlan], options: SaveOptions) -> Saving:
+    owner = lambda i, elements: plans[i].owners_at(datasets[i].shape, elements)  # noqa: E731
+    return Saving(team, VERB, path, datasets, owner, options)
+
+
+def _settle(team: Team, savings: list[Saving]) -> None:
+    """Bring all files to the disk before one of them gets its name; a RankError if that failed. Collective."""
+    for saving in savings:
+        saving.sync()
+    problem = next((saving.problem for saving in savings if saving.problem is not None), None)
+    found = enumerate(objects.all_gather_object(team.comm, problem))
+    objects.raise_problems(VERB, {rank: text for rank, text in found if text is not None})
 
 
 def _write(saving: Saving, i: int, plan: PiecePlan, x: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,24 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, RankError, reason
+from hpcdist.errors import FileError, RankError
 from hpcdist.files import h5
 from hpcdist.files.commit import sync
 from hpcdist.files.h5 import Dataset
-from hpcdist.files.raw import Ints, Raw, memory
+from hpcdist.files.raw import Ints, memory
 from hpcdist.staging import drivers, journal
 from hpcdist.staging.drivers import Driver
-from hpcdist.staging.journal import Journal
 from hpcdist.staging.pages import Edges, Owner, Pages
-from hpcdist.staging.reader import checksum_of
+from hpcdist.staging.part import Part
 from hpcdist.staging.target import SaveOptions, Target
 
 __all__ = ["Saving"]
 
 
-class Saving:
+class Saving(Part):
     """A file that the ranks of a team write together, for a ``with`` block. Making one and commit() are collective.
 
     The error of a write is kept until commit(), which reports it to every rank: ranks that exchange data continue.
@@ -40,10 +39,6 @@ class Saving:
         datasets: what is written, the same on all ranks.
         owner: the ranks that write the pieces of dataset i with these elements, counted in C order.
 
-    Attributes:
-        problem: the first error on this rank.
-        done: (dataset, piece) -> checksum of what another run has left complete.
-
     Raises:
         RankError: on every rank, if the file cannot be made. The target is as it was.
     """
@@ -51,17 +46,11 @@ class Saving:
     def __init__(
         self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], owner: Owner, options: SaveOptions
     ) -> None:
+        super().__init__(path, datasets, options)
         self.team = team
         self.verb = verb
-        self.datasets = datasets
-        self.problem: str | None = None
-        self.done: dict[tuple[int, int], int] = {}
-        self._path = path
         self._edges = Edges(Path(os.path.realpath(path)).parent, options.window)
-        self._written: dict[tuple[int, int], int] = {}  # (dataset, piece) -> checksum of those of this rank
-        self._options = options
         self._settled = False
-        self._journal: Journal | None = None
         self._driver: Driver | None = None
         self._target = Target(path, datasets, options) if team.rank == 0 else None
         self.map, self._left, self._notes = objects.broadcast(team.comm, verb, lambda: self._on_root().lay_out())
@@ -102,14 +91,12 @@ class Saving:
         self._driver = drivers.open_driver(writer, self.team, self.datasets, self.map, self._options.hints)
 
     def _close(self) -> None:
-        journal, self._journal = self._journal, None
         driver, self._driver = self._driver, None
         try:
             if driver is not None:  # first: all ranks may have to close the file together
                 driver.close()
         finally:
-            if journal is not None:
-                journal.close()
+            self._close_journal()
 
     def prove(self, rows: Sequence[Sequence[int]]) -> None:
         """Find what is complete already, by reading it. Collective.
@@ -128,55 +115,6 @@ class Saving:
         except RankError:
             self._abandon()
             raise
-
-    def _proven(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """Yield this rank's pieces that the file holds as they were noted."""
-        with open(self.map.path, "rb", buffering=0) as file:
-            for i, mine in enumerate(rows):
-                for row in mine:
-                    noted = self._left.get((i, row))
-                    if noted is not None and self._checksum(file.fileno(), i, row) == noted:
-                        self._written[i, row] = noted
-                        yield i, row
-
-    def _checksum(self, fd: int, i: int, row: int) -> int | None:
-        """The checksum of a piece in the file; None if it cannot be read, and must be written again."""
-        try:
-            return checksum_of(fd, self.raw(i), self.datasets[i].pieces[row])
-        except (OSError, EOFError):
-            return None
-
-    def _open_journal(self, path: Path, start: int) -> None:
-        self._journal = Journal(path, start)
-
-    def raw(self, i: int) -> Raw:
-        """The position of a dataset in the file."""
-        return Raw(self.map.path, self.map.data[i] or 0, self.datasets[i].shape, self.datasets[i].dtype)
-
-    def put(self, i: int, row: int, piece: Tensor) -> None:
-        """Write a piece, contiguous host memory, and its checksum. On this rank alone; a failure is kept.
-
-        A piece that is there already is written again only if its data differ.
-        """
-        if self.problem is None:
-            try:
-                data = memory(piece)
-                if not self._has(i, row, data):
-                    digest = h5.digest() if self._options.lay_out is None else None
-                    self._write(self.raw(i).place(self.datasets[i].pieces[row]), data, digest)
-                    if digest is not None:
-                        self.record(i, row, digest.intdigest())
-            except Exception as error:
-                self.fail(error)
-        self._report(piece.nbytes)
-
-    def _has(self, i: int, row: int, data: memoryview) -> bool:
-        if (i, row) not in self.done:
-            return False
-        if h5.checksum(data) == self.done[i, row]:
-            return True
-        del self._written[i, row]
-        return False
 
     def _write(self, place: int, data: memoryview, digest: Any = None) -> None:
         assert self._driver is not None
@@ -209,24 +147,6 @@ class Saving:
             return
         for k, place in enumerate(places.tolist()):
             self._write(place, data[k * nbytes : (k + 1) * nbytes])
-
-    def record(self, i: int, row: int, checksum: int) -> None:
-        """Note that a piece is complete, and its checksum."""
-        self._written[i, row] = checksum
-        if self._journal is not None:
-            self._journal.note(i, row, checksum)
-
-    def fail(self, error: Exception) -> None:
-        """Keep the first error on this rank."""
-        self.problem = self.problem or f"{self._path}: writing failed: {reason(error)}"
-
-    def _report(self, nbytes: int) -> None:
-        activity.touch()
-        try:
-            if self._options.progress is not None:
-                self._options.progress(nbytes)
-        except Exception as error:  # the caller's own; the ranks must end this call together
-            self.fail(error)
 
     def sync(self) -> None:
         """Send what belongs to other ranks there, and bring all of it to the disk. Collective; a failure is kept."""

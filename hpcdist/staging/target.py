@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ class SaveOptions:
         attrs: HDF5 attributes of the file itself.
         source: origin of the data, for a resumed save that does not compare them again.
         progress: called on each rank with the number of bytes just done.
-        lay_out: of a format other than .h5, without checksums: writes all but the data of its one dataset to a file,
-            and returns the position of the data.
+        lay_out: of a format other than .h5, without checksums: writes all but the data of the datasets to a file, and
+            returns the positions of the data. To `resume`, doing it again must change nothing.
     """
 
     writer: str = "auto"
@@ -46,15 +48,14 @@ class SaveOptions:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     progress: Callable[[int], None] | None = None
-    lay_out: Callable[[Path, Dataset], int] | None = None
+    lay_out: Callable[[Path, Sequence[Dataset]], list[int]] | None = None
 
 
 class Target:
     """The file of a save on rank 0; the other ranks write to its part."""
 
     def __init__(self, path: str, datasets: Sequence[Dataset], options: SaveOptions) -> None:
-        fixed = options.lay_out is None and not any(d.chunks for d in datasets)  # HDF5 moves chunks as it writes them
-        self._resume = options.resume and fixed
+        self._resume = options.resume and not any(d.chunks for d in datasets)  # HDF5 moves chunks as it writes them
         self._path = Path(path)
         self._datasets = datasets
         self._options = options
@@ -72,13 +73,9 @@ class Target:
         try:
             nbytes = sum(d.nbytes() for d in datasets if d.chunks is None)
             check_target(self._path, nbytes - commit.part.stat().st_blocks * 512)
-            if options.lay_out is not None:
-                os.truncate(commit.part, nbytes)  # raises, if the file system has a limit on the size of files
-                os.truncate(commit.part, 0)
-                start = options.lay_out(commit.part, datasets[0])
-                sync(commit.part, forget=True)  # before another rank opens it, and writes there
-                return FileMap(str(commit.part), [start], page_size(commit.part.parent)), {}, ("", 0)
             plan = h5.summary(datasets, options.attrs, options.source)
+            if options.lay_out is not None:
+                return self._lay_out_other(options.lay_out, plan, nbytes)
             if commit.resumed and _plan_of(commit.part) == plan:
                 commit.journal.touch()
                 notes = str(commit.journal), commit.journal.stat().st_size
@@ -95,13 +92,36 @@ class Target:
                 raise FileError(f"{self._path}: cannot be written: {reason(error)}") from error
             raise
 
-    def complete(self, file_map: FileMap, written: Sequence[Ints]) -> None:
+    def _lay_out_other(
+        self, lay_out: Callable[[Path, Sequence[Dataset]], list[int]], plan: Mapping[str, Any], nbytes: int
+    ) -> tuple[FileMap, dict[tuple[int, int], int], tuple[str, int]]:
+        """As lay_out(), of another format: what is written is noted at the beginning of the journal."""
+        assert self._commit is not None
+        part, journal_path, page = self._commit.part, self._commit.journal, page_size(self._commit.part.parent)
+        begin = sha256(json.dumps(plan).encode()).digest().ljust(page, b"\0")
+        left: dict[tuple[int, int], int] = {}
+        if self._commit.resumed and _begins(journal_path, begin):
+            left = journal.read(journal_path)
+        else:
+            os.truncate(part, nbytes)  # raises, if the file system has a limit on the size of files
+            os.truncate(part, 0)
+            if self._resume:
+                journal_path.write_bytes(begin)
+        starts = lay_out(part, self._datasets)
+        sync(part, forget=True)  # before another rank opens it, and writes there
+        notes = (str(journal_path), journal_path.stat().st_size) if self._resume else ("", 0)
+        return FileMap(str(part), list(starts), page), left, notes
+
+    def complete(self, file_map: FileMap, written: Sequence[Ints], checkpoint: bytes | None = None) -> None:
         """Write the tables of pieces and the mark, and give the file its name.
 
         Args:
             written: as of :func:`hpcdist.files.h5.tables`.
+            checkpoint: what the file holds besides tensors.
         """
         assert self._commit is not None
+        if checkpoint is not None:
+            h5.add_checkpoint(self._commit.part, checkpoint)
         if self._options.lay_out is None:
             fd = os.open(file_map.path, os.O_WRONLY | os.O_NOFOLLOW)
             try:
@@ -117,6 +137,15 @@ class Target:
         if self._commit is not None:
             self._commit.discard(keep=self._resume)
             self._commit = None
+
+
+def _begins(path: Path, content: bytes) -> bool:
+    """Check that a file is there, and begins so."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(content)) == content
+    except FileNotFoundError:
+        return False
 
 
 def _plan_of(part: Path) -> dict[str, Any] | None:

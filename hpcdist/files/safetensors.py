@@ -1,0 +1,71 @@
+"""The format of the safetensors library: 8 bytes of the header's length, the header as JSON, and the tensors' bytes.
+
+The header follows from names, shapes and dtypes alone, so that every rank can write its part of the data at its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcdist.files.h5 import Dataset
+from hpcdist.tensors.storage import BARE, DTYPES
+
+__all__ = ["KINDS", "METADATA", "SUFFIX", "header_of", "lay_out"]
+
+SUFFIX = ".safetensors"
+METADATA = "__metadata__"  # in the header, text by name; no tensor may have this name
+KINDS = set(DTYPES) - {torch.complex128, torch.complex32, *BARE}
+"""The dtypes that the format has, and torch can save and load."""
+_MOST = 100_000_000  # bytes of a header, in the library
+
+
+def header_of(path: str) -> tuple[int, dict[str, Any]]:
+    """The position of the data in a file, and its header, as it is there."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return 8 + size, json.loads(file.read(size))
+
+
+def lay_out(path: Path, datasets: Sequence[Dataset], metadata: Mapping[str, str] | None = None) -> list[int]:
+    """Write all but the data of a file, which gets its full size. Again, it changes nothing.
+
+    Returns:
+        The first byte of each dataset. Those with larger elements come first, so that every element is aligned.
+
+    Raises:
+        ValueError: too many tensors for the format.
+    """
+    order = sorted(range(len(datasets)), key=lambda i: -datasets[i].dtype.itemsize)
+    kinds = _names_of_dtypes({dataset.dtype for dataset in datasets})
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    ends, end = {}, 0
+    for i in order:
+        dataset = datasets[i]
+        start, end = end, end + dataset.nbytes()
+        ends[i] = start
+        entry = {"dtype": kinds[dataset.dtype], "shape": list(dataset.shape), "data_offsets": [start, end]}
+        header[dataset.name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MOST:
+        raise ValueError(f"the header has {len(text):,} bytes, {_MOST:,} at most are possible: names are too many")
+    with path.open("r+b") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return [8 + len(text) + ends[i] for i in range(len(datasets))]
+
+
+def _names_of_dtypes(dtypes: set[torch.dtype]) -> dict[torch.dtype, str]:
+    """The names that the format has for dtypes: the library tells them only in a file."""
+    from safetensors.torch import save
+
+    found = {}
+    for dtype in dtypes:
+        small = save({"data": torch.empty(1, dtype=dtype, device="cpu")})
+        found[dtype] = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])["data"]["dtype"]
+    return found

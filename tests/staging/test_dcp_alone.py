@@ -1,0 +1,76 @@
+"""Checkpoints without MPI: in processes that torch starts itself, over gloo, on the ShardedTensors of torch's tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+PROGRAM = """
+    import itertools, sys, warnings
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    import torch.multiprocessing as mp
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+    from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
+
+    def shards(*parts):
+        return EnumerableShardingSpec([ShardMetadata(list(o), list(s), placement=f"rank:{r}/cpu") for o, s, r in parts])
+
+    SPECS = [
+        ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]),
+        ChunkShardingSpec(1, ["rank:1/cpu", "rank:0/cpu"]),
+        ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu", "rank:1/cpu", "rank:0/cpu"]),
+        shards(((0, 0), (2, 20), 0), ((2, 0), (1, 20), 1), ((3, 0), (3, 20), 0), ((6, 0), (4, 20), 1)),
+        shards(((0, 0), (10, 7), 1), ((0, 7), (4, 13), 1), ((4, 7), (6, 13), 0)),
+    ]
+    WHOLE = torch.arange(200.0).view(10, 20)
+
+    def tensor(spec, filled):
+        made = sharded_tensor.zeros(spec, 10, 20, init_rrefs=False)
+        for shard in made.local_shards() if filled else ():
+            at = [slice(o, o + n) for o, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)]
+            shard.tensor.copy_(WHOLE[tuple(at)])
+        return made
+
+    def run(rank, folder):
+        warnings.simplefilter("ignore")
+        store = dist.FileStore(f"{folder}/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        for k, (first, second) in enumerate(itertools.permutations(SPECS, 2)):
+            path = f"{folder}/{k % 2}.h5"
+            dcp.save({"x": tensor(first, True), "k": k}, storage_writer=HDF5Writer(path, window=300))
+            state = {"x": tensor(second, False), "k": -1}
+            dcp.load(state, storage_reader=HDF5Reader(path, verify=True))
+            expected = tensor(second, True).local_shards()
+            same = [torch.equal(a.tensor, b.tensor) for a, b in zip(state["x"].local_shards(), expected, strict=True)]
+            assert all(same) and same and state["k"] == k, (k, same, state["k"])
+            dist.barrier()
+        future = dcp.async_save({"x": WHOLE}, storage_writer=HDF5Writer(f"{folder}/a.h5"),
+                                async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS)
+        future.result()
+        state = {"x": torch.zeros(10, 20)}
+        dcp.load(state, storage_reader=HDF5Reader(f"{folder}/a.h5"))
+        assert torch.equal(state["x"], WHOLE)
+        assert "mpi4py.MPI" not in sys.modules
+        dist.barrier()
+        dist.destroy_process_group()
+        print("done", flush=True)
+
+    if __name__ == "__main__":
+        mp.spawn(run, (sys.argv[1],), nprocs=2)
+"""
+
+
+def test_sharded_tensors_of_any_plan_without_mpi(tmp_path: Path) -> None:
+    """Shards of one plan load into those of every other; also from the process that async_save starts."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr[-3000:]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py") == ["0.h5", "1.h5", "a.h5", "store"]
