@@ -41,6 +41,9 @@ class MpiBackend(Operations, Backend):
     def supports_splitting(self) -> bool:
         return True
 
+    # torch 2.14 and 2.15 ask the class in Python for what the base class would answer, which asks it again.
+    supports_coalescing = supports_abort_hooks = supports_reconfigure = supports_window = False
+
     def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend | None:
         """Make a backend of some ranks; None elsewhere. Collective over these ranks alone."""
         if self._team.rank not in ranks:
