@@ -48,7 +48,7 @@ class MpiBackend(Operations, Backend):
         return True
 
     # torch asks these of the class before its own ones, which would ask again, for ever.
-    supports_coalescing = _supports_time_estimate = property(lambda self: False)
+    supports_coalescing = _supports_time_estimate = supports_abort_hooks = property(lambda self: False)
     supports_shrinking = supports_reconfigure = supports_window = property(lambda self: False)
 
     def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend:

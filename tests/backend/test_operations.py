@@ -319,10 +319,7 @@ def test_what_is_wrong_on_this_rank_raises_here(world: hd.World) -> None:
         lambda: all_gather_single(torch.ones(2 * size, dtype=torch.int32), x),
         lambda: dist.reduce_scatter(x, [x] * (size + 1)),
         lambda: dist.all_to_all_single(torch.ones(size), torch.ones(size), [2] * size, [1] * size),
-<<<<<<< HEAD
-=======
         lambda: dist.all_reduce(torch.ones(2).to_sparse(), dist.ReduceOp.MAX),
->>>>>>> ecosystem
         lambda: dist.broadcast(torch.ones(2).to_sparse(), 0),
         lambda: dist.send(x, (world.rank + 1) % size, tag=-1),
         lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
