@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hpcdist import staging
 from hpcdist.control import objects
@@ -132,7 +133,7 @@ def _start(line: Line, facts: Facts, folder: str, limit: float) -> World | None:
         line.facts([facts])
         return None
     device = str(here.device.type)
-    facts["init"] = {"seconds": time.perf_counter() - begin, "device": device, "own_gpus": here.settings.own_gpus}
+    facts["init"] = {"seconds": time.perf_counter() - begin, "device": device, "backend": dist.get_backend_config()}
     return here
 
 
@@ -142,7 +143,7 @@ def _init(ranks: Ranks) -> Verdict:
     if failed is not None:
         return "broken", f"{ranks_text(failed[1])}: {failed[0]}", "see this text, and the findings above"
     seconds = max(facts["init"]["seconds"] for facts in ranks)
-    backend = "cpu:gloo,cuda:nccl" if ranks[0]["init"]["own_gpus"] else "gloo"
+    backend = ranks[0]["init"]["backend"]
     devices = each(ranks, lambda facts: str(facts["init"]["device"]))
     return "ok", f"in {seconds:.2f} s; torch.distributed runs {backend}; device {devices}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ reduce_scatter_single = _single["reduce_scatter_single"] or dist.reduce_scatter_
 
 
 @pytest.fixture(params=["whole", "in pieces"], autouse=True)
-def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything twice: as it is, and with limits so low that small tensors go the way of large ones."""
     if request.param == "in pieces":
         monkeypatch.setattr(limits, "PIECE", 64)
@@ -47,7 +47,6 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(collectives, "PACKED", 0)
         monkeypatch.setattr(shared, "LEAST", 0)
         monkeypatch.setattr(shared, "SLOT", 128)
-    yield
 
 
 def _fold(step: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
         "sees": True,
         "cuda_aware": True,
         "file": {"seconds": 0.02, "writer": "mpio"},
-        "init": {"seconds": 0.2, "device": "cuda", "own_gpus": True},
+        "init": {"seconds": 0.2, "device": "cuda", "backend": "cpu:mpi,cuda:nccl"},
     }
 
 
