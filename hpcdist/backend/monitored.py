@@ -34,8 +34,8 @@ def monitored_barrier(team: Communicator, number: int, timeout: timedelta, wait_
         sent = team.comm.Isend([b"", MPI.BYTE], 0, tag)
         if _missing({0: team.comm.Irecv([bytearray(0), MPI.BYTE], 0, tag)}, end, True):
             raise RuntimeError(
-                f"Rank {team.rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
-                f"from rank 0: it failed to pass {text}"
+                f"Rank {team.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: it failed to pass {text}"
             )
         sent.Wait()
         return
