@@ -29,19 +29,24 @@ def monitored_barrier(team: Communicator, number: int, timeout: timedelta, wait_
         RuntimeError: on rank 0, if a rank has not come in time; on the others, if rank 0 has not let them go on.
     """
     end, tag = time.monotonic() + timeout.total_seconds(), 1 + number % _TAGS
-    text = f"monitored_barrier in {1000 * timeout.total_seconds():g} ms"
+    text = f"monitoredBarrier in {1000 * timeout.total_seconds():g} ms"  # the errors are worded as gloo's
     if team.rank:
         sent = team.comm.Isend([b"", MPI.BYTE], 0, tag)
         if _missing({0: team.comm.Irecv([bytearray(0), MPI.BYTE], 0, tag)}, end, True):
-            raise RuntimeError(f"rank {team.rank} has reached it, but rank 0 failed to pass {text}")
+            raise RuntimeError(
+                f"Rank {team.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: it failed to pass {text}"
+            )
         sent.Wait()
         return
+    if not timeout:
+        raise RuntimeError("Rank 0 timed out in monitoredBarrier after 0 ms")
     others = range(1, team.size)
     missing = _missing({r: team.comm.Irecv([bytearray(0), MPI.BYTE], r, tag) for r in others}, end, wait_all_ranks)
     if missing:
         names = ", ".join(map(str, missing))
         raise RuntimeError(
-            f"rank {names} failed to pass {text}" if len(missing) == 1 else f"ranks {names} failed to pass {text}"
+            f"Rank {names} failed to pass {text}" if len(missing) == 1 else f"Ranks {names} failed to pass {text}"
         )
     for rank in others:
         team.comm.Isend([b"", MPI.BYTE], rank, tag).Wait()

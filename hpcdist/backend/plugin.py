@@ -47,9 +47,9 @@ class MpiBackend(Operations, Backend):
     def supports_splitting(self) -> bool:
         return True
 
-    # torch asks these of the class before its own ones, which would ask again, for ever.
-    supports_coalescing = _supports_time_estimate = supports_abort_hooks = property(lambda self: False)
-    supports_shrinking = supports_reconfigure = supports_window = property(lambda self: False)
+    # torch 2.14 and 2.15 ask the class in Python for what the base class would answer, which asks it again.
+    supports_coalescing = supports_abort_hooks = supports_reconfigure = supports_window = False
+    supports_shrinking = _supports_time_estimate = False
 
     def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend:
         """Make a backend of some ranks, on these ranks. Collective over them alone."""

@@ -35,7 +35,7 @@ def seconds(timeout: timedelta | None) -> float | None:
 
 
 def _forget(tensors: Any) -> None:
-    """Take finished work out of torch's register of work in flight, which only torch's own backends do in wait()."""
+    """Remove finished work from torch's register of work in flight, as wait() of torch's own backends does."""
     if not _registered():
         return
     if isinstance(tensors, torch.Tensor):

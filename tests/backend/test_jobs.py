@@ -66,8 +66,8 @@ def test_an_uncaught_error_ends_the_job_and_is_printed() -> None:
 def test_monitored_barrier_names_who_is_missing() -> None:
     job = run("monitored", 3)
     assert job.status == 0, job.err
-    assert "rank 0: rank 1 failed to pass monitored_barrier in 500 ms" in job.out
-    assert "rank 2: rank 2 has reached it, but rank 0 failed to pass monitored_barrier" in job.out
+    assert "rank 0: Rank 1 failed to pass monitoredBarrier in 500 ms" in job.out
+    assert "rank 2: Rank 2 successfully reached monitoredBarrier, but received errors" in job.out
 
 
 @pytest.mark.once
