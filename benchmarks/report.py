@@ -43,6 +43,8 @@ def shards(record: Record, case: Case) -> str:
         return f"np {record.world_size}, {results.show_size(case.size)} a rank, {KINDS[case.skew]}"
     if case.skew in STRUCTURES:
         return f"np {record.world_size}, {STRUCTURES[case.skew]}, {results.show_size(case.size)} a list"
+    if record.verb == "backend":
+        return f"np {record.world_size}, {case.what}, {results.show_size(case.size)}"
     size, least = results.show_size(max(case.nbytes)), results.show_size(min(case.nbytes))
     return f"np {record.world_size}, {size} a rank" + ("" if case.skew == "even" else f" on rank 0, else {least}")
 

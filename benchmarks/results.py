@@ -18,6 +18,7 @@ ROUTES = {route: f"hpcdist, route {route}" for route in ("mpi", "gloo", "hdf5")}
 MPI4PY_NEW, MPI4PY_PICKLE = "mpi4py, counts exchanged, new memory", "mpi4py, pickle"
 GLOO_PADDED = "gloo, padded"
 GLOO_BY_ROOT, GLOO_OBJECT = "gloo, sends to the root, broadcast", "gloo, all_gather_object"
+GLOO_GROUP, MPI_GROUP = "gloo", "mpi"  # backend; the baseline is gloo
 # redistribute; the baseline is pack, Alltoallv, unpack
 ALLTOALLV_OWN, ALLTOALLW = "Alltoallv, own piece by MPI too", "Alltoallw, subarrays"
 ALLTOALLW_COPY, MESSAGES = "Alltoallw, own piece copied", "Isend, Irecv, subarrays, own piece copied"

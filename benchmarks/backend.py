@@ -1,0 +1,168 @@
+"""The process group "mpi" beside gloo's, in one run: torch's collectives, and a step of DDP.
+
+mpirun -n 2 python benchmarks/backend.py --only all_reduce,DDP --sizes 8,64M
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from harness import Contender, Step
+from mpi4py import MPI
+from results import GLOO_GROUP, MPI_GROUP
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hpcdist as hd
+
+DDP = {"DDP step, 1 million": (2, 700), "DDP step, 100 million": (6, 4082)}  # layers, and features of each
+
+
+@dataclass
+class Case:
+    """A collective on this rank: float32 whose values tell rank and place; `size` is the bytes that a rank sends."""
+
+    size: int
+    what: str
+    comm: MPI.Intracomm
+    x: Tensor
+    out: Tensor
+    expected: Tensor
+    skew: str = "even"
+
+    @property
+    def nbytes(self) -> list[int]:
+        return [self.x.nbytes] * self.comm.size
+
+    def reset(self) -> None:
+        """The result's memory holds the input where the call reduces, or broadcasts, in place."""
+        self.out.copy_(self.x) if self.out.shape == self.x.shape else self.out.fill_(-1)
+
+    def correct(self, result: Tensor) -> bool:
+        return torch.equal(result, self.expected)
+
+    def intact(self) -> bool:
+        return torch.equal(self.x, _values(self.comm.rank, self.x.numel()))
+
+
+def _values(rank: int, numel: int) -> Tensor:
+    return (torch.arange(numel) % 1000 + 1000 * rank).float()
+
+
+def make_case(comm: MPI.Intracomm, what: str, size: int) -> Case:
+    """Make the data of a collective on this rank, and what plain indexing and sums give."""
+    p, numel = comm.size, max(1, size // 4)
+    numel += -numel % p if what in ("reduce_scatter_single", "all_to_all_single") else 0
+    everything = torch.stack([_values(rank, numel) for rank in range(p)])
+    mine = slice(comm.rank * (numel // p), (comm.rank + 1) * (numel // p))
+    expected = {
+        "all_reduce": lambda: everything.sum(0),
+        "broadcast": lambda: everything[0].clone(),
+        "all_gather_single": lambda: everything.flatten(),
+        "reduce_scatter_single": lambda: everything.sum(0)[mine].clone(),
+        "all_to_all_single": lambda: everything[:, mine].flatten(),
+    }[what]()
+    return Case(size, what, comm, everything[comm.rank].clone(), torch.empty_like(expected), expected)
+
+
+CALLS: dict[str, Callable[[Case, Any], object]] = {
+    "all_reduce": lambda case, group: dist.all_reduce(case.out, group=group),
+    "broadcast": lambda case, group: dist.broadcast(case.out, 0, group=group),
+    "all_gather_single": lambda case, group: dist.all_gather_into_tensor(case.out, case.x, group=group),
+    "reduce_scatter_single": lambda case, group: dist.reduce_scatter_tensor(case.out, case.x, group=group),
+    "all_to_all_single": lambda case, group: dist.all_to_all_single(case.out, case.x, group=group),
+}
+
+
+def contender(name: str, group: Any, what: str) -> Contender:
+    """A collective of a group."""
+
+    def call(case: Case) -> Tensor:
+        CALLS[what](case, group)
+        return case.out
+
+    return Contender(name, call)
+
+
+@dataclass
+class Training:
+    """A model of linear layers in DDP, for each group; a step is forward, backward and the sum of the gradients."""
+
+    what: str
+    comm: MPI.Intracomm
+    model: nn.Module
+    x: Tensor
+    size: int
+    skew: str = "even"
+    wrapped: dict[str, nn.Module] = field(default_factory=dict)
+    expected: Tensor | None = None
+
+    @property
+    def nbytes(self) -> list[int]:
+        return [self.size] * self.comm.size
+
+    def step(self, name: str, group: Any) -> Tensor:
+        if name not in self.wrapped:
+            self.wrapped[name] = DistributedDataParallel(self.model, process_group=group)
+        self.model.zero_grad(set_to_none=True)
+        self.wrapped[name](self.x).square().mean().backward()
+        found = next(self.model.parameters()).grad
+        assert found is not None
+        return found
+
+    def reset(self) -> None: ...
+
+    def correct(self, result: Tensor) -> bool:
+        """The gradient is the first contender's, which is gloo's."""
+        if self.expected is None:
+            self.expected = result.clone()
+        return torch.allclose(result, self.expected)
+
+    def intact(self) -> bool:
+        return self.expected is not None
+
+
+def make_training(comm: MPI.Intracomm, what: str) -> Training:
+    """Make a model, the same on all ranks, and a batch of this rank's own."""
+    layers, features = DDP[what]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(features, features) for _ in range(layers)))
+    torch.manual_seed(comm.rank)
+    size = sum(p.nbytes for p in model.parameters())
+    return Training(what, comm, model, torch.randn(8, features), size)
+
+
+def _training_contender(name: str, group: Any) -> Contender:
+    return Contender(name, lambda case: case.step(name, group))
+
+
+def main() -> None:
+    parser = harness.parser(__doc__, "8,1K,64K,256K,1M,16M,64M", seconds=120)
+    parser.add_argument(
+        "--only", type=harness.words, default=[""], metavar="LIST", help="names with these words in them"
+    )
+    asked = parser.parse_args()
+    with hd.init(device="cpu", backend="mpi") as world:
+        groups = {GLOO_GROUP: dist.new_group(backend="gloo"), MPI_GROUP: dist.group.WORLD}
+        whats = [what for what in (*CALLS, *DDP) if any(word in what for word in asked.only)]
+        steps = [
+            Step(partial(make_case, what=what, size=size), [contender(n, g, what) for n, g in groups.items()])
+            for what, size in product([w for w in whats if w in CALLS], asked.sizes)
+        ]
+        steps += [
+            Step(partial(make_training, what=what), [_training_contender(n, g) for n, g in groups.items()])
+            for what in whats
+            if what in DDP
+        ]
+        harness.run(harness.start("backend", world.comm), world.comm, steps, asked)
+
+
+if __name__ == "__main__":
+    main()
