@@ -73,4 +73,5 @@ def test_sharded_tensors_of_any_plan_without_mpi(tmp_path: Path) -> None:
         [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=110, check=False
     )
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr[-3000:]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py") == ["0.h5", "1.h5", "a.h5", "store"]
+    left = {path.name for path in tmp_path.iterdir()} - {"program.py", "store"}  # torch may delete the store
+    assert left == {"0.h5", "1.h5", "a.h5"}
