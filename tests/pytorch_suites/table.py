@@ -31,14 +31,6 @@ CAUSES: dict[str, str] = {
     "test_monitored_barrier_gloo_subgroup": _NAME,
     "test_noncontiguous_all_to_all_error": "expects an error for strided tensors: here they work",
     "test_split_group": "torch takes no answer from a backend in Python on ranks in no group: an error here, and why",
-    **dict.fromkeys(
-        [
-            "test_all_to_all_group",
-            "test_all_to_all_single_equal_split_group",
-            "test_all_to_all_single_unequal_split_group",
-        ],
-        "needs rank 2",
-    ),
 }
 
 
