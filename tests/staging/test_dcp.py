@@ -232,6 +232,11 @@ def test_async_save_keeps_the_values_of_the_call(world: hd.World, folder: Path) 
     findings.settle()
 
 
+def _unreadable(reason: str) -> str:
+    """What DCP says of a file that cannot be read at all: until torch 2.12, it drops the reader's own words."""
+    return reason if torch.__version__ >= (2, 13) else "metadata is None"
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=["rows", "columns"])
 def test_damage_is_found(placement: Shard, world: hd.World, folder: Path) -> None:
     """By the rank that reads it, whose name DCP gives, and in whole pieces without being asked."""
@@ -258,7 +263,7 @@ def test_damage_is_found(placement: Shard, world: hd.World, folder: Path) -> Non
         path.write_bytes(data.replace(b'"planner_data"', b'"planner_Data"'))
     world.comm.Barrier()
     error = failure(world, lambda: dcp.load({}, storage_reader=HDF5Reader(path)))
-    assert_on_all_ranks(world.comm, "what it holds besides tensors is damaged" in str(error), error)
+    assert_on_all_ranks(world.comm, _unreadable("what it holds besides tensors is damaged") in str(error), error)
 
 
 class Faulty(HDF5Writer):
@@ -456,7 +461,7 @@ def test_what_is_refused(world: hd.World, folder: Path) -> None:
     )
     findings.check("use_collectives" in str(raised), raised)
     error = failure(world, lambda: dcp.load({}, storage_reader=HDF5Reader(folder / "no.h5")))
-    findings.check("no such file" in str(error), error)
+    findings.check(_unreadable("no such file") in str(error), error)
     findings.check(os.listdir(folder) == [], os.listdir(folder))
     findings.settle()
 
