@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from hpcdist.collectives.concat import concat
+from hpcdist.comm import rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Finding
 from hpcdist.doctor.supervisor import Line
 from hpcdist.errors import HpcdistError
 from hpcdist.routes import select
 from hpcdist.runtime.cli import placed, timed
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, environ
 
 __all__ = ["gather", "judge"]
 
@@ -40,6 +41,8 @@ def gather(line: Line, world: World) -> list[dict[str, Any]]:
 
 def _time(world: World, name: str) -> dict[str, Any]:
     absent = select.load(name).missing(world.team)
+    if name == "gloo" and any(objects.all_gather_object(world.team.comm, _names_no_interface())):
+        absent = "GLOO_SOCKET_IFNAME names an interface that is not there"
     if absent:
         return {"absent": absent}
     x = placed(world, torch.full((_NBYTES,), world.rank % 128, dtype=torch.uint8, device="cpu"), name)
@@ -51,6 +54,12 @@ def _time(world: World, name: str) -> dict[str, Any]:
         return {"error": str(error)}
     right = all(objects.all_gather_object(world.team.comm, bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
     return {"seconds": median(seconds), "bytes": _NBYTES * world.world_size, "right": right}
+
+
+def _names_no_interface() -> bool:
+    """Whether gloo would fail on this node, in the middle of its first call."""
+    named = environ().get("GLOO_SOCKET_IFNAME", "")
+    return any(name not in rendezvous.interfaces() for name in named.split(",") if name)
 
 
 def judge(rows: list[dict[str, Any]]) -> list[Finding]:
