@@ -1,8 +1,9 @@
 """Reductions through memory that the ranks of a node share: each rank reduces a part of the data for all of them.
 
 A tensor passes through a window of the group in rounds. In each, every rank writes its data for the others into its
-slot, reduces its own part from all slots, and copies the others' parts of the result. Slots and results are small
-enough to stay in the caches; two sets of them take turns, so that a round has two barriers.
+slot, reduces its own part from all slots, and copies the others' parts of the result. Slots and result are small
+enough to stay in the caches. Of a round's two barriers, the first ends all use of the last round's result, and the
+second all use of the slots.
 """
 
 from __future__ import annotations
@@ -29,19 +30,18 @@ def all_reduce(team: Communicator, x: Tensor, out: Tensor, op: Reduction) -> boo
     Returns:
         Whether it has; False on all ranks if they cannot share memory.
     """
-    memory = team.shared_memory(SLOT * (team.size + 1) * 2)
+    memory = team.shared_memory(SLOT * (team.size + 1))
     if memory is None:
         return False
     size, me, barrier = team.size, team.rank, team.comm.Barrier
-    step = SLOT // x.itemsize
-    for turn, (start, length) in enumerate(layout.pieces(x.numel(), step)):
-        slots = memory[: 2 * (size + 1) * SLOT].view(2, size + 1, SLOT)[turn % 2].view(x.dtype)
+    slots = memory[: (size + 1) * SLOT].view(size + 1, SLOT).view(x.dtype)
+    result = slots[size]
+    for start, length in layout.pieces(x.numel(), SLOT // x.itemsize):
         first, last = layout.block_ranges(length, size, size)[me]
         here = x[start : start + length]
         slots[me, :first].copy_(here[:first])
         slots[me, last:length].copy_(here[last:])
         barrier()
-        result = slots[size]
         if last > first:
             parts = [here[first:last] if rank == me else slots[rank, first:last] for rank in range(size)]
             op.of(parts, result[first:last])

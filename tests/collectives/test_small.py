@@ -218,7 +218,9 @@ def test_small_calls_with_out_and_counts_are_known(world: hd.World, monkeypatch:
     call()
     monkeypatch.setattr(Concat, "plan", refuse)
     monkeypatch.setattr(Scatter, "plan", refuse)
+    out.fill_(-1), one.fill_(-1)
     call()
+    assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(world.world_size)) and one.item() == 1)
 
 
 def test_what_another_rank_changed_once_is_remembered_then(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
