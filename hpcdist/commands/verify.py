@@ -51,35 +51,39 @@ def verify_files(data: Inputs, parts: Sequence[tuple[str, Box]], window: int) ->
         "verified", and the "sha256" of the bytes of the files' arrays, one after the other.
     """
     right, digest = True, hashlib.sha256()
+    size = max(window // 4, 16)  # an element of any dtype
+    one, other = (torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(2))  # new ones fragment the heap
     for spec, whole in parts:
         with sources.open_array(spec, by_library=True) as held:
             right = right and held.shape == whole.shape and held.dtype == data.dtype
             for source, box in zip(data.sources, data.boxes(), strict=True) if right else ():
-                right = right and _same(data, source, box, held, whole, window // 4)
-            for box in _blocks(layout.whole(held.shape), held.dtype, window // 4):
-                digest.update(memory(_read(held, box, held.dtype, window // 4)))
+                right = right and _same(data, source, box, held, whole, one, other)
+            for box in _blocks(layout.whole(held.shape), held.dtype, one.nbytes):
+                digest.update(memory(_read(held, box, held.dtype, one)))
     return {"verified": right, "sha256": digest.hexdigest()}
 
 
-def _same(data: Inputs, source: Source, box: Box, held: Reader, whole: Box, window: int) -> bool:
-    """Compare a file, which holds `whole` of the array, with an input, which is `box` of it, where they intersect."""
+def _same(data: Inputs, source: Source, box: Box, held: Reader, whole: Box, one: Tensor, other: Tensor) -> bool:
+    """Compare a file, which holds `whole` of the array, with an input, which is `box` of it, where they intersect, in
+    two buffers of the same size."""
     common = box.intersect(whole)
     if common.size() == 0:
         return True
     with data.open(source, by_library=True) as array:
         if array.shape != source.shape or array.dtype != source.dtype:
             return False
-        for part in _blocks(common, data.dtype, window):
-            got = _read(held, part.relative_to(whole.offset), data.dtype, window)
+        for part in _blocks(common, data.dtype, one.nbytes):
+            got = _read(held, part.relative_to(whole.offset), data.dtype, one)
             inner = part.relative_to(box.offset) if source.shape else Box((), ())  # 0-d: one row of the whole
-            if not equal(got, _read(array, inner, data.dtype, window).view(part.shape)):
+            if not equal(got, _read(array, inner, data.dtype, other).view(part.shape)):
                 return False
     return True
 
 
-def _read(array: Reader, box: Box, dtype: torch.dtype, window: int) -> Tensor:
-    x = torch.empty(box.shape, dtype=dtype, device="cpu")
-    array.read(box, x, window)
+def _read(array: Reader, box: Box, dtype: torch.dtype, buffer: Tensor) -> Tensor:
+    """Read a box of an array into the first bytes of a buffer, which bounds what the array's reader may use as well."""
+    x = buffer[: box.size() * dtype.itemsize].view(dtype).view(box.shape)
+    array.read(box, x, buffer.nbytes)
     return x
 
 

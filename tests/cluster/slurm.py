@@ -200,8 +200,8 @@ class Slurm:
         return _output(self._show(job))
 
     def _show(self, job: str) -> dict[str, str]:
-        text = self.run(["scontrol", "--oneliner", "show", "job", job]).out
-        return dict(re.findall(r"(\S+?)=(\S*)", text))
+        asked = self.run(["scontrol", "--oneliner", "show", "job", job])
+        return dict(re.findall(r"(\S+?)=(\S*)", asked.out)) or {"JobState": f"UNKNOWN: {asked.err}"}
 
     def _ended(self, job: str) -> Ended | None:
         shown = self._show(job)
