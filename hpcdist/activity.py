@@ -5,21 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from types import CodeType, FrameType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from hpcdist import callsite
 from hpcdist.procstat import started
 
 __all__ = [
     *("ANYBODY", "ENDING", "FINALIZED", "NOBODY", "RUNNING", "Counted", "Entry", "InCall", "Process", "SharedRecord"),
-    *("ThreadRecord", "ThreadStatus", "outside", "place", "refuse", "start", "touch", "where"),
+    *("ThreadRecord", "ThreadStatus", "expect_limit", "refuse", "start", "thread_calls", "touch"),
 ]
 
 RUNNING, FINALIZED, ENDING = 0, 1, 2  # states of a process; the last one ends the job on purpose
@@ -29,14 +27,10 @@ _HEAD = struct.Struct("<qqq")  # of a rank: pid, when the system started that pr
 _RECORD = struct.Struct("<qqdq")  # of a thread: calls begun, calls finished, when the last one finished, thread ID
 _COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # the first field of that; the second and third
 _ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, its number in the team, the text's length
-_TEXT = 400  # bytes
-_PATH = 200  # characters of a path that are shown
+_TEXT = callsite.LONGEST
 _THREADS = 64  # threads of a rank whose calls the other ranks see; those of more threads only have deadlines
 _RECORD_SIZE = _RECORD.size + 2 * (_ENTRY.size + _TEXT)
 _SLOT_SIZE = 2**16  # bytes a rank
-
-_TORCH = os.path.join("-packages", "torch", "")
-_HOME = os.path.dirname(__file__) + os.sep
 
 
 class Entry(NamedTuple):
@@ -86,6 +80,7 @@ class ThreadRecord:
         patient: whether the call under way has no deadline.
         limit: its deadline in seconds, if it has one of its own.
         waited: seconds for which the call under way has made no progress.
+        work: torch's handle of the call under way, if torch runs it in the background: it ends with that.
     """
 
     def __init__(self, memory: memoryview, at: int) -> None:
@@ -97,9 +92,14 @@ class ThreadRecord:
         self.patient = False
         self.limit: float | None = None
         self.waited = 0.0
+        self.work: Any = None
+        self._settling = threading.Lock()
         self._seen = (0, 0)  # begun and touched at the latest wait()
 
     def begin(self, team: int, number: int, text: bytes) -> None:
+        if self.work is not None:
+            with self._settling:
+                self.work = None
         self.begun = begun = self.begun + 1
         odd = begun & 1
         at = self._entries[odd]
@@ -124,6 +124,13 @@ class ThreadRecord:
         seen, self._seen = self._seen, (self.begun, self.touched)
         busy = self.begun > self.finished and not self.patient
         self.waited = self.waited + seconds if seen == self._seen and busy else 0.0
+
+    def settle(self) -> None:
+        """End the call under way if its `work` is done, and let that go; called by the watching thread alone."""
+        with self._settling:
+            if self.work is not None and self.work.is_completed():
+                self.work = None
+                self.end()
 
     def end(self) -> None:
         self.finished = self.begun
@@ -186,8 +193,18 @@ shortest = inf  # seconds of the shortest deadline of any call's own
 peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
 thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
 _free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
+wake: Callable[[], None] | None = None  # has the watching thread look at the calls now
 _refusal: Callable[[], Exception] | None = None  # makes the error that calls raise in this process
 _mine = threading.local()
+
+
+def expect_limit(seconds: float) -> None:
+    """Have the watching thread look often enough for calls with this deadline of their own."""
+    global shortest
+    if seconds < shortest:
+        shortest = seconds
+        if wake is not None:
+            wake()
 
 
 def start(record: SharedRecord | None, local_rank: int = 0) -> None:
@@ -221,6 +238,11 @@ class _ThreadCalls:
 
     def __del__(self) -> None:
         self._free.insert(0, self.record)
+
+
+def thread_calls() -> _ThreadCalls | None:
+    """Return the record of this thread; None where nothing is watched."""
+    return getattr(_mine, "own", None) or _own()
 
 
 def _own() -> _ThreadCalls | None:
@@ -262,14 +284,14 @@ class InCall:
         text: bytes | None = None,
         limit: float | None = None,
     ) -> None:
-        self._own = own = getattr(_mine, "own", None) or _own()
+        self._own = own = getattr(_mine, "own", None) or _own()  # as thread_calls() does, without a call
         if own is None:
             return
         if own.depth == 0:
             number = 0 if team is None else team.next_call() if peer is None else -1 - peer
             own.record.patient = peer == NOBODY
             own.record.limit = limit
-            own.record.begin(0 if team is None else team.number, number, text or where(verb))
+            own.record.begin(0 if team is None else team.number, number, text or callsite.where(verb))
         own.depth += 1  # what raises above has begun no call
 
     def __enter__(self) -> None:
@@ -288,53 +310,3 @@ def touch() -> None:
     own: _ThreadCalls | None = getattr(_mine, "own", None)
     if own is not None:
         own.record.touched += 1
-
-
-# Keyed by the ID of code objects, which are kept alive for that: hashing one takes longer than all the rest. Both are
-# bounded: a program may make its code as it runs.
-_MOST_PLACES = 4096
-_texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
-_inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is this library's or torch's
-
-
-def where(verb: str, frames: int = 1) -> bytes:
-    """Describe the call being made, with the file and line of the user's code.
-
-    Args:
-        frames: number of innermost frames that are certainly this library's; to look at a frame takes time.
-    """
-    frame = outside(sys._getframe(frames))
-    key = (verb, id(frame.f_code), frame.f_lineno)
-    known = _texts.get(key)
-    if known is None:
-        if len(_texts) >= _MOST_PLACES:
-            _texts.clear()
-        call = verb if " " in verb else f"{verb}()"
-        text = f"{call} at {place(frame)}".encode(errors="backslashreplace")[:_TEXT]
-        known = _texts[key] = text, frame.f_code
-    return known[0]
-
-
-def outside(frame: FrameType) -> FrameType:
-    """Return the innermost frame of the user's code; in a command of this library, the outermost frame."""
-    while (back := frame.f_back) is not None:
-        code = frame.f_code
-        known = _inside.get(id(code))
-        if known is None:
-            if len(_inside) >= _MOST_PLACES:
-                _inside.clear()
-            known = _inside[id(code)] = code.co_filename.startswith(_HOME) or _TORCH in code.co_filename, code
-        if not known[0] or back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
-            break
-        frame = back
-    return frame
-
-
-def place(frame: FrameType) -> str:
-    """Return the file and line of a frame; the file relative to the current folder, a long one cut at its start."""
-    path = frame.f_code.co_filename
-    with suppress(OSError):  # the current folder was removed
-        path = path.removeprefix(os.getcwd() + os.sep)
-    if len(path) > _PATH:
-        path = "..." + path[-_PATH:]
-    return f"{path}:{frame.f_lineno}"

@@ -78,7 +78,7 @@ class Communicator:
         """Set the deadline of calls from now on; None for that of the world."""
         self.limit = None if timeout is None else timeout.total_seconds()
         if self.limit is not None:
-            activity.shortest = min(activity.shortest, self.limit)
+            activity.expect_limit(self.limit)
 
     def next_call(self) -> int:
         """Return the number of a collective of this group that begins now."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _get_work_registry_size as _registered
 from torch.futures import Future
 
-from hpcdist import activity
+from hpcdist import activity, callsite
 from hpcdist.activity import Counted
 from hpcdist.backend.holders import findable
 
@@ -107,7 +107,7 @@ class Queued(dist.Work):
     def __init__(self, verb: str, team: Team, step: Callable[..., object], args: Any, tensors: Any) -> None:
         super().__init__()
         self.verb = verb
-        self.where = activity.where(verb)
+        self.where = callsite.where(verb)
         self.waited_for = False
         self._team, self._step, self._args = team, step, args
         self._tensors = tensors

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import activity, callsite, layout
 from hpcdist.collectives import autograd
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box
@@ -178,7 +178,7 @@ def run(op: Executable, team: Team, async_op: bool = False) -> Any:
         team.calls[True] += 1
     else:
         team.calls[False] += 1
-        text = activity.where(op.name, frames=2)  # of where() and run(); what called this may be the outermost frame
+        text = callsite.where(op.name, frames=2)  # of where() and run(); what called this may be the outermost frame
         with activity.InCall(op.name, team, text=text), abort.InStep(op.name, team.size):
             result = op.execute(team)
             if op.grad:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import activity
+from hpcdist import activity, callsite
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
@@ -176,7 +176,7 @@ class Background:
             finish: converts the result, in the thread that waits.
             watched: whether it is a call with a deadline.
         """
-        what = activity.where(verb)
+        what = callsite.where(verb)
         before = self.team.foreground.calls[False]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         recorded = eager.recorded()

@@ -20,6 +20,7 @@ from hpcdist.comm import launcher, rendezvous
 from hpcdist.comm.groups import freeing
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.process import forks, streams
+from hpcdist.watch import torch_groups
 from hpcdist.watch.deadlines import FirstMeeting
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def register() -> None:
             backends.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu", "cuda"])
     if NAME in names and type(backends.MPI) is str:
         backends.MPI = _Name(NAME)
+    if PLUGINS:
+        torch_groups.install()
     handlers = torch_rendezvous._rendezvous_handlers
     if handlers["env"] is torch_rendezvous._env_rendezvous_handler:
         handlers["env"] = _rendezvous

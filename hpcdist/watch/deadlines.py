@@ -8,7 +8,7 @@ from datetime import timedelta
 from math import inf
 from numbers import Real
 
-from hpcdist import activity
+from hpcdist import callsite
 from hpcdist.errors import HangError
 from hpcdist.process import abort, exits
 
@@ -82,9 +82,9 @@ class FirstMeeting:
             seconds = deadline(timeout, env_timeout)
         except (TypeError, ValueError):  # raised on all ranks after they have met
             seconds = DEFAULT
-        waits = f"{activity.where('init').decode()} has waited for {seconds:g} s"
+        waits = f"{callsite.where('init').decode()} has waited for {seconds:g} s"
         self._text = f"{waits}: the {size} ranks have not met, some may not have called it"
-        self._frame = activity.outside(sys._getframe())
+        self._frame = callsite.outside(sys._getframe())
         self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._late)
         self._timer.daemon = True
         self._alone = size == 1

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from hpcdist.activity import place
+from hpcdist.callsite import place
 from hpcdist.procstat import status
 
 __all__ = ["children", "condition", "doing", "frames", "stack"]

@@ -105,6 +105,8 @@ class StatusQuery:
 
     def own_report(self) -> Report:
         """Report what this rank is doing."""
+        for record in activity.thread_records:
+            record.settle()
         process, frames = self._record.read(self._slot), procfs.frames()
         report = self._report(self.rank, process)
         for thread, record in zip(report.threads, activity.thread_records, strict=False):

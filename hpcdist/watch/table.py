@@ -8,8 +8,9 @@ from typing import Any
 
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 
-__all__ = ["GONE", "WAITS", "Report", "chain", "made_progress", "missing", "of_json", "table", "verdict"]
+__all__ = ["GONE", "ISSUED", "WAITS", "Report", "chain", "made_progress", "missing", "of_json", "table", "verdict"]
 
+ISSUED = " issued to "  # in the text of a call that is recorded as finished, though a GPU may not have done it
 WAITS = "waits"  # in a call of this library
 IO = "in I/O"
 GONE = ("dead", "stopped")
@@ -79,12 +80,17 @@ def _rows(report: Report, now: float) -> list[list[str]]:
     idle = sorted((t for t in report.threads if t.last is not None), key=lambda thread: thread.ended)
     rows = []
     for thread in busy or idle[-1:] or [ThreadStatus(0, None, None, 0.0)]:
-        last = "none" if thread.last is None else f"{thread.last.text}, {_ago(now - thread.ended)} ago"
+        last = "none" if thread.last is None else f"{_finished(thread.last)}, {_ago(now - thread.ended)} ago"
         if thread.call is None:
             rows.append([*who, last, "no call", "", report.doing])
         else:
             rows.append([*who, last, thread.call.text, _ago(now - thread.call.since), report.doing])
     return rows
+
+
+def _finished(call: Entry) -> str:
+    """Describe a call that is recorded as finished; with its number if it may not be, to compare ranks by."""
+    return f"{call.text}, number {call.number}" if ISSUED in call.text and call.number > 0 else call.text
 
 
 def _ago(seconds: float) -> str:
@@ -147,11 +153,28 @@ def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -
     if not absent and call.number == -1 - ANYBODY:
         lines = ["no rank has sent what this call receives"]
     elif not absent:
-        lines = ["all its ranks have come to this call: it is the transfer that hangs (network, or file system)"]
+        lines = _odd_calls(call, reports)
+        lines = lines or [
+            "all its ranks have come to this call: it is the transfer that hangs (network, or file system)"
+        ]
         lines += [f"{report.who} is {report.doing}" for report in reports.values() if report.doing.startswith(IO)]
     for rank in [rank for rank in absent if rank in reports and reports[rank].stack][:_STACKS]:
         lines += [f"rank {rank} is here:", *reports[rank].stack]
     return "\n".join(lines)
+
+
+def _odd_calls(call: Entry, reports: Mapping[int, Report]) -> list[str]:
+    """Describe the ranks that are in another collective than `call`, by the same number of the same group."""
+    verb = call.text.split("(")[0]
+    return [
+        f"rank {rank} is in {other.text}, not in {call.text}: all ranks of a group must call the same"
+        for rank, report in reports.items()
+        for thread in report.threads
+        if (other := thread.call) is not None
+        and (other.team, other.number) == (call.team, call.number)
+        and call.number > 0
+        and other.text.split("(")[0] != verb
+    ]
 
 
 def _odd_kind(report: Report, call: Entry) -> str:

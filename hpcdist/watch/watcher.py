@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 
-from hpcdist import activity
+from hpcdist import activity, callsite
 from hpcdist.activity import FINALIZED, Entry, ThreadRecord
 from hpcdist.errors import HangError
 from hpcdist.process import abort, exits
@@ -60,6 +60,7 @@ class Watch:
         if self._listens:  # a handler of Python's would not run while the main thread is in MPI
             faulthandler.register(SIGNAL, file=self._dumper, all_threads=False, chain=False)
         abort.at_end(query.end_job, self.explain)
+        activity.wake = self._look_now
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
         self._thread.start()
 
@@ -77,12 +78,18 @@ class Watch:
             self._stopping = True
             os.eventfd_write(self._wake, 1)
         self._thread.join()
+        activity.wake = None
         abort.at_end(None, None)
         if self._listens and signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the program has its own by now
             faulthandler.unregister(SIGNAL)
         self._query.close()
         for fd in (self._wake, self._dump, self._dumper, *(self._peer or ())[1:]):
             os.close(fd)
+
+    def _look_now(self) -> None:
+        with self._lock:
+            if not self._stopping:
+                os.eventfd_write(self._wake, 1)
 
     def explain(self) -> None:
         """Print which ranks are dead or stopped, if any: a possible reason for a transfer that has failed."""
@@ -112,6 +119,7 @@ class Watch:
             now = time.monotonic()
             # After a process was stopped, that time does not count: the others may have been stopped, too.
             for record in activity.thread_records:
+                record.settle()
                 record.wait(min(now - last, 2 * tick))
             last = time.monotonic() if self._react() else now
             sweeps = pool.sweep()
@@ -270,7 +278,7 @@ class Watch:
 
 def _show(record: ThreadRecord, text: str) -> None:
     frame = procfs.frames().get(record.thread)
-    exits.show(HangError(text), frame and activity.outside(frame))
+    exits.show(HangError(text), frame and callsite.outside(frame))
 
 
 def _print_table(text: str) -> None:

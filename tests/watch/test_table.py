@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist import activity
+from hpcdist import activity, callsite
 from hpcdist.activity import ANYBODY, NOBODY, Entry, InCall, SharedRecord, ThreadStatus, start
 from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.table import WAITS, Report, chain, made_progress, missing, of_json, table, verdict
@@ -216,8 +216,8 @@ def test_over_udp() -> None:
 
 def test_what_is_kept_for_each_place_is_bounded() -> None:
     """A program may make its code as it runs."""
-    for turn in range(activity._MOST_PLACES + 100):
-        text = eval(compile("where('concat')", f"made-{turn}.py", "eval"), {"where": activity.where})
+    for turn in range(callsite._MOST_PLACES + 100):
+        text = eval(compile("where('concat')", f"made-{turn}.py", "eval"), {"where": callsite.where})
         assert text.decode() == f"concat() at made-{turn}.py:1"
-    assert len(activity._texts) <= activity._MOST_PLACES
-    assert len(activity._inside) <= activity._MOST_PLACES
+    assert len(callsite._texts) <= callsite._MOST_PLACES
+    assert len(callsite._inside) <= callsite._MOST_PLACES

@@ -1,0 +1,141 @@
+"""The calls of torch's own process groups, those of NCCL and gloo, in the record of calls: from torch 2.14, by hooks.
+
+A call on the CPU is recorded until its work is done. One on a GPU is recorded when it has been issued, since what it
+has become is known to the stream alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hpcdist import activity, callsite
+from hpcdist.watch.table import ISSUED
+
+__all__ = ["TorchGroup", "install"]
+
+_OURS = ("mpi", "mpi4py")  # backends that record their calls themselves
+_HOOK = 0x68706364  # identifies this module's hooks among those of a group
+_EARLIER, _PART = 10.0, 0.25  # the deadline in the record is earlier than torch's: by a quarter, 10 seconds at most
+_MESSAGES = ("SEND", "RECV")
+_issuing = threading.local()  # `call`: group, number of the hook, whether on the CPU, whether it waits for all ranks
+
+
+def _name_of(operation: str) -> str:
+    """Return the name of torch's function for the name of an operation of a hook."""
+    name = operation.removesuffix("_BASE").lower()
+    return {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}.get(name, name)
+
+
+class TorchGroup:
+    """A process group of torch as the record of calls counts it, and its hooks.
+
+    Attributes:
+        number: identity of the group in records of calls, the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._calls = 0
+        name = distributed_c10d._world.pg_names[group]
+        digest = blake2b(f"torch {name}".encode(), digest_size=8).digest()
+        self.number = int.from_bytes(digest, "little") >> 2 << 1 or 2  # an odd number would be one in the background
+
+    def next_call(self) -> int:
+        """Return the number of a collective that begins now."""
+        self._calls += 1
+        return self._calls
+
+    @cached_property
+    def _backends(self) -> dict[str, tuple[str, float | None]]:
+        """Name and deadline in seconds of the backend of each type of device."""
+        group = self._group()
+        assert group is not None
+        activity.peers[self.number] = dist.get_process_group_ranks(group)
+        found: dict[str, tuple[str, float | None]] = {}
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+            limit = None if timeout is None else timeout.total_seconds()
+            limit = limit and limit - min(_EARLIER, _PART * limit)
+            found[device.type] = backend.name(), limit
+            if limit:
+                activity.expect_limit(limit)
+        return found
+
+    def _device(self, args: Any) -> str:
+        """Return the type of device of a call."""
+        devices = list(self._backends)
+        if len(devices) == 1 or len({name for name, _ in self._backends.values()}) == 1:
+            return "cpu" if "cpu" in devices else devices[0]
+        x = next(iter(args.input_tensors or args.output_tensors), None)
+        if isinstance(x, torch.Tensor):
+            return x.device.type
+        return next(device for device in devices if device != "cpu")  # torch has the GPU of a barrier's group wait
+
+    def begin(self, args: Any) -> None:
+        """Record that a call begins: a pre-hook."""
+        own = activity.thread_calls() if activity.thread_records else None
+        if own is None or own.depth:  # no world, or within a call of this library
+            return
+        device = self._device(args)
+        name, limit = self._backends.get(device, ("", None))
+        if not name or name in _OURS:
+            return
+        operation = args.name.name
+        peer = args.root if operation in _MESSAGES else None
+        number = self.next_call() if peer is None else -1 - (peer if peer >= 0 else activity.ANYBODY)
+        kind = f"{_name_of(operation)}() {'of ' if device == 'cpu' else ISSUED.lstrip()}{name}"
+        own.record.patient = True  # if issuing it raises, nobody says that it has ended
+        own.record.limit = limit
+        own.record.begin(self.number, number, callsite.where(kind))
+        _issuing.call = (self, args.op_id, device == "cpu", peer is None)
+
+    def end(self, args: Any) -> None:
+        """Record that a call was issued: a post-hook."""
+        own, call = activity.thread_calls() if activity.thread_records else None, getattr(_issuing, "call", None)
+        if own is None or own.depth or call is None or call[:2] != (self, args.op_id):
+            return
+        _, _, on_cpu, waits_for_all = call
+        _issuing.call = None
+        if on_cpu and args.work is not None:
+            own.record.patient = not waits_for_all  # a message may come whenever its receiver looks for it
+            own.record.work = args.work
+        else:
+            own.record.end()
+
+
+def _record(group: Any) -> None:
+    """Record the calls of a group from now on."""
+    calls = TorchGroup(group)
+    group.register_pre_hook(_HOOK, calls.begin)
+    group.register_post_hook(_HOOK, calls.end)
+
+
+def _recording(register: Callable[..., None]) -> Callable[..., None]:
+    def registered(name: str, group: dist.ProcessGroup) -> None:
+        register(name, group)
+        _record(group)
+
+    registered.__wrapped__ = register  # type: ignore[attr-defined]
+    return registered
+
+
+def install() -> None:
+    """Record the calls of all groups that torch makes or has made; a second call does nothing.
+
+    Each of them passes through one function of torch.distributed, which is replaced.
+    """
+    module: Any = distributed_c10d
+    if not hasattr(module._register_process_group, "__wrapped__"):
+        module._register_process_group = _recording(module._register_process_group)
+        for group in module._world.pg_map:
+            _record(group)

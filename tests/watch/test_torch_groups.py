@@ -1,0 +1,167 @@
+"""The calls of torch's own groups in the record: by made-up hooks with any torch, and by its own from 2.14 on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from launch import mpirun
+from torch.distributed import distributed_c10d
+
+from hpcdist import activity
+from hpcdist.activity import ANYBODY, InCall, SharedRecord, start
+from hpcdist.runtime.registration import PLUGINS
+from hpcdist.watch.torch_groups import TorchGroup
+
+PROGRAM = str(Path(__file__).with_name("gloo_groups.py"))
+
+
+class Made:
+    """A group with backends "cpu:gloo,cuda:nccl"."""
+
+    def __init__(self, backends: dict[str, str]) -> None:
+        self._device_types = [torch.device(kind) for kind in backends]
+        self._backends = backends
+
+    def _get_backend(self, device: torch.device) -> Any:
+        options = SimpleNamespace(_timeout=SimpleNamespace(total_seconds=lambda: 8.0))
+        return SimpleNamespace(name=lambda: self._backends[device.type], options=options)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], TorchGroup]]:
+    """Makes groups whose calls are recorded in this process."""
+    start(SharedRecord(1))
+    kept = []
+
+    def make(backends: dict[str, str]) -> TorchGroup:
+        group: Any = Made(backends)
+        kept.append(group)
+        monkeypatch.setitem(distributed_c10d._world.pg_names, group, "made")
+        monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
+        return TorchGroup(group)
+
+    monkeypatch.setattr(activity, "shortest", 1000.0)
+    monkeypatch.setattr(activity, "peers", {})
+    yield make
+    start(None)
+
+
+def hook(name: str = "ALLREDUCE", device: str = "cpu", root: int = -1, work: Any = None) -> Any:
+    tensors = [torch.empty(1, device=device)]
+    return SimpleNamespace(
+        name=SimpleNamespace(name=name), input_tensors=tensors, output_tensors=[], root=root, op_id=3, work=work
+    )
+
+
+class Work:
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_a_call_on_the_cpu_lasts_until_its_work_is_done(
+    calls: Callable[[dict[str, str]], TorchGroup],
+) -> None:
+    group, work = calls({"cpu": "gloo"}), Work()
+    group.begin(hook())
+    record = activity.thread_records[0]
+    assert record.patient  # it may be refused
+    group.end(hook(work=work))
+    call = record.current()
+    assert call is not None
+    assert (call.team, call.number, call.text.split(" at ")[0]) == (group.number, 1, "all_reduce() of gloo")
+    assert (record.patient, record.limit, activity.shortest, activity.peers[group.number]) == (False, 6.0, 6.0, [0, 1])
+    record.settle()
+    assert record.current() is not None
+    work.done = True
+    record.settle()
+    assert record.current() is None
+    assert record.work is None  # which keeps tensors alive
+    record.settle()
+    assert (record.begun, record.finished) == (1, 1)
+
+
+def test_the_next_call_takes_the_place_of_one_that_nobody_waits_for(
+    calls: Callable[[dict[str, str]], TorchGroup],
+) -> None:
+    group, work = calls({"cpu": "gloo"}), Work()
+    group.begin(hook())
+    group.end(hook(work=work))
+    record = activity.thread_records[0]
+    with InCall("concat", None):
+        work.done = True
+        record.settle()  # the watching thread's look at what was the call before
+        assert record.current() is not None
+        group.begin(hook())  # within a call of this library, which says it all
+        group.end(hook(work=Work()))
+        assert record.begun == 2
+    assert record.current() is None
+
+
+@pytest.mark.parametrize(("root", "number"), [(1, -2), (-1, -1 - ANYBODY)])
+def test_messages_have_no_deadline(root: int, number: int, calls: Callable[[dict[str, str]], TorchGroup]) -> None:
+    group = calls({"cpu": "gloo"})
+    group.begin(hook("RECV", root=root))
+    group.end(hook("RECV", work=Work()))
+    call = activity.thread_records[0].current()
+    assert call is not None
+    assert (call.number, call.text.split(" at ")[0]) == (number, "recv() of gloo")
+    assert activity.thread_records[0].patient
+
+
+def test_a_call_on_a_gpu_is_recorded_as_issued(calls: Callable[[dict[str, str]], TorchGroup]) -> None:
+    """ "meta" stands for the GPU: nothing but its name is looked at."""
+    group = calls({"cpu": "gloo", "meta": "nccl"})
+    group.begin(hook("ALLGATHER_BASE", device="meta"))
+    group.end(hook("ALLGATHER_BASE", device="meta", work=Work()))
+    record = activity.thread_records[0]
+    assert (record.begun, record.finished, record.work) == (1, 1, None)
+    text = bytes(record._memory).decode(errors="replace")
+    assert "all_gather() issued to nccl at " in text
+
+
+def test_this_package_s_backend_records_its_calls_itself(
+    calls: Callable[[dict[str, str]], TorchGroup],
+) -> None:
+    group = calls({"cpu": "mpi", "meta": "nccl"})
+    group.begin(hook())
+    group.end(hook(work=Work()))
+    assert activity.thread_records[0].begun == 0
+    group.begin(hook(device="meta"))
+    assert activity.thread_records[0].begun == 1
+
+
+def test_nothing_is_recorded_without_a_world(calls: Callable[[dict[str, str]], TorchGroup]) -> None:
+    group = calls({"cpu": "gloo"})
+    start(None)
+    group.begin(hook())
+    group.end(hook(work=Work()))
+    assert activity.thread_records == []
+
+
+if PLUGINS:  # torch has hooks
+
+    @pytest.mark.parametrize("case", ["hang", "async"])
+    def test_a_hung_call_of_gloo_is_named(case: str) -> None:
+        job = mpirun(2, PROGRAM, case)
+        assert job.status != 0
+        assert re.search(r"HangError: all_reduce\(\) of gloo at .*gloo_groups.py:\d+ has waited for 3", job.err), (
+            job.err
+        )
+        assert re.search(r"rank 1 \(\S+, pid \d+\) has not come: it is in Python", job.err), job.err
+
+    def test_ranks_in_different_calls_of_gloo() -> None:
+        job = mpirun(2, PROGRAM, "different")
+        assert job.status != 0
+        assert re.search(r"rank \d is in \w+\(\) of gloo at .*, not in \w+\(\) of gloo at", job.err), job.err
+
+    def test_a_rank_alone_for_longer_than_the_deadline() -> None:
+        job = mpirun(2, PROGRAM, "alone")
+        assert (job.status, job.out.count("survived")) == (0, 2), job.err
