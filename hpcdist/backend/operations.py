@@ -28,6 +28,7 @@ __all__ = ["Operations"]
 
 Tensors = list[Tensor]
 _BARRIER = 1800  # seconds, as torch's default
+_NOTHING = timedelta(0)
 
 
 class Operations:
@@ -46,23 +47,27 @@ class Operations:
         """Run a collective, now or in its turn.
 
         Args:
-            opts: torch's options, of which `asyncOp` tells whether the caller blocks.
+            opts: torch's options: `asyncOp`: the caller does not block; `timeout`: the call's deadline, if
+                it is above 0, instead of the group's.
             tensors: what its future will hold.
             step, args: what to run, after the communicator as its first argument.
         """
         team = self._team
         self._calls += 1
-        blocks = opts is not None and not opts.asyncOp
+        blocks, limit = opts is not None and not opts.asyncOp, team.limit
+        if opts is not None and opts.timeout > _NOTHING:
+            limit = opts.timeout.total_seconds()
+            activity.expect_limit(limit)
         # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
         if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
-            with activity.InCall(verb, team, limit=team.limit):
+            with activity.InCall(verb, team, limit=limit):
                 step(team, *args)
             if blocks:
                 return DONE
             done = Finished(tensors)
             done.number = self._calls
             return done
-        work = Queued(verb, team, step, args, tensors)
+        work = Queued(verb, team, limit, step, args, tensors)
         work.number = self._calls
         team.queue.submit(work)
         return work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,6 @@ from torch.futures import Future
 from hpcdist import activity, callsite
 from hpcdist.activity import Counted
 from hpcdist.backend.holders import findable
-
-
-class Team(Counted, Protocol):
-    """The ranks of a call, and the deadline of their calls in seconds."""
-
-    limit: float | None
-
 
 __all__ = ["DONE", "Finished", "Queued", "seconds"]
 
@@ -100,16 +93,19 @@ class Queued(dist.Work):
     Args:
         verb: name of the call.
         team: ranks of the call, for the record.
+        limit: deadline of the call in seconds.
         step, args: what to run, and with which arguments.
         tensors: what the future holds when it is done.
     """
 
-    def __init__(self, verb: str, team: Team, step: Callable[..., object], args: Any, tensors: Any) -> None:
+    def __init__(
+        self, verb: str, team: Counted, limit: float | None, step: Callable[..., object], args: Any, tensors: Any
+    ) -> None:
         super().__init__()
         self.verb = verb
         self.where = callsite.where(verb)
         self.waited_for = False
-        self._team, self._step, self._args = team, step, args
+        self._team, self._limit, self._step, self._args = team, limit, step, args
         self._tensors = tensors
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -129,7 +125,7 @@ class Queued(dist.Work):
     def run(self) -> None:
         """Run the step; called once, by one thread."""
         try:
-            with activity.InCall(self.verb, self._team, text=self.where, limit=self._team.limit):
+            with activity.InCall(self.verb, self._team, text=self.where, limit=self._limit):
                 self._step(self._team, *self._args)
         except BaseException as error:  # wait() raises it
             self._error = error

@@ -62,6 +62,16 @@ elif case == "group_timeout":
     if rank == 1:
         time.sleep(1000)
     dist.all_reduce(x, group=group, async_op=True).wait()
+elif case == "call_timeout":
+    opts = dist.AllreduceOptions()
+    opts.timeout, opts.asyncOp = timedelta(seconds=1), os.environ["ASYNC"] == "1"
+    if rank == 1:
+        time.sleep(1000)
+    dist.group.WORLD.allreduce([x], opts).wait()
+elif case == "different":
+    dist.broadcast(x, 0) if rank else dist.all_reduce(x)
+    dist.barrier()
+    dist.barrier()
 elif case == "recv":
     if rank == 1:
         time.sleep(1000)

@@ -43,6 +43,23 @@ def test_a_group_has_its_own_deadline() -> None:
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("async_op", "01")
+def test_a_call_has_its_own_deadline(async_op: str) -> None:
+    job = run("call_timeout", 2, ASYNC=async_op)
+    assert job.status != 0
+    assert re.search(
+        r"HangError: all_reduce\(\) at .*process_groups.py:\d+ has waited for .* its deadline is 1 s", job.err
+    ), job.err
+
+
+@pytest.mark.once
+def test_ranks_in_different_calls_are_told_so() -> None:
+    job = run("different", 2, LIMIT="1.5")
+    assert job.status != 0
+    assert re.search(r"rank \d is in \w+\(\) at .*py:\d+, not in \w+\(\) at .*: all ranks of a group", job.err), job.err
+
+
+@pytest.mark.once
 def test_a_message_that_does_not_come() -> None:
     job = run("recv", 2, LIMIT="1")
     assert re.search(r"HangError: recv\(\) at .*process_groups.py:\d+ has waited", job.err), job.err
