@@ -158,7 +158,7 @@ def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:
     with writable(x) as whole:
         out = flat(whole)
         mine = op.scaled(out)
-        if size >= shared.LEAST and op.by_torch and shared.all_reduce(team, mine, out, op):
+        if size >= shared.LEAST and shared.all_reduce(team, mine, out, op):
             return
         if op.mpi is None:
             _reduce_with_torch(team, mine, out, op)
