@@ -1,8 +1,8 @@
 """Reduce operations of torch, for every dtype: by MPI's own operations, or by torch's on data that MPI has moved.
 
-MPI has no bf16, half or fp8, no average, and its MIN and MAX of NaN depend on the order of the ranks. Open MPI's sums of
-8 and 16 bits stop at the largest number, for more than 32 elements, where those of torch wrap around. What MPI does not
-have, torch reduces in the order of the ranks: each element once, so that all ranks get the same bits.
+MPI has no bf16, half or fp8, no average, and its MIN and MAX of NaN depend on the order of the ranks. Sums of 8 and 16
+bits wrap around in torch; those of Open MPI stop at the largest number, but not for fewer than 33 elements. What MPI
+does not have, torch reduces in the order of the ranks: each element once, so that all ranks get the same bits.
 """
 
 from __future__ import annotations

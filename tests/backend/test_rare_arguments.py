@@ -12,6 +12,7 @@ from collective import Findings
 import hpcdist as hd
 
 pytestmark = pytest.mark.mpi
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 
 
@@ -52,4 +53,32 @@ def test_sums_of_integers_wrap_around_as_torch_has_it(dtype: torch.dtype, count:
     x = torch.full((count,), most, dtype=dtype)
     dist.all_reduce(x)
     findings.same(x, total.to(dtype), f"{count} of {dtype}")
+    findings.settle()
+
+
+@pytest.mark.parametrize("count", [3, 2**20])
+@pytest.mark.parametrize("where", ["at the start on all ranks", "in its place on the first rank"])
+def test_what_is_gathered_may_be_a_part_of_the_result(count: int, where: str, world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    out = torch.zeros(size * count)
+    x = out[:count] if where.startswith("at") or rank == 0 else torch.zeros(count)
+    all_gather_single(out, x.fill_(rank + 1))
+    findings.same(out, torch.arange(1.0, size + 1).repeat_interleave(count), where)
+    findings.settle()
+
+
+@pytest.mark.parametrize("count", [2, 5000])
+def test_equal_parts_are_given_as_splits_on_some_ranks(count: int, world: hd.World) -> None:
+    """None stands for equal splits: each rank may say it as it likes."""
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    x = torch.arange(size * count) + 10_000 * size * rank
+    expected = torch.cat([torch.arange(count) + count * rank + 10_000 * size * i for i in range(size)])
+    splits = None if rank == 0 else [count] * size
+    out = torch.zeros_like(x)
+    dist.all_to_all_single(out, x, splits, splits)
+    findings.same(out, expected, "into another tensor")
+    dist.all_to_all_single(x, x, splits, splits)
+    findings.same(x, expected, "into the same tensor")
     findings.settle()
