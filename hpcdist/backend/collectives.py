@@ -21,6 +21,7 @@ from hpcdist.backend.memory import (
     is_plain,
     nbytes,
     packed,
+    pieces,
     readable,
     scratch,
     unpack,
@@ -48,9 +49,8 @@ def barrier(team: Communicator) -> None:
 
 def broadcast(team: Communicator, x: Tensor, root: int) -> None:
     with writable(x) as whole:
-        memory = address(whole)
-        for start, length in layout.pieces(whole.nbytes, limits.PIECE):
-            team.comm.Bcast([memory[start : start + length], MPI.BYTE], root)
+        for piece in pieces(address(whole)):
+            team.comm.Bcast([piece, MPI.BYTE], root)
 
 
 def all_gather_single(team: Communicator, out: Tensor, x: Tensor) -> None:
@@ -62,10 +62,7 @@ def all_gather_single(team: Communicator, out: Tensor, x: Tensor) -> None:
 def _allgather(team: Communicator, out: Tensor, x: Tensor) -> None:
     size = x.nbytes
     start = x.data_ptr() - out.data_ptr()
-    if -size < start < out.nbytes:  # FSDP sends from where this rank's part belongs; MPI wants to be told
-        if start == size * team.rank and out.nbytes <= limits.PIECE:
-            team.comm.Allgather(MPI.IN_PLACE, [address(out), size, MPI.BYTE])
-            return
+    if -size < start < out.nbytes and start != size * team.rank:  # FSDP sends from where this rank's part belongs
         x = x.clone()
     counts = [size] * team.size
     _route.allgatherv(team, bytes_of(x), bytes_of(out), counts, [size * i for i in range(team.size)])
@@ -110,21 +107,24 @@ def all_to_all_single(
 ) -> None:
     """Send consecutive rows of `x` to the ranks, and receive rows of `out`; equal parts without splits."""
     with writable(out, read=False) as whole:
-        send, recv = flat(readable(x)), flat(whole)
-        if not out_splits and not splits:
-            size = send.nbytes // team.size
-            if size * team.size <= limits.PIECE:
-                team.comm.Alltoall([address(send), size, MPI.BYTE], [address(recv), size, MPI.BYTE])
-                return
-        all_to_all(team, _rows(recv, out, out_splits, team.size), _rows(send, x, splits, team.size))
+        send = readable(x)
+        if send.data_ptr() == whole.data_ptr():
+            send = send.clone()
+        sends, recvs = _parts(send, splits, team.size), _parts(whole, out_splits, team.size)
+        recvs[team.rank][:] = sends[team.rank]
+        # As fast as Alltoall, which only all ranks together could use: equal parts may be given as splits, or not.
+        others = [rank for rank in range(team.size) if rank != team.rank]
+        requests = [team.comm.Irecv([piece, MPI.BYTE], rank) for rank in others for piece in pieces(recvs[rank])]
+        requests += [team.comm.Isend([piece, MPI.BYTE], rank) for rank in others for piece in pieces(sends[rank])]
+        MPI.Request.Waitall(requests)
 
 
-def _rows(memory: Tensor, x: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
+def _parts(x: Tensor, splits: Sequence[int], size: int) -> list[Any]:
     """Cut the memory of a tensor into the rows of each rank."""
-    if not splits:
-        return list(split(memory, memory.numel() // size)) if memory.numel() else [memory] * size
-    row = memory.numel() // max(1, x.shape[0])
-    return list(split(memory, [split * row for split in splits]))
+    memory = address(x)
+    row = x.nbytes // max(1, x.shape[0])
+    counts = [row * split for split in splits] if splits else [x.nbytes // size] * size
+    return [memory[start : start + count] for start, count in zip(layout.displs(counts), counts, strict=True)]
 
 
 def copyto(out: Tensor, x: Tensor) -> None:
@@ -158,7 +158,7 @@ def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:
     with writable(x) as whole:
         out = flat(whole)
         mine = op.scaled(out)
-        if size >= shared.LEAST and op.by_torch and shared.all_reduce(team, mine, out, op):
+        if size >= shared.LEAST and shared.all_reduce(team, mine, out, op):
             return
         if op.mpi is None:
             _reduce_with_torch(team, mine, out, op)

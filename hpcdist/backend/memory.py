@@ -10,10 +10,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist import layout, limits
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, copyable
 
-__all__ = ["address", "flat", "packed", "readable", "scratch", "writable"]
+__all__ = ["address", "flat", "packed", "pieces", "readable", "scratch", "writable"]
 
 _from_address = MPI.buffer.fromaddress
 
@@ -21,6 +22,11 @@ _from_address = MPI.buffer.fromaddress
 def address(x: Tensor) -> Any:
     """Return the memory of a contiguous tensor as an MPI buffer."""
     return _from_address(x.data_ptr(), x.nbytes)
+
+
+def pieces(memory: Any) -> list[Any]:
+    """Cut an MPI buffer into what one message may hold; an empty one is one piece."""
+    return [memory[start : start + length] for start, length in layout.pieces(len(memory), limits.PIECE)] or [memory]
 
 
 def scratch(numel: int, dtype: torch.dtype) -> Tensor:

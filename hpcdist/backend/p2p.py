@@ -13,9 +13,9 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.futures import Future
 
-from hpcdist import activity, layout, limits
+from hpcdist import activity
 from hpcdist.backend.holders import findable
-from hpcdist.backend.memory import address, readable, scratch
+from hpcdist.backend.memory import address, pieces, readable, scratch
 from hpcdist.backend.works import seconds
 from hpcdist.tensors.storage import copyable
 
@@ -157,15 +157,10 @@ class Transfer(dist.Work):
         return future
 
 
-def _pieces(memory: Tensor) -> list[Any]:
-    whole = address(memory)
-    return [whole[start : start + n] for start, n in layout.pieces(memory.nbytes, limits.PIECE)] or [whole]
-
-
 def send(team: Communicator, x: Tensor, dest: int, tag: int) -> Transfer:
     """Begin to send a tensor to a rank of the group."""
     memory = readable(x)
-    requests = [team.p2p_comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(memory)]
+    requests = [team.p2p_comm.Isend([piece, MPI.BYTE], dest, tag) for piece in pieces(address(memory))]
     transfer = Transfer(team, "send", dest, requests, memory)
     team.keep(transfer)
     return transfer
@@ -174,12 +169,12 @@ def send(team: Communicator, x: Tensor, dest: int, tag: int) -> Transfer:
 def recv(team: Communicator, x: Tensor, source: int | None, tag: int) -> Transfer:
     """Begin to receive a tensor from a rank of the group; None for any one."""
     memory = x if x.is_cpu and x.is_contiguous() else scratch(x.numel(), x.dtype)
-    pieces = _pieces(memory)
+    blocks = pieces(address(memory))
     if source is None:
-        requests = [team.p2p_comm.Irecv([pieces[0], MPI.BYTE], MPI.ANY_SOURCE, tag)]
-        verb, peer, later = "recv from any rank", activity.ANYBODY, pieces[1:]
+        requests = [team.p2p_comm.Irecv([blocks[0], MPI.BYTE], MPI.ANY_SOURCE, tag)]
+        verb, peer, later = "recv from any rank", activity.ANYBODY, blocks[1:]
     else:
-        requests = [team.p2p_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
+        requests = [team.p2p_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in blocks]
         verb, peer, later = "recv", source, []
     transfer = Transfer(team, verb, peer, requests, memory, x, memory.nbytes, later)
     team.keep(transfer)

@@ -1,7 +1,8 @@
 """Reduce operations of torch, for every dtype: by MPI's own operations, or by torch's on data that MPI has moved.
 
-MPI has no bf16, half or fp8, no average, and its MIN and MAX of NaN depend on the order of the ranks. What MPI does not
-have, torch reduces in the order of the ranks: each element once, so that all ranks get the same bits.
+MPI has no bf16, half or fp8, no average, and its MIN and MAX of NaN depend on the order of the ranks. Sums of 8 and 16
+bits wrap around in torch; those of Open MPI stop at the largest number, but not for fewer than 33 elements. What MPI
+does not have, torch reduces in the order of the ranks: each element once, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -19,7 +21,6 @@ from hpcdist.tensors.storage import sum_dtype
 __all__ = ["Reduction", "reduction"]
 
 _Kind: Any = ReduceOp.RedOpType
-_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 _BITWISE = ("BAND", "BOR", "BXOR")
 _INTEGERS = {
     torch.int8: MPI.INT8_T,
@@ -31,37 +32,31 @@ _INTEGERS = {
     torch.uint32: MPI.UINT32_T,
     torch.uint64: MPI.UINT64_T,
 }
-_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # for which torch has no arithmetic
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # for which torch has no arithmetic, and numpy has
 _FLOATS = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
-_MPI_OPS = {
-    "SUM": MPI.SUM,
-    "AVG": MPI.SUM,
-    "PREMUL_SUM": MPI.SUM,
-    "PRODUCT": MPI.PROD,
-    "MIN": MPI.MIN,
-    "MAX": MPI.MAX,
-    "BAND": MPI.BAND,
-    "BOR": MPI.BOR,
-    "BXOR": MPI.BXOR,
-}
-_TORCH_OPS: dict[str, Callable[..., Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PREMUL_SUM": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
+_OPS: dict[str, tuple[MPI.Op, Callable[..., Tensor], np.ufunc]] = {
+    "SUM": (MPI.SUM, torch.add, np.add),
+    "AVG": (MPI.SUM, torch.add, np.add),
+    "PREMUL_SUM": (MPI.SUM, torch.add, np.add),
+    "PRODUCT": (MPI.PROD, torch.mul, np.multiply),
+    "MIN": (MPI.MIN, torch.minimum, np.minimum),
+    "MAX": (MPI.MAX, torch.maximum, np.maximum),
+    "BAND": (MPI.BAND, torch.bitwise_and, np.bitwise_and),
+    "BOR": (MPI.BOR, torch.bitwise_or, np.bitwise_or),
+    "BXOR": (MPI.BXOR, torch.bitwise_xor, np.bitwise_xor),
 }
 _OF_BOOLS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}  # as NCCL has it
 _NARROW = {torch.float16, torch.bfloat16}
+
+
+def _by_numpy(ufunc: np.ufunc) -> Callable[..., Any]:
+    """Return numpy's operation for flat tensors, as one of torch's with `out`."""
+    return lambda x, y, out: ufunc(x.numpy(), y.numpy(), out=out.numpy())
 
 
 class Reduction:
@@ -75,7 +70,6 @@ class Reduction:
     Attributes:
         mpi: MPI's operation and datatype that have the same result on all ranks; else None.
         dtype: dtype in which to reduce.
-        by_torch: whether torch can do it.
         direct: MPI's, if there is nothing to do before and after it.
 
     Raises:
@@ -94,11 +88,11 @@ class Reduction:
             raise ValueError(f"ReduceOp.{name} is not defined for complex dtype {dtype}")
         self.name, self.factor = name, factor
         self.dtype = torch.float32 if dtype in _NARROW else sum_dtype(dtype)
-        found = (_INTEGERS if name in (*_BITWISE, "MIN", "MAX") else {**_INTEGERS, **_FLOATS}).get(dtype)
-        self.mpi = None if found is None else (_MPI_OPS[name], found)
+        known = _INTEGERS if name in (*_BITWISE, "MIN", "MAX") else {**_INTEGERS, **_FLOATS}
+        op, saturates = _OPS[name][0], exact and dtype.itemsize <= 2 and _OPS[name][0] == MPI.SUM
+        self.mpi = (op, known[dtype]) if dtype in known and not saturates else None
         self.direct = None if name in ("AVG", "PREMUL_SUM") else self.mpi
-        self.by_torch = dtype not in _UNSIGNED
-        self._op = _TORCH_OPS[name]
+        self._op = _by_numpy(_OPS[name][2]) if dtype in _UNSIGNED else _OPS[name][1]
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return what this rank contributes: with PREMUL_SUM, a copy of `x` times the factor."""
@@ -106,7 +100,9 @@ class Reduction:
 
     def average(self, x: Tensor, size: int) -> None:
         """Divide a sum in place by the number of ranks, if it is an average."""
-        if self.name == "AVG":
+        if self.name == "AVG" and x.dtype in _UNSIGNED:
+            np.floor_divide(x.numpy(), size, out=x.numpy())
+        elif self.name == "AVG":
             exact = x.dtype in _INTEGERS
             torch.div(x, size, rounding_mode="trunc" if exact else None, out=x)
 

@@ -74,7 +74,7 @@ class Route(Protocol):
         """Scatter ``send[displs[i]:]`` (counts[i] bytes) of the root into `recv` of rank i."""
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of every rank."""
+        """Gather rank i's `send` (counts[i] bytes), which may lie there already, into ``recv[displs[i]:]`` of all."""
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         """Send rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) into ``recv[rdispls[i]:]`` of rank j."""

@@ -44,7 +44,8 @@ class Exchange:
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         blocks, send = _cut(recv, counts, displs), as_bytes(send)
-        blocks[team.rank].copy_(send)
+        if send.data_ptr() != blocks[team.rank].data_ptr():
+            blocks[team.rank].copy_(send)
         sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
         self.exchange(team, _nonempty(sends), _others(blocks, team.rank), max(counts))
 

@@ -71,8 +71,10 @@ class Mpi(Exchange):
         if displs[-1] + counts[-1] > _limit("allgatherv"):
             super().allgatherv(team, send, recv, counts, displs)
         else:
-            spec = [_memory(recv), counts, displs, MPI.BYTE]
-            team.comm.Allgatherv([_memory(send), counts[team.rank], MPI.BYTE], spec)
+            memory, count = _memory(send), counts[team.rank]
+            in_place = send.data_ptr() == recv.data_ptr() + displs[team.rank]  # MPI wants to be told
+            spec = MPI.IN_PLACE if in_place else [memory, count, MPI.BYTE]
+            team.comm.Allgatherv(spec, [_memory(recv), counts, displs, MPI.BYTE])
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         if what.total > _limit("alltoallv"):

@@ -1,0 +1,84 @@
+"""Arguments that few programs have: each call against plain computation, or its error."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective import Findings
+
+import hpcdist as hd
+
+pytestmark = pytest.mark.mpi
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED)
+def test_unsigned_integers_are_reduced_by_every_operation(dtype: torch.dtype, world: hd.World) -> None:
+    """torch itself has no arithmetic for them. The highest bit is set: as signed numbers, they would be negative."""
+    findings = Findings(world.comm)
+    rank, size, top = world.rank, world.world_size, 2 ** (8 * dtype.itemsize - 1)
+    every = [[top + 3 * i, i + 1, top - 1 - i] for i in range(size)]
+    columns = list(zip(*every, strict=True))
+    for name, expected in {
+        "MIN": [min(column) for column in columns],
+        "MAX": [max(column) for column in columns],
+        "SUM": [sum(column) % (2 * top) for column in columns],
+        "BXOR": [reduce(int.__xor__, column) for column in columns],
+    }.items():
+        op, wanted = getattr(dist.ReduceOp, name), torch.tensor(expected, dtype=dtype)
+        for repeats in (1, 60_000):  # by MPI, and by memory that the ranks share
+            x = torch.tensor(every[rank], dtype=dtype).repeat(repeats)
+            dist.all_reduce(x, op)
+            findings.same(x, wanted.repeat(repeats), f"all_reduce {name} x {repeats}")
+        out = torch.zeros(3, dtype=dtype)
+        dist.reduce_scatter(out, [torch.tensor(every[rank], dtype=dtype)] * size, op)
+        findings.same(out, wanted, f"reduce_scatter {name}")
+    x = torch.full((3,), 5, dtype=dtype)
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    findings.same(x, torch.full((3,), 5, dtype=dtype), "average")
+    findings.settle()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32])
+@pytest.mark.parametrize("count", [1, 40, 3000, 300_000])
+def test_sums_of_integers_wrap_around_as_torch_has_it(dtype: torch.dtype, count: int, world: hd.World) -> None:
+    """Open MPI 4.1 adds integers of 8 and 16 bits with saturation where the processor can, but not the first 32."""
+    findings = Findings(world.comm)
+    most = 2 ** (8 * dtype.itemsize - (dtype.is_signed)) - 1
+    total = torch.full((count,), most * world.world_size, dtype=torch.int64)
+    x = torch.full((count,), most, dtype=dtype)
+    dist.all_reduce(x)
+    findings.same(x, total.to(dtype), f"{count} of {dtype}")
+    findings.settle()
+
+
+@pytest.mark.parametrize("count", [3, 2**20])
+@pytest.mark.parametrize("where", ["at the start on all ranks", "in its place on the first rank"])
+def test_what_is_gathered_may_be_a_part_of_the_result(count: int, where: str, world: hd.World) -> None:
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    out = torch.zeros(size * count)
+    x = out[:count] if where.startswith("at") or rank == 0 else torch.zeros(count)
+    all_gather_single(out, x.fill_(rank + 1))
+    findings.same(out, torch.arange(1.0, size + 1).repeat_interleave(count), where)
+    findings.settle()
+
+
+@pytest.mark.parametrize("count", [2, 5000])
+def test_equal_parts_are_given_as_splits_on_some_ranks(count: int, world: hd.World) -> None:
+    """None stands for equal splits: each rank may say it as it likes."""
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+    x = torch.arange(size * count) + 10_000 * size * rank
+    expected = torch.cat([torch.arange(count) + count * rank + 10_000 * size * i for i in range(size)])
+    splits = None if rank == 0 else [count] * size
+    out = torch.zeros_like(x)
+    dist.all_to_all_single(out, x, splits, splits)
+    findings.same(out, expected, "into another tensor")
+    dist.all_to_all_single(x, x, splits, splits)
+    findings.same(x, expected, "into the same tensor")
+    findings.settle()
