@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from hpcdist import activity
 from hpcdist.backend.queue import Queue
@@ -45,6 +46,7 @@ class Communicator:
         queue: collectives that were called with async_op, in their order.
         transfers: messages that are sent or received; their memory is kept until they are done.
         limit: deadline of its calls, in seconds.
+        compares: whether the ranks compare every call before data move; else they compare those with large data.
         most_tag: largest tag of a message.
     """
 
@@ -60,6 +62,7 @@ class Communicator:
         self.peers = list(peers)
         self._node_of = node_of
         self.most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.compares = get_debug_level() == DebugLevel.DETAIL
         self.queue = Queue()
         self.transfers: list[Pending] = []
         self.set_timeout(timeout)

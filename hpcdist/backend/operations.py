@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.backend import checks, collectives, p2p, sparse
+from hpcdist.backend import agreement, checks, collectives, p2p, sparse
+from hpcdist.backend.agreement import Alike, Pairs
 from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
@@ -43,7 +44,15 @@ class Operations:
     def _set_sequence_number_for_group(self) -> None:
         return None  # all ranks count from 0
 
-    def _run(self, verb: str, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
+    def _run(
+        self,
+        verb: str,
+        opts: Any,
+        tensors: Any,
+        step: Callable[..., None],
+        *args: Any,
+        same: Alike | Pairs | None = None,
+    ) -> dist.Work:
         """Run a collective, now or in its turn.
 
         Args:
@@ -51,8 +60,11 @@ class Operations:
                 it is above 0, instead of the group's.
             tensors: what its future will hold.
             step, args: what to run, after the communicator as its first argument.
+            same: what is compared over all ranks first, if that costs little.
         """
         team = self._team
+        if same is not None:
+            step = agreement.checked(team, verb, step, same)
         self._calls += 1
         blocks, limit = opts is not None and not opts.asyncOp, team.limit
         if opts is not None and opts.timeout > _NOTHING:
@@ -61,7 +73,11 @@ class Operations:
         # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
         if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
             with activity.InCall(verb, team, limit=limit):
-                step(team, *args)
+                try:
+                    step(team, *args)
+                except BaseException as error:
+                    agreement.fail(error, verb, team.size)
+                    raise
             if blocks:
                 return DONE
             done = Finished(tensors)
@@ -75,7 +91,7 @@ class Operations:
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         x, root = checks.single("broadcast", tensors), 0 if opts is None else opts.rootRank
         checks.rank("broadcast", root, self._team.size)
-        return self._run("broadcast", opts, tensors, collectives.broadcast, x, root)
+        return self._run("broadcast", opts, tensors, collectives.broadcast, x, root, same=(x, root))
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
@@ -83,22 +99,24 @@ class Operations:
             return self._run("all_reduce", opts, tensors, sparse.all_reduce, tensors[0])
         x = checks.single("all_reduce", tensors)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, x.dtype)
-        return self._run("all_reduce", opts, tensors, collectives.all_reduce, x, op)
+        return self._run("all_reduce", opts, tensors, collectives.all_reduce, x, op, same=(x, op.name))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         checks.alike("all_reduce_coalesced", tensors)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
-        return self._run("all_reduce_coalesced", opts, tensors, collectives.coalesced, tensors, op)
+        same = (tensors, op.name)
+        return self._run("all_reduce_coalesced", opts, tensors, collectives.coalesced, tensors, op, same=same)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         x, root = checks.single("reduce", tensors), opts.rootRank
         checks.rank("reduce", root, self._team.size)
-        return self._run("reduce", opts, tensors, collectives.reduce, x, reduction(opts.reduceOp, x.dtype), root)
+        op = reduction(opts.reduceOp, x.dtype)
+        return self._run("reduce", opts, tensors, collectives.reduce, x, op, root, same=(x, op.name, root))
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         outs, x = checks.single_list("all_gather", outputs), checks.single("all_gather", inputs)
         checks.gathered("all_gather", outs, x, self._team)
-        return self._run("all_gather", opts, outputs, collectives.all_gather, outs, x)
+        return self._run("all_gather", opts, outputs, collectives.all_gather, outs, x, same=(outs,))
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         if len(output_lists) != self._team.size:
@@ -106,42 +124,50 @@ class Operations:
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outs, x in zip(columns, inputs, strict=True):
             checks.gathered("all_gather_coalesced", outs, x, self._team)
-        return self._run("all_gather_coalesced", opts, output_lists, _each, collectives.all_gather, columns, inputs)
+        same = ([out for outs in columns for out in outs],)
+        args = collectives.all_gather, columns, inputs
+        return self._run("all_gather_coalesced", opts, output_lists, _each, *args, same=same)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         checks.multiple("all_gather_single", output, input, self._team.size)
-        return self._run("all_gather_single", opts, output, collectives.all_gather_single, output, input)
+        args = output, input
+        return self._run("all_gather_single", opts, output, collectives.all_gather_single, *args, same=(output,))
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "all_gather_single_coalesced"
         for output, x in zip(outputs, inputs, strict=True):
             checks.multiple(verb, output, x, self._team.size)
-        return self._run(verb, opts, outputs, _each, collectives.all_gather_single, outputs, inputs)
+        args = collectives.all_gather_single, outputs, inputs
+        return self._run(verb, opts, outputs, _each, *args, same=(outputs,))
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         x, root = checks.single("gather", inputs), opts.rootRank
         outs = checks.rooted("gather", outputs, root, self._team)
         if outs:
             checks.gathered("gather", outs, x, self._team)
-        return self._run("gather", opts, outputs, collectives.gather, outs, x, root)
+        same = Pairs({root: x}, dict(enumerate(outs)))
+        return self._run("gather", opts, outputs, collectives.gather, outs, x, root, same=same)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         out, root = checks.single("scatter", outputs), opts.rootRank
         xs = checks.rooted("scatter", inputs, root, self._team)
         if xs:
             checks.gathered("scatter", xs, out, self._team)
-        return self._run("scatter", opts, outputs, collectives.scatter, out, xs, root)
+        same = Pairs(dict(enumerate(xs)), {root: out})
+        return self._run("scatter", opts, outputs, collectives.scatter, out, xs, root, same=same)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         out, xs = checks.single("reduce_scatter", outputs), checks.single_list("reduce_scatter", inputs)
         checks.gathered("reduce_scatter", xs, out, self._team)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, out.dtype)
-        return self._run("reduce_scatter", opts, outputs, collectives.reduce_scatter, out, xs, op)
+        same = (xs, op.name)
+        return self._run("reduce_scatter", opts, outputs, collectives.reduce_scatter, out, xs, op, same=same)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         checks.multiple("reduce_scatter_single", input, output, self._team.size)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, output.dtype)
-        return self._run("reduce_scatter_single", opts, output, collectives.reduce_scatter_single, output, input, op)
+        args = collectives.reduce_scatter_single, output, input, op
+        return self._run("reduce_scatter_single", opts, output, *args, same=(input, op.name))
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "reduce_scatter_single_coalesced"
@@ -149,11 +175,13 @@ class Operations:
             checks.multiple(verb, x, output, self._team.size)
         kind = checks.SUM if opts is None else opts.reduceOp
         ops = [reduction(kind, output.dtype) for output in outputs]
-        return self._run(verb, opts, outputs, _each, collectives.reduce_scatter_single, outputs, inputs, ops)
+        args = collectives.reduce_scatter_single, outputs, inputs, ops
+        return self._run(verb, opts, outputs, _each, *args, same=(inputs, *(op.name for op in ops[:1])))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         checks.exchanged("all_to_all", outputs, inputs, self._team)
-        return self._run("all_to_all", opts, outputs, collectives.all_to_all, outputs, inputs)
+        same = Pairs(dict(enumerate(inputs)), dict(enumerate(outputs)))
+        return self._run("all_to_all", opts, outputs, collectives.all_to_all, outputs, inputs, same=same)
 
     def all_to_all_single(
         self,
@@ -165,10 +193,12 @@ class Operations:
     ) -> dist.Work:
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         checks.splits("all_to_all_single", output, input, *splits, self._team.size)
-        return self._run("all_to_all_single", opts, output, collectives.all_to_all_single, output, input, *splits)
+        same = Pairs.of_rows(output, input, *splits, self._team.size) if self._team.compares else None
+        args = output, input, *splits
+        return self._run("all_to_all_single", opts, output, collectives.all_to_all_single, *args, same=same)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._run("barrier", opts, [], collectives.barrier)
+        return self._run("barrier", opts, [], collectives.barrier, same=([],))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; raise an error that names those that do not come within `timeout`.

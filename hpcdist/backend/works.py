@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,16 @@ from torch.futures import Future
 
 from hpcdist import activity, callsite
 from hpcdist.activity import Counted
+from hpcdist.backend import agreement
 from hpcdist.backend.holders import findable
 
 __all__ = ["DONE", "Finished", "Queued", "seconds"]
+
+
+class Team(Counted, Protocol):
+    """The ranks of a call."""
+
+    size: int
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -99,7 +106,7 @@ class Queued(dist.Work):
     """
 
     def __init__(
-        self, verb: str, team: Counted, limit: float | None, step: Callable[..., object], args: Any, tensors: Any
+        self, verb: str, team: Team, limit: float | None, step: Callable[..., object], args: Any, tensors: Any
     ) -> None:
         super().__init__()
         self.verb = verb
@@ -128,6 +135,7 @@ class Queued(dist.Work):
             with activity.InCall(self.verb, self._team, text=self.where, limit=self._limit):
                 self._step(self._team, *self._args)
         except BaseException as error:  # wait() raises it
+            agreement.fail(error, self.verb, self._team.size)
             self._error = error
         del self._step, self._args
         with self._lock:

@@ -75,7 +75,7 @@ def test_blocking_calls_start_no_thread(world: hd.World) -> None:
 
 def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     class Team:
-        number, limit = 0, None
+        number, size = 0, 1  # of more ranks, the job would end
 
         def next_call(self) -> int:
             return 1
@@ -83,7 +83,7 @@ def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyP
     def fail(team: object) -> None:
         raise OSError("no such wire")
 
-    work = works.Queued("all_reduce", Team(), fail, (), [])
+    work = works.Queued("all_reduce", Team(), None, fail, (), [])
     work.run()
     with pytest.raises(OSError, match="no such wire"):
         work.wait()
