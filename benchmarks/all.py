@@ -29,6 +29,7 @@ RANKS = {
     "redistribute": (2, 4),
     "structures": (2, 4),
     "overlap": (2, 4),
+    "backend": (2, 4),
     "staging": (1, 2, 4),
     "ranks": (1, 2, 4, 8),
     "resident": (2,),
@@ -38,6 +39,7 @@ _QUICK = "--rounds 10 --budget 4 --seconds"
 QUICK = {
     **dict.fromkeys(("concat", "gather", "split", "redistribute"), f"{_QUICK} 25"),
     **dict.fromkeys(("structures", "overlap", "ranks"), f"{_QUICK} 12"),
+    "backend": f"{_QUICK} 60",
     "staging": "--rounds 5 --sizes 64M --layouts even,dim1 --seconds 40",
     "resident": "--size 1G",
 }

@@ -1,10 +1,11 @@
-"""The process group "mpi" beside gloo's, in one run: torch's collectives, and a step of DDP.
+"""The process group "mpi" beside gloo's, in one run: torch's collectives, steps of DDP and FSDP2, and DTensor.
 
 mpirun -n 2 python benchmarks/backend.py --only all_reduce,DDP --sizes 8,64M
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +19,20 @@ from harness import Contender, Step
 from mpi4py import MPI
 from results import GLOO_GROUP, MPI_GROUP
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as hd
 
-DDP = {"DDP step, 1 million": (2, 700), "DDP step, 100 million": (6, 4082)}  # layers, and features of each
+# Layers, and features of each: so many parameters.
+TRAININGS = {
+    "DDP step, 1 million": (2, 700),
+    "DDP step, 100 million": (6, 4082),
+    "FSDP2 step, 10 million": (10, 1000),
+}
+DTENSOR = "DTensor step, Shard(0) to Shard(1)"
 
 
 @dataclass
@@ -93,11 +103,11 @@ def contender(name: str, group: Any, what: str) -> Contender:
 
 @dataclass
 class Training:
-    """A model of linear layers in DDP, for each group; a step is forward, backward and the sum of the gradients."""
+    """A model of linear layers, wrapped for each group; a step is forward, backward and the reduction of gradients."""
 
     what: str
     comm: MPI.Intracomm
-    model: nn.Module
+    model: nn.Sequential
     x: Tensor
     size: int
     skew: str = "even"
@@ -108,14 +118,22 @@ class Training:
     def nbytes(self) -> list[int]:
         return [self.size] * self.comm.size
 
+    def _wrap(self, group: Any) -> nn.Module:
+        if self.what.startswith("DDP"):
+            return DistributedDataParallel(self.model, process_group=group)
+        model, mesh = copy.deepcopy(self.model), DeviceMesh.from_group(group, "cpu")
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
     def step(self, name: str, group: Any) -> Tensor:
         if name not in self.wrapped:
-            self.wrapped[name] = DistributedDataParallel(self.model, process_group=group)
-        self.model.zero_grad(set_to_none=True)
-        self.wrapped[name](self.x).square().mean().backward()
-        found = next(self.model.parameters()).grad
-        assert found is not None
-        return found
+            self.wrapped[name] = self._wrap(group)
+        model = self.wrapped[name]
+        model.zero_grad(set_to_none=True)
+        model(self.x).square().mean().backward()
+        found: Any = next(model.parameters()).grad
+        return found.to_local() if isinstance(found, DTensor) else found
 
     def reset(self) -> None: ...
 
@@ -131,7 +149,7 @@ class Training:
 
 def make_training(comm: MPI.Intracomm, what: str) -> Training:
     """Make a model, the same on all ranks, and a batch of this rank's own."""
-    layers, features = DDP[what]
+    layers, features = TRAININGS[what]
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(features, features) for _ in range(layers)))
     torch.manual_seed(comm.rank)
@@ -139,7 +157,40 @@ def make_training(comm: MPI.Intracomm, what: str) -> Training:
     return Training(what, comm, model, torch.randn(8, features), size)
 
 
-def _training_contender(name: str, group: Any) -> Contender:
+@dataclass
+class Resharding:
+    """A matrix of float32 in rows for each group, whose values tell the place; a step makes columns of it."""
+
+    comm: MPI.Intracomm
+    size: int
+    what: str = DTENSOR
+    skew: str = "even"
+    wrapped: dict[str, DTensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> list[int]:
+        return [self.size] * self.comm.size
+
+    def __post_init__(self) -> None:
+        columns = 1024 * self.comm.size
+        self._whole = torch.arange(self.size // 4 * self.comm.size).float().view(-1, columns)
+
+    def step(self, name: str, group: Any) -> Tensor:
+        if name not in self.wrapped:
+            rows = self._whole.chunk(self.comm.size)[self.comm.rank].clone()
+            self.wrapped[name] = DTensor.from_local(rows, DeviceMesh.from_group(group, "cpu"), [Shard(0)])
+        return self.wrapped[name].redistribute(placements=[Shard(1)]).to_local()
+
+    def reset(self) -> None: ...
+
+    def correct(self, result: Tensor) -> bool:
+        return torch.equal(result, self._whole.chunk(self.comm.size, 1)[self.comm.rank])
+
+    def intact(self) -> bool:
+        return True
+
+
+def _stepping(name: str, group: Any) -> Contender:
     return Contender(name, lambda case: case.step(name, group))
 
 
@@ -151,16 +202,14 @@ def main() -> None:
     asked = parser.parse_args()
     with hd.init(device="cpu", backend="mpi") as world:
         groups = {GLOO_GROUP: dist.new_group(backend="gloo"), MPI_GROUP: dist.group.WORLD}
-        whats = [what for what in (*CALLS, *DDP) if any(word in what for word in asked.only)]
+        whats = [what for what in (*CALLS, *TRAININGS, DTENSOR) if any(word in what for word in asked.only)]
         steps = [
             Step(partial(make_case, what=what, size=size), [contender(n, g, what) for n, g in groups.items()])
             for what, size in product([w for w in whats if w in CALLS], asked.sizes)
         ]
-        steps += [
-            Step(partial(make_training, what=what), [_training_contender(n, g) for n, g in groups.items()])
-            for what in whats
-            if what in DDP
-        ]
+        makers: dict[str, Callable[[MPI.Intracomm], Any]] = {w: partial(make_training, what=w) for w in TRAININGS}
+        makers[DTENSOR] = partial(Resharding, size=2**24)
+        steps += [Step(makers[what], [_stepping(n, g) for n, g in groups.items()]) for what in whats if what in makers]
         harness.run(harness.start("backend", world.comm), world.comm, steps, asked)
 
 

@@ -4,6 +4,7 @@
 - <mpi>-concat-time: time of concat against size.
 - <mpi>-node-memory: memory of all ranks of a node against their number.
 - <mpi>-ranks: time of concat against the number of ranks of one node, more than it has cores.
+- <mpi>-backend: how many times faster than gloo torch's collectives are with backend "mpi", against size.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import backend_tables
 import results
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -51,6 +53,7 @@ def draw_all(records: Sequence[Record], folder: Path, ending: str) -> list[Path]
             ("concat-time", None if concat is None else against_size(concat)),
             ("node-memory", node_memory(ranks)),
             ("ranks", against_ranks(ranks)),
+            ("backend", against_gloo([r for r in mine if r.verb == "backend"])),
         ):
             if figure is not None:
                 paths.append(folder / f"{vendor}-{name}.{ending}")
@@ -146,6 +149,27 @@ def against_ranks(records: Sequence[Record]) -> plt.Figure | None:
         panel.set_title(f"{results.show_size(size)} a rank", fontsize=10)
     cores = records[0].machine.split(",")[1].strip()
     figure.suptitle(f"concat, time of a call by the number of ranks on {cores}, {records[0].mpi}", fontsize=10)
+    return figure
+
+
+def against_gloo(records: Sequence[Record]) -> plt.Figure | None:
+    """Draw a panel for each number of ranks: times faster than gloo against size, a line for each collective."""
+    records = [record for record in records if backend_tables.points(record)]
+    if not records:
+        return None
+    figure, panels = plt.subplots(1, len(records), figsize=(6 * len(records), 4.8), squeeze=False, sharey=True)
+    for panel, record in zip(panels[0], records, strict=True):
+        for name, points in backend_tables.points(record).items():
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=2, label=name)
+        sizes = sorted({size for points in backend_tables.points(record).values() for size, _ in points})
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [results.show_size(size) for size in sizes])
+        panel.axhline(1, color="black", linewidth=1)
+        _axes(panel, "bytes of the tensor that a rank sends", "times faster than gloo")
+        panel.set_title(f"{record.world_size} ranks", fontsize=10)
+    figure.suptitle(
+        f'torch.distributed on CPU tensors, backend "mpi": above 1 is faster; {records[0].mpi}', fontsize=10
+    )
     return figure
 
 

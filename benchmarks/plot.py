@@ -143,7 +143,7 @@ def main() -> None:
     everything = results.load_all(asked.folder)
     print(*pictures.draw_all(everything, asked.folder, asked.format), sep="\n")
     for record in everything:
-        if not record.cases or record.verb in ("overlap", "ranks"):
+        if not record.cases or record.verb in ("overlap", "ranks", "backend"):
             continue
         name = f"{record.name.split('-np')[0]}-{record.verb}"
         if record.verb == "staging":

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import backend_tables
 import overlap_tables
 import results
 import staging_tables
@@ -44,7 +45,7 @@ def shards(record: Record, case: Case) -> str:
     if case.skew in STRUCTURES:
         return f"np {record.world_size}, {STRUCTURES[case.skew]}, {results.show_size(case.size)} a list"
     if record.verb == "backend":
-        return f"np {record.world_size}, {case.what}, {results.show_size(case.size)}"
+        return f"np {record.world_size}, {backend_tables.label(case)}"
     size, least = results.show_size(max(case.nbytes)), results.show_size(min(case.nbytes))
     return f"np {record.world_size}, {size} a rank" + ("" if case.skew == "even" else f" on rank 0, else {least}")
 
@@ -125,10 +126,11 @@ def _origin(records: Sequence[Record]) -> str:
 
 def block(everything: Sequence[Record]) -> str:
     """Format the generated part of README.md."""
-    records = [record for record in everything if record.verb not in (*staging_tables.VERBS, "overlap")]
+    records = [record for record in everything if record.verb not in (*staging_tables.VERBS, "overlap", "backend")]
     parts = ["Measured with:", _origin(everything)]
     parts += _verbs(records) if records else []
-    return "\n\n".join(parts + overlap_tables.section(everything) + staging_tables.section(everything, _picture))
+    sections = overlap_tables.section(everything), backend_tables.section(everything, _picture)
+    return "\n\n".join([*parts, *sections[0], *sections[1], *staging_tables.section(everything, _picture)])
 
 
 def _verbs(records: Sequence[Record]) -> list[str]:
