@@ -17,6 +17,8 @@ from hpcdist.validation import collective
 
 __all__ = ["Inline", "fits"]
 
+_GRAD = 2  # in a word
+
 
 def fits(parts: Parts, team: Team) -> bool:
     """Return whether every rank's part fits behind its header; the same on all ranks."""
@@ -38,13 +40,18 @@ class Inline:
     Args:
         key: what the ranks must agree on.
         recvs: (source, box) pairs that make up this rank's part of the result.
+
+    Attributes:
+        grad: whether any rank wanted a gradient in the latest exchange.
     """
+
+    grad = False
 
     def __init__(self, team: Team, parts: Parts, recvs: Sequence[tuple[int, Box]], *key: object) -> None:
         from mpi4py import MPI
 
         self._size = team.size
-        self._key = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+        self._key = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little") & ~3
         stride = HEADER + team.inline
         own, all_ = bytearray(stride), bytearray(stride * team.size)
         box = parts.sources[team.rank]
@@ -57,20 +64,26 @@ class Inline:
         self._words = memoryview(all_).cast("Q")[:: stride // 8]
         self._send, self._recv = [own, MPI.BYTE], [all_, stride, MPI.BYTE]
 
-    def exchange(self, team: Team, x: Tensor | None, ready: bool) -> bool:
+    def exchange(self, team: Team, x: Tensor | None, ready: bool, grad: bool) -> bool:
         """Send `x` to all ranks; return whether all of them have called the same plan and are `ready`. Collective.
 
         Args:
             x: this rank's tensor; None if it sends none, or is not ready.
+            grad: whether this rank wants a gradient.
         """
         # As in a header, the number of earlier calls with async_op must agree.
-        word = (self._key + 2 * team.calls[team.foreground is team] + ready) % 2**64
+        word = (self._key + 4 * team.calls[team.foreground is team] + _GRAD * grad + ready) % 2**64
         self._word[0] = word
         if x is not None:
             self._own.copy_(copyable(x))
         collective.allgather(team, self._send, self._recv)
         activity.touch()
-        return ready and self._words.tolist().count(word) == self._size
+        words = self._words.tolist()
+        self.grad = grad
+        if words.count(word) == self._size:
+            return ready
+        self.grad = True  # where that alone differs
+        return ready and [found | _GRAD for found in words].count(word | _GRAD) == self._size
 
     def result(self, out: Tensor | None) -> Tensor | None:
         """Return this rank's part of the result in new memory, or in `out`; None if it receives none."""

@@ -221,13 +221,15 @@ class Plan(Generic[X, Y]):
         problem, x, out = self._check(call.x, call.out)
         agreed = self._agreed
         inline = self._messages(team) if self._is_inline else None
+        grad = self._op.grad and torch.is_grad_enabled()
         if inline is None:
-            agreed = collective.exchange(team, self._call(x, out, problem))
-        elif not inline.exchange(team, x, problem is None):
-            collective.disagree(team, self._call(x, out, problem))
+            agreed = collective.exchange(team, self._call(x, out, problem, grad))
+        elif not inline.exchange(team, x, problem is None, grad):
+            collective.disagree(team, self._call(x, out, problem, grad))
         if self._op.grad:
-            call.which = autograd.count(team)  # also on a rank that calls within torch.no_grad()
-            call.grad = torch.is_grad_enabled()
+            call.which = autograd.count(team)
+            # Also on a rank that calls within torch.no_grad(): the backward pass of the others needs it.
+            call.grad = agreed.grad if inline is None else inline.grad
         if inline is not None and not call.grad:
             result = inline.result(out)
             return result if call.out is None else call.out
@@ -272,10 +274,11 @@ class Plan(Generic[X, Y]):
             raise local.WrongError(f"{name} is {got}, but the plan was made for {planned}")
         return x if shape else x.view(box.shape)  # a shard of 0 dims is a row
 
-    def _call(self, x: Tensor | None, out: Tensor | None, problem: str | None) -> Call:
+    def _call(self, x: Tensor | None, out: Tensor | None, problem: str | None, grad: bool) -> Call:
         has_out = -1 if out is None else 0  # for the memory that results need
         options = (("the plan", self._number),)
-        return Call(self._op.name, x=x, out=out, out_extent=has_out, kind=self._kind, options=options, problem=problem)
+        name, kind = self._op.name, self._kind
+        return Call(name, x=x, out=out, out_extent=has_out, kind=kind, grad=grad, options=options, problem=problem)
 
 
 _WITHOUT = {"x": "sends no tensor: pass None", "out": "receives no result"}

@@ -356,6 +356,24 @@ def test_no_grad_on_one_rank_only(world: hd.World, route: str) -> None:
     findings.settle()
 
 
+@pytest.mark.parametrize("columns", [1, 100])
+def test_a_backward_pass_through_a_call_within_no_grad_on_one_rank(world: hd.World, columns: int) -> None:
+    """That rank takes part: through verbs and plans alike, of small tensors and of larger ones."""
+    findings, last, rank = Findings(world.comm), world.world_size - 1, world.rank
+    plan = hd.plan_concat(torch.ones(2, columns, requires_grad=True))
+    for verb in (hd.concat, plan):
+        x = torch.full((2, columns), 1.0 + rank, requires_grad=True)
+        with torch.set_grad_enabled(rank != last or last == 0):
+            whole = verb(x)
+        whole.square().sum().backward()
+        expected = torch.full((2, columns), 2.0 * world.world_size * (1 + rank))
+        if rank != last or last == 0:
+            findings.same(x.grad, expected, f"gradient {x.grad}")
+    with torch.no_grad():
+        findings.check(not plan(x).requires_grad, "no rank wants a gradient")
+    findings.settle()
+
+
 def test_backward_after_the_group_was_freed(world: hd.World) -> None:
     """An error on this rank, and the job can go on."""
     comm = world.comm.Dup()
