@@ -28,7 +28,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import activity
+from hpcdist import activity, callsite
 from hpcdist.comm.windows import SPARE
 
 _MIB = 2**20
@@ -114,7 +114,7 @@ def communicators(comm: MPI.Intracomm) -> int:
 def _records(world: hd.World) -> int:
     context = world.context
     found = len(context.teams) + len(context._torch_groups) + len(context.everyone.provisional) + len(activity.peers)
-    found += len(activity._texts) + len(activity._inside)
+    found += len(callsite._texts) + len(callsite._inside)
     for team in context.teams.values():
         found += sum(map(len, (team.torch_groups, team.routes, team.plans, team.repeats)))
     return found
@@ -269,6 +269,29 @@ def _torch_groups(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
+def _backend(world: hd.World, folder: Path) -> Callable[[int], object]:
+    """torch's calls with backend "mpi": at once, in the background, between two ranks."""
+    group = dist.new_group(backend="mpi")
+    after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    calls: list[Callable[[Tensor], object]] = [
+        lambda x: dist.all_reduce(x, group=group),
+        lambda x: dist.all_reduce(x, group=group, async_op=True).wait(),
+        lambda x: dist.all_to_all_single(x.repeat(world.world_size), x.repeat(world.world_size), group=group),
+    ]
+    if world.world_size > 1:
+        calls.append(lambda x: [dist.isend(x, after, group=group), dist.recv(x.clone(), before, group=group)][0].wait())
+    return lambda i: calls[i % len(calls)](torch.ones(i % 700))
+
+
+def _backend_groups(world: hd.World, folder: Path) -> Callable[[int], object]:
+    def call(i: int) -> None:
+        group = dist.new_group(backend="mpi")
+        dist.all_reduce(torch.ones(3), group=group, async_op=i % 2 == 0)
+        dist.destroy_process_group(group)
+
+    return call
+
+
 def _comms_alone(world: hd.World, folder: Path) -> Callable[[int], object]:
     return lambda i: world.comm.Split(0 if i % 2 else world.rank % 2, world.rank).Free()
 
@@ -291,7 +314,9 @@ KINDS: dict[str, Kind] = {
     "send, recv": Kind(_send, least=2),
     "isend, irecv": Kind(_isend, least=2),
     "staging.save, load": Kind(_files, 1000),
+    "torch.distributed, backend mpi": Kind(_backend),
     "groups of communicators": Kind(_comms, 0),
+    "groups of torch, backend mpi": Kind(_backend_groups, 0),
     "groups of torch": Kind(_torch_groups, 0),
     "(communicators without hpcdist)": Kind(_comms_alone, 0),
     "(groups of torch without hpcdist)": Kind(_torch_groups_alone, 0),

@@ -23,6 +23,7 @@ KINDS = [
     *("concat of structures", "concat, with gradients", "concat, async_op", "concat, refused"),
     *("concat, 2 MiB from the pool", "concat, 2 MiB shared", "plans called", "plans made and dropped"),
     *("send, recv", "isend, irecv", "staging.save, load", "groups of communicators", "groups of torch"),
+    *("torch.distributed, backend mpi", "groups of torch, backend mpi"),
 ]
 
 
