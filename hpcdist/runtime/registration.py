@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hpcdist.backend.communicator import Communicator
 
-__all__ = ["NAME", "PLUGINS", "Host", "host", "register"]
+__all__ = ["NAME", "PLUGINS", "Host", "host", "leave", "register"]
 
 NAME = "mpi"
 PLUGINS = hasattr(
@@ -88,6 +88,17 @@ def register() -> None:
     handlers = torch_rendezvous._rendezvous_handlers
     if handlers["env"] is torch_rendezvous._env_rendezvous_handler:
         handlers["env"] = _rendezvous
+
+
+def leave() -> None:
+    """Destroy torch's groups at the end of the program, if the default one has this backend and is left.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's wrapper would call a backend in Python after Python has ended.
+    """
+    if PLUGINS and dist.is_initialized():
+        config = dist.distributed_c10d._world.pg_backend_config[dist.distributed_c10d._get_default_group()]
+        if _is_ours(str(config)):
+            dist.destroy_process_group()
 
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:

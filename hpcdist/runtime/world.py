@@ -268,12 +268,12 @@ def _leave() -> None:
         _world._watch.stop()
         return
     with activity.InCall("", _world.team, text=b"the end of its program"):
-        # These answer the calls with async_op of ranks that go on.
-        backgrounds = background.leave_all(_world.context.teams.values())
+        backgrounds = background.leave_all(_world.context.teams.values())  # answers calls of ranks that go on
         communicator.finish()
         collective.leave(_world.team)
         for done in backgrounds:
             done.wait()
+        registration.leave()
     _world._close()
 
 
