@@ -52,6 +52,8 @@ class Operations:
         """
         team = self._team
         self._calls += 1
+        if _holds_inference(args):
+            step, args = _on_inference, (step, *args)
         blocks = opts is not None and not opts.asyncOp
         # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
         if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
@@ -201,6 +203,20 @@ class Operations:
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _holds_inference(args: Sequence[Any]) -> bool:
+    """Whether there are tensors of torch.inference_mode() among nested lists."""
+    for arg in args:
+        if arg.is_inference() if isinstance(arg, Tensor) else isinstance(arg, (list, tuple)) and _holds_inference(arg):
+            return True
+    return False
+
+
+def _on_inference(team: Communicator, step: Callable[..., None], *args: Any) -> None:
+    """Run a collective on tensors that can be written in inference mode only; a queue's thread is not in it."""
+    with torch.inference_mode():
+        step(team, *args)
 
 
 def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]) -> None:

@@ -82,3 +82,39 @@ def test_equal_parts_are_given_as_splits_on_some_ranks(count: int, world: hd.Wor
     dist.all_to_all_single(x, x, splits, splits)
     findings.same(x, expected, "into the same tensor")
     findings.settle()
+
+
+def test_tensors_of_inference_mode(world: hd.World) -> None:
+    """torch lets nobody write them outside of that mode, in which the thread of asynchronous calls is not."""
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.full(shape, rank + 1.0, dtype=dtype)
+
+    total = float(sum(range(1, size + 1)))
+    for async_op in (True, False):
+        for inside in (True, False):
+            with torch.inference_mode(inside):
+                cases = [tensor(3), tensor(3, dtype=torch.bfloat16), tensor(2**18), tensor(3, 2)[:, 0]]
+                works = [dist.all_reduce(x, async_op=async_op) for x in cases]
+                outs = [tensor(2, 2)[:, 0] for _ in range(size)]
+                works.append(dist.all_gather(outs, tensor(2), async_op=async_op))
+                mean = tensor(5)
+                works.append(dist.all_reduce(mean, dist.ReduceOp.AVG, async_op=async_op))
+                if size > 1:
+                    got = tensor(3, 2)[:, 0]
+                    works += [dist.irecv(got, (rank - 1) % size), dist.isend(tensor(3), (rank + 1) % size)]
+                for work in works:
+                    if work is not None:
+                        work.wait()
+            what = f"async_op={async_op}, in inference mode: {inside}"
+            for x in cases:
+                findings.same(x, torch.full(x.shape, total, dtype=x.dtype), f"all_reduce {x.dtype}, {what}")
+            findings.same(mean, torch.full((5,), total / size), f"average, {what}")
+            for i, out in enumerate(outs):
+                findings.same(out, torch.full((2,), i + 1.0), f"all_gather from {i}, {what}")
+            if size > 1:
+                findings.same(got, torch.full((3,), (rank - 1) % size + 1.0), f"recv, {what}")
+    findings.settle()
