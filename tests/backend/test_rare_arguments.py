@@ -10,6 +10,7 @@ import torch.distributed as dist
 from collective import Findings
 
 import hpcdist as hd
+from hpcdist.backend.communicator import Communicator
 
 pytestmark = pytest.mark.mpi
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -118,3 +119,26 @@ def test_tensors_of_inference_mode(world: hd.World) -> None:
             if size > 1:
                 findings.same(got, torch.full((3,), (rank - 1) % size + 1.0), f"recv, {what}")
     findings.settle()
+
+
+def test_each_message_costs_the_same_however_many_are_under_way(world: hd.World) -> None:
+    class Message:
+        asked, done = 0, False
+
+        def is_completed(self) -> bool:
+            self.asked += 1
+            return self.done
+
+    team = Communicator(world.comm.Dup(), range(world.world_size), [0] * world.world_size, None)
+    messages = [Message() for _ in range(500)]
+    for message in messages:
+        team.keep(message)
+    assert sum(message.asked for message in messages) <= 4 * len(messages)
+    assert len(team.transfers) == len(messages)  # though nobody has a handle
+    for message in messages:
+        message.done = True
+    for _ in range(200):
+        team.keep(Message())
+    assert not any(message in team.transfers for message in messages)
+    team.transfers.clear()
+    team.free()
