@@ -225,4 +225,5 @@ def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]
         step(team, *args)
 
 
-eager.not_compiled([Operations])  # DDP's forward calls them within what torch compiles
+# DDP's forward calls them within what torch compiles, and waits for them there.
+eager.not_compiled([Operations, Finished, Queued, p2p.Transfer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import reduce
 
 import pytest
@@ -142,3 +143,23 @@ def test_each_message_costs_the_same_however_many_are_under_way(world: hd.World)
     assert not any(message in team.transfers for message in messages)
     team.transfers.clear()
     team.free()
+
+
+def test_the_compiler_does_not_look_into_calls_and_handles(world: hd.World) -> None:
+    """Where it breaks its graph, it goes on with what is called there, and warned of what it did not know."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        dist.all_reduce(y)
+        handle = dist.all_reduce(y, async_op=True)
+        handle.wait()
+        return y + 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = torch.compile(step, backend="eager")(torch.ones(3))
+    findings = Findings(world.comm)
+    findings.same(found, torch.full((3,), 2.0 * world.world_size**2 + 1), "compiled")
+    texts = [str(warning.message) for warning in caught]
+    findings.check(not any("Dynamo does not know" in text for text in texts), texts)
+    findings.settle()
