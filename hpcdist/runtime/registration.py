@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
@@ -89,11 +90,13 @@ def register() -> None:
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
     """torch's rendezvous by the environment; for this backend by MPI, if the environment has none of its variables."""
-    given = "rank=" in url or "world_size=" in url or any(host.variables().get(name) for name in _VARIABLES)
-    if given or not _is_ours(_asked_backend()):
+    if any(host.variables().get(name) for name in _VARIABLES) or not _is_ours(_asked_backend()):
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
     else:
-        yield _open_store(timeout)
+        store, rank, size = _open_store(timeout)
+        told = parse_qs(urlparse(url).query)  # the arguments rank and world_size of init_process_group()
+        _check_place(int(told.get("rank", [rank])[0]), int(told.get("world_size", [size])[0]), rank, size)
+        yield store, rank, size
         raise RuntimeError("Unable to perform re-rendezvous using MPI")
 
 
@@ -158,10 +161,14 @@ def _communicator(ranks: list[int], options: Any) -> Communicator:
     if ranks:
         tag = sum(options.group_id.encode()) % 2**15  # separates the groups that several threads make at once
         return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], options.timeout, tag)
-    if (options.group_rank, options.group_size) != (whole.rank, whole.size):
-        raise LaunchError(
-            f"torch was told that this is rank {options.group_rank} of {options.group_size}, and MPI says rank "
-            f"{whole.rank} of {whole.size}: leave out rank, world_size and the variables RANK and WORLD_SIZE, or start "
-            "as many processes with mpirun or srun"
-        )
+    _check_place(options.group_rank, options.group_size, whole.rank, whole.size)
     return Communicator(whole.Dup(), range(whole.size), host.node_of, options.timeout)
+
+
+def _check_place(told_rank: int, told_size: int, rank: int, size: int) -> None:
+    """Check what torch was told of this rank's place against what MPI says."""
+    if (told_rank, told_size) != (rank, size):
+        raise LaunchError(
+            f"torch was told that this is rank {told_rank} of {told_size}, and MPI says rank {rank} of {size}: leave "
+            "out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes with mpirun or srun"
+        )

@@ -89,3 +89,20 @@ def test_what_the_environment_says_must_agree_with_mpi(env: dict[str, str], text
     job = mpirun(1, code=code, env={} if store else env)
     assert job.status != 0
     assert text in job.err, job.err
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("size", "text"), [("dist_size", "as told"), ("7", "rank 0 of 7, and MPI says rank 0 of 2")])
+def test_rank_and_size_may_be_given_without_an_address(size: str, text: str) -> None:
+    """As scripts do that read them from variables of the launcher."""
+    code = f"""
+        import hpcdist, torch.distributed as dist
+        from mpi4py import MPI
+        dist_size = MPI.COMM_WORLD.size
+        dist.init_process_group("mpi", rank=MPI.COMM_WORLD.rank, world_size={size})
+        dist.barrier()
+        print("as told")
+    """
+    job = mpirun(2, code=code)
+    assert (job.status == 0) == (size == "dist_size")
+    assert text in job.out + job.err, job.err
