@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective import Findings
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import hpcdist as hd
 from hpcdist.backend.communicator import Communicator
+from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.mpi
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -163,3 +166,12 @@ def test_the_compiler_does_not_look_into_calls_and_handles(world: hd.World) -> N
     texts = [str(warning.message) for warning in caught]
     findings.check(not any("Dynamo does not know" in text for text in texts), texts)
     findings.settle()
+
+
+@pytest.mark.skipif(registration.PLUGINS, reason="torch itself answers for these from 2.14 on")
+def test_a_tensor_without_memory_is_an_error_that_says_so(world: hd.World) -> None:
+    whole = distribute_tensor(torch.ones(world.world_size), init_device_mesh("cpu", (world.world_size,)), [Shard(0)])
+    for x, text in ((torch.ones(3, device="meta"), "on device meta"), (whole, r"x\.to_local\(\)")):
+        for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
+            with pytest.raises(ValueError, match=text):
+                call(x)
