@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["Communicator", "create", "finish"]
+
+
+_POLLED = 4  # messages that are looked at for each new one: thousands may be under way
 
 
 class Pending(Protocol):
@@ -64,7 +69,8 @@ class Communicator:
         self.most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self.compares = get_debug_level() == DebugLevel.DETAIL
         self.queue = Queue()
-        self.transfers: list[Pending] = []
+        self.transfers: deque[Pending] = deque()
+        self._keeping = threading.Lock()
         self.set_timeout(timeout)
         self._begun = 0
         self._topology: Topology | None = None
@@ -116,15 +122,18 @@ class Communicator:
         return None if window is None else self._shared
 
     def keep(self, transfer: Pending) -> None:
-        """Keep a message until it is done, whatever becomes of its handle; forget those that are."""
-        self.transfers = [other for other in self.transfers if not other.is_completed()]
-        if not transfer.is_completed():
+        """Keep a message until it is done, whatever becomes of its handle; forget the oldest ones if they are."""
+        with self._keeping:
+            for _ in range(min(_POLLED, len(self.transfers))):
+                oldest = self.transfers.popleft()
+                if not oldest.is_completed():
+                    self.transfers.append(oldest)
             self.transfers.append(transfer)
 
     def keep_what_is_left(self) -> None:
         """Keep the memory of messages that were never waited for: MPI may still use it."""
         _kept.extend(transfer for transfer in self.transfers if not transfer.is_completed())
-        self.transfers = []
+        self.transfers.clear()
 
     def part(self, ranks: Sequence[int], timeout: timedelta | None, tag: int = 0) -> Communicator:
         """Make a communicator of some ranks of the group. Collective over these ranks alone.
@@ -134,6 +143,13 @@ class Communicator:
         """
         peers, node_of = [self.peers[rank] for rank in ranks], [self._node_of[rank] for rank in ranks]
         return create(self.comm, ranks, peers, node_of, timeout, tag)
+
+    def abandon(self) -> None:
+        """Keep all that MPI may still use, and wait for nothing: the calls may never end."""
+        self.queue.abandon()
+        self.keep_what_is_left()
+        _open.discard(self)
+        _abandoned.append(self)
 
     def free(self) -> None:
         """Finish the asynchronous calls, and free the communicators; a second call does nothing."""
@@ -153,6 +169,7 @@ class Communicator:
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _kept: list[Pending] = []
+_abandoned: list[Communicator] = []
 
 
 def finish() -> None:

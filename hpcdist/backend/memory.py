@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist import layout, limits
 from hpcdist.tensors import pool
-from hpcdist.tensors.storage import as_bytes, copyable
+from hpcdist.tensors.storage import as_bytes, copyable, problem
 
 __all__ = ["address", "flat", "packed", "pieces", "readable", "scratch", "writable"]
 
@@ -20,8 +20,15 @@ _from_address = MPI.buffer.fromaddress
 
 
 def address(x: Tensor) -> Any:
-    """Return the memory of a contiguous tensor as an MPI buffer."""
-    return _from_address(x.data_ptr(), x.nbytes)
+    """Return the memory of a contiguous tensor as an MPI buffer.
+
+    Raises:
+        ValueError: if it has none: a tensor on "meta", or a DTensor.
+    """
+    start, nbytes = x.data_ptr(), x.nbytes
+    if not start and nbytes:
+        raise ValueError(f"the tensor {problem(x)}")
+    return _from_address(start, nbytes)
 
 
 def pieces(memory: Any) -> list[Any]:

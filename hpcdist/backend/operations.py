@@ -66,6 +66,8 @@ class Operations:
         if same is not None:
             step = agreement.checked(team, verb, step, same)
         self._calls += 1
+        if _holds_inference(args):
+            step, args = _on_inference, (step, *args)
         blocks, limit = opts is not None and not opts.asyncOp, team.limit
         if opts is not None and opts.timeout > _NOTHING:
             limit = opts.timeout.total_seconds()
@@ -74,7 +76,8 @@ class Operations:
         if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
             with activity.InCall(verb, team, limit=limit):
                 try:
-                    step(team, *args)
+                    with team.queue.running:
+                        step(team, *args)
                 except BaseException as error:
                     agreement.fail(error, verb, team.size)
                     raise
@@ -238,10 +241,25 @@ class Operations:
     alltoall_base = all_to_all_single
 
 
+def _holds_inference(args: Sequence[Any]) -> bool:
+    """Whether there are tensors of torch.inference_mode() among nested lists."""
+    for arg in args:
+        if arg.is_inference() if isinstance(arg, Tensor) else isinstance(arg, (list, tuple)) and _holds_inference(arg):
+            return True
+    return False
+
+
+def _on_inference(team: Communicator, step: Callable[..., None], *args: Any) -> None:
+    """Run a collective on tensors that can be written in inference mode only; a queue's thread is not in it."""
+    with torch.inference_mode():
+        step(team, *args)
+
+
 def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]) -> None:
     """Run a collective once for each tensor of a list."""
     for args in zip(*columns, strict=True):
         step(team, *args)
 
 
-eager.not_compiled([Operations])  # DDP's forward calls them within what torch compiles
+# DDP's forward calls them within what torch compiles, and waits for them there.
+eager.not_compiled([Operations, Finished, Queued, p2p.Transfer])

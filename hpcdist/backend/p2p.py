@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
@@ -98,8 +99,9 @@ class Transfer(dist.Work):
                 f"{self._expected}"
             )
         elif self._out is not None and self._out is not self._memory:
-            out = copyable(self._out.detach())
-            out.copy_(copyable(self._memory).view(out.shape))
+            with torch.inference_mode(self._out.is_inference()):
+                out = copyable(self._out.detach())
+                out.copy_(copyable(self._memory).view(out.shape))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the memory of the message can be used again.

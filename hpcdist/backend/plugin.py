@@ -74,4 +74,6 @@ class MpiBackend(Operations, Backend):
         self._team.free()
         _alive.discard(self)
 
-    abort = shutdown
+    def abort(self) -> None:
+        self._team.abandon()
+        _alive.discard(self)

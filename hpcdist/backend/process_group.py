@@ -99,7 +99,8 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         self._team.free()
 
-    abort = shutdown
+    def abort(self) -> None:
+        self._team.abandon()
 
     def _set_sequence_number_for_group(self) -> None:
         return None

@@ -28,12 +28,16 @@ class Queue:
 
     A thread, because MPI makes progress only inside its functions; only one for a group, so that every rank runs the
     calls in the same order.
+
+    Attributes:
+        running: held by the thread that runs a call; a program's threads may call on one group at once.
     """
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._submitted = self._finished = 0  # the first is the callers', the second the worker's
         self._lock = threading.Lock()
+        self.running = threading.RLock()  # a callback of a call makes its own calls
         self._thread: threading.Thread | None = None
         self._latest: deque[Job] = deque(maxlen=_KEPT)  # of those that failed
 
@@ -57,11 +61,19 @@ class Queue:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.run()
+            with self.running:
+                job.run()
             if job.report() is not None:
                 self._latest.append(job)
             self._finished += 1
             del job  # lets its tensors be freed
+
+    def abandon(self) -> None:
+        """Leave what is under way to itself: no more calls are expected, and nobody waits."""
+        with self._lock:
+            if self._thread is not None:
+                self._jobs.put(None)
+                self._thread = None
 
     def stop(self) -> None:
         """End the thread after all calls, and print the errors of those that nobody has waited for."""

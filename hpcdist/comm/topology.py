@@ -39,14 +39,15 @@ class Topology:
         nodes: ranks of `comm` on each node, in the order of their lowest rank.
         node: index of this rank's node in `nodes`.
         local_rank: position of this rank in ``nodes[node]``.
-        comm: communicator of the ranks of this node, in that order; owned and freed here.
+        comm: communicator of the ranks of this node, in that order; that of all ranks if there is one node alone.
     """
 
     def __init__(self, comm: MPI.Intracomm, node_of: Sequence[int]) -> None:
         self.nodes = by_node(node_of)
         self.node = next(index for index, ranks in enumerate(self.nodes) if comm.rank in ranks)
         self.local_rank = self.nodes[self.node].index(comm.rank)
-        self.comm = comm.Split(self.node, comm.rank)
+        self.comm = comm if len(self.nodes) == 1 else comm.Split(self.node, comm.rank)
+        self._owned = len(self.nodes) > 1
 
     @property
     def local_ranks(self) -> list[int]:
@@ -54,4 +55,5 @@ class Topology:
         return self.nodes[self.node]
 
     def free(self) -> None:
-        self.comm.Free()
+        if self._owned:
+            self.comm.Free()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
@@ -61,14 +62,24 @@ class Host:
     Attributes:
         comm: communicator of all ranks, in torch's order; None while there is no world.
         node_of: for each rank of it, the number of its node.
+        timeout: the world's deadline, for groups that are made without one.
         begin: makes a world for a program that has called torch alone, given the deadline.
         variables: returns the environment.
     """
 
     comm: MPI.Intracomm | None = None
     node_of: tuple[int, ...] = ()
+    timeout: timedelta = torch_rendezvous.default_pg_timeout
     begin: Callable[[timedelta], None]
     variables: Callable[[], Mapping[str, str]]
+
+    def open(self, comm: MPI.Intracomm, node_of: tuple[int, ...], timeout: timedelta) -> None:
+        """Let groups be made in a world."""
+        self.comm, self.node_of, self.timeout = comm, node_of, timeout
+
+    def close(self) -> None:
+        """Let no more groups be made: the world ends."""
+        self.comm = None
 
 
 host = Host()
@@ -103,11 +114,13 @@ def leave() -> None:
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
     """torch's rendezvous by the environment; for this backend by MPI, if the environment has none of its variables."""
-    given = "rank=" in url or "world_size=" in url or any(host.variables().get(name) for name in _VARIABLES)
-    if given or not _is_ours(_asked_backend()):
+    if any(host.variables().get(name) for name in _VARIABLES) or not _is_ours(_asked_backend()):
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
     else:
-        yield _open_store(timeout)
+        store, rank, size = _open_store(timeout)
+        told = parse_qs(urlparse(url).query)  # the arguments rank and world_size of init_process_group()
+        _check_place(int(told.get("rank", [rank])[0]), int(told.get("world_size", [size])[0]), rank, size)
+        yield store, rank, size
         raise RuntimeError("Unable to perform re-rendezvous using MPI")
 
 
@@ -153,17 +166,19 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     ranks = list(options.global_ranks_in_group)
     if not ranks and not dist.is_initialized() and host.comm is None:
         host.begin(options.timeout)
-    team = _communicator(ranks, options)
+    given = options.timeout
+    timeout = host.timeout if ranks and given == torch_rendezvous.default_pg_timeout else given
+    team = _communicator(ranks, options, timeout)
     if PLUGINS:
         from hpcdist.backend.plugin import MpiBackend
 
-        return MpiBackend(team, name, backend_options, options.timeout)
+        return MpiBackend(team, name, backend_options, timeout)
     from hpcdist.backend.process_group import MpiProcessGroup
 
     return MpiProcessGroup(team, name)
 
 
-def _communicator(ranks: list[int], options: Any) -> Communicator:
+def _communicator(ranks: list[int], options: Any, timeout: timedelta) -> Communicator:
     from hpcdist.backend.communicator import Communicator, create
 
     whole = host.comm
@@ -171,11 +186,15 @@ def _communicator(ranks: list[int], options: Any) -> Communicator:
         raise HpcdistError("a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank")
     if ranks:
         tag = sum(options.group_id.encode()) % 2**15  # separates the groups that several threads make at once
-        return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], options.timeout, tag)
-    if (options.group_rank, options.group_size) != (whole.rank, whole.size):
+        return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], timeout, tag)
+    _check_place(options.group_rank, options.group_size, whole.rank, whole.size)
+    return Communicator(whole.Dup(), range(whole.size), host.node_of, timeout)
+
+
+def _check_place(told_rank: int, told_size: int, rank: int, size: int) -> None:
+    """Check what torch was told of this rank's place against what MPI says."""
+    if (told_rank, told_size) != (rank, size):
         raise LaunchError(
-            f"torch was told that this is rank {options.group_rank} of {options.group_size}, and MPI says rank "
-            f"{whole.rank} of {whole.size}: leave out rank, world_size and the variables RANK and WORLD_SIZE, or start "
-            "as many processes with mpirun or srun"
+            f"torch was told that this is rank {told_rank} of {told_size}, and MPI says rank {rank} of {size}: leave "
+            "out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes with mpirun or srun"
         )
-    return Communicator(whole.Dup(), range(whole.size), host.node_of, options.timeout)

@@ -121,7 +121,7 @@ class World:
             engine = self.context.engine
             left = objects.all_gather_object(self.team.comm, engine is not None and engine.stop())
         self.context.free(messages=not any(left))  # else new ones could meet what still comes
-        registration.host.comm = None
+        registration.host.close()
         self._watch.stop()
         pool.stop()
         if self._owns_group:
@@ -304,8 +304,8 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
-            registration.host.comm, registration.host.node_of = private, tuple(node for node, _ in places)
-            undo.callback(setattr, registration.host, "comm", None)
+            registration.host.open(private, tuple(node for node, _ in places), limit)
+            undo.callback(registration.host.close)
             name = None if implicit else backend or process_group.default_backend(own_gpus)
             group, owns_group = process_group.start(private, meeting, name, limit, os.environ)
         undo.pop_all()

@@ -62,6 +62,20 @@ elif case == "group_timeout":
     if rank == 1:
         time.sleep(1000)
     dist.all_reduce(x, group=group, async_op=True).wait()
+elif case == "world_timeout":
+    group = dist.new_group()
+    if rank == 1:
+        time.sleep(1000)
+    dist.all_reduce(x, group=group)
+elif case == "aborted":
+    group = dist.new_group()
+    if rank == 0:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        time.sleep(0.2)
+        group.abort()  # does not wait for the others, which never come
+    dist.barrier()
+    print("survived", flush=True)
+    os._exit(0)
 elif case == "call_timeout":
     opts = dist.AllreduceOptions()
     opts.timeout, opts.asyncOp = timedelta(seconds=1), os.environ["ASYNC"] == "1"

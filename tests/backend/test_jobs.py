@@ -43,6 +43,19 @@ def test_a_group_has_its_own_deadline() -> None:
 
 
 @pytest.mark.once
+def test_a_group_without_a_deadline_has_that_of_the_world() -> None:
+    job = run("world_timeout", 2, LIMIT="1.5")
+    assert job.status != 0
+    assert re.search(r"HangError: all_reduce\(\) at .* its deadline is 1.5 s", job.err), job.err
+
+
+@pytest.mark.once
+def test_an_aborted_group_waits_for_nobody() -> None:
+    job = run("aborted", 2)
+    assert job.out.count("survived") == 2, job.err
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("async_op", "01")
 def test_a_call_has_its_own_deadline(async_op: str) -> None:
     job = run("call_timeout", 2, ASYNC=async_op)
@@ -106,3 +119,20 @@ def test_what_the_environment_says_must_agree_with_mpi(env: dict[str, str], text
     job = mpirun(1, code=code, env={} if store else env)
     assert job.status != 0
     assert text in job.err, job.err
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("size", "text"), [("dist_size", "as told"), ("7", "rank 0 of 7, and MPI says rank 0 of 2")])
+def test_rank_and_size_may_be_given_without_an_address(size: str, text: str) -> None:
+    """As scripts do that read them from variables of the launcher."""
+    code = f"""
+        import hpcdist, torch.distributed as dist
+        from mpi4py import MPI
+        dist_size = MPI.COMM_WORLD.size
+        dist.init_process_group("mpi", rank=MPI.COMM_WORLD.rank, world_size={size})
+        dist.barrier()
+        print("as told")
+    """
+    job = mpirun(2, code=code)
+    assert (job.status == 0) == (size == "dist_size")
+    assert text in job.out + job.err, job.err

@@ -113,3 +113,21 @@ def test_wait_has_a_time_limit(world: hd.World) -> None:
         dist.all_reduce(torch.ones(2))
         if world.rank == 1:
             dist.send(torch.ones(2), 0)
+
+
+def test_a_group_may_be_made_while_an_asynchronous_call_waits(world: hd.World) -> None:
+    """Open MPI makes one communicator at a time: an all_reduce that made one for itself waited for that group."""
+    parent = dist.new_group()
+    small, large = torch.ones(3), torch.ones(2**20)
+    if world.rank == 0:
+        time.sleep(0.3)
+    handles = [dist.all_reduce(x, group=parent, async_op=True) for x in (small, large)]
+    if world.rank == 0:
+        for handle in handles:
+            handle.wait()
+    group = dist.new_group()
+    for handle in handles:
+        handle.wait()
+    assert_on_all_ranks(world.comm, large[0] == small[0] == world.world_size, large)
+    dist.destroy_process_group(group)
+    dist.destroy_process_group(parent)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import reduce
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective import Findings
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import hpcdist as hd
+from hpcdist.backend.communicator import Communicator
+from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.mpi
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -82,3 +87,91 @@ def test_equal_parts_are_given_as_splits_on_some_ranks(count: int, world: hd.Wor
     dist.all_to_all_single(x, x, splits, splits)
     findings.same(x, expected, "into the same tensor")
     findings.settle()
+
+
+def test_tensors_of_inference_mode(world: hd.World) -> None:
+    """torch lets nobody write them outside of that mode, in which the thread of asynchronous calls is not."""
+    findings = Findings(world.comm)
+    rank, size = world.rank, world.world_size
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.full(shape, rank + 1.0, dtype=dtype)
+
+    total = float(sum(range(1, size + 1)))
+    for async_op in (True, False):
+        for inside in (True, False):
+            with torch.inference_mode(inside):
+                cases = [tensor(3), tensor(3, dtype=torch.bfloat16), tensor(2**18), tensor(3, 2)[:, 0]]
+                works = [dist.all_reduce(x, async_op=async_op) for x in cases]
+                outs = [tensor(2, 2)[:, 0] for _ in range(size)]
+                works.append(dist.all_gather(outs, tensor(2), async_op=async_op))
+                mean = tensor(5)
+                works.append(dist.all_reduce(mean, dist.ReduceOp.AVG, async_op=async_op))
+                if size > 1:
+                    got = tensor(3, 2)[:, 0]
+                    works += [dist.irecv(got, (rank - 1) % size), dist.isend(tensor(3), (rank + 1) % size)]
+                for work in works:
+                    if work is not None:
+                        work.wait()
+            what = f"async_op={async_op}, in inference mode: {inside}"
+            for x in cases:
+                findings.same(x, torch.full(x.shape, total, dtype=x.dtype), f"all_reduce {x.dtype}, {what}")
+            findings.same(mean, torch.full((5,), total / size), f"average, {what}")
+            for i, out in enumerate(outs):
+                findings.same(out, torch.full((2,), i + 1.0), f"all_gather from {i}, {what}")
+            if size > 1:
+                findings.same(got, torch.full((3,), (rank - 1) % size + 1.0), f"recv, {what}")
+    findings.settle()
+
+
+def test_each_message_costs_the_same_however_many_are_under_way(world: hd.World) -> None:
+    class Message:
+        asked, done = 0, False
+
+        def is_completed(self) -> bool:
+            self.asked += 1
+            return self.done
+
+    team = Communicator(world.comm.Dup(), range(world.world_size), [0] * world.world_size, None)
+    messages = [Message() for _ in range(500)]
+    for message in messages:
+        team.keep(message)
+    assert sum(message.asked for message in messages) <= 4 * len(messages)
+    assert len(team.transfers) == len(messages)  # though nobody has a handle
+    for message in messages:
+        message.done = True
+    for _ in range(200):
+        team.keep(Message())
+    assert not any(message in team.transfers for message in messages)
+    team.transfers.clear()
+    team.free()
+
+
+def test_the_compiler_does_not_look_into_calls_and_handles(world: hd.World) -> None:
+    """Where it breaks its graph, it goes on with what is called there, and warned of what it did not know."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        dist.all_reduce(y)
+        handle = dist.all_reduce(y, async_op=True)
+        handle.wait()
+        return y + 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = torch.compile(step, backend="eager")(torch.ones(3))
+    findings = Findings(world.comm)
+    findings.same(found, torch.full((3,), 2.0 * world.world_size**2 + 1), "compiled")
+    texts = [str(warning.message) for warning in caught]
+    findings.check(not any("Dynamo does not know" in text for text in texts), texts)
+    findings.settle()
+
+
+@pytest.mark.skipif(registration.PLUGINS, reason="torch itself answers for these from 2.14 on")
+def test_a_tensor_without_memory_is_an_error_that_says_so(world: hd.World) -> None:
+    whole = distribute_tensor(torch.ones(world.world_size), init_device_mesh("cpu", (world.world_size,)), [Shard(0)])
+    for x, text in ((torch.ones(3, device="meta"), "on device meta"), (whole, r"x\.to_local\(\)")):
+        for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
+            with pytest.raises(ValueError, match=text):
+                call(x)
