@@ -15,6 +15,7 @@ from hpcdist.control import objects
 from hpcdist.files import raw
 from hpcdist.runtime import world
 from hpcdist.staging.exchange import deliver
+from hpcdist.staging.in_flight import wait_for
 from hpcdist.staging.loading import Load, planned
 from hpcdist.staging.names import SINGLE, nest
 from hpcdist.staging.node_memory import NodeMemory
@@ -52,10 +53,10 @@ def load(
 ) -> Any:
     """Read each rank's part of the tensors of an HDF5 file, with any number of ranks, whatever wrote it.
 
-    Collective over `group`. Along dim 0 every rank reads straight into its result. What several ranks want is read
-    once: each reads a share of it, straight into its result, and sends that to the others while it reads on. Where
-    parts are so narrow that reading them alone would read everything many times, the ranks share the reading and send
-    each other their parts, a window at a time.
+    Collective over `group`. Waits for a save in flight to this name. Along dim 0 every rank reads straight into its
+    result. What several ranks want is read once: each reads a share of it, straight into its result, and sends that to
+    the others while it reads on. Where parts are so narrow that reading them alone would read everything many times,
+    the ranks share the reading and send each other their parts, a window at a time.
 
     Args:
         path: of the file, seen by all ranks.
@@ -109,6 +110,7 @@ def load(
         "window": window, "readers": readers, "verify": verify, "once_per": once_per, "shared": shared,
         "progress": progress,
     }  # fmt: skip
+    wait_for(path)
     with planned(team, VERB, arguments) as call:
         memory = NodeMemory.taken(team, call) if shared else None
         targets: dict[str, Tensor] = {}

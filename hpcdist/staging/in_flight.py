@@ -1,0 +1,199 @@
+"""Saves in the background, from their call to their commit: the copies that they write, and who waits for them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist import activity, memory
+from hpcdist.comm.team import Team
+from hpcdist.runtime.background import Handle
+from hpcdist.tensors import pool
+from hpcdist.tensors.storage import copyable
+
+__all__ = ["Flight", "default_buffer", "wait_for"]
+
+_ALIGNMENT = 64  # bytes
+_POLL = 0.5  # seconds; events tell earlier, unless a job has ended before its first step
+
+_flights: list[Flight] = []  # of this process, in the order of the calls
+_lock = threading.Lock()
+
+
+class Flight:
+    """A save on its way.
+
+    Args:
+        team: the ranks that save.
+        path: of the file, as the caller has passed it.
+        mpio: whether HDF5 writes it through MPI-IO.
+
+    Attributes:
+        tensors: by name, what is yet to be written: copies, and tensors of the caller's.
+    """
+
+    def __init__(self, team: Team, path: Any, mpio: bool) -> None:
+        self.team, self.place, self.mpio = team, _place(path), mpio
+        self.tensors: dict[str, Tensor] = {}
+        self.nbytes = 0  # of the copies
+        self._callers: set[str] = set()  # names of tensors that are not copied, and not written yet
+        self._released, self._ended = threading.Event(), threading.Event()
+        self._handle: Handle[None] | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor], buffer: int) -> None:
+        """Copy tensors to host memory: the last ones, as many as fit into `buffer` bytes with the copies of earlier
+        saves, for which it waits if need be."""
+        needed = sum(x.nbytes for x in tensors.values())
+        for flight in _others(self):
+            if needed + sum(other.nbytes for other in _others(self)) <= buffer:
+                break
+            flight.wait()
+        left = buffer - sum(flight.nbytes for flight in _others(self))
+        chosen: dict[str, Tensor] = {}
+        for name, x in reversed(list(tensors.items())):
+            left -= x.nbytes
+            if left < 0:
+                break
+            chosen[name] = x
+        copies = dict(zip(chosen, _copied(list(chosen.values())), strict=False))
+        for device in {x.device for x in tensors.values() if x.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        self.nbytes = sum(x.nbytes for x in copies.values())
+        self._callers = tensors.keys() - copies.keys()
+        self.tensors.update({name: copies.get(name, x) for name, x in tensors.items()})
+
+    def start(self, submit: Callable[[], Handle[None]]) -> Handle[None]:
+        """Submit the save, and return once the caller's tensors may be changed."""
+        with _lock:
+            _flights.append(self)
+        try:
+            self._handle = submit()
+        except BaseException:
+            self.end()
+            raise
+        if self._callers:
+            self._wait(self._released)
+        return self._handle
+
+    def written(self, name: str) -> None:
+        """Let go a tensor that is in the file."""
+        del self.tensors[name]
+        self._callers.discard(name)
+        if not self._callers:
+            self._released.set()
+
+    def end(self) -> None:
+        """The save is complete, or has failed."""
+        self.tensors.clear()
+        with _lock:
+            if self in _flights:
+                _flights.remove(self)
+        self._released.set()
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Wait for its end; the error, if it fails, is for those who wait for its handle."""
+        self._wait(self._ended)
+        self.end()
+
+    def _wait(self, event: threading.Event) -> None:
+        # No deadline: the save has one of its own.
+        with activity.InCall("staging.save", self.team, activity.NOBODY):
+            while not event.wait(_POLL):
+                if self._handle is not None and self._handle.done():
+                    return
+
+
+def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
+    """Wait for the saves in flight to the same name, so that what is older does not come after what is newer.
+
+    Args:
+        mpio: whether HDF5 will open the file on all ranks together: while it opens one, it holds a lock, for which the
+            ranks would wait crosswise if they opened another one meanwhile.
+        after: team in whose background the caller's own save will run, after these.
+    """
+    place = _place(path)
+    for flight in list(_flights):
+        if flight.team is not after and (flight.place == place or (mpio and flight.mpio)):
+            flight.wait()
+
+
+def default_buffer(team: Team) -> int:
+    """Return half of the memory that is free, divided among the ranks of this node."""
+    node_of = team.settings.node_of
+    ranks = node_of.count(node_of[team.peers[team.rank]])
+    return memory.available() // 2 // ranks
+
+
+def _others(mine: Flight) -> list[Flight]:
+    with _lock:
+        return [flight for flight in _flights if flight is not mine]
+
+
+def _place(path: Any) -> str | None:
+    try:
+        return os.path.realpath(os.fsdecode(path))
+    except (TypeError, ValueError):  # reported when the call is checked
+        return None
+
+
+def _copied(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Copy tensors to contiguous host memory, pinned for those on a GPU; fewer of them if there is not enough memory.
+
+    Small ones lie in one block of memory, which is used again as a whole.
+    """
+    blocks: dict[bool, _Block] = {}
+    for x in tensors:
+        try:
+            if x.nbytes >= pool.LEAST:
+                copy = _memory(x.nbytes, x.is_cuda)
+            else:
+                if x.is_cuda not in blocks:
+                    blocks[x.is_cuda] = _Block([y.nbytes for y in tensors if y.is_cuda == x.is_cuda], x.is_cuda)
+                copy = blocks[x.is_cuda].next(x.nbytes)
+            copy = copy.view(x.dtype).view(x.shape)
+            copyable(copy).copy_(copyable(x), non_blocking=x.is_cuda)
+        except (MemoryError, RuntimeError):
+            return
+        yield copy
+
+
+class _Block:
+    """Memory for small tensors, one after the other.
+
+    Args:
+        sizes: bytes of all tensors; only the small ones get memory here.
+    """
+
+    def __init__(self, sizes: Sequence[int], pinned: bool) -> None:
+        self._memory = _memory(sum(map(_aligned, (n for n in sizes if n < pool.LEAST))), pinned)
+        self._end = 0
+
+    def next(self, nbytes: int) -> Tensor:
+        start, self._end = self._end, self._end + _aligned(nbytes)
+        return self._memory[start : start + nbytes]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _memory(nbytes: int, pinned: bool) -> Tensor:
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+    return pool.empty([nbytes], torch.uint8, "cpu", fixed=True)
+
+
+def _forget() -> None:
+    """In a child process: the saves are its parent's, and another thread may hold the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _flights.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
