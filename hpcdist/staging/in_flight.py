@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from hpcdist.comm.team import Team
 from hpcdist.runtime.background import Handle
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable
+from hpcdist.validation.local import WrongError
 
-__all__ = ["Flight", "default_buffer", "wait_for"]
+__all__ = ["Flight", "buffer_of", "wait_for"]
 
 _ALIGNMENT = 64  # bytes
 _POLL = 0.5  # seconds; events tell earlier, unless a job has ended before its first step
@@ -123,8 +125,12 @@ def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
             flight.wait()
 
 
-def default_buffer(team: Team) -> int:
-    """Return half of the memory that is free, divided among the ranks of this node."""
+def buffer_of(team: Team, given: Any) -> int:
+    """Return the bytes that copies may have; by default half of what is free, divided among the ranks of this node."""
+    if given is not None:
+        if index(given) < 0:
+            raise WrongError(f"buffer is {given}, expected a number of bytes >= 0")
+        return index(given)
     node_of = team.settings.node_of
     ranks = node_of.count(node_of[team.peers[team.rank]])
     return memory.available() // 2 // ranks

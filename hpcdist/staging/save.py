@@ -17,10 +17,10 @@ from hpcdist.files.h5 import Dataset
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, background
 from hpcdist.staging import drivers
-from hpcdist.staging.arguments import agreed, positive
+from hpcdist.staging.arguments import agreed
 from hpcdist.staging.exchange import collect
 from hpcdist.staging.host import outgoing
-from hpcdist.staging.in_flight import Flight, default_buffer, wait_for
+from hpcdist.staging.in_flight import Flight, buffer_of, wait_for
 from hpcdist.staging.pieces import PiecePlan
 from hpcdist.staging.save_plan import VERB, SaveCall, check, plan
 from hpcdist.staging.saving import Saving
@@ -186,7 +186,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     try:
         local.runs()
         call = check(team, **given | {"attrs": deepcopy(given["attrs"])})
-        flight.copy(call.tensors, default_buffer(team) if buffer is None else positive("buffer", buffer))
+        flight.copy(call.tensors, buffer_of(team, buffer))
         call = replace(call, tensors=flight.tensors)
     except Exception as error:  # raised by wait() on every rank
         problem = error
