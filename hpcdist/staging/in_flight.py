@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any
 
@@ -62,7 +62,7 @@ class Flight:
             if left < 0:
                 break
             chosen[name] = x
-        copies = dict(zip(chosen, _copied(list(chosen.values())), strict=False))
+        copies = _copied(chosen)
         for device in {x.device for x in tensors.values() if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self.nbytes = sum(x.nbytes for x in copies.values())
@@ -148,51 +148,28 @@ def _place(path: Any) -> str | None:
         return None
 
 
-def _copied(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Copy tensors to contiguous host memory, pinned for those on a GPU; fewer of them if there is not enough memory.
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to contiguous host memory, pinned for those on a GPU; none if there is no memory for them.
 
-    Small ones lie in one block of memory, which is used again as a whole.
+    All lie in one block, which the next save uses again, and for which the pool searches once.
     """
-    blocks: dict[bool, _Block] = {}
-    for x in tensors:
-        try:
-            if x.nbytes >= pool.LEAST:
-                copy = _memory(x.nbytes, x.is_cuda)
+    copies = {}
+    try:
+        for pinned in (False, True):
+            mine = {name: x for name, x in tensors.items() if x.is_cuda == pinned}
+            sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in mine.values()]
+            if not mine:
+                continue
+            if pinned:
+                block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True, device="cpu")
             else:
-                if x.is_cuda not in blocks:
-                    blocks[x.is_cuda] = _Block([y.nbytes for y in tensors if y.is_cuda == x.is_cuda], x.is_cuda)
-                copy = blocks[x.is_cuda].next(x.nbytes)
-            copy = copy.view(x.dtype).view(x.shape)
-            copyable(copy).copy_(copyable(x), non_blocking=x.is_cuda)
-        except (MemoryError, RuntimeError):
-            return
-        yield copy
-
-
-class _Block:
-    """Memory for small tensors, one after the other.
-
-    Args:
-        sizes: bytes of all tensors; only the small ones get memory here.
-    """
-
-    def __init__(self, sizes: Sequence[int], pinned: bool) -> None:
-        self._memory = _memory(sum(map(_aligned, (n for n in sizes if n < pool.LEAST))), pinned)
-        self._end = 0
-
-    def next(self, nbytes: int) -> Tensor:
-        start, self._end = self._end, self._end + _aligned(nbytes)
-        return self._memory[start : start + nbytes]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _memory(nbytes: int, pinned: bool) -> Tensor:
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-    return pool.empty([nbytes], torch.uint8, "cpu", fixed=True)
+                block = pool.empty([sum(sizes)], torch.uint8, "cpu", fixed=True)
+            for (name, x), part in zip(mine.items(), torch.split(block, sizes), strict=True):
+                copies[name] = part[: x.nbytes].view(x.dtype).view(x.shape)
+                copyable(copies[name]).copy_(copyable(x), non_blocking=pinned)
+    except (MemoryError, RuntimeError):
+        return {}
+    return copies
 
 
 def _forget() -> None:
