@@ -76,6 +76,7 @@ def run(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
     for size in asked.sizes:
         for count in COUNTS:
             state = State(world, size, count, folder / "x.h5")
+            state.memcpy()  # into new memory
             first = state.seconds(State.save_later) / state.seconds(State.memcpy)
             times: dict[str, list[float]] = {name: [] for name in METHODS}
             for round_ in range(asked.rounds):
