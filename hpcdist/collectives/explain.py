@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.collectives import concat, gather, redistribute, run, split
 from hpcdist.routes import select
 from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import world
+from hpcdist.runtime.explanation import Explanation, explained
 from hpcdist.tensors.dtypes import MemoryKind
 
 if TYPE_CHECKING:
@@ -24,49 +24,6 @@ _OPERATIONS: dict[Any, Callable[..., run.Operation]] = {
     split.split: split.operation,
     redistribute.redistribute: redistribute.Redistribute,
 }
-_RESULTS = {
-    "new": "new memory",
-    "pool": "memory from the pool",
-    "shared": "memory that the ranks of this node share",
-    "out": "out",
-    "view": "a view of x",
-    "structure": "a structure; its large tensors in memory from the pool",
-    "none": "None",
-}
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call would do; ``print`` it.
-
-    Attributes:
-        verb: name of the verb.
-        route: "mpi", "nccl", "gloo" or "hdf5"; "none" if the verb does not communicate. For structures, the routes of
-            large tensors in host memory and on GPUs.
-        methods: how data move, such as "MPI_Allgatherv"; for structures, one for the small tensors and one for the
-            large ones in each kind of memory. The same on all ranks.
-        sent, received: bytes of this rank's data that other ranks get, and of theirs that it gets, each counted for
-            every receiver, however they move; None if it learns that only in the call.
-        result: memory of this rank's result: "new", "pool", "shared", "out", "view", "structure" or "none".
-        reasons: why so. The same on all ranks.
-    """
-
-    verb: str
-    route: str
-    methods: tuple[str, ...]
-    sent: int
-    received: int | None
-    result: str
-    reasons: tuple[str, ...]
-
-    def __str__(self) -> str:
-        received = "not known yet" if self.received is None else f"{self.received:,} bytes"
-        lines = [
-            f"{self.verb}: route {self.route}, {' and '.join(self.methods) or 'headers alone'}",
-            f"  this rank sends {self.sent:,} bytes, receives {received}; result: {_RESULTS[self.result]}",
-            *(f"  because {reason}" for reason in self.reasons),
-        ]
-        return "\n".join(lines)
 
 
 def explain(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, **options: Any) -> Explanation:
@@ -79,8 +36,8 @@ def explain(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None
     memory then.
 
     Args:
-        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split` or :func:`hpcdist.redistribute`
-            itself. Must agree.
+        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute` or
+            :func:`hpcdist.staging.load` itself. Must agree.
         args, group, options: the arguments of the verb, `x` first, as in the verb. `async_op` makes no difference.
 
     Returns:
@@ -100,13 +57,17 @@ def explain(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None
           because the data of a rank are more than the 192 bytes that travel behind a header
     """
     try:
-        make = _OPERATIONS[verb]
-    except (KeyError, TypeError):
-        raise TypeError(
-            f"explain(): verb is {verb!r}, expected one of {', '.join(f.__name__ for f in _OPERATIONS)}"
-        ) from None
+        make, other = _OPERATIONS.get(verb), explained.get(verb)
+    except TypeError:
+        make = other = None
+    if make is None and other is None:
+        names = ", ".join(f.__name__ for f in (*_OPERATIONS, *explained))
+        raise TypeError(f"explain(): verb is {verb!r}, expected one of {names}")
     bound = inspect.signature(verb).bind(*args, **options)
     bound.apply_defaults()
+    if make is None:
+        assert other is not None
+        return other(**{**bound.arguments, "group": group})
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("group", "async_op")}
     name = verb.__name__
     if "root" in arguments and arguments["root"] is None and name == "split":

@@ -172,7 +172,7 @@ class Raw:
             return
         if box.size() == 0:
             return
-        cover = self._cover(box)
+        cover = self.cover(box)
         if cover == box and out.is_contiguous():
             self._read_runs(fetch, box, out)
             return
@@ -183,8 +183,8 @@ class Raw:
                 self._read_runs(fetch, part, buffer)
                 bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
 
-    def _cover(self, box: Box) -> Box:
-        """The box, its short runs extended by all that lies between them."""
+    def cover(self, box: Box) -> Box:
+        """Return what is read for a box: its short runs extended by all that lies between them."""
         length, count, _ = layout.runs(box, self.shape)
         dim = len(self.shape)
         while count > 1 and length * self.dtype.itemsize < SHORT and dim > 0:

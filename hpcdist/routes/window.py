@@ -27,7 +27,7 @@ from hpcdist.tensors.storage import as_bytes, copyable
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["LEAST", "SHARED", "SHARED_LEAST", "WINDOW_ROUTE", "concat", "helps", "refusal", "split"]
+__all__ = ["LEAST", "SHARED", "SHARED_LEAST", "WINDOW_ROUTE", "concat", "helps", "refusal", "split", "take"]
 
 # Bytes of all messages from which they pass through windows. Below, MPI's own Allgatherv has less latency: 2 hosts x 2
 # ranks break even at 4 MiB where the wire is as fast as memory, and below 256 KiB at 1 Gbit/s (Open MPI 4.1).
@@ -58,7 +58,7 @@ def concat(team: Team, shard: Tensor, boxes: Sequence[Box], shape: tuple[int, ..
     matrix = _Matrix(
         prod(shape[:dim]), [box.offset[dim] * inner for box in boxes], [box.shape[dim] * inner for box in boxes]
     )
-    window = _take(team, matrix.nbytes, matrix.nbytes)
+    window = take(team, matrix.nbytes, matrix.nbytes)
     if window is None:
         return None
     whole = window.target(shape, shard.dtype)
@@ -82,7 +82,7 @@ def split(team: Team, whole: Tensor | None, boxes: Sequence[Box], dtype: torch.d
     """
     sizes = [-(-box.size() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for box in boxes]
     local = team.topology.local_ranks
-    window = _take(team, sum(sizes[rank] for rank in local), sum(box.size() for box in boxes) * dtype.itemsize)
+    window = take(team, sum(sizes[rank] for rank in local), sum(box.size() for box in boxes) * dtype.itemsize)
     if window is None:
         return None
     offsets = dict(zip(local, layout.displs([sizes[rank] for rank in local]), strict=True))
@@ -112,8 +112,12 @@ def refusal(team: Team, total: int) -> str | None:
     return team.windows.problem
 
 
-def _take(team: Team, nbytes: int, total: int) -> Window | None:
-    """Take a window of `nbytes` on this node, for a result of `total` bytes on all nodes. Collective."""
+def take(team: Team, nbytes: int, total: int) -> Window | None:
+    """Take a window of `nbytes` on this node, for a result of `total` bytes on all nodes. Collective.
+
+    Returns:
+        The window; None on all ranks if there is no window: see ``team.unshared``.
+    """
     team.unshared = refusal(team, total)
     if team.unshared is not None:
         return None

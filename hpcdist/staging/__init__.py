@@ -8,6 +8,7 @@
 The format is an ordinary HDF5 file: see :mod:`hpcdist.files.h5`.
 """
 
+from hpcdist.staging import explained  # noqa: F401  # what hpcdist.explain() tells of load()
 from hpcdist.staging.drivers import active as writer
 from hpcdist.staging.load import load
 from hpcdist.staging.piecewise import ReadFile, WriteFile, open

@@ -25,6 +25,7 @@ from hpcdist.layout import Box
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import agreed, positive, shape_and_dtype
 from hpcdist.staging.catalog import Stored, describe
+from hpcdist.staging.in_flight import wait_for
 from hpcdist.staging.links import hard_path
 from hpcdist.staging.names import check_attrs, flatten
 from hpcdist.staging.pieces import PIECE
@@ -69,7 +70,7 @@ def open(
 ) -> ReadFile | WriteFile:
     """Open a file for piecewise work, when not even a rank's own shard fits in memory.
 
-    With mode "r" on this rank alone; with mode "w" collective over `group`.
+    With mode "r" on this rank alone; with mode "w" collective over `group`. Waits for a save in flight to this name.
 
     Args:
         path: of the file.
@@ -95,6 +96,7 @@ def open(
         ...     file.read("x", (10, 0), (2, 64)).shape
         torch.Size([2, 64])
     """
+    wait_for(path)
     if mode == "r":
         if tensors is not None or attrs is not None or group is not None:
             raise TypeError("tensors, attrs and group are for mode 'w'")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from hpcdist.staging.pieces import PIECE
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 
-__all__ = ["DatasetReader", "Reader", "checksum_of", "read_box"]
+__all__ = ["DatasetReader", "Part", "Reader", "checksum_of", "read_box"]
 
 _CHUNK = 2**26  # bytes of a chunk that HDF5 may always hold beside the window
 _PART = 2**23  # bytes of a piece of many runs that are checked at a time
@@ -53,6 +54,19 @@ class Reader:
         return x
 
 
+class Part(NamedTuple):
+    """A box that is read at a time.
+
+    Attributes:
+        row: piece that it is, whose checksum is compared.
+        checks: pieces that are read and compared first.
+    """
+
+    box: Box
+    row: int | None = None
+    checks: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class DatasetReader:
     """A dataset in an open HDF5 file.
@@ -71,6 +85,7 @@ class DatasetReader:
     verify: bool | None = None
     progress: Callable[[int], None] | None = None
     _checked: set[int] = field(default_factory=set, init=False, repr=False)
+    _begun: dict[int, Any] = field(default_factory=dict, init=False, repr=False)  # the checksums of pieces half read
 
     def read(self, want: Box, out: Tensor, window: int) -> None:
         """Read a box into `out`, a tensor of its shape on any device.
@@ -79,38 +94,70 @@ class DatasetReader:
             FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
         """
         limit = max(1, min(PIECE, window // 2) // out.itemsize)
-        if self.verify is not False and self.stored.pieces is not None and self._in_pieces(want):
-            parts = self._pieces(want, limit, window)
-        else:
-            parts = [(None, part) for part in layout.boxes(want, limit)]
-            for row in self.stored.boxes.intersecting(want).tolist() if self.verify else ():
+        parts = self.parts(want, limit)
+        local = [part.box.relative_to(want.offset) for part in parts]
+        for part, target in zip(parts, incoming(out, local), strict=True):
+            for row in part.checks:
                 self.check(row, window)
-        local = [part.relative_to(want.offset) for _, part in parts]
-        for (row, part), target in zip(parts, incoming(out, local), strict=True):
-            self.fill(part, row, target, window)
+            self.fill(part.box, part.row, target, window)
 
-    def _in_pieces(self, want: Box) -> bool:
-        """Decide whether a box is read piece by piece: if it is one run, or whole pieces of several runs each."""
+    def parts(self, want: Box, limit: int, follow: bool = False) -> list[Part]:
+        """Return what a box is read in: parts of at most `limit` elements; with `follow`, larger pieces where follow()
+        can read them."""
+        stored, found = self.stored, []
+        rows: list[int] = []
+        if self.verify is not False and stored.pieces is not None:
+            rows = stored.boxes.intersecting(want).tolist()
+        if not rows or not self._in_pieces(want, rows):
+            boxes = list(layout.boxes(want, limit))
+            return [Part(box, checks=tuple(rows) if self.verify and not i else ()) for i, box in enumerate(boxes)]
+        for row in rows:
+            piece = stored.boxes[row]
+            box = piece.intersect(want)
+            if box == piece and (box.size() <= limit or (follow and self.follows(row))):
+                found.append(Part(box, row))
+                continue
+            checks: tuple[int, ...] = (row,) if self.verify or box == piece else ()
+            for cut in layout.boxes(box, limit):
+                found.append(Part(cut, checks=checks))
+                checks = ()
+        return found
+
+    def _in_pieces(self, want: Box, rows: Sequence[int]) -> bool:
+        """Decide whether a box is read piece by piece: if it is one run, or whole pieces of several runs each.
+
+        Args:
+            rows: the pieces of which it has a part.
+        """
         stored = self.stored
         if stored.raw is None or layout.runs(want, stored.shape)[1] == 1:
             return True
-        pieces = [stored.boxes[row] for row in stored.boxes.intersecting(want).tolist()]
+        pieces = [stored.boxes[row] for row in rows]
         whole = all(piece.intersect(want) == piece for piece in pieces)
         return whole and any(layout.runs(piece, stored.shape)[1] > 1 for piece in pieces)
 
-    def _pieces(self, want: Box, limit: int, window: int) -> list[tuple[int | None, Box]]:
-        """What a box is read in: (a piece's number where the whole piece is read, the part)."""
-        found: list[tuple[int | None, Box]] = []
-        for row in self.stored.boxes.intersecting(want).tolist():
-            piece = self.stored.boxes[row]
-            part = piece.intersect(want)
-            if part == piece and part.size() <= limit:
-                found.append((row, part))
-                continue
-            if self.verify or part == piece:
-                self.check(row, window)
-            found += [(None, cut) for cut in layout.boxes(part, limit)]
-        return found
+    def follows(self, row: int) -> bool:
+        """Return whether a piece can be read in parts, one after the other, by follow()."""
+        where = self.stored.raw
+        return where is not None and not where.swapped and layout.runs(self.stored.boxes[row], where.shape)[1] == 1
+
+    def follow(self, row: int, part: Box, target: Tensor) -> bool:
+        """Read the next part of a piece, which is read from its first element to its last, into contiguous host memory.
+
+        Returns:
+            Whether its checksum is right, if this is its last part; else True.
+        """
+        where, piece = self.stored.raw, self.stored.boxes[row]
+        assert where is not None and self.stored.pieces is not None
+        if part.offset == piece.offset:
+            self._begun[row] = h5.digest()
+        digest = self._begun[row]
+        with self._truncation():
+            raw.read_at(self.fd, where.place(part), memory(target), digest)
+        self._note(target)
+        if any(o + n < at + extent for o, n, at, extent in zip(*part, *piece, strict=True)):
+            return True
+        return int(self._begun.pop(row).intdigest()) == int(self.stored.pieces[row]["xxh3_64"])
 
     def fill(self, part: Box, row: int | None, target: Tensor, window: int) -> None:
         """Read a box into contiguous host memory; if it is the piece `row`, check it."""
@@ -125,6 +172,9 @@ class DatasetReader:
         else:
             with self._truncation():
                 where.read(partial(raw.read_at, self.fd), part, target, window)
+        self._note(target)
+
+    def _note(self, target: Tensor) -> None:
         activity.touch()
         if self.progress is not None:
             self.progress(target.nbytes)
@@ -163,9 +213,10 @@ class DatasetReader:
                 return
             raw.forget(self.fd)
             if read() != expected:
-                raise FileError(self._damage(row))
+                raise FileError(self.damage(row))
 
-    def _damage(self, row: int) -> str:
+    def damage(self, row: int) -> str:
+        """Describe a piece that is not as it was written."""
         assert self.stored.pieces is not None
         box, rank = self.stored.boxes[row], self.stored.pieces[row]["rank"]
         where = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))

@@ -1,37 +1,31 @@
-"""save(): every rank's shards become the tensors of one file, HDF5 or safetensors."""
+"""save(): every rank's shards become the tensors of one file, HDF5 or safetensors; now, or in the background."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
-from operator import index
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from hpcdist import layout
 from hpcdist.comm.team import Team
-from hpcdist.control import digests, objects
-from hpcdist.files import safetensors
-from hpcdist.files.commit import check_target
+from hpcdist.control import objects
 from hpcdist.files.h5 import Dataset
-from hpcdist.files.raw import Ints
 from hpcdist.runtime import world
+from hpcdist.runtime.background import Handle, background
 from hpcdist.staging import drivers
-from hpcdist.staging.arguments import agreed, count, positive
+from hpcdist.staging.arguments import agreed
 from hpcdist.staging.exchange import collect
 from hpcdist.staging.host import outgoing
-from hpcdist.staging.names import check_attrs, check_safetensors, flatten
-from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
+from hpcdist.staging.in_flight import Flight, buffer_of, wait_for
+from hpcdist.staging.pieces import PiecePlan
+from hpcdist.staging.save_plan import VERB, SaveCall, check, plan
 from hpcdist.staging.saving import Saving
-from hpcdist.staging.sharded_files import divide, shard_size, write_index
+from hpcdist.staging.sharded_files import divide, write_index
 from hpcdist.staging.target import WINDOW, SaveOptions
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.validation import local
@@ -41,23 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["save"]
 
-VERB = "staging.save"
-_CHUNK = 2**20  # bytes of a chunk, where the caller does not give its shape
+# Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the
+# caller's may go on.
+_HEAD_START = 1e-3
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """What one rank wants to save.
-
-    Attributes:
-        shards: by name: dtype, dim, and the shape.
-        same: options that must be the same on all ranks, by name.
-    """
-
-    shards: dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
-    same: dict[str, Any]
-
-
+@overload
 def save(
     path: str | os.PathLike[str],
     tensors: Tensor | Mapping[str, Any],
@@ -74,8 +57,51 @@ def save(
     resume: bool = False,
     max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
+    buffer: int | None = None,
+    async_op: Literal[False] = False,
     group: GroupLike | None = None,
-) -> None:
+) -> None: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    tensors: Tensor | Mapping[str, Any],
+    dim: int | Mapping[str, int | None] | None = 0,
+    *,
+    attrs: Mapping[str, Mapping[str, Any]] | None = None,
+    compression: str | int | Mapping[str, Any] | None = None,
+    chunks: tuple[int, ...] | None = None,
+    window: int = WINDOW,
+    writer: str = "auto",
+    writers: int | None = None,
+    align: int | None = None,
+    hints: Mapping[str, str] | None = None,
+    resume: bool = False,
+    max_shard_size: int | str | None = None,
+    progress: Callable[[int], None] | None = None,
+    buffer: int | None = None,
+    async_op: Literal[True],
+    group: GroupLike | None = None,
+) -> Handle[None]: ...
+def save(
+    path: str | os.PathLike[str],
+    tensors: Tensor | Mapping[str, Any],
+    dim: int | Mapping[str, int | None] | None = 0,
+    *,
+    attrs: Mapping[str, Mapping[str, Any]] | None = None,
+    compression: str | int | Mapping[str, Any] | None = None,
+    chunks: tuple[int, ...] | None = None,
+    window: int = WINDOW,
+    writer: str = "auto",
+    writers: int | None = None,
+    align: int | None = None,
+    hints: Mapping[str, str] | None = None,
+    resume: bool = False,
+    max_shard_size: int | str | None = None,
+    progress: Callable[[int], None] | None = None,
+    buffer: int | None = None,
+    async_op: bool = False,
+    group: GroupLike | None = None,
+) -> Handle[None] | None:
     """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
 
     To a file of the safetensors library, if its name ends with .safetensors: without checksums, otherwise as said here.
@@ -112,13 +138,27 @@ def save(
             ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
             load by their index. They get their names when all are complete, one after the other, the index last.
             Must agree.
-        progress: called on each rank, from time to time, with the number of bytes just done.
+        progress: called on each rank, from time to time, with the number of bytes just done; with `async_op`, in
+            another thread.
+        buffer: bytes of host memory that this rank may use for the copies of `async_op`, those of earlier saves that
+            are still in flight included; by default half of the free memory, divided among the ranks of the node. For
+            what does not fit, the call waits: for earlier saves, and then until the rest has been written.
+        async_op: whether to return a Handle at once, when the values may be changed: copied to memory from the pool,
+            pinned memory for GPU tensors. The file is written by a thread, and gets its name when all ranks have
+            written; `writer` "auto" is "posix" then. Saves of a group run in the order of the calls. Another save, or a
+            load, of the same name waits for those in flight; so do finalize() and the end of the program, and none of
+            them raises their errors, which wait() does, on every rank; if nobody waits, they are printed at the end.
+            Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
+    Returns:
+        None; with `async_op`, a Handle whose wait() returns None once the file has its name.
+
     Raises:
-        RankError: on every rank, if an argument is wrong on one or they do not agree, if the folder is missing, not
-            writable, full or not shared, if `path` is not a regular file, or read-only, or a write fails. The old file
-            is as it was, and the job can go on.
+        RankError: on every rank, with `async_op` from wait(), if an argument is wrong on one or they do not agree, if
+            the folder is missing, not writable, full or not shared, if `path` is not a regular file, or read-only, or a
+            write fails. The old file is as it was, and the job can go on.
+        HpcdistError: on this rank, with `async_op`, if MPI does not support threads.
 
     Example, on 3 ranks::
 
@@ -127,47 +167,84 @@ def save(
         array([1, 2, 2])
     """
     team = world.current().context.team_of(group)
-    flat: dict[str, Tensor] = {}
+    given: dict[str, Any] = {
+        "path": path, "tensors": tensors, "dim": dim, "attrs": attrs, "compression": compression, "chunks": chunks,
+        "window": window, "writer": writer, "writers": writers, "align": align, "hints": hints, "resume": resume,
+        "max_shard_size": max_shard_size, "progress": progress,
+    }  # fmt: skip
+    if async_op:
+        return _save_later(team, given, buffer)
+    wait_for(path, _by_mpio(writer))
+    _save(team, lambda: check(team, **given))
+    return None
 
-    def check() -> tuple[_Arguments, SaveOptions]:
-        shards = {}
-        given = flatten(tensors)
-        for name, along in _dims(dim, given).items():
-            shard, at = local.tensor(given[name], along or 0, name)
-            flat[name] = shard.view(given[name].shape) if along is None else shard
-            shards[name] = (shard.dtype, None if along is None else at, tuple(flat[name].shape))
-        filters, chunk = _filters(compression, chunks)
-        check_attrs(attrs, given)
-        same: dict[str, Any] = {
-            "path": os.fsdecode(path), "compression": filters, "chunks": chunk,
-            "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer, filters, hints),
-            "window": positive("window", window), "align": None if align is None else positive("align", align),
-            "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
-            "hints": {str(k): str(v) for k, v in (hints or {}).items()},
-        }  # fmt: skip
-        taken = {key: same[key] for key in ("writer", "window", "align", "hints", "resume")}
-        options = SaveOptions(**taken, attrs=dict((attrs or {}).get("", {})), progress=progress)
-        if same["path"].endswith(safetensors.SUFFIX):
-            check_safetensors(given, attrs or {}, same)
-            metadata = {"format": "pt", **options.attrs}
-            options = replace(options, writer="posix", lay_out=partial(safetensors.lay_out, metadata=metadata))
-        return _Arguments(shards, same), options
 
-    with agreed(team, VERB, check) as (arguments, options):
-        datasets, plans = _plan(team, arguments, attrs or {})
-        files = divide(arguments.same["path"], datasets, arguments.same["max_shard_size"])
+def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
+    """Copy what is to be saved, and save it in the background of the team."""
+    behind = background(team)
+    if given["writer"] == "auto" and not given["hints"]:
+        given["writer"] = "posix"  # see wait_for(): the program may open files with h5py
+    mpio = _by_mpio(given["writer"])
+    flight = Flight(team, given["path"], mpio)
+    wait_for(given["path"], mpio, after=team)
+    call, problem = None, None
+    try:
+        local.runs()
+        call = check(team, **given | {"attrs": deepcopy(given["attrs"])})
+        flight.copy(call.tensors, buffer_of(team, buffer))
+        call = replace(call, tensors=flight.tensors)
+    except Exception as error:  # raised by wait() on every rank
+        problem = error
+
+    def checked() -> SaveCall:
+        if problem is not None:
+            raise problem
+        assert call is not None
+        return call
+
+    def step(team: Team) -> None:
+        try:
+            time.sleep(_HEAD_START)
+            _save(team, checked, flight.written)
+        finally:
+            flight.end()
+
+    def submit() -> Handle[None]:
+        team.calls[True] += 1
+        return behind.submit(VERB, step)
+
+    return flight.start(submit)
+
+
+def _by_mpio(writer: Any) -> bool:
+    return writer in drivers.NAMES and drivers.active(writer)[0] == "mpio"
+
+
+def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], None] | None = None) -> None:
+    """Save. Collective.
+
+    Args:
+        check: returns this rank's call, or raises what is wrong with it.
+        written: called with the name of each tensor when this rank's memory of it is not needed any more.
+    """
+    with agreed(team, VERB, check) as call:
+        path, limit = call.arguments.same["path"], call.arguments.same["max_shard_size"]
+        datasets, plans = plan(team, call.arguments, call.attrs)
+        files = divide(path, datasets, limit)
         with ExitStack() as stack:
             savings = []
             for name, rows in files:
                 held, planned = [datasets[i] for i in rows], [plans[i] for i in rows]
-                savings.append(stack.enter_context(_saving(team, name, held, planned, options)))
-                savings[-1].prove([plan.rows(team.rank) for plan in planned])
-                for i, plan in enumerate(planned):
-                    _write(savings[-1], i, plan, flat[held[i].name])
+                savings.append(stack.enter_context(_saving(team, name, held, planned, call.options)))
+                savings[-1].prove([of.rows(team.rank) for of in planned])
+                for i, of in enumerate(planned):
+                    _write(savings[-1], i, of, call.tensors[held[i].name])
+                    if written is not None:
+                        written(held[i].name)
             if len(savings) > 1:
                 _settle(team, savings)
         if len(files) > 1:
-            objects.broadcast(team.comm, VERB, lambda: write_index(arguments.same["path"], datasets, files))
+            objects.broadcast(team.comm, VERB, lambda: write_index(path, datasets, files))
 
 
 def _saving(team: Team, path: str, datasets: list[Dataset], plans: list[PiecePlan], options: SaveOptions) -> Saving:
@@ -202,131 +279,3 @@ def _write(saving: Saving, i: int, plan: PiecePlan, x: Tensor) -> None:
             saving.put_filtered(i, mine, collected)
         elif collected is not None and mine is not None:
             saving.put(i, mine, collected)
-
-
-def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
-    """The dim of each tensor, in their order; None where every rank holds the whole."""
-    if not isinstance(dim, Mapping):
-        return dict.fromkeys(given, dim)
-    dims = flatten(dim)
-    odd = sorted(set(dims) ^ set(given))
-    if odd:
-        raise local.WrongError(f"dim and tensors have different names: {odd[0]!r} is in one of them only")
-    return {name: dims[name] for name in given}
-
-
-def _driver_of(writer: Any, filters: Mapping[str, Any], hints: Any) -> str:
-    if writer not in drivers.NAMES:
-        raise local.WrongError(f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
-    reason = drivers.missing(writer)
-    if reason is not None:
-        raise local.WrongError(f"writer {writer} cannot be used: {reason}")
-    if hints and drivers.active(writer)[0] != "mpio":
-        raise local.WrongError(f"hints are for MPI-IO, and the writer is posix ({drivers.active(writer)[1]})")
-    return drivers.for_filters(writer, filters)
-
-
-def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, ...] | None]:
-    """h5py's arguments for the filters of chunks, which are empty without compression."""
-    if compression is None:
-        if chunks is not None:
-            raise local.WrongError("chunks is given without compression: tensors are contiguous then")
-        return {}, None
-    if isinstance(compression, Mapping):
-        filters = dict(compression)
-    elif compression == "gzip" or (isinstance(compression, int) and 0 <= compression <= 9):
-        filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
-    else:
-        raise local.WrongError(f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
-    if "scaleoffset" in filters:
-        raise local.WrongError("compression with scaleoffset is lossy: what is loaded would not be what was saved")
-    if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
-        raise local.WrongError(f"chunks is {chunks}, expected an extent >= 1 for each dim")
-    return filters, None if chunks is None else tuple(index(c) for c in chunks)
-
-
-def _plan(
-    team: Team, arguments: _Arguments, attrs: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[Dataset], list[PiecePlan]]:
-    """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
-    shards = [(name, dtype, dim, _others(shape, dim)) for name, (dtype, dim, shape) in arguments.shards.items()]
-    first = digests.same(team.comm, VERB, (arguments.same, shards), arguments, _difference)
-    same = first.same
-    wholes: dict[str, Sharded] = {}
-    extents = _extents(team, first, arguments)
-    for (name, (dtype, dim, shape)), along in zip(first.shards.items(), extents, strict=True):
-        if dim is not None:
-            shape = (*shape[:dim], _sum(along), *shape[dim + 1 :])
-        try:
-            check_shape(shape, dtype.itemsize)
-        except local.WrongError as error:
-            objects.raise_problems(VERB, {0: f"{name!r} {error}"})
-        chunks = None
-        if same["compression"] and shape and 0 not in shape:
-            chunks = same["chunks"] or _chunk_shape(shape, dtype.itemsize)
-            if len(chunks) != len(shape):
-                objects.raise_problems(VERB, {0: f"chunks is {chunks}, but {name!r} has {len(shape)} dims"})
-            chunks = tuple(map(min, chunks, shape))
-        wholes[name] = Sharded(shape, dtype, dim, along, chunks)
-    contiguous = [x for x in wholes.values() if x.chunks is None and not same["resume"]]
-    nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in contiguous)
-    objects.broadcast(team.comm, VERB, lambda: check_target(Path(same["path"]), nbytes))  # before pieces are counted
-    datasets: list[Dataset] = []
-    plans: list[PiecePlan] = []
-    for name, x in wholes.items():
-        try:
-            plan = plan_save(x, same["window"], same["writers"])
-        except local.WrongError as error:
-            objects.raise_problems(VERB, {0: f"{name!r} {error}"})
-            raise
-        filters = same["compression"] if x.chunks else {}
-        datasets.append(Dataset(name, x.shape, x.dtype, plan.pieces, x.chunks, filters, attrs.get(name, {})))
-        plans.append(plan)
-    return datasets, plans
-
-
-def _extents(team: Team, first: _Arguments, arguments: _Arguments) -> Ints:
-    """For each tensor, in rank 0's order, the extents along its dim on all ranks; zeros without one. Collective."""
-    from mpi4py import MPI
-
-    shapes = [(arguments.shards[name][2], dim) for name, (_, dim, _) in first.shards.items()]
-    mine = np.array([0 if dim is None else shape[dim] for shape, dim in shapes], np.int64)
-    every = np.empty((team.size, len(mine)), np.int64)
-    team.comm.Allgather([mine, MPI.INT64_T], [every, MPI.INT64_T])
-    return np.ascontiguousarray(every.T)
-
-
-def _sum(extents: Ints) -> int:
-    """The sum, also where it does not fit into an int64."""
-    total = int(extents.sum())
-    return total if extents.sum(dtype=float) < 2**62 else sum(extents.tolist())
-
-
-def _difference(first: _Arguments, other: _Arguments) -> str | None:
-    """How a rank's arguments differ from those of rank 0."""
-    option = objects.first_difference(first.same, other.same)
-    if option is not None:
-        return option
-    for name in (*first.shards, *other.shards):
-        if name not in other.shards:
-            return f"has no tensor {name!r}, which rank 0 has"
-        if name not in first.shards:
-            return f"has a tensor {name!r}, which rank 0 does not have"
-    for name, (dtype, dim, shape) in first.shards.items():
-        dtype_here, dim_here, shape_here = other.shards[name]
-        if dtype_here != dtype:
-            return f"{name!r}: dtype is {dtype_here}, where rank 0 has {dtype}"
-        if len(shape_here) != len(shape) or _others(shape_here, dim) != _others(shape, dim):
-            return f"{name!r}: shape is {shape_here}, which does not fit {shape} of rank 0 along dim {dim}"
-        if dim_here != dim:
-            return f"{name!r}: dim is {dim_here}, where rank 0 has {dim}"
-    return None
-
-
-def _others(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
-    return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
-
-
-def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The shape of a chunk of rows of about a MiB."""
-    return next(layout.boxes(layout.whole(shape), max(1, _CHUNK // itemsize))).shape

@@ -20,7 +20,7 @@ from hpcdist.staging.boxes import BoxSequence, Chosen, Copies, Corners, Grid, Li
 from hpcdist.staging.catalog import Stored
 from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds
 
-__all__ = ["Arguments", "find_wants", "plan_load", "reads_alone"]
+__all__ = ["Arguments", "alike", "find_wants", "plan_load", "reads_alone"]
 
 _MOST = 2**61  # elements: no tensor of a file is larger, and the sum of two such numbers is an int64
 
@@ -33,11 +33,13 @@ class Arguments:
         same: options that must be the same on all ranks, by name.
         box: box that this rank wants, if the caller gives one.
         out: dtype and shape of the memory for it, if the caller gives that.
+        direct: whether this rank has contiguous host memory for what it gets.
     """
 
     same: dict[str, Any] = field(default_factory=dict)
     box: Box | None = None
     out: tuple[torch.dtype, tuple[int, ...]] | None = None
+    direct: bool = True
 
 
 def find_wants(
@@ -155,6 +157,17 @@ def reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool
         return True
     length, count, _ = layout.runs(wants[int(np.flatnonzero(extents == filled.min())[0])], stored.shape)
     return count == 1 or not (verify or length * size < SHORT)
+
+
+def alike(wants: BoxSequence, rank: int) -> list[int]:
+    """Return the ranks that want the same box as this one, which has elements; itself included."""
+    if isinstance(wants, Copies):
+        return list(range(len(wants)))
+    if not isinstance(wants, Listed):
+        return [rank]
+    offsets, shapes = wants.corners.offsets, wants.corners.shapes
+    same = (offsets == offsets[rank]).all(axis=1) & (shapes == shapes[rank]).all(axis=1)
+    return np.flatnonzero(same).tolist()
 
 
 def plan_load(

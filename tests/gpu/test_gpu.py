@@ -143,3 +143,36 @@ def test_staging_waits_for_work_on_a_side_stream(gpu_world: hd.World, folder: Pa
         got = hd.staging.load(folder / "x.h5", device=gpu_world.device, window=1 << 22)
         assert torch.equal(got, x)
     torch.cuda.synchronize()
+
+
+def test_staging_in_the_background(gpu_world: hd.World, folder: Path) -> None:
+    """The values at the call, though a side stream has yet to compute them, and they are changed afterwards."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for buffer in (None, 0, 5_000_000):
+            x = {
+                "large": torch.zeros(1 << 22, device=gpu_world.device),
+                "small": torch.zeros(9, device=gpu_world.device),
+            }
+            torch.cuda._sleep(50_000_000)
+            for part in x.values():
+                part += gpu_world.rank + 1
+            handle = hd.staging.save(folder / "x.h5", x, buffer=buffer, async_op=True)
+            for part in x.values():
+                part.zero_()
+            handle.wait()
+            got = hd.staging.load(folder / "x.h5", device=gpu_world.device)
+            for name in x:
+                assert torch.equal(got[name], torch.full_like(x[name], gpu_world.rank + 1)), (name, buffer)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("once_per", ["rank", "node", "job"])
+def test_staging_reads_once(once_per: str, gpu_world: hd.World, folder: Path) -> None:
+    """Into GPU memory on rank 0, and host memory elsewhere."""
+    whole = torch.arange(1 << 20).view(1 << 10, 1 << 10)
+    hd.staging.save(folder / "x.h5", {"a": whole, "b": whole[0] + 1}, None)
+    device = gpu_world.device if gpu_world.rank == 0 else torch.device("cpu")
+    got = hd.staging.load(folder / "x.h5", dim=None, once_per=once_per, device=device)
+    assert got["a"].device == device
+    assert torch.equal(got["a"].cpu(), whole)
+    assert torch.equal(got["b"].cpu(), whole[0] + 1)

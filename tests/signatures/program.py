@@ -85,3 +85,5 @@ def worlds() -> None:
 def files(x: Tensor) -> None:
     assert_type(hd.staging.load("a.h5"), Any)  # what the file holds
     hd.staging.save("a.h5", {"x": x})
+    assert_type(hd.staging.save("a.h5", x, async_op=True), hd.Handle[None])
+    assert_type(hd.explain(hd.staging.load, "a.h5", dim=None).read_by_all, int)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import hpcdist as hd
 from hpcdist import staging
 from hpcdist.commands.outputs import Array, Output
 from hpcdist.files import h5
-from hpcdist.staging import drivers
+from hpcdist.staging import drivers, opened
 from hpcdist.staging.target import SaveOptions
 
 pytestmark = pytest.mark.mpi
@@ -138,8 +137,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(
                 with h5py.File(folder / f"{name}.h5", "r+") as file:
                     del file["_hpcdist"]
             world.comm.Barrier()
-        loading = sys.modules["hpcdist.staging.load"]  # hpcdist.staging.load itself is the function
-        describe = loading._describe
+        describe = opened._describe
         replaced: list[int] = []
 
         def late(path: str, name: str | None, inner: Any = describe, done: list[int] = replaced) -> Any:
@@ -149,7 +147,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(
                 os.replace(folder / "new.h5", folder / "old.h5")
             return contents
 
-        monkeypatch.setattr(loading, "_describe", late)
+        monkeypatch.setattr(opened, "_describe", late)
         got = staging.load(folder / "old.h5", "w", dim=None, verify=False)
         monkeypatch.undo()
         assert_on_all_ranks(world.comm, torch.equal(got, torch.full((50,), 2)), got)
