@@ -15,7 +15,7 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -31,7 +31,7 @@ from hpcdist.layout import Box
 from hpcdist.staging.reader import Reader
 from hpcdist.tensors.storage import bits
 
-__all__ = ["load", "open_array", "pick"]
+__all__ = ["load", "open_array", "open_part", "pick"]
 
 _MOST = 2**28  # bytes of a description: more than any real one has, and what a forged one cannot exceed
 _MOST_NAMES = 2**18
@@ -67,6 +67,41 @@ def open_array(path: str, name: str | None) -> Iterator[Reader]:
     yield Reader(key, tuple(x.shape), x.dtype, read)
 
 
+@contextmanager
+def open_part(path: str, fd: int, start: int, nbytes: int) -> Iterator[Reader]:
+    """Open the tensor in an archive of torch.save that is a part of an open file, as torch's DCP writes them."""
+    with zipfile.ZipFile(io.BufferedReader(_Part(fd, start, nbytes))) as archive:
+        described = _Description(path, archive, fd, start)
+        if not isinstance(described.held, Tensor):
+            raise InputError(f"{path}: cannot be read: its part at {start:,} is not a tensor that can be moved")
+        with described.open_tensor("", _dense(path, described.held.detach())) as array:
+            yield array
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file to read."""
+
+    def __init__(self, fd: int, start: int, nbytes: int) -> None:
+        self._fd, self._start, self._end, self._at = fd, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._end)[whence]
+        if self._at < 0:
+            raise OSError("before the beginning")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._fd, [memoryview(buffer)[: max(0, self._end - self._at)]], self._start + self._at)
+        self._at += count
+        return count
+
+
 def load(path: str, name: str | None, mmap: bool = False) -> tuple[str, Tensor]:
     """Read a tensor of a file with torch.load, with the lazy bits resolved, on the host; and its name."""
     key, x = _pick_tensor(path, _loaded(path, path, map_location="cpu", mmap=mmap), name)
@@ -98,7 +133,9 @@ def pick(path: str, name: str | None, names: Sequence[str]) -> str:
     if not names:
         raise InputError(f"{path}: holds no array")
     if len(names) > 1:
-        raise InputError(f"{path}: holds {len(names)} arrays; name one as {path}:NAME; it has: {listed(names)}")
+        every = "; hpcdist.gather --tensors copies all" if path.endswith((".safetensors", ".h5")) else ""
+        one = f"name one as {path}:NAME; it has: {listed(names)}{every}"
+        raise InputError(f"{path}: holds {len(names)} arrays; {one}")
     return names[0]
 
 
@@ -144,15 +181,15 @@ def _dense(path: str, x: Tensor) -> Tensor:
 
 
 class _Description:
-    """What an archive of torch.save holds.
+    """What an archive of torch.save holds: a file, or from `base` on a part of the file that is open as `fd`.
 
     Attributes:
         held: the object that was saved, its tensors on the device "meta"; None if it cannot be described without data.
     """
 
-    def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
-        self._path = path
-        self._archive = archive
+    def __init__(self, path: str, archive: zipfile.ZipFile, fd: int | None = None, base: int = 0) -> None:
+        self._path, self._archive = path, archive
+        self._fd, self._base = fd, base
         names = archive.namelist()
         roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(roots) != 1 or len(set(names)) < len(names):
@@ -197,7 +234,7 @@ class _Description:
             with self._archive.open(info) as file:
                 yield Reader(key, where.shape, where.dtype, _reads(x, where, partial(read_from, file)))
         else:
-            with open_regular(self._path) as fd:
+            with open_regular(self._path) if self._fd is None else nullcontext(self._fd) as fd:
                 yield Reader(key, where.shape, where.dtype, _reads(x, where, partial(read_at, fd)))
 
     def _member(self, x: Tensor) -> tuple[zipfile.ZipInfo, int | None]:
@@ -208,14 +245,15 @@ class _Description:
         info = self._archive.getinfo(self._names[offset])
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             return info, None
-        with open(self._path, "rb") as file:
-            file.seek(info.header_offset)
-            head = file.read(_LOCAL)
+        begin = self._base + info.header_offset
+        with open_regular(self._path) if self._fd is None else nullcontext(self._fd) as fd:
+            head = os.pread(fd, _LOCAL, begin)
+            size = os.fstat(fd).st_size
         if len(head) < _LOCAL or head[:4] != b"PK\3\4":
             raise InputError(f"{self._path}: cannot be read: {info.filename} is not where the archive says")
-        start = info.header_offset + _LOCAL + int.from_bytes(head[26:28], "little")
+        start = begin + _LOCAL + int.from_bytes(head[26:28], "little")
         start += int.from_bytes(head[28:30], "little")
-        if start + info.file_size > os.path.getsize(self._path):
+        if start + info.file_size > size:
             raise InputError(f"{self._path}: cannot be read: it ends in the middle of its data")
         return info, start
 
