@@ -263,7 +263,8 @@ class _HDF5Source:
                 raise InputError(f"{self._held.path}: is another file here than on rank 0: replaced, or not shared")
         if self._last is None or self._last[0] != i:
             self._last = i, DatasetReader(self._held.path, self._fd, self._stored[i], verify=True)
-        self._last[1].read(box, out, window)
+        # Plain bytes are read straight into `out`, a piece of any size that fits there at once.
+        self._last[1].read(box, out, window if self._stored[i].raw is None else max(window, 2 * out.nbytes))
 
 
 class _PartsSource:
@@ -280,19 +281,29 @@ class _PartsSource:
             self._parts = i, Listed(Corners(x.offsets, x.shapes), x.shape)
         parts = self._parts[1]
         for row in parts.intersecting(box).tolist():
-            k, start, nbytes = x.places[row].tolist()
-            part, path = parts[row], self._held.files[k][0]
+            path, part = self._held.files[int(x.places[row, 0])][0], parts[row]
             common = part.intersect(box)
-            fd, target = self._file(k), out[common.slices(box.offset)]
-            if not nbytes:
-                raw = Raw(path, start, part.shape, x.dtype)
-                raw.read(partial(read_at, fd), common.relative_to(part.offset), target, window)
-                continue
-            with checkpoints.open_part(path, fd, start, nbytes) as held:
-                if (held.shape, held.dtype) != (part.shape, x.dtype):
-                    what = f"{held.dtype} of shape {held.shape}"
-                    raise InputError(f"{path}: {x.name}: holds {what}, where {x.dtype} of {part.shape} is expected")
-                held.read(common.relative_to(part.offset), target, window)
+            try:
+                self._read_part(
+                    x, row, part.shape, common.relative_to(part.offset), out[common.slices(box.offset)], window
+                )
+            except (InputError, FileError):
+                raise
+            except Exception as error:  # each library has errors of its own for a damaged file
+                raise InputError(f"{path}: cannot be read: {x.name}: {reason(error)}") from error
+
+    def _read_part(self, x: Scattered, row: int, shape: tuple[int, ...], box: Box, out: Tensor, window: int) -> None:
+        """Read a box of a part of a tensor."""
+        k, start, nbytes = x.places[row].tolist()
+        fd, path = self._file(k), self._held.files[k][0]
+        if not nbytes:
+            Raw(path, start, shape, x.dtype).read(partial(read_at, fd), box, out, window)
+            return
+        with checkpoints.open_part(path, fd, start, nbytes) as held:
+            if (held.shape, held.dtype) != (shape, x.dtype):
+                what = f"{held.dtype} of shape {held.shape}"
+                raise InputError(f"{path}: {x.name}: holds {what}, where {x.dtype} of {shape} is expected")
+            held.read(box, out, window)
 
     def _file(self, k: int) -> int:
         if self._last is None or self._last[0] != k:

@@ -104,13 +104,12 @@ class Copy:
     def _pieces(self, i: int) -> Sequence[Box]:
         """Those of an HDF5 file, if they are runs of the tensor: each is then read once, with its checksum."""
         x = self.held.tensors[i]
-        size = x.dtype.itemsize
+        limit = max(1, min(PIECE, self.window // 2) // x.dtype.itemsize)
         if self.held.catalog is not None:
             stored = self.held.catalog.datasets[x.name].boxes
-            most = min(PIECE, self.window // 4) // size  # that the reader takes at once
-            if len(stored) and int(stored.corners.sizes.max()) <= most and _are_runs(stored, x.shape):
+            if len(stored) and int(stored.corners.sizes.max()) <= limit and _are_runs(stored, x.shape):
                 return list(stored)
-        return Grid(x.shape, max(1, min(PIECE, self.window // 2) // size))
+        return Grid(x.shape, limit)
 
     def _saving(
         self,
