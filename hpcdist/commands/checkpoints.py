@@ -35,6 +35,7 @@ __all__ = ["load", "open_array", "open_part", "pick"]
 
 _MOST = 2**28  # bytes of a description: more than any real one has, and what a forged one cannot exceed
 _MOST_NAMES = 2**18
+_SMALL, _MOST_KEPT = 2**12, 256  # bytes of a description that is kept, and how many are
 _LOCAL = 30  # bytes of a member's own header, before its name and its extra field
 _UNSWAPPED = {torch.uint16, torch.uint32, torch.uint64, torch.complex32}  # torch.load leaves these as they are
 
@@ -199,25 +200,30 @@ class _Description:
         if order not in (b"little", b"big"):
             raise InputError(f"{path}: cannot be read: its byte order is {order[:20]!r}")
         self._swapped = order == b"big"
-        copy, self._names = self._without_data()
+        self.held: object | None
+        members = self._without_data()
+        if members in _described:
+            self.held, self._names = _described[members]
+            return
+        copy, self._names = _copied(members)
         try:
-            self.held: object | None = _loaded(path, copy, map_location="meta")
+            self.held = _loaded(path, copy, map_location="meta")
         except NotImplementedError:  # torch cannot make one on "meta"
             self.held = None
+        if sum(len(content) for _, content in members) < _SMALL and len(_described) < _MOST_KEPT:
+            _described[members] = self.held, self._names
 
-    def _without_data(self) -> tuple[io.BytesIO, dict[int, str]]:
-        """Copy the archive without data and byte order; and map offsets of the copy to the members that begin there."""
-        data, own = f"{self._root}data/", [f"{self._root}{name}" for name in ("byteorder", ".format_version")]
+    def _without_data(self) -> tuple[tuple[str, bytes], ...]:
+        """The members of the archive, without data, byte order, and what differs between archives of the same."""
+        data, leave = f"{self._root}data/", ("byteorder", ".format_version", ".data/serialization_id")
+        own = [f"{self._root}{name}" for name in leave]
         if sum(i.file_size for i in self._archive.infolist() if not i.filename.startswith(data)) > _MOST:
             raise InputError(f"{self._path}: cannot be read: its description is longer than {_MOST:,} bytes")
-        copy = io.BytesIO()
-        with zipfile.ZipFile(copy, "w") as bare:
-            for name in self._archive.namelist():
-                if name not in own:
-                    bare.writestr(name, b"" if name.startswith(data) else self._archive.read(name))
-            starts = {info.header_offset + len(info.FileHeader()): info.filename for info in bare.infolist()}
-        copy.seek(0)
-        return copy, starts
+        return tuple(
+            (name, b"" if name.startswith(data) else self._archive.read(name))
+            for name in self._archive.namelist()
+            if name not in own
+        )
 
     @contextmanager
     def open_tensor(self, key: str, x: Tensor) -> Iterator[Reader]:
@@ -256,6 +262,21 @@ class _Description:
         if start + info.file_size > size:
             raise InputError(f"{self._path}: cannot be read: it ends in the middle of its data")
         return info, start
+
+
+_described: dict[tuple[tuple[str, bytes], ...], tuple[object | None, dict[int, str]]] = {}
+"""By its members without data, what an archive holds: thousands of a DCP folder differ in their data only."""
+
+
+def _copied(members: Sequence[tuple[str, bytes]]) -> tuple[io.BytesIO, dict[int, str]]:
+    """An archive of these members, and which of them begins at which offset."""
+    copy = io.BytesIO()
+    with zipfile.ZipFile(copy, "w") as bare:
+        for name, content in members:
+            bare.writestr(name, content)
+        starts = {info.header_offset + len(info.FileHeader()): info.filename for info in bare.infolist()}
+    copy.seek(0)
+    return copy, starts
 
 
 def _reads(x: Tensor, where: Raw, fetch: Fetch) -> Callable[[Box, Tensor, int], None]:
