@@ -1,9 +1,12 @@
 """Measure how long one rank plans a save or load of many tensors by many ranks. python benchmarks/planning.py
 
-Needs neither MPI nor files: planning is arithmetic on shapes, extents and tables of pieces, and each case makes the
-plans of one rank in a job of that size. Included for every tensor: the plan, this rank's own pieces, and the ranks that
-it sends to and receives from in all rounds. Excluded, since independent of the plan: comparing arguments, exchanging
-extents, and reading tables of pieces from the file.
+Needs neither MPI nor, but for the header of a .safetensors file, files: planning is arithmetic on shapes, extents and
+tables of pieces, and each case makes the plans of one rank in a job of that size. Included for every tensor: the plan,
+this rank's own pieces, and the ranks that it sends to and receives from in all rounds. Excluded, since independent of
+the plan: comparing arguments, exchanging extents, and reading tables of pieces from the file.
+
+The cases of HDF5Writer are those of the coordinator, which plans for all ranks the file of a state that is sharded over
+all of them, from the items that torch's planner has made (not included, and larger than what is measured here).
 
 Each case runs in its own process. s: seconds to plan all tensors once, the median of three. CPU s: processor time of
 the same, unaffected by other programs. MB: peak resident memory, less that of Python, numpy and torch before, and of
@@ -19,6 +22,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +31,7 @@ from typing import Any
 
 BESIDES = 256  # extent of the other dim; float32
 WINDOW = 2**28
-TARGET = 5.0, 500.0  # seconds and MB per rank
+TARGET = 5.0, 500.0  # seconds and MB per rank; not of the coordinator that plans for all
 REPEATS = 3
 
 
@@ -113,6 +117,95 @@ def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
     return found
 
 
+def save_safetensors(asked: argparse.Namespace) -> int:
+    """Plan several .safetensors files and write their headers: what rank 0 does, besides the plan of each tensor."""
+    import torch
+
+    from hpcdist.files import safetensors
+    from hpcdist.files.h5 import Dataset
+    from hpcdist.staging.boxes import Grid
+    from hpcdist.staging.sharded_files import divide
+
+    asked.before = asked.before or resident()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        start = now()
+        shape = shape_of(0, asked.extent)
+        datasets = [
+            Dataset(f"layers.{i}.weight", shape, torch.float32, Grid(shape, WINDOW)) for i in range(asked.tensors)
+        ]
+        files = divide(str(path), datasets, 5 * 10**9)
+        path.touch()
+        found = len(safetensors.lay_out(path, datasets))
+        asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
+    return found + len(files)
+
+
+def convert(asked: argparse.Namespace) -> int:
+    """Divide all tensors of a checkpoint among the ranks of the command, and find the owners of the pages of one."""
+    import numpy as np
+    import torch
+
+    from hpcdist.commands.shares import Shares
+    from hpcdist.files.h5 import Dataset
+    from hpcdist.staging.boxes import Grid
+
+    asked.before = asked.before or resident()
+    start = now()
+    shape = shape_of(0, asked.extent)
+    pieces = Grid(shape, 2**24)
+    shares = Shares([Dataset(str(i), shape, torch.float32, pieces) for i in range(asked.tensors)], asked.ranks)
+    found = 0
+    for i, rows in shares.of(asked.ranks // 2):
+        found += len(rows) + len(shares.owners(i, np.array([0, shape[0] * shape[1] - 1])))
+    asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
+    return found
+
+
+def dcp_save(asked: argparse.Namespace) -> int:
+    """Plan the file of HDF5Writer on the coordinator: pieces, checks, tables, and what each rank has to know."""
+    from hpcdist.files.h5 import FileMap, summary, tables
+    from hpcdist.staging.dcp.planning import divide, plan_file
+
+    if not asked.before:
+        asked.plans = sharded_plans(asked.tensors, asked.ranks, shape_of(0, asked.extent))
+        asked.before = resident()
+    start = now()
+    datasets, numbers = plan_file(asked.plans, WINDOW)
+    summary(datasets, {}, "")
+    content = tables(datasets)
+    works = divide(FileMap("x.h5", [0] * len(datasets), 4096), numbers, {}, ("", 0), 1)
+    asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
+    return len(content) and sum(len(work.indices) for work in works)
+
+
+def sharded_plans(tensors: int, ranks: int, shape: tuple[int, int]) -> list[Any]:
+    """The plans of all ranks for a state that FSDP2 has sharded along dim 0."""
+    import gc
+
+    import torch
+    from torch.distributed.checkpoint import metadata, planner
+
+    rows = shape[0] // ranks
+    properties = metadata.TensorProperties(dtype=torch.float32)
+    plans = []
+    gc.disable()  # millions of objects that all stay
+    for rank in range(ranks):
+        chunk = metadata.ChunkStorageMetadata(torch.Size((rank * rows, 0)), torch.Size((rows, shape[1])))
+        data = planner.TensorWriteData(chunk, properties, torch.Size((rows * ranks, shape[1])))
+        items = [
+            planner.WriteItem(
+                metadata.MetadataIndex(f"layers.{i}.weight", chunk.offsets, rank),
+                planner.WriteItemType.SHARD,
+                tensor_data=data,
+            )
+            for i in range(tensors)
+        ]
+        plans.append(planner.SavePlan(items))
+    gc.enable()
+    return plans
+
+
 CASES: dict[str, Callable[[argparse.Namespace], int]] = {
     "save, regular, dim 0": lambda asked: save(asked, 0, False),
     "save, ragged, dim 0": lambda asked: save(asked, 0, True),
@@ -129,6 +222,9 @@ CASES: dict[str, Callable[[argparse.Namespace], int]] = {
     "load, regular, dim 0, file of as many ranks": lambda asked: load(asked, "regular", table=True),
     "load, regular, dim 1, file of as many ranks": lambda asked: load(asked, "regular, dim 1", table=True),
     "load, boxes, columns, file of as many ranks": lambda asked: load(asked, "boxes", table=True),
+    "save .safetensors, headers": save_safetensors,
+    "command, all tensors of a checkpoint": convert,
+    "dcp.save, HDF5Writer, all ranks' shards": dcp_save,
 }
 
 
@@ -172,7 +268,7 @@ def main() -> None:
             command = [sys.executable, __file__, *sizes, "--case", case]
             seconds, cpu, memory, found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
             print(f"| {case} | {seconds:.2f} | {cpu:.2f} | {memory:.0f} | {found:,} |", flush=True)
-            missed += [case] if cpu > TARGET[0] or memory > TARGET[1] else []
+            missed += [case] if "HDF5Writer" not in case and (cpu > TARGET[0] or memory > TARGET[1]) else []
     print(f"\nTarget: below {TARGET[0]:g} CPU s and {TARGET[1]:g} MB; missed by: {', '.join(missed) or 'none'}")
 
 

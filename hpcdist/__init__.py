@@ -19,17 +19,18 @@ from hpcdist.p2p.sendrecv import irecv, isend, recv, send
 from hpcdist.runtime.background import Handle
 from hpcdist.runtime.world import World, current, finalize, init
 from hpcdist.split import split
+from hpcdist.staging.checkpointable import checkpointable
 from hpcdist.tensors import eager
 from hpcdist.tensors.pool import empty_cache, memory_stats
 
 __all__ = [
     "Block", "Box", "Boxes", "Explanation", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError",
-    "Layout", "Plan", "RankError", "Replicate", "Split", "World", "balance", "concat", "current", "empty_cache",
-    "explain", "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory_stats", "plan_concat",
-    "plan_gather", "plan_redistribute", "plan_split", "recv", "redistribute", "send", "split", "staging",
+    "Layout", "Plan", "RankError", "Replicate", "Split", "World", "balance", "checkpointable", "concat", "current",
+    "empty_cache", "explain", "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory_stats",
+    "plan_concat", "plan_gather", "plan_redistribute", "plan_split", "recv", "redistribute", "send", "split", "staging",
 ]  # fmt: skip
 
-eager.not_compiled([balance, concat, current, empty_cache, finalize, gather, init, irecv, isend, local, memory_stats])
+eager.not_compiled([balance, checkpointable, concat, current, empty_cache, finalize, gather, init, irecv, isend, local])
 eager.not_compiled([recv, redistribute, send, split, plan_concat, plan_gather, plan_redistribute, plan_split, explain])
-eager.not_compiled([Handle, Plan, World])
+eager.not_compiled([Handle, Plan, World, memory_stats])
 eager.not_compiled(vars(staging)[name] for name in staging.__all__)

@@ -1,4 +1,4 @@
-"""Run tests/backend with torch 2.13, 2.14 and 2.15, each with three MPIs on 1 to 5 ranks: make test-backend.
+"""Run tests/backend, and what needs torch 2.14, with torch 2.13 to 2.15 and three MPIs, np 1 to 5: make test-backend.
 
 Usage: python tests/backend_versions.py [--torch NAME ...] [--mpi NAME ...] [--np NP ...] [--tests PATH ...]
 
@@ -118,7 +118,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", choices=TORCHES, default=list(TORCHES))
     parser.add_argument("--mpi", nargs="+", choices=MPIS, default=list(MPIS))
-    parser.add_argument("--tests", nargs="+", default=["tests/backend", "tests/watch/test_torch_groups.py"])
+    newer = ["tests/watch/test_torch_groups.py", "tests/staging/test_checkpointable.py"]  # that need a newer torch
+    parser.add_argument("--tests", nargs="+", default=["tests/backend", *newer])
     parser.add_argument("--np", nargs="+", type=int, default=[0, 1, 2, 3, 4, 5])
     options = parser.parse_args()
     LOGS.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -31,10 +31,11 @@ from hpcdist.layout import Box
 from hpcdist.staging.reader import Reader
 from hpcdist.tensors.storage import bits
 
-__all__ = ["load", "open_array", "pick"]
+__all__ = ["load", "open_array", "open_part", "pick"]
 
 _MOST = 2**28  # bytes of a description: more than any real one has, and what a forged one cannot exceed
 _MOST_NAMES = 2**18
+_SMALL, _MOST_KEPT = 2**12, 256  # bytes of a description that is kept, and how many are
 _LOCAL = 30  # bytes of a member's own header, before its name and its extra field
 _UNSWAPPED = {torch.uint16, torch.uint32, torch.uint64, torch.complex32}  # torch.load leaves these as they are
 
@@ -65,6 +66,41 @@ def open_array(path: str, name: str | None) -> Iterator[Reader]:
         bits(out).copy_(bits(x[box.slices()]))
 
     yield Reader(key, tuple(x.shape), x.dtype, read)
+
+
+@contextmanager
+def open_part(path: str, fd: int, start: int, nbytes: int) -> Iterator[Reader]:
+    """Open the tensor in an archive of torch.save that is a part of an open file, as torch's DCP writes them."""
+    with zipfile.ZipFile(io.BufferedReader(_Part(fd, start, nbytes))) as archive:
+        described = _Description(path, archive, fd, start)
+        if not isinstance(described.held, Tensor):
+            raise InputError(f"{path}: cannot be read: its part at {start:,} is not a tensor that can be moved")
+        with described.open_tensor("", _dense(path, described.held.detach())) as array:
+            yield array
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file to read."""
+
+    def __init__(self, fd: int, start: int, nbytes: int) -> None:
+        self._fd, self._start, self._end, self._at = fd, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._end)[whence]
+        if self._at < 0:
+            raise OSError("before the beginning")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._fd, [memoryview(buffer)[: max(0, self._end - self._at)]], self._start + self._at)
+        self._at += count
+        return count
 
 
 def load(path: str, name: str | None, mmap: bool = False) -> tuple[str, Tensor]:
@@ -98,7 +134,9 @@ def pick(path: str, name: str | None, names: Sequence[str]) -> str:
     if not names:
         raise InputError(f"{path}: holds no array")
     if len(names) > 1:
-        raise InputError(f"{path}: holds {len(names)} arrays; name one as {path}:NAME; it has: {listed(names)}")
+        every = "; hpcdist.gather --tensors copies all" if path.endswith((".safetensors", ".h5")) else ""
+        one = f"name one as {path}:NAME; it has: {listed(names)}{every}"
+        raise InputError(f"{path}: holds {len(names)} arrays; {one}")
     return names[0]
 
 
@@ -144,15 +182,15 @@ def _dense(path: str, x: Tensor) -> Tensor:
 
 
 class _Description:
-    """What an archive of torch.save holds.
+    """What an archive of torch.save holds: a file, or from `base` on a part of the file that is open as `fd`.
 
     Attributes:
         held: the object that was saved, its tensors on the device "meta"; None if it cannot be described without data.
     """
 
-    def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
-        self._path = path
-        self._archive = archive
+    def __init__(self, path: str, archive: zipfile.ZipFile, fd: int | None = None, base: int = 0) -> None:
+        self._path, self._archive = path, archive
+        self._fd, self._base = fd, base
         names = archive.namelist()
         roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(roots) != 1 or len(set(names)) < len(names):
@@ -162,25 +200,30 @@ class _Description:
         if order not in (b"little", b"big"):
             raise InputError(f"{path}: cannot be read: its byte order is {order[:20]!r}")
         self._swapped = order == b"big"
-        copy, self._names = self._without_data()
+        self.held: object | None
+        members = self._without_data()
+        if members in _described:
+            self.held, self._names = _described[members]
+            return
+        copy, self._names = _copied(members)
         try:
-            self.held: object | None = _loaded(path, copy, map_location="meta")
+            self.held = _loaded(path, copy, map_location="meta")
         except NotImplementedError:  # torch cannot make one on "meta"
             self.held = None
+        if sum(len(content) for _, content in members) < _SMALL and len(_described) < _MOST_KEPT:
+            _described[members] = self.held, self._names
 
-    def _without_data(self) -> tuple[io.BytesIO, dict[int, str]]:
-        """Copy the archive without data and byte order; and map offsets of the copy to the members that begin there."""
-        data, own = f"{self._root}data/", [f"{self._root}{name}" for name in ("byteorder", ".format_version")]
+    def _without_data(self) -> tuple[tuple[str, bytes], ...]:
+        """The members of the archive, without data, byte order, and what differs between archives of the same."""
+        data, leave = f"{self._root}data/", ("byteorder", ".format_version", ".data/serialization_id")
+        own = [f"{self._root}{name}" for name in leave]
         if sum(i.file_size for i in self._archive.infolist() if not i.filename.startswith(data)) > _MOST:
             raise InputError(f"{self._path}: cannot be read: its description is longer than {_MOST:,} bytes")
-        copy = io.BytesIO()
-        with zipfile.ZipFile(copy, "w") as bare:
-            for name in self._archive.namelist():
-                if name not in own:
-                    bare.writestr(name, b"" if name.startswith(data) else self._archive.read(name))
-            starts = {info.header_offset + len(info.FileHeader()): info.filename for info in bare.infolist()}
-        copy.seek(0)
-        return copy, starts
+        return tuple(
+            (name, b"" if name.startswith(data) else self._archive.read(name))
+            for name in self._archive.namelist()
+            if name not in own
+        )
 
     @contextmanager
     def open_tensor(self, key: str, x: Tensor) -> Iterator[Reader]:
@@ -197,7 +240,7 @@ class _Description:
             with self._archive.open(info) as file:
                 yield Reader(key, where.shape, where.dtype, _reads(x, where, partial(read_from, file)))
         else:
-            with open_regular(self._path) as fd:
+            with open_regular(self._path) if self._fd is None else nullcontext(self._fd) as fd:
                 yield Reader(key, where.shape, where.dtype, _reads(x, where, partial(read_at, fd)))
 
     def _member(self, x: Tensor) -> tuple[zipfile.ZipInfo, int | None]:
@@ -208,16 +251,32 @@ class _Description:
         info = self._archive.getinfo(self._names[offset])
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             return info, None
-        with open(self._path, "rb") as file:
-            file.seek(info.header_offset)
-            head = file.read(_LOCAL)
+        begin = self._base + info.header_offset
+        with open_regular(self._path) if self._fd is None else nullcontext(self._fd) as fd:
+            head = os.pread(fd, _LOCAL, begin)
+            size = os.fstat(fd).st_size
         if len(head) < _LOCAL or head[:4] != b"PK\3\4":
             raise InputError(f"{self._path}: cannot be read: {info.filename} is not where the archive says")
-        start = info.header_offset + _LOCAL + int.from_bytes(head[26:28], "little")
+        start = begin + _LOCAL + int.from_bytes(head[26:28], "little")
         start += int.from_bytes(head[28:30], "little")
-        if start + info.file_size > os.path.getsize(self._path):
+        if start + info.file_size > size:
             raise InputError(f"{self._path}: cannot be read: it ends in the middle of its data")
         return info, start
+
+
+_described: dict[tuple[tuple[str, bytes], ...], tuple[object | None, dict[int, str]]] = {}
+"""By its members without data, what an archive holds: thousands of a DCP folder differ in their data only."""
+
+
+def _copied(members: Sequence[tuple[str, bytes]]) -> tuple[io.BytesIO, dict[int, str]]:
+    """An archive of these members, and which of them begins at which offset."""
+    copy = io.BytesIO()
+    with zipfile.ZipFile(copy, "w") as bare:
+        for name, content in members:
+            bare.writestr(name, content)
+        starts = {info.header_offset + len(info.FileHeader()): info.filename for info in bare.infolist()}
+    copy.seek(0)
+    return copy, starts
 
 
 def _reads(x: Tensor, where: Raw, fetch: Fetch) -> Callable[[Box, Tensor, int], None]:

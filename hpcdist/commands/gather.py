@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from hpcdist.commands.convert import convert, is_wanted
 from hpcdist.commands.join import Join
 from hpcdist.commands.options import Options, join_parser
 from hpcdist.commands.steps import run
+from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.runtime.cli import Parser
 from hpcdist.runtime.world import World
@@ -14,6 +16,8 @@ from hpcdist.runtime.world import World
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Gather the inputs on the ranks of the world; return the exit status. Collective."""
+    if objects.broadcast(world.team.comm, "gather", lambda: is_wanted(args)):
+        return convert(world, args)
     options = Options.of("concat" if args.everywhere else "gather", args)
     if not 0 <= options.root < world.world_size:
         raise InputError(f"--root {options.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks")
@@ -29,9 +33,23 @@ def parser() -> Parser:
         "Join arrays from files along one dimension, over the ranks of an MPI job. With -o they are streamed: every "
         "rank reads and writes its share of the result, a window at a time, so nothing has to fit in memory. Without "
         "-o each rank reads its share of the files, in the order given, and they are gathered in memory. Without "
-        "INPUT: the source files of Python's standard library.",
-        "example: mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
+        "INPUT: the source files of Python's standard library. "
+        "CHECKPOINTS: if INPUT is a folder (of torch's DCP, or with .safetensors files, with or without an index), all "
+        "its tensors are copied under their names to -o FILE.safetensors, FILE.h5 or, if OUT ends with /, a new folder "
+        "that torch's dcp.load reads; and back, from one .safetensors or .h5 file. What is not a tensor is left out, "
+        "and named; no pickle is run.",
+        "examples: mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5; "
+        "mpirun -n 4 python -m hpcdist.gather ckpt_dir -o model.safetensors",
     )
+    p.add_argument(
+        "--tensors", action="store_true",
+        help="copy all tensors of INPUT, one .safetensors or .h5 file; implied by a folder as INPUT or OUT",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-shard-size", metavar="BYTES",
+        help="with -o NAME.safetensors: all tensors, in files of so many bytes, such as 5GB, and an index of them, as "
+        "Hugging Face's libraries read",
+    )  # fmt: skip
     where = p.add_mutually_exclusive_group()
     # SUPPRESS, since argparse takes a value that is the default for one that was not given.
     where.add_argument("--root", type=int, default=argparse.SUPPRESS, help="rank that receives the result (default 0)")

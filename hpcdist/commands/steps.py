@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from hpcdist.commands import inputs, sources
@@ -17,7 +17,7 @@ from hpcdist.files.regular import shown
 from hpcdist.layout import Box
 from hpcdist.runtime.world import World
 
-__all__ = ["Command", "Report", "run", "shortened", "speed"]
+__all__ = ["Command", "Report", "run", "shortened", "show", "speed"]
 
 Report = dict[str, Any]
 
@@ -87,9 +87,14 @@ def run(command: Command) -> int:
     }
     if options.output:
         report["output"] = options.output
-    if world.rank == 0:
-        print(json.dumps(report) if options.json else _text(command, data, report), flush=True)
+    show(world, report, None if options.json else lambda: _text(command, data, report))
     return _MISMATCH if report.get("verified") is False else 0
+
+
+def show(world: World, report: Report, text: Callable[[], str] | None) -> None:
+    """Print a report on rank 0: as the text that `text` returns, or without it as JSON."""
+    if world.rank == 0:
+        print(json.dumps(report) if text is None else text(), flush=True)
 
 
 def _text(command: Command, data: Inputs, report: Report) -> str:

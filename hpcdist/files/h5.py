@@ -23,6 +23,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(_RAW_BITS[dtype.itemsize])
 
 
+@cache
 def record_dtype(ndim: int) -> np.dtype[np.void]:
     """A row of the table of pieces of a tensor; a 0-d tensor counts as 1-d."""
     n = (max(1, ndim),)
@@ -89,7 +91,8 @@ def records(boxes: Sequence[Box], ndim: int) -> Table:
     """An empty table for these pieces."""
     table = np.zeros(len(boxes), record_dtype(ndim))
     if boxes and ndim:
-        table["offset"], table["shape"] = [b.offset for b in boxes], [b.shape for b in boxes]
+        corners = np.array(list(boxes), np.int64)
+        table["offset"], table["shape"] = corners[:, 0], corners[:, 1]
     else:
         table["shape"] = 1
     return table
@@ -279,14 +282,18 @@ def _unseen(file_map: FileMap) -> str | None:
 
 def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What is written, and in which pieces: a save can resume what another one with the same summary has left."""
-    details = repr(([(d.pieces, d.filters, _comparable(d.attrs)) for d in datasets], _comparable(attrs), source))
+    details = hashlib.sha256()
+    for d in datasets:  # one after the other: there may be millions of pieces
+        pieces = np.array(d.pieces, np.int64).tobytes() if isinstance(d.pieces, list) else repr(d.pieces).encode()
+        details.update(pieces + repr((len(d.pieces), d.filters, _comparable(d.attrs))).encode())
+    details.update(repr((_comparable(attrs), source)).encode())
     return {
         "datasets": [
             {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
             | {"pieces": len(d.pieces)}
             for d in datasets
         ],
-        "details": hashlib.sha256(details.encode()).hexdigest(),
+        "details": details.hexdigest(),
     }
 
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hpcdist.errors import FileError, reason
 from hpcdist.files.h5 import Dataset
+from hpcdist.files.raw import Raw
+from hpcdist.files.regular import check_regular, utf8_path
 from hpcdist.tensors.storage import BARE, DTYPES
 
-__all__ = ["KINDS", "METADATA", "SUFFIX", "header_of", "lay_out"]
+__all__ = ["KINDS", "METADATA", "SUFFIX", "header_of", "lay_out", "tensors_in"]
 
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"  # in the header, text by name; no tensor may have this name
@@ -29,6 +33,35 @@ def header_of(path: str) -> tuple[int, dict[str, Any]]:
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return 8 + size, json.loads(file.read(size))
+
+
+def tensors_in(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
+    """The position of each tensor of a file, by name in the order of the data; and the file's own text, by name.
+
+    Raises:
+        FileError: no such file, or it cannot be read, or holds a dtype that torch does not have.
+    """
+    from safetensors import safe_open
+
+    check_regular(path)
+    try:
+        with utf8_path(path) as known, safe_open(known, framework="pt"):  # checks the whole header
+            start, header = header_of(path)
+    except Exception as error:  # the library's own
+        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+    text = header.pop(METADATA, {})
+    dtypes, found = _dtypes_by_name(), {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in dtypes:
+            raise FileError(f"{path}: {name}: holds dtype {entry['dtype']}, which cannot be moved")
+        shape = tuple(entry["shape"])
+        found[name] = Raw(path, start + entry["data_offsets"][0], shape, dtypes[entry["dtype"]])
+    return found, text
+
+
+@cache
+def _dtypes_by_name() -> dict[str, torch.dtype]:
+    return {name: dtype for dtype, name in _names_of_dtypes(KINDS).items()}
 
 
 def lay_out(path: Path, datasets: Sequence[Dataset], metadata: Mapping[str, str] | None = None) -> list[int]:

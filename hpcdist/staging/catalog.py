@@ -1,4 +1,4 @@
-"""List what an HDF5 file holds: a staging file, or one of another tool."""
+"""List what a file holds: a staging file, another tool's HDF5 file, or a .safetensors file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpcdist.errors import FileError, reason
-from hpcdist.files import h5
+from hpcdist.files import h5, safetensors
 from hpcdist.files.h5 import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
 from hpcdist.files.raw import Raw
 from hpcdist.files.regular import check_regular
@@ -64,7 +64,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Catalog:
-    """What a staging file, or a foreign HDF5 file, holds.
+    """What a staging file, or a file of another tool, holds.
 
     Attributes:
         path: of the file.
@@ -104,12 +104,16 @@ def describe(path: str, incomplete: bool = False, name: str | None = None) -> Ca
     """Read what a file holds, without the data; also what `name` links to, if it is given.
 
     Raises:
-        FileError: no such file, not HDF5, damaged, truncated, a `name` that leads into another file, or a save of
-            hpcdist that is not complete, unless `incomplete` is true.
+        FileError: no such file, not of its format, damaged, truncated, a `name` that leads into another file, or a save
+            of hpcdist that is not complete, unless `incomplete` is true.
     """
     import h5py
 
     before = check_regular(path)
+    if path.endswith(safetensors.SUFFIX):
+        found, _ = safetensors.tensors_in(path)
+        plain = {key: Stored(key, raw.shape, raw.dtype, raw, None, "", key) for key, raw in found.items()}
+        return Catalog(path, plain, None, complete=True, identity=(before.st_size, before.st_ino))
     try:
         # A file that is being written is locked, perhaps by the very process that resumes it.
         with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:

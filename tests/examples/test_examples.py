@@ -143,3 +143,20 @@ def test_the_column_parallel_layer_can_follow_itself() -> None:
         """,
     )
     assert job.status == 0, job.err
+
+
+def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """From the last complete save, which may be one before the save that was under way; without a checkpoint, too."""
+    killed = mpirun(3, "-m", "hpcdist.examples.train_fsdp", "--die-after", "7", cwd=tmp_path)
+    assert killed.status != 0
+    assert killed.out.startswith("3 ranks, from step 0\n")
+    assert not (tmp_path / "weights.safetensors").exists()
+    job = mpirun(2, "-m", "hpcdist.examples.train_fsdp", cwd=tmp_path)
+    assert job.status == 0, job.err
+    assert re.fullmatch(
+        r"2 ranks, from step [36]\nweights.safetensors: one process has learnt the same weights\n", job.out
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.h5", "weights.safetensors"]
+    job = mpirun(1, "-m", "hpcdist.examples.train_fsdp", "--steps", "4", "--checkpoint", "other.h5", cwd=tmp_path)
+    assert job.status == 0, job.err
+    assert job.out.startswith("1 ranks, from step 0\n")

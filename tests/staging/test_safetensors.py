@@ -200,3 +200,37 @@ def test_the_header_is_the_librarys(world: hd.World, folder: Path) -> None:
     sizes = [int.from_bytes(data[:8], "little") for data in (own, theirs)]
     heads = [json.loads(data[8 : 8 + size]) for data, size in zip((own, theirs), sizes, strict=True)]
     assert_on_all_ranks(world.comm, heads[0] == heads[1] and own[8 + sizes[0] :] == theirs[8 + sizes[1] :], heads)
+
+
+def test_load(world: hd.World, folder: Path) -> None:
+    """Whatever wrote the file: every dtype, along every dim, in boxes, on any number of ranks; names with dots."""
+    from safetensors.torch import save_file
+
+    findings, path = Findings(world.comm), folder / "x.safetensors"
+    wholes = {str(dtype): whole_of((5, 4, 3), dtype) for dtype in safetensors.KINDS}
+    wholes |= {"none": torch.empty(0, 4, 3), "scalar": torch.tensor(2.5)}
+    if world.rank == 0:
+        save_file(wholes, path)
+    world.comm.Barrier()
+    for dim in (0, 1, 2, None):
+        loaded = staging.load(path, dim=dim, window=SMALL)
+        findings.check(loaded.keys() == wholes.keys(), loaded.keys())
+        for name, whole in wholes.items():
+            parts = [whole] * world.world_size if dim is None or not whole.dim() else blocks(whole, dim, world)
+            findings.same(loaded[name], parts[world.rank], f"{name} {dim}")
+    box = (world.rank % 4, 1, 0), (2, 3, 2)
+    found = staging.load(path, "torch.bfloat16", box=box)
+    at = tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
+    findings.same(found, wholes["torch.bfloat16"][at], "box")
+    for name, text in (("no", "holds no tensor 'no'"), (None, "cannot be read")):
+        if name is None and world.rank == 0:
+            os.truncate(path, 200)
+        world.comm.Barrier()
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda n=name: staging.load(path, n))
+        findings.check(text in str(error), error)
+    findings.settle()
+
+
+def blocks(whole: torch.Tensor, dim: int, world: hd.World) -> list[torch.Tensor]:
+    """The block rule, by torch."""
+    return [part.contiguous() for part in whole.tensor_split(world.world_size, dim)]

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from hpcdist import layout
 from hpcdist.files.h5 import Dataset, FileMap
+from hpcdist.files.raw import Ints
 from hpcdist.layout import Box
 from hpcdist.layout.overlaps import disjoint
 from hpcdist.staging import journal
@@ -20,25 +23,19 @@ from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation.local import WrongError
 
-__all__ = ["Numbers", "Place", "Work", "check_item", "divide", "pieces_of", "plan_file"]
-
-Numbers = dict[MetadataIndex, tuple[int, int, int]]
-"""By index of a rank's item: the number of its tensor, that of its first piece there, and how many pieces it has."""
+__all__ = ["Numbers", "Work", "check_item", "divide", "pieces_of", "plan_file"]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the data of one write item go.
+class Numbers(NamedTuple):
+    """The tensors of a rank's items.
 
     Attributes:
-        tensor: number of its tensor in the file.
-        start: first byte of the tensor in the file.
-        first: number of the item's first piece among those of the tensor.
+        indices: of the items.
+        rows: for each the number of its tensor, that of its first piece there, and how many pieces it has.
     """
 
-    tensor: int
-    start: int
-    first: int
+    indices: list[MetadataIndex]
+    rows: Ints
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,17 @@ class Work:
 
     Attributes:
         map: the file; without the places of all tensors.
-        places: by index, the place of each item of this rank.
+        indices: of this rank's items.
+        places: for each the number of its tensor in the file, the first byte of the tensor there, and the number of the
+            item's first piece among those of the tensor.
         left: (index, piece of the item) -> checksum of what another run has noted as complete.
         journal, slot: the journal, "" without one, and the first byte in it of this rank's slot.
         hosts: number of hosts that write.
     """
 
     map: FileMap
-    places: dict[MetadataIndex, Place] = field(default_factory=dict)
+    indices: list[MetadataIndex]
+    places: Ints
     left: dict[tuple[MetadataIndex, int], int] = field(default_factory=dict)
     journal: str = ""
     slot: int = 0
@@ -96,21 +96,30 @@ def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], li
         ValueError: a name that a file cannot have; or shards that do not agree, overlap, or leave something out.
     """
     found: dict[str, _Tensor] = {}
+    known: dict[object, Box] = {}  # tensors of one shape mostly have the same chunks
     numbers: list[Numbers] = []
     for plan in plans:
-        numbers.append({})
+        indices: list[MetadataIndex] = []
+        rows: list[int] = []
         for item in plan.items:
-            data = item.tensor_data
+            index, data = item.index, item.tensor_data
             if data is None:
                 continue
-            shape, dtype = tuple(data.size), data.properties.dtype
-            tensor = found.setdefault(item.index.fqn, _Tensor(len(found), shape, dtype))
-            if (tensor.shape, tensor.dtype) != (shape, dtype):
-                raise ValueError(f"{item.index.fqn!r} has different shapes or dtypes in the plans of the ranks")
-            pieces = pieces_of(data, window)
-            numbers[-1][item.index] = tensor.number, len(tensor.pieces), len(pieces)
-            tensor.pieces += pieces
-            tensor.chunks.append(Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+            tensor = found.get(index.fqn)
+            if tensor is None:
+                dtype = data.properties.dtype
+                tensor = found[index.fqn] = _Tensor(len(found), tuple(data.size), dtype, _limit(data, window))
+            elif tensor.shape != data.size or tensor.dtype != data.properties.dtype:
+                raise ValueError(f"{index.fqn!r} has different shapes or dtypes in the plans of the ranks")
+            chunk = known.get((data.chunk.offsets, data.chunk.sizes))
+            if chunk is None:
+                chunk = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+                known[chunk] = chunk
+            first = len(tensor.pieces)
+            tensor.add(chunk)
+            indices.append(index)
+            rows += (tensor.number, first, len(tensor.pieces) - first)
+        numbers.append(Numbers(indices, np.array(rows, np.int64).reshape(-1, 3)))
     flatten(dict.fromkeys(found))  # checks the names
     for name, tensor in found.items():
         if not tensor.is_whole():
@@ -123,13 +132,38 @@ class _Tensor:
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    limit: int
     pieces: list[Box] = field(default_factory=list)
-    chunks: list[Box] = field(default_factory=list)
+    chunks: list[Box] = field(default_factory=list)  # those with elements
+
+    def add(self, chunk: Box) -> None:
+        size = prod(chunk.shape)
+        if not size:
+            return
+        self.chunks.append(chunk)
+        if size <= self.limit:
+            self.pieces.append(chunk)
+        else:
+            self.pieces += layout.boxes(chunk, self.limit)
 
     def is_whole(self) -> bool:
-        filled = [chunk for chunk in self.chunks if chunk.size()]
-        inside = all(chunk.is_in(self.shape) for chunk in filled)
-        return inside and sum(chunk.size() for chunk in filled) == prod(self.shape) and disjoint(filled)
+        if not self.chunks or not self.shape:
+            return len(self.chunks) == prod(self.shape)
+        offsets, shapes = (np.array(corner, np.int64) for corner in zip(*self.chunks, strict=True))
+        inside = (offsets >= 0) & (shapes >= 0) & (offsets <= np.array(self.shape) - shapes)
+        if not inside.all() or int(shapes.prod(axis=1).sum()) != prod(self.shape):
+            return False
+        cut = np.flatnonzero((shapes != self.shape).any(axis=0))
+        if len(cut) > 1:
+            return disjoint(self.chunks)
+        return len(cut) == 0 or _follow(offsets, shapes, int(cut[0]))
+
+
+def _follow(offsets: Ints, shapes: Ints, dim: int) -> bool:
+    """Check that no box begins before the one before it ends, along `dim`."""
+    order = np.argsort(offsets[:, dim])
+    starts, extents = offsets[order, dim], shapes[order, dim]
+    return bool((starts[:-1] + extents[:-1] <= starts[1:]).all())
 
 
 def divide(
@@ -146,15 +180,17 @@ def divide(
         left, notes: as :meth:`hpcdist.staging.target.Target.lay_out` returns them.
     """
     path, slot = notes[0], -(-notes[1] // file_map.page) * file_map.page
+    starts = np.array([at or 0 for at in file_map.data], np.int64)
     works = []
-    for mine in numbers:
-        places = {index: Place(i, file_map.data[i] or 0, first) for index, (i, first, _) in mine.items()}
+    for indices, rows in numbers:
+        tensors, firsts, counts = rows.T
+        places = np.stack([tensors, starts[tensors], firsts], axis=1)
         noted = {
             (index, k): left[i, first + k]
-            for index, (i, first, count) in (mine.items() if left else ())
+            for index, (i, first, count) in (zip(indices, rows.tolist(), strict=True) if left else ())
             for k in range(count)
             if (i, first + k) in left
         }
-        works.append(Work(replace(file_map, data=[]), places, noted, path, slot, hosts))
-        slot += journal.nbytes(sum(count for _, _, count in mine.values()), file_map.page)
+        works.append(Work(replace(file_map, data=[]), indices, places, noted, path, slot, hosts))
+        slot += journal.nbytes(int(counts.sum()), file_map.page)
     return works

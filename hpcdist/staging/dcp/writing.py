@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
@@ -38,6 +38,14 @@ class Done:
     edges: list[tuple[int, bytes]] = field(default_factory=list)
 
 
+class _Place(NamedTuple):
+    """Where the data of an item go: see :class:`hpcdist.staging.dcp.planning.Work`."""
+
+    tensor: int
+    start: int
+    first: int
+
+
 class RankPart(Part):
     """This rank's items of a file, each of which it sees as a dataset of its own. Must be closed.
 
@@ -49,7 +57,8 @@ class RankPart(Part):
     """
 
     def __init__(self, path: str, items: Sequence[WriteItem], work: Work, options: SaveOptions) -> None:
-        self._places = [work.places[item.index] for item in items]
+        places = dict(zip(work.indices, work.places.tolist(), strict=True))
+        self._places = [_Place(*places[item.index]) for item in items]
         datasets = [_dataset(item, options.window) for item in items]
         super().__init__(path, datasets, options)
         self.map = replace(work.map, data=[place.start for place in self._places])
