@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from contextlib import suppress
 from types import CodeType, FrameType
 
 __all__ = ["LONGEST", "outside", "place", "where"]
@@ -47,7 +47,9 @@ def outside(frame: FrameType) -> FrameType:
         if known is None:
             if len(_inside) >= _MOST_PLACES:
                 _inside.clear()
-            known = _inside[id(code)] = code.co_filename.startswith(_HOME) or _TORCH in code.co_filename, code
+            path = code.co_filename
+            inside = path.startswith(_HOME) or _TORCH in path or path == contextlib.__file__
+            known = _inside[id(code)] = inside, code
         if not known[0] or back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
             break
         frame = back
@@ -57,7 +59,7 @@ def outside(frame: FrameType) -> FrameType:
 def place(frame: FrameType) -> str:
     """Return the file and line of a frame; the file relative to the current folder, a long one cut at its start."""
     path = frame.f_code.co_filename
-    with suppress(OSError):  # the current folder was removed
+    with contextlib.suppress(OSError):  # the current folder was removed
         path = path.removeprefix(os.getcwd() + os.sep)
     if len(path) > _PATH:
         path = "..." + path[-_PATH:]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 from torch import Tensor, split
 
-from hpcdist.backend.memory import nbytes
+from hpcdist.backend.memory import UnusableError, nbytes
 from hpcdist.control import digests, objects
 from hpcdist.errors import RankError
 from hpcdist.process import abort
@@ -118,9 +118,9 @@ def _problems(every: Sequence[Any]) -> list[tuple[int, str]]:
 def fail(error: BaseException, verb: str, size: int) -> None:
     """End the job for an error on this rank while data move, since the other ranks cannot know of it.
 
-    Does nothing for an error that all ranks raise alike, and for a rank alone.
+    Does nothing for an error that all ranks raise alike, for one of the arguments, and for a rank alone.
     """
-    if size == 1 or isinstance(error, RankError):
+    if size == 1 or isinstance(error, (RankError, UnusableError)):
         return
     if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
         error.add_note(

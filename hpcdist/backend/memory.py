@@ -14,20 +14,24 @@ from hpcdist import layout, limits
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem
 
-__all__ = ["address", "flat", "packed", "pieces", "readable", "scratch", "writable"]
+__all__ = ["UnusableError", "address", "flat", "packed", "pieces", "readable", "scratch", "writable"]
 
 _from_address = MPI.buffer.fromaddress
+
+
+class UnusableError(ValueError):
+    """A tensor has no memory that MPI could use: an error of this rank's call, found before data move."""
 
 
 def address(x: Tensor) -> Any:
     """Return the memory of a contiguous tensor as an MPI buffer.
 
     Raises:
-        ValueError: if it has none: a tensor on "meta", or a DTensor.
+        UnusableError: if it has none: a tensor on "meta", or a DTensor.
     """
     start, nbytes = x.data_ptr(), x.nbytes
     if not start and nbytes:
-        raise ValueError(f"the tensor {problem(x)}")
+        raise UnusableError(f"the tensor {problem(x)}")
     return _from_address(start, nbytes)
 
 
