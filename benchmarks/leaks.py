@@ -128,6 +128,7 @@ class Kind(NamedTuple):
         least: ranks needed.
         warm_up: calls before the first measurement at least.
         cached: descriptors of what is kept for later calls, more or less of it from call to call.
+        kept: objects that torch itself keeps of every call.
     """
 
     make: Callable[[hd.World, Path], Callable[[int], object]]
@@ -135,6 +136,7 @@ class Kind(NamedTuple):
     least: int = 1
     warm_up: int = 5
     cached: int = 0
+    kept: int = 0
 
 
 def _ever_other(i: int) -> int:
@@ -316,8 +318,8 @@ KINDS: dict[str, Kind] = {
     "staging.save, load": Kind(_files, 1000),
     "torch.distributed, backend mpi": Kind(_backend),
     "groups of communicators": Kind(_comms, 0),
-    "groups of torch, backend mpi": Kind(_backend_groups, 0),
-    "groups of torch": Kind(_torch_groups, 0),
+    "groups of torch, backend mpi": Kind(_backend_groups, 0, kept=1),
+    "groups of torch": Kind(_torch_groups, 0, kept=1),
     "(communicators without hpcdist)": Kind(_comms_alone, 0),
     "(groups of torch without hpcdist)": Kind(_torch_groups_alone, 0),
 }
@@ -331,11 +333,13 @@ class Growth(NamedTuple):
     before: State
     more: State
     cached: int
+    kept: int
 
     def leaks(self) -> list[str]:
         """Describe what is not flat."""
         resident, descriptors = LIMITS.resident + PER_CALL * self.calls, LIMITS.descriptors + self.cached
-        allowed = LIMITS._replace(resident=resident, descriptors=descriptors)
+        objects = LIMITS.objects + self.kept * self.calls
+        allowed = LIMITS._replace(resident=resident, descriptors=descriptors, objects=objects)
         named = zip(State._fields, UNITS, self.more, allowed, strict=True)
         return [
             f"{name}: {more:.1f} {unit} more, {limit:.1f} allowed"
@@ -359,7 +363,8 @@ def grow(world: hd.World, kind: Kind, calls: int, folder: Path, progress: Callab
     seconds = time.monotonic() - start
     after = state(world)
     most = [comm.allreduce(b - a, op=MPI.MAX) for a, b in zip(before, after, strict=True)]
-    return Growth(calls, seconds, State(*(comm.allreduce(a, op=MPI.MAX) for a in before)), State(*most), kind.cached)
+    first = State(*(comm.allreduce(a, op=MPI.MAX) for a in before))
+    return Growth(calls, seconds, first, State(*most), kind.cached, kind.kept)
 
 
 @contextmanager
