@@ -163,7 +163,7 @@ def against_gloo(records: Sequence[Record]) -> plt.Figure | None:
             panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=2, label=name)
         sizes = sorted({size for points in backend_tables.points(record).values() for size, _ in points})
         panel.set_xscale("log", base=2)
-        panel.set_xticks(sizes, [results.show_size(size) for size in sizes])
+        panel.set_xticks(sizes, [results.show_size(size) for size in sizes], rotation=45, ha="right")
         panel.axhline(1, color="black", linewidth=1)
         _axes(panel, "bytes of the tensor that a rank sends", "times faster than gloo")
         panel.set_title(f"{record.world_size} ranks", fontsize=10)
