@@ -280,13 +280,17 @@ def _unseen(file_map: FileMap) -> str | None:
         return f"cannot be read by this rank ({reason(error)})"
 
 
+_LONG = 4096  # pieces
+
+
 def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What is written, and in which pieces: a save can resume what another one with the same summary has left."""
-    details = hashlib.sha256()
-    for d in datasets:  # one after the other: there may be millions of pieces
-        pieces = np.array(d.pieces, np.int64).tobytes() if isinstance(d.pieces, list) else repr(d.pieces).encode()
-        details.update(pieces + repr((len(d.pieces), d.filters, _comparable(d.attrs))).encode())
-    details.update(repr((_comparable(attrs), source)).encode())
+    details = hashlib.sha256(b"([")
+    for i, d in enumerate(datasets):  # one after the other, and long lists by their digest: there may be millions
+        long = isinstance(d.pieces, list) and len(d.pieces) > _LONG
+        pieces = hashlib.sha256(np.array(d.pieces, np.int64)).hexdigest() if long else d.pieces
+        details.update((", " * bool(i) + repr((pieces, d.filters, _comparable(d.attrs)))).encode())
+    details.update(f"], {_comparable(attrs)!r}, {source!r})".encode())
     return {
         "datasets": [
             {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
