@@ -280,7 +280,7 @@ def _unseen(file_map: FileMap) -> str | None:
         return f"cannot be read by this rank ({reason(error)})"
 
 
-_LONG = 4096  # pieces
+_LONG = 256  # pieces
 
 
 def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def summary(datasets: Sequence[Dataset], attrs: Mapping[str, Any], source: str) 
     details = hashlib.sha256(b"([")
     for i, d in enumerate(datasets):  # one after the other, and long lists by their digest: there may be millions
         long = isinstance(d.pieces, list) and len(d.pieces) > _LONG
-        pieces = hashlib.sha256(np.array(d.pieces, np.int64)).hexdigest() if long else d.pieces
+        pieces = hashlib.sha256(np.array(d.pieces, np.int64).tobytes()).hexdigest() if long else d.pieces
         details.update((", " * bool(i) + repr((pieces, d.filters, _comparable(d.attrs)))).encode())
     details.update(f"], {_comparable(attrs)!r}, {source!r})".encode())
     return {
