@@ -54,18 +54,34 @@ def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
     assert [place for place in found if not place.startswith("examples")] == []
 
 
+# What of pickle is used where: structures on demand (pickle=True); DCP's .metadata, which is read with torch's metadata
+# classes alone (see tests/commands/test_convert.py), and written.
+PICKLES = {
+    "tree.py": {"HIGHEST_PROTOCOL", "dumps", "loads"},
+    "dcp_metadata.py": {"Unpickler"},
+    "dcp_output.py": {"dump"},
+}
+
+
 @pytest.mark.once
-def test_only_tree_knows_pickle_and_torch_loads_weights_only() -> None:
+def test_who_knows_pickle_and_that_torch_loads_weights_only() -> None:
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        assert not names & {"pickle", "dill", "cloudpickle", "marshal", "shelve"} or path.name == "tree.py", path
+        assert not names & {"dill", "cloudpickle", "marshal", "shelve"}, path
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_pickle(node.value)}
+        assert used <= PICKLES.get(path.name, set()), path
+        assert "pickle" not in names or path.name in PICKLES, path
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "pickle":  # the class of an exception, no reader
                 assert [alias.name for alias in node.names] == ["UnpicklingError"], path
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert given.get("weights_only") == "True" or given.get("allow_pickle", "False") == "False", path
+
+
+def _is_pickle(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "pickle"
 
 
 SOCKETS = """
