@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import statistics
 import tempfile
 import time
@@ -99,15 +98,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="calls of each (%(default)s)")
     parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="folder for the file (%(default)s)")
     asked = parser.parse_args()
-    with hd.init(device="cpu") as world:
-        mine = Path(tempfile.mkdtemp(prefix="hpcdist-async-", dir=asked.folder)) if world.rank == 0 else None
-        folder = world.comm.bcast(mine)
-        try:
-            run(world, asked, folder)
-            world.comm.Barrier()
-        finally:
-            if world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+    with hd.init(device="cpu") as world, harness.shared_folder(world.comm, asked.folder, "async") as folder:
+        run(world, asked, folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import results
 from results import GLOO_GROUP, MPI_GROUP, Case, Record, Spread
-from tables import figure, table
+from tables import duration, figure, table
 
 _MIB = 2**20
 # (kind of case, bytes, or None for any): at least so many times gloo's speed, at np 2 and 4
@@ -31,10 +31,7 @@ def label(case: Case) -> str:
 
 def _time(case: Case, name: str) -> str:
     timing = case.timing(name)
-    if timing is None:
-        return "-"
-    seconds = results.seconds(timing).median
-    return f"{figure(seconds * 1e6)} us" if seconds < 1e-3 else f"{figure(seconds * 1e3)} ms"
+    return "-" if timing is None else duration(results.seconds(timing).median)
 
 
 def ratio_table(records: Sequence[Record]) -> str:

@@ -240,26 +240,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--only", type=harness.some_of(CONTENDERS), default=list(CONTENDERS), metavar="LIST")
     asked = parser.parse_args()
-    with hd.init(device="cpu") as world:
-        made = tempfile.mkdtemp(prefix="hpcdist-checkpoints-", dir=asked.folder) if world.rank == 0 else None
-        folder = Path(world.comm.bcast(made))
+    with hd.init(device="cpu") as world, harness.shared_folder(world.comm, asked.folder, "checkpoints") as folder:
         group = dist.new_group(backend="gloo")
         record = harness.start("checkpoints", world.comm)
-        tables = []
-        try:
-            steps = []
-            for what in asked.only:
-                for size in asked.sizes:
-                    make = partial(make_case, what=what, size=size, folder=folder / "files", group=group)
-                    steps.append(Step(make, CONTENDERS[what]))
-            harness.run(record, world.comm, steps, asked)
-            for what in asked.only:
-                case = make_case(world.comm, what, asked.sizes[-1], folder / "files", group)
-                tables.append(costs(case))
-            world.comm.Barrier()
-        finally:
-            if world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+        steps, tables = [], []
+        for what in asked.only:
+            for size in asked.sizes:
+                make = partial(make_case, what=what, size=size, folder=folder / "files", group=group)
+                steps.append(Step(make, CONTENDERS[what]))
+        harness.run(record, world.comm, steps, asked)
+        for what in asked.only:
+            tables.append(costs(make_case(world.comm, what, asked.sizes[-1], folder / "files", group)))
         if world.rank == 0:
             print(*tables, sep="\n\n")
             for case in record.cases:

@@ -8,8 +8,11 @@ import math
 import os
 import platform
 import random
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -240,6 +243,19 @@ def new_record(verb: str, world_size: int, cpus: int) -> results.Record:
         threads=torch.get_num_threads(),
         date=date.today().isoformat(),
     )
+
+
+@contextmanager
+def shared_folder(comm: MPI.Intracomm, parent: Path, name: str) -> Iterator[Path]:
+    """A context with a new folder in `parent` for the files of all ranks, which is removed at its end. Collective."""
+    made = tempfile.mkdtemp(prefix=f"hpcdist-{name}-", dir=parent) if comm.rank == ROOT else None
+    folder = Path(comm.bcast(made))
+    try:
+        yield folder
+        comm.Barrier()
+    finally:
+        if comm.rank == ROOT:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def parser(what: str, sizes_: str, seconds: float = 150, budget: float = 12) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ import overlap_tables
 import results
 import staging_tables
 from results import BASELINE, FOLDER, KINDS, STRUCTURES, Case, Record, Timing
-from tables import figure, table
+from tables import duration, figure, table
 from targets import target_table
 
 README = Path(__file__).parent / "README.md"
@@ -109,10 +109,7 @@ def ratio_table(record: Record, what: str = "") -> str:
 
 def _baseline_time(case: Case) -> str:
     timing = case.timing(BASELINE)
-    if timing is None:
-        return "skipped"
-    time = results.seconds(timing).median
-    return f"{figure(time * 1e6)} us" if time < 1e-3 else f"{figure(time * 1e3)} ms"
+    return "skipped" if timing is None else duration(results.seconds(timing).median)
 
 
 def _origin(records: Sequence[Record]) -> str:

@@ -179,15 +179,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
-    with hd.init(device="cpu") as world:
-        root = world.rank == 0
-        folder = world.comm.bcast(Path(tempfile.mkdtemp(prefix="hpcdist-staging-", dir=asked.folder)) if root else None)
-        try:
-            run(asked, world, folder)
-            world.comm.Barrier()
-        finally:
-            if root:
-                shutil.rmtree(folder, ignore_errors=True)
+    with hd.init(device="cpu") as world, harness.shared_folder(world.comm, asked.folder, "staging") as folder:
+        run(asked, world, folder)
 
 
 if __name__ == "__main__":

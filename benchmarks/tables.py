@@ -30,3 +30,14 @@ def figure(value: float) -> str:
     if size >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Format a time with its unit.
+
+    Example::
+
+        >>> duration(0.00012), duration(0.0345)
+        ('120 us', '34.5 ms')
+    """
+    return f"{figure(seconds * 1e6)} us" if seconds < 1e-3 else f"{figure(seconds * 1e3)} ms"

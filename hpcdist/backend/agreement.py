@@ -83,7 +83,7 @@ class Pairs:
 
         def comparing(team: Communicator, *args: Any) -> None:
             ranks = range(team.size)
-            mine = verb, [sends.get(rank) for rank in ranks], [recvs.get(rank) for rank in ranks]
+            mine = [sends.get(rank) for rank in ranks], [recvs.get(rank) for rank in ranks]
             _compare(team, verb, "")
             objects.raise_problems(verb, dict(_problems(objects.all_gather_object(team.comm, mine, verb))))
             step(team, *args)
@@ -109,8 +109,8 @@ def _problems(every: Sequence[Any]) -> list[tuple[int, str]]:
     """(rank, problem) for each rank that does not expect what is sent to it."""
     return [
         (rank, f"expects {expected[source] or 'nothing'} from rank {source}, which sends {sent[rank] or 'nothing'}")
-        for rank, (_, _, expected) in enumerate(every)
-        for source, (_, sent, _) in enumerate(every)
+        for rank, (_, expected) in enumerate(every)
+        for source, (sent, _) in enumerate(every)
         if sent[rank] != expected[source]
     ]
 

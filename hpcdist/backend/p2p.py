@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 from torch.futures import Future
@@ -17,7 +16,7 @@ from torch.futures import Future
 from hpcdist import activity
 from hpcdist.backend.holders import findable
 from hpcdist.backend.memory import address, pieces, readable, scratch
-from hpcdist.backend.works import seconds
+from hpcdist.backend.works import Waiting, seconds
 from hpcdist.tensors.storage import copyable
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ __all__ = ["Transfer", "recv", "send"]
 _SLEEP = 1e-4  # seconds between two looks at a message with a time limit of its own
 
 
-class Transfer(dist.Work):
+class Transfer(Waiting):
     """A message that is sent or received.
 
     Args:
@@ -56,6 +55,7 @@ class Transfer(dist.Work):
         self._team, self._verb, self._peer = team, verb, peer
         self._requests, self._memory, self._out, self._expected = requests, memory, out, expected
         self._later = later
+        self._tensors = [memory if out is None else out]
         self._status = MPI.Status()
         self._received = 0
         self._error: BaseException | None = None
@@ -140,16 +140,6 @@ class Transfer(dist.Work):
         return int(self._status.Get_source())
 
     _source_rank = source_rank
-
-    def result(self) -> Any:
-        self.wait()
-        return [self._memory if self._out is None else self._out]
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     @findable
     def get_future(self) -> Future[Any]:

@@ -17,7 +17,7 @@ from hpcdist.activity import Counted
 from hpcdist.backend import agreement
 from hpcdist.backend.holders import findable
 
-__all__ = ["DONE", "Finished", "Queued", "seconds"]
+__all__ = ["DONE", "Finished", "Queued", "Waiting", "seconds"]
 
 
 class Team(Counted, Protocol):
@@ -94,7 +94,23 @@ DONE = Finished()
 """The work of a blocking call, which torch only waits for."""
 
 
-class Queued(dist.Work):
+class Waiting(dist.Work):
+    """Work that may not be done: what torch asks of it is answered when it is."""
+
+    _tensors: Any
+
+    def result(self) -> Any:
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+
+class Queued(Waiting):
     """The work of an asynchronous collective: the worker of a queue runs it.
 
     Args:
@@ -175,16 +191,6 @@ class Queued(dist.Work):
 
     def exception(self) -> BaseException | None:
         return self._error
-
-    def result(self) -> Any:
-        self.wait()
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     @findable
     def get_future(self) -> Future[Any]:
