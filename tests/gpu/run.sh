@@ -25,6 +25,12 @@ if [ "$(printf '%s\n' 2.30.3 "$nccl" | sort -V | head -1)" = 2.30.3 ]; then
     NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
         timeout 300 "$mpirun" -n 2 "$python" -m pytest -q --capture=sys --with-mpi -m "mpi and gpu" tests/gpu || status=1
 fi
+echo "== the examples, $gpus ranks"
+folder=$(mktemp -d)
+for example in train_ddp train_fsdp; do
+    (export PYTHONPATH=$PWD:${PYTHONPATH:-} && cd "$folder" && timeout 120 "$mpirun" -n "$gpus" "$python" -m "hpcdist.examples.$example") || status=1
+done
+rm -rf "$folder"
 echo "== the doctor, $gpus ranks: nothing is to be broken"
 timeout 120 "$mpirun" -n "$gpus" "$python" -m hpcdist.doctor || status=1
 echo "== hangs, on a GPU's ranks: the deadline names rank 1"

@@ -1,0 +1,202 @@
+"""Torch's own calls on GPU memory: backend "mpi", DDP and FSDP2, checkpoints, and what explain says of GPUs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import hpcdist as hd
+from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
+
+SIZES = [0, 3, 1000, 1 << 18]  # elements: none, inline, small, large
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def group(gpu_world: hd.World) -> dist.ProcessGroup:
+    """Backend "mpi", which takes GPU memory through host memory."""
+    found: dist.ProcessGroup = dist.new_group(backend="mpi")
+    return found
+
+
+@pytest.fixture
+def folder(gpu_world: hd.World) -> Iterator[Path]:
+    path = Path(gpu_world.comm.bcast(tempfile.mkdtemp() if gpu_world.rank == 0 else None))
+    yield path
+    gpu_world.comm.Barrier()
+    if gpu_world.rank == 0:
+        shutil.rmtree(path)
+
+
+def _mine(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, which every dtype adds up exactly."""
+    return ((torch.arange(numel) + 3 * rank) % 5).to(dtype)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_backend_mpi(dtype: torch.dtype, later: bool, gpu_world: hd.World, group: dist.ProcessGroup) -> None:
+    """On a side stream that is still computing: what it will have computed is sent, strided memory included."""
+    rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
+    for numel in SIZES:
+        every = [_mine(r, numel, dtype) for r in range(size)]
+
+        def fresh(numel: int = numel) -> Tensor:
+            x = torch.zeros(numel, 2, dtype=dtype, device=device)[:, 0]
+            _sleep()
+            return x.add_(_mine(rank, numel, dtype).to(device))
+
+        with _side_stream():
+            x, gathered = fresh(), [torch.zeros(numel, dtype=dtype, device=device) for _ in range(size)]
+            _wait(dist.all_reduce(x, group=group, async_op=later))
+            assert torch.equal(x.cpu(), torch.stack(every).sum(0).to(dtype)), numel
+            _wait(dist.all_gather(gathered, fresh(), group=group, async_op=later))
+            assert all(torch.equal(y.cpu(), every[r]) for r, y in enumerate(gathered)), numel
+            for root in range(size):
+                x = fresh()
+                _wait(dist.broadcast(x, root, group=group, async_op=later))
+                assert torch.equal(x.cpu(), every[root]), (numel, root)
+            x = torch.cat([fresh() + to for to in range(size)])
+            got = torch.zeros_like(x)
+            _wait(dist.all_to_all_single(got, x, group=group, async_op=later))
+            assert torch.equal(got.cpu(), torch.cat([y + rank for y in every])), numel
+            part = torch.zeros(numel, dtype=dtype, device=device)
+            _wait(dist.reduce_scatter_tensor(part, x, group=group, async_op=later))
+            assert torch.equal(part.cpu(), torch.stack([y + rank for y in every]).sum(0).to(dtype)), numel
+            if size > 1:
+                x, got = fresh(), torch.zeros(numel, dtype=dtype, device=device)
+                works = [
+                    dist.isend(x, (rank + 1) % size, group=group),
+                    dist.irecv(got, (rank - 1) % size, group=group),
+                ]
+                for work in works:
+                    _wait(work)
+                assert torch.equal(got.cpu(), every[(rank - 1) % size]), numel
+
+
+def _sleep() -> None:
+    if torch.cuda.is_available():
+        torch.cuda._sleep(5_000_000)
+
+
+def _side_stream() -> Any:
+    return torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def test_ddp_over_backend_mpi(gpu_world: hd.World, group: dist.ProcessGroup) -> None:
+    """The gradients are the mean of all ranks' ones."""
+    size, device = gpu_world.world_size, gpu_world.device
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 2)).double()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 2)).double().to(device)
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
+    x = torch.arange(20.0 * size, dtype=torch.float64).view(-1, 5) / 30
+    (alone(x).square().mean()).backward()
+    ddp(x.chunk(size)[gpu_world.rank].to(device)).square().mean().backward()
+    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), expected.grad)
+
+
+def _mesh(world: hd.World) -> DeviceMesh:
+    return DeviceMesh(world.device.type, list(range(world.world_size)))
+
+
+def test_dtensors_in_a_checkpoint(gpu_world: hd.World, folder: Path) -> None:
+    """By dcp, at once and in the background, and by staging, into .h5 and .safetensors; ragged rows."""
+    rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
+    whole = torch.arange((2 * size + 1) * 700, dtype=torch.float32).view(-1, 700)
+    local = hd.local(whole, hd.Split(0, "chunk")).clone().to(device)
+    mesh = _mesh(gpu_world)
+
+    def of(x: Tensor) -> DTensor:
+        return DTensor.from_local(x, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+    state: dict[str, Any] = {"w": of(local.clone()), "b": torch.arange(9.0, device=device), "step": 3}
+    later = dist.new_group(backend="gloo")
+    for background in (False, True):
+        path = folder / f"{background}.h5"
+        if background:
+            _sleep()
+            state["w"].to_local().add_(1)
+            dcp.async_save(state, storage_writer=HDF5Writer(path), process_group=later).result()
+        else:
+            dcp.save(state, storage_writer=HDF5Writer(path), process_group=later)
+        got: dict[str, Any] = {"w": of(torch.zeros_like(local)), "b": torch.zeros(9, device=device), "step": 0}
+        dcp.load(got, storage_reader=HDF5Reader(path), process_group=later)
+        assert got["w"].to_local().device == device and got["step"] == 3
+        assert torch.equal(got["w"].to_local().cpu(), local.cpu() + background), background
+        assert torch.equal(got["b"].cpu(), torch.arange(9.0)), background
+    hd.staging.save(folder / "x.safetensors", {"w": local, "b": state["b"]}, dim={"w": 0, "b": None})
+    found = load_file(folder / "x.safetensors")
+    assert torch.equal(found["w"], whole) and torch.equal(found["b"], torch.arange(9.0)), rank
+
+
+def test_fsdp2_goes_on_from_its_checkpoint(gpu_world: hd.World, folder: Path) -> None:
+    """Parameters and the optimizer's state, of a model that NCCL gathers."""
+    if not gpu_world.settings.own_gpus:
+        return  # FSDP2 gathers with NCCL
+
+    def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 3)).to(gpu_world.device)
+        fully_shard(model, mesh=_mesh(gpu_world))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 7, device=gpu_world.device)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(1)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, storage_writer=HDF5Writer(folder / "x.h5"))
+    other, its = trained(2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+    dcp.load(state, storage_reader=HDF5Reader(folder / "x.h5"))
+    set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for mine, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), expected.to_local())
+        assert torch.equal(its.state[mine]["exp_avg"].to_local(), optimizer.state[expected]["exp_avg"].to_local())
+
+
+def test_explain(gpu_world: hd.World, folder: Path) -> None:
+    """The route and the bytes of calls with GPU memory; the calls then go that way."""
+    rank, size = gpu_world.rank, gpu_world.world_size
+    x = torch.ones(1 << 18, device=gpu_world.device)
+    own = "nccl" if gpu_world.settings.own_gpus else "mpi"
+    for route in ["auto", "mpi", "gloo", "hdf5"]:
+        said = hd.explain(hd.concat, x, route=route)
+        assert said.route == (own if route == "auto" else route), said
+        assert said.sent == said.received == x.nbytes * (size - 1) and said.result in ("new", "pool"), said
+        said = hd.explain(hd.gather, x, route=route)
+        assert said.received == (0 if rank else x.nbytes * (size - 1)), said
+    hd.staging.save(folder / "x.h5", {"a": x}, None)
+    said = hd.explain(hd.staging.load, folder / "x.h5", dim=None, once_per="job", device=gpu_world.device)
+    assert said.read_by_all == x.nbytes and said.sent_by_all == x.nbytes * (size - 1), said
