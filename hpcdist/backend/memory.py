@@ -74,6 +74,24 @@ def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
         copyable(x.detach()).copy_(copyable(copy))
 
 
+def gpu_events(args: Iterable[Any]) -> list[torch.cuda.Event]:
+    """Record what the current streams of the GPUs of tensors, also in nested lists, have been given to do so far.
+
+    Another thread has other streams: it waits for these events before it touches the tensors.
+    """
+    return [torch.cuda.current_stream(device).record_event() for device in sorted(_gpus(args), key=str)]
+
+
+def _gpus(args: Iterable[Any]) -> set[torch.device]:
+    found: set[torch.device] = set()
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            found |= _gpus(arg)
+        elif isinstance(arg, Tensor) and arg.is_cuda:
+            found.add(arg.device)
+    return found
+
+
 def is_plain(x: Tensor) -> bool:
     """Whether the memory of a tensor is on the host, and holds its elements one after the other."""
     return x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg())

@@ -17,6 +17,7 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.backend import agreement, checks, collectives, p2p, sparse
 from hpcdist.backend.agreement import Alike, Pairs
+from hpcdist.backend.memory import gpu_events
 from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
@@ -86,6 +87,9 @@ class Operations:
             done = Finished(tensors)
             done.number = self._calls
             return done
+        events = gpu_events(args)
+        if events:
+            step, args = _after, (events, step, *args)
         work = Queued(verb, team, limit, step, args, tensors)
         work.number = self._calls
         team.queue.submit(work)
@@ -253,6 +257,15 @@ def _on_inference(team: Communicator, step: Callable[..., None], *args: Any) -> 
     """Run a collective on tensors that can be written in inference mode only; a queue's thread is not in it."""
     with torch.inference_mode():
         step(team, *args)
+
+
+def _after(team: Communicator, events: Sequence[torch.cuda.Event], step: Callable[..., None], *args: Any) -> None:
+    """Run a collective in a queue's thread, after the work of its caller's streams, until the GPU is done with it."""
+    for event in events:
+        event.synchronize()
+    step(team, *args)
+    for event in events:
+        torch.cuda.current_stream(event.device).synchronize()
 
 
 def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]) -> None:

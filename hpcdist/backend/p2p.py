@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.backend.holders import findable
-from hpcdist.backend.memory import address, pieces, readable, scratch
+from hpcdist.backend.memory import address, gpu_events, pieces, readable, scratch
 from hpcdist.backend.works import Waiting, seconds
 from hpcdist.tensors.storage import copyable
 
@@ -55,6 +55,7 @@ class Transfer(Waiting):
         self._team, self._verb, self._peer = team, verb, peer
         self._requests, self._memory, self._out, self._expected = requests, memory, out, expected
         self._later = later
+        self._events = [] if expected is None else gpu_events([out])  # of the stream of recv(), if wait() has another
         self._tensors = [memory if out is None else out]
         self._status = MPI.Status()
         self._received = 0
@@ -99,6 +100,8 @@ class Transfer(Waiting):
                 f"{self._expected}"
             )
         elif self._out is not None and self._out is not self._memory:
+            for event in self._events:
+                torch.cuda.current_stream(event.device).wait_event(event)
             with torch.inference_mode(self._out.is_inference()):
                 out = copyable(self._out.detach())
                 out.copy_(copyable(self._memory).view(out.shape))

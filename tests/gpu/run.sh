@@ -8,6 +8,7 @@ cd "$(dirname "$0")/../.."
 python=${1:-python} mpirun=${2:-mpirun}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+export HPCDIST_TIMEOUT=${HPCDIST_TIMEOUT:-40} # seconds: a hang must not use up the machine
 status=0
 nccl=$("$python" -c 'from hpcdist.comm.devices import nccl_version; print(nccl_version())')
 "$python" -c 'import torch; print("torch", torch.__version__, torch.cuda.get_device_name())'
