@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.commands import checkpoints, dcp_metadata
-from hpcdist.errors import FileError, InputError, listed, reason
+from hpcdist.errors import FileError, InputError, reason
 from hpcdist.files import safetensors
 from hpcdist.files.raw import Ints, Raw, read_at
 from hpcdist.files.regular import check_regular, open_regular
@@ -28,12 +28,11 @@ from hpcdist.staging.boxes import Corners, Listed
 from hpcdist.staging.catalog import Catalog, describe
 from hpcdist.staging.dcp.record import Record
 from hpcdist.staging.reader import DatasetReader
+from hpcdist.staging.sharded_files import INDEX, PARTS, files_of, is_sharded
 from hpcdist.tensors.storage import DTYPES
 
 __all__ = ["Checkpoint", "Scattered", "find", "is_checkpoint", "opened"]
 
-_INDEX = ".safetensors.index.json"
-_SHARDING = "DCP_SHARDING_INFO"  # in the text of files that torch's HuggingFaceStorageWriter has not consolidated
 _DCP, _SHARDED, _FILE, _HDF5 = "DCP folder", "safetensors folder", "safetensors file", "HDF5 file"
 
 
@@ -90,7 +89,7 @@ class Checkpoint:
 
 def is_checkpoint(path: str) -> bool:
     """Whether a name can only be that of a checkpoint: a folder, or the index of one."""
-    return os.path.isdir(path) or path.endswith(_INDEX)
+    return is_sharded(path)
 
 
 def find(path: str) -> Checkpoint:
@@ -99,27 +98,15 @@ def find(path: str) -> Checkpoint:
     Raises:
         FileError: none, damaged, incomplete, or of a kind that is not read.
     """
-    if os.path.isdir(path):
-        folder = Path(path)
-        indices = sorted(name for name in os.listdir(path) if name.endswith(_INDEX))
-        if (folder / dcp_metadata.NAME).exists():
-            return _dcp(folder)
-        if len(indices) > 1:
-            raise FileError(f"{path}: holds several checkpoints; name one of them: {listed(indices)}")
-        if indices:
-            return _indexed(path, folder / indices[0])
-        names = sorted(name for name in os.listdir(path) if name.endswith(safetensors.SUFFIX))
-        if not names:
-            kinds = f"{dcp_metadata.NAME} of torch's DCP, {_INDEX} or {safetensors.SUFFIX} files"
-            raise FileError(f"{path}: holds no checkpoint, or an incomplete one: there is no {kinds}")
-        return _safetensors(path, _SHARDED, [str(folder / name) for name in names])
-    if path.endswith(_INDEX):
-        return _indexed(path, Path(path))
+    if os.path.isdir(path) and (Path(path) / dcp_metadata.NAME).exists():
+        return _dcp(Path(path))
+    if is_sharded(path):
+        return _safetensors(path, _SHARDED, *files_of(path))
     if path.endswith(safetensors.SUFFIX):
         return _safetensors(path, _FILE, [path])
     if path.endswith(".h5"):
         return _hdf5(path)
-    raise FileError(f"{path}: --tensors reads a folder, {_INDEX}, {safetensors.SUFFIX} or .h5")
+    raise FileError(f"{path}: --tensors reads a folder, {INDEX}, {safetensors.SUFFIX} or .h5")
 
 
 def _dcp(folder: Path) -> Checkpoint:
@@ -133,19 +120,6 @@ def _dcp(folder: Path) -> Checkpoint:
     for x in tensors:
         _check_ends(x, sizes)
     return Checkpoint(str(folder), _DCP, sizes, tensors, found.values)
-
-
-def _indexed(path: str, index: Path) -> Checkpoint:
-    """The files that an index of Hugging Face's libraries names."""
-    check_regular(str(index))
-    try:
-        where = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-    except Exception as error:
-        raise FileError(f"{index}: cannot be read: {reason(error)}") from error
-    odd = next((file for file in where.values() if os.path.basename(file) != file), None)
-    if odd is not None:
-        raise FileError(f"{index}: names a file outside the folder: {odd}")
-    return _safetensors(path, _SHARDED, [str(index.with_name(name)) for name in dict.fromkeys(where.values())], where)
 
 
 def _safetensors(path: str, kind: str, files: Sequence[str], where: dict[str, str] | None = None) -> Checkpoint:
@@ -162,7 +136,7 @@ def _safetensors(path: str, kind: str, files: Sequence[str], where: dict[str, st
         offsets = _offsets(file, own)
         text |= own
         for name, raw in held.items():
-            if where is not None and where.get(name) != os.path.basename(file):
+            if where is not None and where.get(name) != file:
                 others.append(name)
                 continue
             if name in parts and (offsets is None or dtypes[name] != raw.dtype):
@@ -172,23 +146,23 @@ def _safetensors(path: str, kind: str, files: Sequence[str], where: dict[str, st
             parts.setdefault(name, []).append((offset, raw.shape, (k, raw.offset, 0)))
     gone = None if where is None else next((name for name in where if name not in parts), None)
     if where is not None and gone is not None:
-        raise FileError(f"{path}: incomplete: {gone} is not in {where[gone]}, where the index says")
+        raise FileError(f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says")
     tensors = []
     for name, of in parts.items():
         ends = zip(*([o + n for o, n in zip(offset, shape, strict=True)] for offset, shape, _ in of), strict=True)
         tensors.append(_scattered(path, name, tuple(map(max, ends)), dtypes[name], of))
-    text.pop(_SHARDING, None)
+    text.pop(PARTS, None)
     return Checkpoint(path, kind, _sizes(files), tensors, others, text)
 
 
 def _offsets(file: str, text: dict[str, str]) -> dict[str, tuple[int, ...]] | None:
     """Where the parts of tensors belong that DCP has put into a file; None of a file that holds whole tensors."""
-    if _SHARDING not in text:
+    if PARTS not in text:
         return None
     try:
-        return {name: tuple(map(int, of["saved_offsets"])) for name, of in json.loads(text[_SHARDING]).items()}
+        return {name: tuple(map(int, of["saved_offsets"])) for name, of in json.loads(text[PARTS]).items()}
     except Exception as error:
-        raise FileError(f"{file}: cannot be read: {_SHARDING}: {reason(error)}") from error
+        raise FileError(f"{file}: cannot be read: {PARTS}: {reason(error)}") from error
 
 
 def _hdf5(path: str) -> Checkpoint:

@@ -26,6 +26,7 @@ METADATA = "__metadata__"  # in the header, text by name; no tensor may have thi
 KINDS = set(DTYPES) - {torch.complex128, torch.complex32, *BARE}
 """The dtypes that the format has, and torch can save and load."""
 _MOST = 100_000_000  # bytes of a header, in the library
+_ALIGNMENT = 4096  # bytes: the data begin with a page, so that large tensors are written, and mapped, in whole pages
 
 
 def header_of(path: str) -> tuple[int, dict[str, Any]]:
@@ -84,7 +85,7 @@ def lay_out(path: Path, datasets: Sequence[Dataset], metadata: Mapping[str, str]
         entry = {"dtype": kinds[dataset.dtype], "shape": list(dataset.shape), "data_offsets": [start, end]}
         header[dataset.name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > _MOST:
         raise ValueError(f"the header has {len(text):,} bytes, {_MOST:,} at most are possible: names are too many")
     with path.open("r+b") as file:

@@ -75,6 +75,7 @@ class Catalog:
         token: of a file of hpcdist: position and bytes of its token.
         external: by name, why a dataset is not read: its data are not in this file.
         checkpoint: what a checkpoint of torch's holds besides tensors, as JSON; None for any other file.
+        text: of a .safetensors file, by name.
     """
 
     path: str
@@ -85,6 +86,7 @@ class Catalog:
     token: tuple[int, bytes] | None = None
     external: dict[str, str] = field(default_factory=dict)
     checkpoint: bytes | None = None
+    text: Mapping[str, str] = field(default_factory=dict)
 
     def require(self, name: str = "") -> None:
         """Raise a FileError if a dataset, or one in the group `name`, has its data in other files."""
@@ -111,9 +113,9 @@ def describe(path: str, incomplete: bool = False, name: str | None = None) -> Ca
 
     before = check_regular(path)
     if path.endswith(safetensors.SUFFIX):
-        found, _ = safetensors.tensors_in(path)
+        found, text = safetensors.tensors_in(path)
         plain = {key: Stored(key, raw.shape, raw.dtype, raw, None, "", key) for key, raw in found.items()}
-        return Catalog(path, plain, None, complete=True, identity=(before.st_size, before.st_ino))
+        return Catalog(path, plain, None, complete=True, identity=(before.st_size, before.st_ino), text=text)
     try:
         # A file that is being written is locked, perhaps by the very process that resumes it.
         with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:

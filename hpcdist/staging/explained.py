@@ -35,7 +35,7 @@ def _explain(*, group: Any, **arguments: Any) -> Explanation:
     team = world.current().context.team_of(group)
     with planned(team, _VERB, arguments) as call:
         kinds, parts = dict[str, None](), list[_Traffic]()
-        for key in call.catalog.datasets:
+        for key in call.datasets:
             if key not in call.together:
                 alone = call.alone(key)
                 kinds["each rank reads its part" if alone else "each piece is read once, and its parts sent"] = None
@@ -71,16 +71,16 @@ def _can_share(team: Team, call: Load) -> tuple[bool, str | None]:
 
     if not call.same["shared"]:
         return False, None
-    refusal = window.refusal(team, sum(call.catalog.datasets[key].nbytes() for key in call.together))
+    refusal = window.refusal(team, sum(call.datasets[key].nbytes() for key in call.together))
     return refusal is None, refusal
 
 
 def _result(call: Load, out: Any, shared: bool) -> str:
     if out is not None:
         return "out"
-    if len(call.catalog.datasets) > 1:
-        return "shared" if shared and len(call.together) == len(call.catalog.datasets) else "structure"
-    ((key, stored),) = call.catalog.datasets.items()
+    if len(call.datasets) > 1:
+        return "shared" if shared and len(call.together) == len(call.datasets) else "structure"
+    ((key, stored),) = call.datasets.items()
     if shared and key in call.together:
         return "shared"
     return "pool" if pool.holds(stored.nbytes(), call.device) else "new"

@@ -14,6 +14,7 @@ from torch import Tensor
 from hpcdist import activity, memory
 from hpcdist.comm.team import Team
 from hpcdist.runtime.background import Handle
+from hpcdist.staging.sharded_files import INDEX, index_of
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation.local import WrongError
@@ -114,6 +115,8 @@ class Flight:
 def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
     """Wait for the saves in flight to the same name, so that what is older does not come after what is newer.
 
+    Also to the file of which `path` is the index, and to files in it, if it is a folder.
+
     Args:
         mpio: whether HDF5 will open the file on all ranks together: while it opens one, it holds a lock, for which the
             ranks would wait crosswise if they opened another one meanwhile.
@@ -121,7 +124,7 @@ def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
     """
     place = _place(path)
     for flight in list(_flights):
-        if flight.team is not after and (flight.place == place or (mpio and flight.mpio)):
+        if flight.team is not after and (_is_at(flight.place, place) or (mpio and flight.mpio)):
             flight.wait()
 
 
@@ -139,6 +142,12 @@ def buffer_of(team: Team, given: Any) -> int:
 def _others(mine: Flight) -> list[Flight]:
     with _lock:
         return [flight for flight in _flights if flight is not mine]
+
+
+def _is_at(saved: str | None, place: str | None) -> bool:
+    if saved is None or place is None:
+        return False
+    return place in (saved, os.path.dirname(saved)) or (place.endswith(INDEX) and place == index_of(saved))
 
 
 def _place(path: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""load(): each rank gets its part of the datasets of one file, whatever wrote it."""
+"""load(): each rank gets its part of the tensors of a file, or of a folder of files, whatever wrote it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.files import raw
 from hpcdist.runtime import world
 from hpcdist.staging.exchange import deliver
 from hpcdist.staging.in_flight import wait_for
@@ -51,7 +50,7 @@ def load(
     progress: Callable[[int], None] | None = None,
     group: GroupLike | None = None,
 ) -> Any:
-    """Read each rank's part of the tensors of an HDF5 file, with any number of ranks, whatever wrote it.
+    """Read each rank's part of the tensors of a file, with any number of ranks, whatever wrote it.
 
     Collective over `group`. Waits for a save in flight to this name. Along dim 0 every rank reads straight into its
     result. What several ranks want is read once: each reads a share of it, straight into its result, and sends that to
@@ -59,7 +58,8 @@ def load(
     the ranks share the reading and send each other their parts, a window at a time.
 
     Args:
-        path: of the file, seen by all ranks.
+        path: of the file, seen by all ranks: HDF5, or .safetensors; or of a folder of .safetensors files, with or
+            without an index of Hugging Face's libraries; or of the index. Must agree.
         name: of a tensor, or of a group of them; None for all of the file. Must agree.
         dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
             name, 0 for those that are not in it. Must agree. Every rank gets the whole of 0-d tensors.
@@ -93,9 +93,9 @@ def load(
         byte order; a nested dict of these if there are several, or `name` is a group.
 
     Raises:
-        RankError: on every rank: no such regular file, not HDF5, a tensor whose data are in another file, incomplete,
-            truncated, damaged, no such tensor, an argument that is wrong on one rank or does not agree. The job can go
-            on.
+        RankError: on every rank: no such regular file, of another format, a tensor whose data are in another file,
+            incomplete, truncated, damaged, no such tensor, an argument that is wrong on one rank or does not agree. The
+            job can go on.
 
     Example, on 3 ranks::
 
@@ -117,7 +117,7 @@ def load(
         objects.all_gather(team.comm, VERB, lambda: targets.update(_allocate(team, call, out, memory)))
         written(out, None)
         problems: list[str] = []
-        for key in call.catalog.datasets:
+        for key in call.datasets:
             if key not in call.together:
                 problems += _read(team, call, key, targets[key])
         _read_shared_out(team, call, targets, memory is not None, problems)
@@ -148,7 +148,7 @@ def _read_shared_out(team: Team, call: Load, targets: Mapping[str, Tensor], shar
         objects.raise_problems(VERB, {i: texts[0] for i, (texts, _) in enumerate(everywhere) if texts})
         if not any(pieces for _, pieces in everywhere):
             return
-        raw.forget(call.fd)  # the cache may be out of date
+        call.opened.forget()
         if plan is not None:
             ranks = {i for node in plan.nodes for i in node}
             plan = plan.only({(i, row) for r, (_, pieces) in enumerate(everywhere) if r in ranks for i, row in pieces})
@@ -156,13 +156,13 @@ def _read_shared_out(team: Team, call: Load, targets: Mapping[str, Tensor], shar
 
 def _allocate(team: Team, call: Load, out: Tensor | None, memory: NodeMemory | None) -> dict[str, Tensor]:
     """Return memory for this rank's box of each tensor: new, `out`, or of the node."""
-    boxes = {key: call.wants[key][team.rank] for key in call.catalog.datasets}
+    boxes = {key: call.wants[key][team.rank] for key in call.datasets}
     if out is not None:
         return {key: out.detach().view(box.shape) for key, box in boxes.items()}
     found = {} if memory is None else memory.targets()
     for key, box in boxes.items():
         if key not in found:
-            found[key] = pool.empty(box.shape, call.catalog.datasets[key].dtype, call.device, fixed=True)
+            found[key] = pool.empty(box.shape, call.datasets[key].dtype, call.device, fixed=True)
     return {key: found[key] for key in boxes}
 
 

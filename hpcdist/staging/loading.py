@@ -18,9 +18,9 @@ from hpcdist.control import digests, objects
 from hpcdist.layout import Box
 from hpcdist.staging.arguments import agreed, count, positive
 from hpcdist.staging.boxes import BoxSequence, Copies, Listed
-from hpcdist.staging.catalog import Catalog
+from hpcdist.staging.catalog import Stored
 from hpcdist.staging.once import Plan, plan_once
-from hpcdist.staging.opened import opened_by_all
+from hpcdist.staging.opened import Opened, opened_by_all
 from hpcdist.staging.reader import DatasetReader
 from hpcdist.staging.wants import Arguments, alike, find_wants, reads_alone
 from hpcdist.validation import local
@@ -36,7 +36,7 @@ class Load:
     """What a call of load() reads on this rank.
 
     Attributes:
-        catalog, fd: the file, open.
+        opened: the file, or folder of files.
         same: options that are the same on all ranks.
         wants: by name of the tensor, the box of each rank.
         device: of this rank's results, without `out`.
@@ -46,8 +46,7 @@ class Load:
         why: why these ranks read together, or do not.
     """
 
-    catalog: Catalog
-    fd: int
+    opened: Opened
     same: Mapping[str, Any]
     wants: Mapping[str, BoxSequence]
     device: torch.device
@@ -56,16 +55,21 @@ class Load:
     plan: Plan | None
     why: str
 
+    @property
+    def datasets(self) -> Mapping[str, Stored]:
+        """The tensors by name."""
+        return self.opened.datasets
+
     def alone(self, key: str) -> bool:
         """Return whether every rank reads its own box of a tensor, if it does not read it together with others."""
-        stored, same = self.catalog.datasets[key], self.same
+        stored, same = self.datasets[key], self.same
         alone = same["readers"] is None and reads_alone(stored, self.wants[key], same["verify"])
         return stored.raw is None or alone
 
     def reader(self, key: str) -> DatasetReader:
         """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
-        stored = replace(self.catalog.datasets[key])
-        return DatasetReader(self.catalog.path, self.fd, stored, self.same["verify"], self.progress)
+        stored = replace(self.datasets[key])
+        return DatasetReader(*self.opened.places[key], stored, self.same["verify"], self.progress)
 
 
 def check(
@@ -140,16 +144,16 @@ def planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[Loa
     """
     with agreed(team, verb, lambda: check(team, **arguments)) as (own, device, progress):
         same = digests.same(team.comm, verb, own.same, own.same, objects.first_difference)
-        with opened_by_all(team, verb, own, str(same["path"]), same["name"]) as (catalog, fd, asks):
-            wants, wrong = find_wants(catalog.datasets, [replace(ask, same=same) for ask in asks])
+        with opened_by_all(team, verb, own, str(same["path"]), same["name"]) as opened:
+            wants, wrong = find_wants(opened.datasets, [replace(ask, same=same) for ask in opened.asks])
             objects.raise_problems(verb, wrong)
-            load = Load(catalog, fd, same, wants, device, progress, [], None, "")
-            yield _shared_out(team, load, all(ask.direct for ask in asks))
+            load = Load(opened, same, wants, device, progress, [], None, "")
+            yield _shared_out(team, load, all(ask.direct for ask in opened.asks))
 
 
 def _shared_out(team: Team, load: Load, direct: bool) -> Load:
     """Plan which tensors this rank reads together with others, and how."""
-    same, wants, datasets = load.same, load.wants, load.catalog.datasets
+    same, wants, datasets = load.same, load.wants, load.datasets
     node_of = [team.settings.node_of[peer] for peer in team.peers]
     mode, kept_by_node = same["once_per"], False
     if mode == "auto":

@@ -31,7 +31,7 @@ class NodeMemory:
 
         places, nbytes = {}, 0
         for key in call.together:
-            stored = call.catalog.datasets[key]
+            stored = call.datasets[key]
             places[key] = stored.shape, stored.dtype, nbytes
             nbytes += -(-stored.nbytes() // _ALIGNMENT) * _ALIGNMENT
         found = window.take(team, nbytes, nbytes) if places else None

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcdist.errors import FileError, listed, reason
 from hpcdist.files.commit import Commit
 from hpcdist.files.h5 import Dataset
+from hpcdist.files.regular import check_regular
 from hpcdist.files.safetensors import SUFFIX
 from hpcdist.validation.local import WrongError
 
-__all__ = ["divide", "shard_size", "write_index"]
+__all__ = ["INDEX", "PARTS", "divide", "files_of", "index_of", "is_sharded", "read_index", "shard_size", "write_index"]
 
+INDEX = f"{SUFFIX}.index.json"  # the end of the name of an index
+PARTS = "DCP_SHARDING_INFO"  # in the text of files that torch's HuggingFaceStorageWriter has not consolidated
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -58,13 +63,58 @@ def divide(path: str, datasets: Sequence[Dataset], limit: int | None) -> list[tu
     return [(f"{stem}-{k:05d}-of-{len(files):05d}{SUFFIX}", rows) for k, rows in enumerate(files, 1)]
 
 
+def index_of(path: str) -> str:
+    """Return the name of the index of a save to `path`."""
+    return path.removesuffix(SUFFIX) + INDEX
+
+
 def write_index(path: str, datasets: Sequence[Dataset], files: Sequence[tuple[str, Sequence[int]]]) -> None:
     """Write ``NAME.safetensors.index.json``: which file holds each tensor. A FileError if it cannot be written."""
     names = {datasets[i].name: Path(file).name for file, rows in files for i in rows}
     index = {"metadata": {"total_size": sum(dataset.nbytes() for dataset in datasets)}, "weight_map": names}
-    commit = Commit(f"{path}.index.json")
+    commit = Commit(index_of(path))
     try:
         commit.part.write_text(json.dumps(index, indent=2) + "\n")
         commit.finish()
     finally:
         commit.discard()  # does nothing after finish()
+
+
+def is_sharded(path: str) -> bool:
+    """Whether a name can only be that of several files: a folder, or an index."""
+    return path.endswith(INDEX) or os.path.isdir(path)
+
+
+def files_of(path: str) -> tuple[list[str], dict[str, str] | None]:
+    """Return the .safetensors files of a folder or an index, and where there is an index, which holds each tensor.
+
+    Raises:
+        FileError: there are none, or several indices, or the index is damaged.
+    """
+    if path.endswith(INDEX):
+        return read_index(path)
+    names = sorted(os.listdir(path))
+    indices = [name for name in names if name.endswith(INDEX)]
+    if len(indices) > 1:
+        raise FileError(f"{path}: holds several checkpoints; name one of them: {listed(indices)}")
+    if indices:
+        return read_index(os.path.join(path, indices[0]))
+    found = [os.path.join(path, name) for name in names if name.endswith(SUFFIX)]
+    if not found:
+        kinds = f".metadata of torch's DCP, {INDEX} or {SUFFIX} files"
+        raise FileError(f"{path}: holds no checkpoint, or an incomplete one: there is no {kinds}")
+    return found, None
+
+
+def read_index(path: str) -> tuple[list[str], dict[str, str]]:
+    """Return the files that an index names, and the path of the one that holds each tensor, by its name."""
+    check_regular(path)
+    try:
+        where = {str(name): str(file) for name, file in json.loads(Path(path).read_bytes())["weight_map"].items()}
+    except Exception as error:
+        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+    odd = next((file for file in where.values() if os.path.basename(file) != file), None)
+    if odd is not None:
+        raise FileError(f"{path}: names a file outside the folder: {odd}")
+    where = {name: str(Path(path).with_name(file)) for name, file in where.items()}
+    return list(dict.fromkeys(where.values())), where
