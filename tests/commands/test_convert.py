@@ -364,14 +364,16 @@ KILLED = """
 
 def test_killed_jobs(made: Path, tmp_path: Path) -> None:
     """With --resume, what is there is kept; a folder is no checkpoint until it is complete, and is taken over."""
+    wholes = {"a": torch.arange(8192), "b": torch.rand(1000, 3)}  # of more pages than the ranks share
+    dcp.save(wholes, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for output in ("x.safetensors", "x.h5"):
-        line = [str(made / "dcp"), "-o", output, "--window", "1K", "--resume"]
+        line = [str(tmp_path / "dcp"), "-o", output, "--window", "4K", "--resume"]
         assert mpirun(2, code=KILLED.format(arguments=line), cwd=tmp_path).status != 0
         assert not (tmp_path / output).exists()
         job = mpirun(2, "-m", "hpcdist.gather", *line, cwd=tmp_path)
         assert job.status == 0, job.err
         assert re.search(r"resumed: [3-6] of \d\d pieces were there and are kept", job.out), job.out
-        assert_same(tmp_path / output)
+        assert_same(tmp_path / output, wholes)
     line = [str(made / "dcp"), "-o", "c/", "--window", "1K"]
     assert mpirun(3, code=KILLED.format(arguments=line), cwd=tmp_path).status != 0
     assert not (tmp_path / "c" / ".metadata").exists()
