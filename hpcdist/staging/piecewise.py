@@ -169,7 +169,7 @@ class ReadFile:
             ValueError: a box that is not in the tensor, or does not fit `out`.
         """
         if (untraceable := recorded()) is not None:
-            raise refusal(ValueError, "HD422", f"read(): {untraceable}")
+            raise refusal(ValueError, "HD219", f"read(): {untraceable}")
         stored = self._stored(name)
         start = tuple(index(o) for o in offset) if offset is not None else (0,) * len(stored.shape)
         _check_inside(Box(start, (0,) * len(start)), stored.shape)
