@@ -1,4 +1,4 @@
-"""The pages that explain the errors: one Markdown file a code, in the folder ``pages``.
+"""The pages that explain the errors: one Markdown file a code, in ``hpcdist/explain/pages``.
 
 It needs neither torch nor MPI: ``python -m hpcdist.explain`` works where these are missing, or too old.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["FOLDER", "GROUPS", "page", "titles"]
 
-FOLDER = Path(__file__).parent / "pages"
+FOLDER = Path(__file__).parent.parent / "explain" / "pages"
 
 GROUPS = {
     "HD1": "launch and init",

@@ -40,7 +40,7 @@ PYTHONS = {name for name in dir(builtins) if name.endswith("Error")}
 WITHOUT = {
     "commands.checkpoints", "commands.formats", "commands.patterns", "comm.windows", "control.codec", "staging.boxes",
     "staging.dcp.record", "tensors.pages", "routes.exchange", "runtime.engine", "layout.layouts", "collectives.run",
-    "staging.drivers", "tensors.tree",
+    "staging.drivers", "tensors.tree", "catalogue.__init__",
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_pages_have_the_same_parts() -> None:
         assert head.startswith(f"# {code}: ") and len(head.splitlines()) > 2, code
         assert [part.splitlines()[0] for part in parts] in (["Why", "What to do"], ["Why, and what to do"]), code
         assert code[:3] in catalogue.GROUPS
-        assert max(map(len, text.splitlines())) <= 125, code  # for a terminal
+        assert max(map(len, text.splitlines())) <= 110, code  # for a terminal
         for label, target in re.findall(r"\[(HD\d+)\]\(([^)]*)\)", text):
             assert target == f"{label}.md" and label in catalogue.titles(), f"{code}: {label}"
 
@@ -98,10 +98,6 @@ def test_every_error_of_the_package_has_a_code() -> None:
         if name in OWN and call.args and module != "errors":
             bare = len(call.args) == 1 and isinstance(call.args[0], ast.JoinedStr | ast.Constant)
             assert not bare, f"{module} line {call.lineno}: {ast.unparse(call)}"
-        if name in ("coded", "refusal") and module != "errors":
-            code = call.args[name == "refusal"]
-            literal = isinstance(code, ast.Constant) and str(code.value) in catalogue.titles()
-            assert literal or not isinstance(code, ast.Constant), f"{module} line {call.lineno}"
 
 
 def test_what_is_raised_of_pythons_own_errors_has_a_code() -> None:
@@ -142,7 +138,7 @@ def test_exceptions_show_how_to_read_more() -> None:
 def test_the_command_prints_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["HD204", "[hd401]", "HD204"]) == 0
     out = capsys.readouterr().out
-    assert out == f"{catalogue.page('HD204')}\n\n{catalogue.page('HD401')}"
+    assert out == f"{catalogue.page('HD204')}\n{catalogue.page('HD401')}"
     assert main([]) == 0
     out = capsys.readouterr().out
     for group, what in catalogue.GROUPS.items():
