@@ -8,7 +8,7 @@ from typing import TypeVar
 
 __all__ = [
     *("FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError"),
-    *("coded", "codes", "described", "hint", "labelled", "listed", "reason", "refusal", "with_hint"),
+    *("coded", "codes", "described", "hint", "labelled", "listed", "reason", "refusal", "with_hint", "without_hint"),
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -17,7 +17,7 @@ _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thou
 _NAMES_SHOWN = 6
 # The system's error in a message of HDF5, between names, times and addresses.
 _HDF5 = re.compile(r"\(([^(:,]+)[^(]*errno = \d+, error message = '([^']*)'")
-_CODE = re.compile(r"\[(HD[1-9][0-9]{2})\]")
+_CODE = re.compile(r"(?<!\S)\[(HD[1-9][0-9]{2})\](?![\w.])")  # a word of its own, and no part of a file's name
 _LONGEST = 300  # characters of a library's message, which may repeat a whole header
 
 
@@ -114,6 +114,14 @@ def _hinted(error: E) -> E:
     return error
 
 
+def without_hint(error: E) -> E:
+    """Remove the hint from an error that becomes the cause of another one, at the end of whose message it stands."""
+    notes, text = getattr(error, "__notes__", []), hint(str(error))
+    if text in notes:
+        notes.remove(text)
+    return error
+
+
 class HpcdistError(RuntimeError):
     """The base of every error raised by hpcdist itself. Its message ends with a code such as [HD112]: ``python -m
     hpcdist.explain HD112`` prints what it means, and what to do."""
@@ -125,7 +133,7 @@ class HpcdistError(RuntimeError):
 
     @property
     def codes(self) -> list[str]:
-        """The codes in the message; a RankError may have several."""
+        """The codes in the message, each once."""
         return codes(str(self))
 
 
@@ -180,6 +188,11 @@ class RankError(HpcdistError):
         if len(self.problems) > _RANKS_SHOWN:
             lines.append(f"  and {len(self.problems) - _RANKS_SHOWN} more ranks")
         super().__init__("\n".join(lines))
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of all problems, also of the ranks that the message does not show."""
+        return codes("\n".join(self.problems.values()))
 
     def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, str]]]:
         return type(self), (self.verb, self.problems)

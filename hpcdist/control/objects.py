@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcdist import activity
 from hpcdist.control import codec
-from hpcdist.errors import HpcdistError, RankError, coded, described
+from hpcdist.errors import HpcdistError, RankError, coded, described, without_hint
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -106,7 +106,7 @@ def raise_problems(what: str, problems: dict[int, str], causes: list[Exception] 
     if problems:
         # Popped: an error in a variable of a frame of its own traceback would keep that frame alive, and what the
         # caller holds.
-        raise RankError(what, problems) from (causes.pop() if causes else None)
+        raise RankError(what, problems) from (without_hint(causes.pop()) if causes else None)
 
 
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:

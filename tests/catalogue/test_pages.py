@@ -30,6 +30,7 @@ from hpcdist.errors import (
     reason,
     refusal,
     with_hint,
+    without_hint,
 )
 
 ROOT = Path(hpcdist.__file__).parent
@@ -112,6 +113,7 @@ def test_a_message_and_its_code() -> None:
     assert coded("HD401", "x: no such file") == "x: no such file [HD401]"
     assert coded("HD402", "x: no such file [HD401]") == "x: no such file [HD401]", "the cause's code stays"
     assert codes("a [HD401]; b [HD204] [HD401] [HD1] [hd204]") == ["HD401", "HD204"]
+    assert coded("HD402", "x[HD401].h5: y") == "x[HD401].h5: y [HD402]", "a name is no code"
     assert (hint("a"), hint("a [HD401]")) == (None, "python -m hpcdist.explain HD401")
     assert with_hint("a [HD401]") == "a [HD401]\npython -m hpcdist.explain HD401"
     assert with_hint("a") == "a"
@@ -131,6 +133,9 @@ def test_exceptions_show_how_to_read_more() -> None:
     several = RankError("load", {0: "x [HD401]", 1: "y [HD204]; z [HD401]"})
     assert several.codes == ["HD401", "HD204"]
     assert several.__notes__ == ["python -m hpcdist.explain HD401 HD204"]
+    many = RankError("load", {rank: f"x [HD{401 + rank}]" for rank in range(20)})
+    assert many.codes == [f"HD{401 + rank}" for rank in range(20)] and "HD420" not in str(many)
+    assert without_hint(several) is several and several.__notes__ == []
     assert HpcdistError("a message of somebody else").codes == []
     assert not hasattr(HpcdistError("a message of somebody else"), "__notes__")
 
