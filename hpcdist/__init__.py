@@ -3,16 +3,23 @@
 Importing this package neither starts MPI nor reads the environment; :func:`init` does.
 """
 
+import sys
+
+if sys.orig_argv[1:3] == ["-m", "hpcdist.explain"]:  # Python imports this first: it explains where torch is not found
+    from hpcdist.catalogue.command import main
+
+    sys.exit(main(sys.orig_argv[3:]))
+
 from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old
 
 # isort: split
 from hpcdist import layout, staging
-from hpcdist.collectives.explain import Explanation, explain
 from hpcdist.collectives.local import balance, local
 from hpcdist.collectives.plans import Plan, plan_concat, plan_gather, plan_redistribute, plan_split
 from hpcdist.collectives.redistribute import redistribute
 from hpcdist.concat import concat
 from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
+from hpcdist.explain import Explanation, explain
 from hpcdist.gather import gather
 from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split
 from hpcdist.p2p.sendrecv import irecv, isend, recv, send

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from hpcdist.errors import refusal
 from hpcdist.layout import Block, Box, Layout
 
 if TYPE_CHECKING:
@@ -36,13 +37,17 @@ def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int])
     """
     grid = _shape(mesh)
     if len(placements) != len(grid):
-        raise ValueError(
-            f"there are {len(placements)} placements, expected one for each of {len(grid)} mesh dimensions"
+        raise refusal(
+            ValueError,
+            "HD213",
+            f"there are {len(placements)} placements, expected one for each of {len(grid)} mesh dimensions",
         )
     dims: list[int | None] = []
     for placement in placements:
         if type(placement) is not Shard and type(placement) is not Replicate:
-            raise TypeError(f"{placement} has no layout: expected Shard or Replicate (reduce a Partial first)")
+            raise refusal(
+                TypeError, "HD213", f"{placement} has no layout: expected Shard or Replicate (reduce a Partial first)"
+            )
         dims.append(placement.dim if isinstance(placement, Shard) else None)
     return Block(grid, tuple(dims), "chunk")
 
@@ -81,9 +86,11 @@ def placements_of(held: Layout, shape: Sequence[int], mesh: DeviceMesh | Sequenc
         if len(wanted) - len(wrong) > agreeing:
             agreeing, rank = len(wanted) - len(wrong), wrong[0]
             nearest = f"with {placements} rank {rank} has {_show(boxes[rank])}, expected {_show(wanted[rank])}"
-    raise ValueError(
+    raise refusal(
+        ValueError,
+        "HD213",
         f"no DTensor on a mesh of shape {grid} has these parts of a tensor of shape {tuple(shape)}: {nearest}; "
-        'counts="chunk" is DTensor\'s rule'
+        'counts="chunk" is DTensor\'s rule',
     )
 
 
@@ -101,5 +108,9 @@ def _shape(mesh: DeviceMesh | Sequence[int]) -> tuple[int, ...]:
         return tuple(mesh)
     ranks = mesh.mesh
     if ranks.flatten().tolist() != list(range(ranks.numel())):
-        raise ValueError(f"the mesh has the ranks {ranks.tolist()}, expected 0 to {ranks.numel() - 1} in this order")
+        raise refusal(
+            ValueError,
+            "HD213",
+            f"the mesh has the ranks {ranks.tolist()}, expected 0 to {ranks.numel() - 1} in this order",
+        )
     return tuple(ranks.shape)

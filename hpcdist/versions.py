@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from importlib import metadata
 
+from hpcdist.errors import refusal
+
 __all__ = ["OLDEST", "__version__", "problem", "require"]
 
 __version__ = "0.1.0"
@@ -52,7 +54,7 @@ def problem(version: Callable[[str], str | None]) -> str | None:
 def require(version: Callable[[str], str | None] | None = None) -> None:
     """Raise an ImportError if :func:`problem` finds one among the installed packages."""
     if what := problem(version or _installed):
-        raise ImportError(what)
+        raise refusal(ImportError, "HD102", what)
 
 
 def _installed(name: str) -> str | None:

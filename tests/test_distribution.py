@@ -107,6 +107,8 @@ def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     assert _run(python, "-c", "import hpcdist; print(hpcdist.__file__)", cwd=folder).startswith(str(place))
+    page = _run(python, "-m", "hpcdist.explain", "HD204", cwd=folder)
+    assert page == (ROOT / "hpcdist" / "explain" / "pages" / "HD204.md").read_text()
     own = Path(sys.prefix) / "lib" / "libmpi.so.12"  # of MPI's wheel, which mpi4py looks for in its own environment
     environ = {"PYTHONPATH": "", **({"MPI4PY_LIBMPI": str(own)} if own.exists() else {})}
     job = run([*launcher(2), str(python), "-m", "hpcdist"], cwd=folder, env=environ)

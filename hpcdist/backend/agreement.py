@@ -16,7 +16,7 @@ from torch import Tensor, split
 
 from hpcdist.backend.memory import UnusableError, nbytes
 from hpcdist.control import digests, objects
-from hpcdist.errors import RankError
+from hpcdist.errors import RankError, coded
 from hpcdist.process import abort
 
 if TYPE_CHECKING:
@@ -102,17 +102,27 @@ def _compare(team: Communicator, verb: str, shown: str) -> None:
 
 
 def _difference(first: str, mine: str) -> str | None:
-    return None if mine == first else f"is in {mine}, and rank 0 in {first}"
+    return None if mine == first else coded("HD703", f"is in {mine}, and rank 0 in {first}")
 
 
 def _problems(every: Sequence[Any]) -> list[tuple[int, str]]:
     """(rank, problem) for each rank that does not expect what is sent to it."""
     return [
-        (rank, f"expects {expected[source] or 'nothing'} from rank {source}, which sends {sent[rank] or 'nothing'}")
+        (
+            rank,
+            coded(
+                "HD703",
+                f"expects {expected[source] or 'nothing'} from rank {source}, which sends {sent[rank] or 'nothing'}",
+            ),
+        )
         for rank, (_, expected) in enumerate(every)
         for source, (sent, _) in enumerate(every)
         if sent[rank] != expected[source]
     ]
+
+
+def _sends(what: str | None) -> str:
+    return f"which sends {what or 'nothing'}"
 
 
 def fail(error: BaseException, verb: str, size: int) -> None:

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import layout, limits
+from hpcdist.errors import refusal
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem
 
@@ -31,7 +32,7 @@ def address(x: Tensor) -> Any:
     """
     start, nbytes = x.data_ptr(), x.nbytes
     if not start and nbytes:
-        raise UnusableError(f"the tensor {problem(x)}")
+        raise refusal(UnusableError, "HD202", f"the tensor {problem(x)}")
     return _from_address(start, nbytes)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from hpcdist.errors import refusal
+
 if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
 
@@ -33,20 +35,24 @@ def monitored_barrier(team: Communicator, number: int, timeout: timedelta, wait_
     if team.rank:
         sent = team.comm.Isend([b"", MPI.BYTE], 0, tag)
         if _missing({0: team.comm.Irecv([bytearray(0), MPI.BYTE], 0, tag)}, end, True):
-            raise RuntimeError(
+            raise refusal(
+                RuntimeError,
+                "HD601",
                 f"Rank {team.rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0: it failed to pass {text}"
+                f"send/recv from rank 0: it failed to pass {text}",
             )
         sent.Wait()
         return
     if not timeout:
-        raise RuntimeError("Rank 0 timed out in monitoredBarrier after 0 ms")
+        raise refusal(RuntimeError, "HD601", "Rank 0 timed out in monitoredBarrier after 0 ms")
     others = range(1, team.size)
     missing = _missing({r: team.comm.Irecv([bytearray(0), MPI.BYTE], r, tag) for r in others}, end, wait_all_ranks)
     if missing:
         names = ", ".join(map(str, missing))
-        raise RuntimeError(
-            f"Rank {names} failed to pass {text}" if len(missing) == 1 else f"Ranks {names} failed to pass {text}"
+        raise refusal(
+            RuntimeError,
+            "HD601",
+            f"Rank {names} failed to pass {text}" if len(missing) == 1 else f"Ranks {names} failed to pass {text}",
         )
     for rank in others:
         team.comm.Isend([b"", MPI.BYTE], rank, tag).Wait()

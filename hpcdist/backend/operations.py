@@ -21,6 +21,7 @@ from hpcdist.backend.memory import gpu_events
 from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
+from hpcdist.errors import refusal
 from hpcdist.tensors import eager
 
 if TYPE_CHECKING:
@@ -127,7 +128,11 @@ class Operations:
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         if len(output_lists) != self._team.size:
-            raise ValueError(f"all_gather_coalesced: {len(output_lists)} output lists for {self._team.size} ranks")
+            raise refusal(
+                ValueError,
+                "HD701",
+                f"all_gather_coalesced: {len(output_lists)} output lists for {self._team.size} ranks",
+            )
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outs, x in zip(columns, inputs, strict=True):
             checks.gathered("all_gather_coalesced", outs, x, self._team)

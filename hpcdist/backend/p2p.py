@@ -17,6 +17,7 @@ from hpcdist import activity
 from hpcdist.backend.holders import findable
 from hpcdist.backend.memory import address, gpu_events, pieces, readable, scratch
 from hpcdist.backend.works import Waiting, seconds
+from hpcdist.errors import refusal
 from hpcdist.tensors.storage import copyable
 
 if TYPE_CHECKING:
@@ -95,9 +96,11 @@ class Transfer(Waiting):
 
     def _finish(self) -> None:
         if self._expected is not None and self._received != self._expected:
-            self._error = RuntimeError(
+            self._error = refusal(
+                RuntimeError,
+                "HD703",
                 f"{self._verb}: rank {self._status.Get_source()} has sent {self._received} bytes, where the tensor has "
-                f"{self._expected}"
+                f"{self._expected}",
             )
         elif self._out is not None and self._out is not self._memory:
             for event in self._events:
@@ -126,7 +129,7 @@ class Transfer(Waiting):
     def _wait_until(self, end: float, limit: float) -> None:
         while not self._advance(block=False):
             if time.monotonic() > end:
-                raise TimeoutError(f"{self._verb}: wait() timed out after {limit:g} s")
+                raise refusal(TimeoutError, "HD610", f"{self._verb}: wait() timed out after {limit:g} s")
             time.sleep(_SLEEP)
 
     def is_completed(self) -> bool:

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import Backend
 from hpcdist.backend import holders
 from hpcdist.backend.communicator import Communicator
 from hpcdist.backend.operations import Operations
+from hpcdist.errors import refusal
 
 __all__ = ["MpiBackend"]
 
@@ -54,9 +55,11 @@ class MpiBackend(Operations, Backend):
     def split(self, store: Any, ranks: Sequence[int], options: Any) -> MpiBackend:
         """Make a backend of some ranks, on these ranks. Collective over them alone."""
         if self._team.rank not in ranks:  # torch's PyBackend ends the process by a null pointer if it gets None
-            raise RuntimeError(
+            raise refusal(
+                RuntimeError,
+                "HD704",
                 f"split_group: rank {self._team.rank} is in none of split_ranks, which torch allows no backend in "
-                "Python: give the ranks that are left a group of their own, or use new_group"
+                "Python: give the ranks that are left a group of their own, or use new_group",
             )
         timeout = self._options._timeout if options is None else options._timeout
         return MpiBackend(self._team.part(ranks, timeout), self._name, options, timeout)

@@ -8,6 +8,7 @@ from collections import deque
 from queue import SimpleQueue
 from typing import Protocol
 
+from hpcdist.errors import with_hint
 from hpcdist.process import abort
 
 __all__ = ["Job", "Queue"]
@@ -85,4 +86,4 @@ class Queue:
         while self._latest:
             text = self._latest.popleft().report()
             if text is not None:
-                abort.print_error(f"hpcdist: {text}")
+                abort.print_error(with_hint(f"hpcdist: {text}"))

@@ -16,6 +16,7 @@ from hpcdist import activity, callsite
 from hpcdist.activity import Counted
 from hpcdist.backend import agreement
 from hpcdist.backend.holders import findable
+from hpcdist.errors import coded, refusal
 
 __all__ = ["DONE", "Finished", "Queued", "Waiting", "seconds"]
 
@@ -142,8 +143,9 @@ class Queued(Waiting):
 
     def report(self) -> str | None:
         """Return its error as text, if nobody has waited for it."""
-        unseen = self._error is not None and not self.waited_for
-        return f"{self.where.decode()} failed, but was never waited for: {self._error!r}" if unseen else None
+        if self._error is None or self.waited_for:
+            return None
+        return coded("HD609", f"{self.where.decode()} failed, but was never waited for: {self._error!r}")
 
     def run(self) -> None:
         """Run the step; called once, by one thread."""
@@ -177,7 +179,7 @@ class Queued(Waiting):
             limit = seconds(timeout)
             with activity.InCall(f"{self.verb}().wait", None, activity.NOBODY):  # the worker's call has the deadline
                 if not self._done.wait(limit):
-                    raise TimeoutError(f"{self.where.decode()}: wait() timed out after {limit:g} s")
+                    raise refusal(TimeoutError, "HD610", f"{self.where.decode()}: wait() timed out after {limit:g} s")
         _forget(self._tensors)
         if self._error is not None:
             raise self._error

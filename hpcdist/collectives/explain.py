@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.collectives import concat, gather, redistribute, run, split
+from hpcdist.errors import refusal
 from hpcdist.routes import select
 from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import world
@@ -62,7 +63,7 @@ def explain(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None
         make = other = None
     if make is None and other is None:
         names = ", ".join(f.__name__ for f in (*_OPERATIONS, *explained))
-        raise TypeError(f"explain(): verb is {verb!r}, expected one of {names}")
+        raise refusal(TypeError, "HD205", f"explain(): verb is {verb!r}, expected one of {names}")
     bound = inspect.signature(verb).bind(*args, **options)
     bound.apply_defaults()
     if make is None:

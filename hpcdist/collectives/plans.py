@@ -17,7 +17,7 @@ from hpcdist.collectives.redistribute import Redistribute
 from hpcdist.collectives.run import Executable, Plannable
 from hpcdist.collectives.split import Counts, Scatter
 from hpcdist.comm.team import Team
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, coded
 from hpcdist.layout import Box, Layout
 from hpcdist.process import abort
 from hpcdist.routes import select
@@ -214,7 +214,7 @@ class Plan(Generic[X, Y]):
             HpcdistError: on this rank, if the plan's world has ended, or its group was freed.
         """
         if self._team.freed or self._team.group.ended:
-            raise HpcdistError("the world of this plan has ended, or its group was freed: make a new plan")
+            raise HpcdistError("HD115", "the world of this plan has ended, or its group was freed: make a new plan")
         return driver.run(_Execution(self, x, out), self._team, async_op)
 
     def _execute(self, call: _Execution, team: Team) -> Any:
@@ -256,7 +256,9 @@ class Plan(Generic[X, Y]):
             dest = None if out is None else self._ready("out", out, self.box.shape, self._dest)
             if torch.is_grad_enabled():
                 if x is not None and x.requires_grad and not self._op.grad:
-                    raise local.WrongError("x requires a gradient, but the plan was made for tensors that do not")
+                    raise local.WrongError(
+                        "HD215", "x requires a gradient, but the plan was made for tensors that do not"
+                    )
                 if dest is not None and self._op.grad:
                     raise local.WrongError(LOSES_GRADIENT)
         except Exception as error:  # including what an argument's own methods raise: all ranks must learn of it
@@ -266,12 +268,12 @@ class Plan(Generic[X, Y]):
     def _ready(self, name: str, value: Any, shape: tuple[int, ...] | None, box: Box | None) -> Tensor | None:
         if box is None:
             if value is not None:
-                raise local.WrongError(f"{name} is given, but in this plan this rank {_WITHOUT[name]}")
+                raise local.WrongError("HD211", f"{name} is given, but in this plan this rank {_WITHOUT[name]}")
             return None
         x = local.ready(value, name)
         if x.shape != shape or x.dtype is not self._dtype or x.device != self._device:
             got, planned = _show(x.shape, x.dtype, x.device), _show(shape or (), self._dtype, self._device)
-            raise local.WrongError(f"{name} is {got}, but the plan was made for {planned}")
+            raise local.WrongError("HD215", f"{name} is {got}, but the plan was made for {planned}")
         return x if shape else x.view(box.shape)  # a shard of 0 dims is a row
 
     def _call(self, x: Tensor | None, out: Tensor | None, problem: str | None, grad: bool) -> Call:
@@ -309,7 +311,7 @@ class _TensorScatter(Scatter):
     def validate(self, team: Team) -> Call:
         call = super().validate(team)
         if call.problem is None and team.rank == call.root and call.x is None:
-            call.problem = f"x must be a torch.Tensor for a plan, got {type(self.x).__name__}"
+            call.problem = coded("HD201", f"x must be a torch.Tensor for a plan, got {type(self.x).__name__}")
         return call
 
 

@@ -15,6 +15,7 @@ from hpcdist.collectives.run import Parts, Plannable
 from hpcdist.collectives.transfer import Transfer, make_transfer
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
+from hpcdist.errors import coded
 from hpcdist.layout import Layout
 from hpcdist.routes import select
 from hpcdist.routes.base import Method
@@ -143,7 +144,8 @@ class Redistribute(Plannable):
     def _check_out(self, outs: Sequence[Shape | None]) -> None:
         shapes = {rank: shape for rank, shape in enumerate(outs) if shape is not None}
         expected = [box.shape for box in self.moves.boxes]
-        wrong = {r: f"out has shape {got}, expected {expected[r]}" for r, got in shapes.items() if got != expected[r]}
+        odd = {r: got for r, got in shapes.items() if got != expected[r]}
+        wrong = {r: coded("HD208", f"out has shape {got}, expected {expected[r]}") for r, got in odd.items()}
         objects.raise_problems(self.name, wrong)
         objects.raise_problems(self.name, dict.fromkeys(shapes, LOSES_GRADIENT) if self.grad else {})
 

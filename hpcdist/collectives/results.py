@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
+from hpcdist.errors import coded
 from hpcdist.routes.base import Method
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.validation import collective
@@ -47,11 +48,13 @@ def allocate(
     for rank, (peer, size) in enumerate(zip(team.peers, nbytes, strict=True)):
         on_node, (own, host) = needed[settings.node_of[peer]], settings.memory[peer]
         if size > own:
-            problems[rank] = f"its result has {size:,} bytes, more than the {own:,} bytes of memory there"
+            problems[rank] = coded(
+                "HD310", f"its result has {size:,} bytes, more than the {own:,} bytes of memory there"
+            )
         elif size and on_node > host:
             together = f"its result has {size:,} bytes, and the results on its node have {on_node:,} bytes"
             problems[rank] = f"{together}, more than the {host:,} bytes of memory there"
-    objects.raise_problems(verb, problems)
+    objects.raise_problems(verb, {rank: coded("HD310", text) for rank, text in problems.items()})
     made: list[T] = []
     objects.all_gather(team.comm, verb, lambda: made.append(make()))
     return made[0]
@@ -65,16 +68,17 @@ def check_shared(call: Call, shared: bool, x: Any) -> Call:
     """
     call.options += (("shared", shared),)
     if shared and x is not None and not isinstance(x, Tensor):
-        call.problem = "shared=True takes a tensor, not a structure: call it for each tensor"
+        call.problem = coded("HD203", "shared=True takes a tensor, not a structure: call it for each tensor")
     elif shared and call.problem is None:
         if call.out is not None:
-            call.problem = (
-                "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
+            call.problem = coded(
+                "HD203", "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
             )
         elif call.kind == MemoryKind.CUDA:
-            call.problem = f"x is on {getattr(x, 'device', 'a GPU')}, but shared=True is for host memory: pass x.cpu()"
+            where = getattr(x, "device", "a GPU")
+            call.problem = coded("HD203", f"x is on {where}, but shared=True is for host memory: pass x.cpu()")
         elif call.route not in ("auto", "mpi"):
-            call.problem = f"route is {call.route!r}, but shared=True moves data by route auto or mpi"
+            call.problem = coded("HD203", f"route is {call.route!r}, but shared=True moves data by route auto or mpi")
     return call
 
 

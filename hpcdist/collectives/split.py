@@ -18,6 +18,7 @@ from hpcdist.collectives.run import Description, Parts, run
 from hpcdist.comm.groups import Group
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
+from hpcdist.errors import coded, refusal
 from hpcdist.layout import Box
 from hpcdist.routes import select
 from hpcdist.routes.base import Method
@@ -165,7 +166,7 @@ class Scatter(Repeatable):
         self._place = None if came is None else came[1]
         self._structure: Distribution | None = None
         if cut is None:
-            problem = "out is given, but the root has no tensor"
+            problem = coded("HD211", "out is given, but the root has no tensor")
             ranks = [rank for rank, extent in enumerate(agreed.out_extents) if extent >= 0]
             objects.raise_problems(self.name, dict.fromkeys(ranks, problem))
             self._structure = Distribution(team, call, agreed.kinds)
@@ -301,17 +302,17 @@ def _local(op: Scatter, group: Group) -> Any:
         mine = call.trees[rank]
         return rebuild(mine.spec, lambda kind, i: decode(kind, mine.tensors[i], True))
     if call.problem is not None or call.x is None:
-        raise ValueError(f"split(): {call.problem or 'out is given, but x is not a tensor'}")
+        raise refusal(ValueError, "HD211", f"split(): {call.problem or 'out is given, but x is not a tensor'}")
     cut = layout.counts_of(call.counts, call.extent, size)
     part: torch.Tensor = op.x.narrow(call.dim, layout.displs(cut)[rank], cut[rank])
     if out is None:
         return part
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
-        raise ValueError(f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
+        raise refusal(ValueError, "HD208", f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
     if (part.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-        raise ValueError(f"split(): {LOSES_GRADIENT}")
+        raise refusal(ValueError, "HD210", f"split(): {LOSES_GRADIENT}")
     if local.overlaps_itself(out):
-        raise ValueError(f"split(): {SELF_OVERLAP}")
+        raise refusal(ValueError, "HD209", f"split(): {SELF_OVERLAP}")
     source = copyable(part)
     copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
     return out

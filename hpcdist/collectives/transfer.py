@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcdist import layout, limits
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import RankError
+from hpcdist.errors import RankError, coded
 from hpcdist.layout import Box, Layout
 from hpcdist.routes.base import Alltoall, Message, Method, Route
 from hpcdist.tensors import pool
@@ -216,7 +216,7 @@ def make_transfer(
         name = "dst"
         dest = dst.boxes(shape, team.size)
     except ValueError as wrong:  # the same on all ranks
-        raise RankError(verb, dict.fromkeys(range(team.size), f"{name}: {wrong}")) from None
+        raise RankError(verb, dict.fromkeys(range(team.size), coded("HD307", f"{name}: {wrong}"))) from None
     moves = layout.overlaps(source, dest, team.rank)
     sides = (
         Side(source[team.rank], moves.sends, team.rank, team.size, x.dtype),

@@ -15,7 +15,7 @@ from hpcdist import activity
 from hpcdist.comm.groups import Group, freeing, is_alive
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Stoppable, Team
-from hpcdist.errors import HpcdistError, RankError
+from hpcdist.errors import HpcdistError, RankError, refusal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,19 +91,25 @@ class Context:
             return _of_comm(given, self)
         if isinstance(given, DeviceMesh):
             if given.ndim != 1:
-                raise ValueError(f"group is a DeviceMesh of {given.ndim} dims, expected 1: pass mesh[NAME] for one")
+                raise refusal(
+                    ValueError,
+                    "HD216",
+                    f"group is a DeviceMesh of {given.ndim} dims, expected 1: pass mesh[NAME] for one",
+                )
             if given.get_coordinate() is None:
-                raise ValueError(f"rank {self.rank} of the world is not in the mesh that it passed")
+                raise refusal(ValueError, "HD216", f"rank {self.rank} of the world is not in the mesh that it passed")
             try:
                 given = given.get_group()
             except RuntimeError as error:
-                raise ValueError(f"group is a DeviceMesh without a process group: {error}") from error
+                raise refusal(ValueError, "HD216", f"group is a DeviceMesh without a process group: {error}") from error
         if isinstance(given, dist.ProcessGroup):
             return _of_torch(given, self)
         if given == MPI.COMM_NULL or given == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"rank {self.rank} of the world is not in the group that it passed")
-        raise TypeError(
-            f"group must be a torch ProcessGroup, a 1-d DeviceMesh or an mpi4py Intracomm, got {type(given).__name__}"
+            raise refusal(ValueError, "HD216", f"rank {self.rank} of the world is not in the group that it passed")
+        raise refusal(
+            TypeError,
+            "HD216",
+            f"group must be a torch ProcessGroup, a 1-d DeviceMesh or an mpi4py Intracomm, got {type(given).__name__}",
         )
 
     def team_of(self, given: GroupLike | None) -> Team:
@@ -182,7 +188,11 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
     from mpi4py import MPI
 
     if comm == MPI.COMM_NULL:
-        raise ValueError(f"rank {context.rank} of the world is not in the communicator that it passed (COMM_NULL)")
+        raise refusal(
+            ValueError,
+            "HD216",
+            f"rank {context.rank} of the world is not in the communicator that it passed (COMM_NULL)",
+        )
     if _keyval is None:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_freed)
     kept = comm.Get_attr(_keyval)
@@ -196,7 +206,7 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
         with freeing(comm.Get_group()) as part, freeing(whole.Get_group()) as all_:
             peers = MPI.Group.Translate_ranks(part, None, all_)
         if MPI.UNDEFINED in peers:
-            raise HpcdistError("the communicator has ranks that are not in hpcdist's world")
+            raise HpcdistError("HD216", "the communicator has ranks that are not in hpcdist's world")
         group = Group(comm.rank, peers, context.everyone.provisional, comm)
     comm.Set_attr(_keyval, (context, group))
     return group
@@ -211,7 +221,7 @@ def _freed(comm: MPI.Comm, keyval: int, kept: tuple[Context, Group]) -> None:
 
 def _of_torch(given: dist.ProcessGroup, context: Context) -> Group:
     if not is_alive(given):
-        raise ValueError("the group has been destroyed (torch.distributed.destroy_process_group)")
+        raise refusal(ValueError, "HD216", "the group has been destroyed (torch.distributed.destroy_process_group)")
     kept, group = _torch_groups.get(given, (None, context.everyone))
     if kept is not context:
         if given is context.torch_group:

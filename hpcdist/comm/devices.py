@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.control import objects
-from hpcdist.errors import LaunchError
+from hpcdist.errors import LaunchError, refusal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,11 +39,11 @@ def choose(
         if device.type == "cpu":
             return device, None
         if device.type != "cuda":
-            raise ValueError(f"device is {device}, expected cpu or cuda")
+            raise refusal(ValueError, "HD109", f"device is {device}, expected cpu or cuda")
         if device.index is None and gpus:
             device = torch.device("cuda", local_rank % gpus)
         if device.index is None or device.index >= gpus:
-            raise ValueError(f"device is {device}, but this process sees {gpus} GPUs")
+            raise refusal(ValueError, "HD109", f"device is {device}, but this process sees {gpus} GPUs")
         return device, _uuid(device)
 
     found = objects.all_gather(comm, "init", choose)
@@ -53,12 +53,12 @@ def choose(
     if wants_nccl and backend and not own_gpus:
         where = [rank for rank, uuid in enumerate(uuids) if uuid is None]
         raise LaunchError(
-            f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
+            "HD108", f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
         )
     problem = shared_gpu(uuids)
     if problem and not may_share:
         if wants_nccl:
-            raise LaunchError(problem)
+            raise LaunchError("HD110", problem)
         own_gpus = False
     device = found[comm.rank][0]
     if device.type == "cuda":

@@ -134,11 +134,13 @@ class Unexpected:
 
 def _opened(message: Tensor, source: int, serial: int) -> Envelope:
     if message.numel() < _HEAD.size:
-        raise HpcdistError(f"a message of rank {source} is damaged: it has {message.numel()} bytes")
+        raise HpcdistError("HD901", f"a message of rank {source} is damaged: it has {message.numel()} bytes")
     key, tag, number, nbytes = _HEAD.unpack(message[: _HEAD.size].numpy().tobytes())
     content = message[_HEAD.size :]
     if nbytes < 0 or (nbytes <= INLINE and content.numel() != nbytes):
-        raise HpcdistError(f"a message of rank {source} is damaged: {content.numel()} bytes, {nbytes} announced")
+        raise HpcdistError(
+            "HD901", f"a message of rank {source} is damaged: {content.numel()} bytes, {nbytes} announced"
+        )
     return Envelope(key, tag, number, source, nbytes, serial, content if nbytes <= INLINE else None)
 
 

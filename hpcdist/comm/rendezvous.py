@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's ow
 
 from hpcdist.comm import launcher
 from hpcdist.control import objects
-from hpcdist.errors import LaunchError
+from hpcdist.errors import LaunchError, refusal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,8 +78,9 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         for socket_ in listener:
             socket_.close()
         raise LaunchError(
+            "HD107",
             f"no address of rank 0's host is reached by all {comm.size} ranks: tried {addresses}, port {port}. "
-            "A firewall between the nodes, or no common network?"
+            "A firewall between the nodes, or no common network?",
         )
     chosen = everywhere.index(True)
     return Meeting(addresses[chosen], reached[chosen] or "", listener[0] if listener else None)
@@ -147,16 +148,18 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI") from error
+        raise LaunchError(
+            "HD101", f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI"
+        ) from error
     if MPI.Is_finalized():
-        raise LaunchError("MPI has ended in this process (MPI.Finalize), and cannot be started again")
+        raise LaunchError("HD103", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
-        raise TypeError(f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
+        raise refusal(TypeError, "HD114", f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
     if comm is None:
         comm = MPI.COMM_WORLD
         alone = launcher.alone(environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
         if alone is not None:
-            raise LaunchError(alone)
+            raise LaunchError("HD106", alone)
     return comm
 
 
@@ -173,15 +176,17 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     sizes = sorted({entry[1] for entry in all_ if entry is not None} - {comm.size})
     if sizes:
         raise LaunchError(
+            "HD105",
             f"torch.distributed was started before hpcdist.init() with {sizes[0]} ranks, where MPI has {comm.size}. "
             "hpcdist's ranks are MPI's. Start the program with mpirun or srun, and leave torch.distributed to "
-            "hpcdist.init(), or initialise it with the ranks of the communicator that hpcdist.init() is given"
+            "hpcdist.init(), or initialise it with the ranks of the communicator that hpcdist.init() is given",
         )
     ranks = sorted(entry[0] for entry in all_ if entry is not None)
     if ranks != list(range(comm.size)):
         raise LaunchError(
+            "HD105",
             "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
-            f"MPI rank: {all_}"
+            f"MPI rank: {all_}",
         )
     ordered = comm.Split(0, dist.get_rank())
     assert isinstance(ordered, type(comm))

@@ -16,7 +16,7 @@ from hpcdist.comm.groups import Group
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.topology import Topology
 from hpcdist.comm.windows import Windows
-from hpcdist.errors import RankError
+from hpcdist.errors import RankError, coded
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -244,8 +244,9 @@ def _agree_on_keys(comm: MPI.Intracomm, group: Group) -> int:
     comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
     holders = all_[1::2]
     if _OWN in holders:
-        problem = (
-            "send or recv was called here with another communicator of these ranks, and on other ranks with this one"
+        problem = coded(
+            "HD216",
+            "send or recv was called here with another communicator of these ranks, and on other ranks with this one",
         )
         taken = {rank: problem for rank, whose in enumerate(holders) if whose == _OTHERS}
         if taken:

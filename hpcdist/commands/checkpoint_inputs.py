@@ -106,7 +106,7 @@ def find(path: str) -> Checkpoint:
         return _safetensors(path, _FILE, [path])
     if path.endswith(".h5"):
         return _hdf5(path)
-    raise FileError(f"{path}: --tensors reads a folder, {INDEX}, {safetensors.SUFFIX} or .h5")
+    raise FileError("HD501", f"{path}: --tensors reads a folder, {INDEX}, {safetensors.SUFFIX} or .h5")
 
 
 def _dcp(folder: Path) -> Checkpoint:
@@ -140,13 +140,15 @@ def _safetensors(path: str, kind: str, files: Sequence[str], where: dict[str, st
                 others.append(name)
                 continue
             if name in parts and (offsets is None or dtypes[name] != raw.dtype):
-                raise FileError(f"{file}: {name} is in another file of the folder, too")
+                raise FileError("HD510", f"{file}: {name} is in another file of the folder, too")
             dtypes[name] = raw.dtype
             offset = (0,) * len(raw.shape) if offsets is None else offsets[name]
             parts.setdefault(name, []).append((offset, raw.shape, (k, raw.offset, 0)))
     gone = None if where is None else next((name for name in where if name not in parts), None)
     if where is not None and gone is not None:
-        raise FileError(f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says")
+        raise FileError(
+            "HD510", f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says"
+        )
     tensors = []
     for name, of in parts.items():
         ends = zip(*([o + n for o, n in zip(offset, shape, strict=True)] for offset, shape, _ in of), strict=True)
@@ -162,7 +164,7 @@ def _offsets(file: str, text: dict[str, str]) -> dict[str, tuple[int, ...]] | No
     try:
         return {name: tuple(map(int, of["saved_offsets"])) for name, of in json.loads(text[PARTS]).items()}
     except Exception as error:
-        raise FileError(f"{file}: cannot be read: {PARTS}: {reason(error)}") from error
+        raise FileError("HD402", f"{file}: cannot be read: {PARTS}: {reason(error)}") from error
 
 
 def _hdf5(path: str) -> Checkpoint:
@@ -177,12 +179,12 @@ def _scattered(path: str, name: str, shape: tuple[int, ...], dtype: torch.dtype,
     """A tensor in these parts, (offset, shape, place); None of one that is not listed; a FileError if they are not
     the tensor."""
     if dtype not in DTYPES:
-        raise FileError(f"{path}: {name}: holds {dtype}, which cannot be moved")
+        raise FileError("HD503", f"{path}: {name}: holds {dtype}, which cannot be moved")
     boxes = [Box(offset, extents) for offset, extents, _ in parts or ()]
     filled = [box for box in boxes if box.size()]
     whole = sum(box.size() for box in filled) == prod(shape) and all(box.is_in(shape) for box in filled)
     if parts is not None and not (whole and disjoint(filled)):
-        raise FileError(f"{path}: incomplete: the parts of {name} are not the tensor of shape {shape}, once")
+        raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {shape}, once")
     rows = (-1, len(shape))
     offsets, extents = (np.array([box[k] for box in boxes], np.int64).reshape(rows if shape else (len(boxes), 0))
                         for k in (0, 1))  # fmt: skip
@@ -196,7 +198,7 @@ def _sizes(files: Iterable[str]) -> list[tuple[str, int]]:
 def _check_ends(x: Scattered, files: Sequence[tuple[str, int]]) -> None:
     for k, start, nbytes in x.places.tolist():
         if start < 0 or nbytes <= 0 or start + nbytes > files[k][1]:
-            raise FileError(f"{files[k][0]}: truncated: {x.name} ends after the end of the file")
+            raise FileError("HD404", f"{files[k][0]}: truncated: {x.name} ends after the end of the file")
 
 
 Read = Callable[[int, Box, Tensor, int], None]  # fills a tensor with a box of the i-th tensor, within so many bytes
@@ -214,9 +216,11 @@ def opened(held: Checkpoint) -> Iterator[Read]:
             except InputError:
                 raise
             except FileError as error:
-                raise InputError(str(error)) from error
+                raise InputError("HD402", str(error)) from error
             except Exception as error:  # each library has errors of its own for a damaged file
-                raise InputError(f"{held.path}: {held.tensors[i].name}: cannot be read: {reason(error)}") from error
+                raise InputError(
+                    "HD402", f"{held.path}: {held.tensors[i].name}: cannot be read: {reason(error)}"
+                ) from error
 
         yield read
 
@@ -234,7 +238,9 @@ class _HDF5Source:
         if self._fd is None:
             self._fd = self._stack.enter_context(open_regular(self._held.path))
             if not self._held.is_in(self._fd):
-                raise InputError(f"{self._held.path}: is another file here than on rank 0: replaced, or not shared")
+                raise InputError(
+                    "HD413", f"{self._held.path}: is another file here than on rank 0: replaced, or not shared"
+                )
         if self._last is None or self._last[0] != i:
             self._last = i, DatasetReader(self._held.path, self._fd, self._stored[i], verify=True)
         # Plain bytes are read straight into `out`, a piece of any size that fits there at once.
@@ -264,7 +270,7 @@ class _PartsSource:
             except (InputError, FileError):
                 raise
             except Exception as error:  # each library has errors of its own for a damaged file
-                raise InputError(f"{path}: cannot be read: {x.name}: {reason(error)}") from error
+                raise InputError("HD402", f"{path}: cannot be read: {x.name}: {reason(error)}") from error
 
     def _read_part(self, x: Scattered, row: int, shape: tuple[int, ...], box: Box, out: Tensor, window: int) -> None:
         """Read a box of a part of a tensor."""
@@ -276,7 +282,7 @@ class _PartsSource:
         with checkpoints.open_part(path, fd, start, nbytes) as held:
             if (held.shape, held.dtype) != (shape, x.dtype):
                 what = f"{held.dtype} of shape {held.shape}"
-                raise InputError(f"{path}: {x.name}: holds {what}, where {x.dtype} of {shape} is expected")
+                raise InputError("HD510", f"{path}: {x.name}: holds {what}, where {x.dtype} of {shape} is expected")
             held.read(box, out, window)
 
     def _file(self, k: int) -> int:
@@ -285,5 +291,5 @@ class _PartsSource:
             path, size = self._held.files[k]
             self._last = k, self._stack.enter_context(open_regular(path))
             if os.fstat(self._last[1]).st_size != size:
-                raise InputError(f"{path}: is another file here than on rank 0: replaced, or not shared")
+                raise InputError("HD413", f"{path}: is another file here than on rank 0: replaced, or not shared")
         return self._last[1]

@@ -59,7 +59,9 @@ def open_array(path: str, name: str | None) -> Iterator[Reader]:
                 return
     nbytes, free = os.path.getsize(path), memory.available()
     if nbytes > free:
-        raise InputError(f"{path}: can only be read whole: {nbytes:,} bytes of memory needed, {free:,} available")
+        raise InputError(
+            "HD504", f"{path}: can only be read whole: {nbytes:,} bytes of memory needed, {free:,} available"
+        )
     key, x = load(path, name)
 
     def read(box: Box, out: Tensor, window: int) -> None:
@@ -74,7 +76,9 @@ def open_part(path: str, fd: int, start: int, nbytes: int) -> Iterator[Reader]:
     with zipfile.ZipFile(io.BufferedReader(_Part(fd, start, nbytes))) as archive:
         described = _Description(path, archive, fd, start)
         if not isinstance(described.held, Tensor):
-            raise InputError(f"{path}: cannot be read: its part at {start:,} is not a tensor that can be moved")
+            raise InputError(
+                "HD402", f"{path}: cannot be read: its part at {start:,} is not a tensor that can be moved"
+            )
         with described.open_tensor("", _dense(path, described.held.detach())) as array:
             yield array
 
@@ -118,7 +122,7 @@ def _loaded(path: str, source: str | io.BytesIO, **how: Any) -> Any:
     except UnpicklingError as error:  # torch advises to run the code
         found = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
         what = f"it holds Python objects ({found[1]}), which are not loaded" if found else "its description is damaged"
-        raise InputError(f"{path}: cannot be read: {what}") from error
+        raise InputError("HD402", f"{path}: cannot be read: {what}") from error
 
 
 def pick(path: str, name: str | None, names: Sequence[str]) -> str:
@@ -129,14 +133,14 @@ def pick(path: str, name: str | None, names: Sequence[str]) -> str:
     """
     if name is not None:
         if name not in names:
-            raise InputError(f"{path}: holds no array {name!r}; it has: {listed(names)}")
+            raise InputError("HD408", f"{path}: holds no array {name!r}; it has: {listed(names)}")
         return name
     if not names:
-        raise InputError(f"{path}: holds no array")
+        raise InputError("HD502", f"{path}: holds no array")
     if len(names) > 1:
         every = "; hpcdist.gather --tensors copies all" if path.endswith((".safetensors", ".h5")) else ""
         one = f"name one as {path}:NAME; it has: {listed(names)}{every}"
-        raise InputError(f"{path}: holds {len(names)} arrays; {one}")
+        raise InputError("HD502", f"{path}: holds {len(names)} arrays; {one}")
     return names[0]
 
 
@@ -144,10 +148,10 @@ def _pick_tensor(path: str, held: object, name: str | None) -> tuple[str, Tensor
     """Choose the tensor that `name` refers to, of what a file holds; and its name."""
     if isinstance(held, Tensor):
         if name is not None:
-            raise InputError(f"{path}: holds a tensor without a name, and no array {name!r}")
+            raise InputError("HD408", f"{path}: holds a tensor without a name, and no array {name!r}")
         return "", _dense(path, held.detach())
     if not isinstance(held, dict):
-        raise InputError(f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
+        raise InputError("HD502", f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
     found = _tensors(path, held)
     key = pick(path, name, list(found))
     return key, _dense(path, found[key].detach())
@@ -160,14 +164,14 @@ def _tensors(path: str, held: dict[Any, Any]) -> dict[str, Tensor]:
     left: deque[tuple[str, dict[Any, Any]]] = deque([("", held)])
     while left:
         if len(found) + len(left) > _MOST_NAMES:  # a forged one may hold the next dict twice, and so on
-            raise InputError(f"{path}: cannot be read: it holds more than {_MOST_NAMES:,} dicts and tensors")
+            raise InputError("HD402", f"{path}: cannot be read: it holds more than {_MOST_NAMES:,} dicts and tensors")
         prefix, part = left.popleft()
         seen.add(id(part))
         for key, value in part.items():
             name = f"{prefix}{key}"
             if isinstance(value, Tensor):
                 if name in found:
-                    raise InputError(f"{path}: cannot be read: two of its tensors have the name {name!r}")
+                    raise InputError("HD402", f"{path}: cannot be read: two of its tensors have the name {name!r}")
                 found[name] = value
             elif isinstance(value, dict) and id(value) not in seen:  # a forged one may hold itself
                 left.append((f"{name}/", value))
@@ -177,7 +181,7 @@ def _tensors(path: str, held: dict[Any, Any]) -> dict[str, Tensor]:
 def _dense(path: str, x: Tensor) -> Tensor:
     kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
     if kind != "strided":
-        raise InputError(f"{path}: holds a {kind} tensor, expected a dense one")
+        raise InputError("HD503", f"{path}: holds a {kind} tensor, expected a dense one")
     return x
 
 
@@ -194,11 +198,11 @@ class _Description:
         names = archive.namelist()
         roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(roots) != 1 or len(set(names)) < len(names):
-            raise InputError(f"{path}: cannot be read: not an archive of torch.save")
+            raise InputError("HD402", f"{path}: cannot be read: not an archive of torch.save")
         self._root = roots[0]
         order = archive.read(f"{self._root}byteorder") if f"{self._root}byteorder" in names else b"little"
         if order not in (b"little", b"big"):
-            raise InputError(f"{path}: cannot be read: its byte order is {order[:20]!r}")
+            raise InputError("HD402", f"{path}: cannot be read: its byte order is {order[:20]!r}")
         self._swapped = order == b"big"
         self.held: object | None
         members = self._without_data()
@@ -218,7 +222,7 @@ class _Description:
         data, leave = f"{self._root}data/", ("byteorder", ".format_version", ".data/serialization_id")
         own = [f"{self._root}{name}" for name in leave]
         if sum(i.file_size for i in self._archive.infolist() if not i.filename.startswith(data)) > _MOST:
-            raise InputError(f"{self._path}: cannot be read: its description is longer than {_MOST:,} bytes")
+            raise InputError("HD402", f"{self._path}: cannot be read: its description is longer than {_MOST:,} bytes")
         return tuple(
             (name, b"" if name.startswith(data) else self._archive.read(name))
             for name in self._archive.namelist()
@@ -232,9 +236,11 @@ class _Description:
         size = x.itemsize
         last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
         if (x.storage_offset() + last + 1) * size > info.file_size:
-            raise InputError(f"{self._path}: cannot be read: a tensor is larger than its data")
+            raise InputError("HD404", f"{self._path}: cannot be read: a tensor is larger than its data")
         if self._swapped and x.dtype in _UNSWAPPED:
-            raise InputError(f"{self._path}: cannot be read: big-endian {x.dtype}, which torch itself misreads")
+            raise InputError(
+                "HD402", f"{self._path}: cannot be read: big-endian {x.dtype}, which torch itself misreads"
+            )
         where = Raw(self._path, (start or 0) + int(x.storage_offset()) * size, tuple(x.shape), x.dtype, self._swapped)
         if start is None:
             with self._archive.open(info) as file:
@@ -247,7 +253,7 @@ class _Description:
         """The member of the archive that holds a storage, and its position in the file if it is not compressed."""
         offset = getattr(x.untyped_storage(), "_checkpoint_offset", None)
         if offset is None:
-            raise InputError(f"{self._path}: holds a tensor without data")
+            raise InputError("HD503", f"{self._path}: holds a tensor without data")
         info = self._archive.getinfo(self._names[offset])
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             return info, None
@@ -256,11 +262,11 @@ class _Description:
             head = os.pread(fd, _LOCAL, begin)
             size = os.fstat(fd).st_size
         if len(head) < _LOCAL or head[:4] != b"PK\3\4":
-            raise InputError(f"{self._path}: cannot be read: {info.filename} is not where the archive says")
+            raise InputError("HD402", f"{self._path}: cannot be read: {info.filename} is not where the archive says")
         start = begin + _LOCAL + int.from_bytes(head[26:28], "little")
         start += int.from_bytes(head[28:30], "little")
         if start + info.file_size > size:
-            raise InputError(f"{self._path}: cannot be read: it ends in the middle of its data")
+            raise InputError("HD404", f"{self._path}: cannot be read: it ends in the middle of its data")
         return info, start
 
 

@@ -24,7 +24,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     if options.output is None or "{" not in options.output:
         return run(Join(world, options))
     if options.compare:
-        raise InputError(f"{options.output}: with --compare one file is written, and not one for each rank")
+        raise InputError("HD505", f"{options.output}: with --compare one file is written, and not one for each rank")
     return run(ConcatCopies(world, options, file_names(options.output, world.world_size)))
 
 

@@ -84,16 +84,18 @@ def _check_options(args: argparse.Namespace) -> None:
     """Raise an InputError for options that are about joining arrays."""
     what = "all tensors of a checkpoint are copied"
     if len(args.input) != 1:
-        raise InputError(f"{what}: one INPUT is expected, {len(args.input)} are given: {shortened(args.input)}")
+        raise InputError(
+            "HD505", f"{what}: one INPUT is expected, {len(args.input)} are given: {shortened(args.input)}"
+        )
     if args.output is None:
-        raise InputError(f"{args.input[0]}: {what}: -o is missing")
+        raise InputError("HD505", f"{args.input[0]}: {what}: -o is missing")
     given = {
         "--dim": args.dim != 0, "--route": args.route != "auto", "--compare": args.compare, "--all": args.everywhere,
         "--root": "root" in args, "--verify": args.verify,
     }  # fmt: skip
     odd = next((option for option, is_given in given.items() if is_given), None)
     if odd is not None:
-        raise InputError(f"{odd}: is for arrays that are joined; {what} as they are")
+        raise InputError("HD505", f"{odd}: is for arrays that are joined; {what} as they are")
 
 
 def _check_output(held: Checkpoint, args: argparse.Namespace) -> int | None:
@@ -107,25 +109,27 @@ def _check_output(held: Checkpoint, args: argparse.Namespace) -> int | None:
     _check_tensors(held, args.window)
     if _is_folder(path):
         if args.max_shard_size or args.resume:
-            raise InputError(f"{path}: a folder of torch's DCP has no --max-shard-size, and no --resume")
+            raise InputError("HD505", f"{path}: a folder of torch's DCP has no --max-shard-size, and no --resume")
         dcp_output.check_output(path, held.nbytes())
         return None
     suffix = Path(path).suffix
     if suffix not in _OUTPUTS:
         outputs = f"{', '.join(_OUTPUTS)} or, for a folder of torch's DCP, a name that ends with /"
-        raise InputError(f"{path}: unknown suffix {suffix!r} for all tensors of a checkpoint; expected {outputs}")
+        raise InputError(
+            "HD501", f"{path}: unknown suffix {suffix!r} for all tensors of a checkpoint; expected {outputs}"
+        )
     try:
         limit = shard_size(args.max_shard_size, path)
         names = [x.name for x in held.tensors]
         if suffix == ".h5":
             flatten(dict.fromkeys(names))  # checks the names
         elif safetensors.METADATA in names:
-            raise WrongError(f"{safetensors.METADATA!r} cannot be the name of a tensor")
+            raise WrongError("HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor")
     except (ValueError, TypeError) as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError("HD418", f"{path}: {error}") from error
     for x in held.tensors:
         if x.dtype not in FORMATS[suffix].dtypes:
-            raise InputError(f"{path}: a {suffix} file cannot hold {x.dtype}, which {x.name} has")
+            raise InputError("HD418", f"{path}: a {suffix} file cannot hold {x.dtype}, which {x.name} has")
     _check_inputs(path, [file for file, _ in held.files])
     check_target(Path(path), 0 if args.resume else held.nbytes())
     return limit
@@ -137,7 +141,7 @@ def _check_tensors(held: Checkpoint, window: int) -> None:
             check_shape(x.shape, x.dtype.itemsize)
             check_pieces(x.shape, x.dtype.itemsize, max(1, min(PIECE, window // 4) // x.dtype.itemsize))
         except WrongError as error:
-            raise InputError(f"{held.path}: {x.name} {error}") from error
+            raise InputError("HD418", f"{held.path}: {x.name} {error}") from error
 
 
 def _check_inputs(path: str, files: Sequence[str]) -> None:
@@ -146,4 +150,4 @@ def _check_inputs(path: str, files: Sequence[str]) -> None:
     for file in files:
         same = os.path.exists(path) and os.path.samefile(path, file)
         if same or os.path.realpath(file).startswith(f"{os.path.realpath(stem)}-"):
-            raise InputError(f"{path}: would replace an input, {file}")
+            raise InputError("HD507", f"{path}: would replace an input, {file}")

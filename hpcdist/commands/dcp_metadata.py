@@ -77,7 +77,7 @@ def read(folder: Path) -> Described:
     except FileError:
         raise
     except Exception as error:  # whatever a damaged pickle makes of it
-        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -120,7 +120,7 @@ def _described(folder: str, entries: dict[str, Any], places: dict[MetadataIndex,
             values.append(name)
             continue
         if not isinstance(entry, TensorStorageMetadata):
-            raise FileError(f"{folder}: {name}: is stored in a way that is not known")
+            raise FileError("HD511", f"{folder}: {name}: is stored in a way that is not known")
         chunks = [
             _chunk(folder, name, chunk.offsets, chunk.sizes, places.get(MetadataIndex(name, chunk.offsets)))
             for chunk in entry.chunks
@@ -131,11 +131,13 @@ def _described(folder: str, entries: dict[str, Any], places: dict[MetadataIndex,
 
 def _chunk(folder: str, name: str, offset: Sequence[int], shape: Sequence[int], place: Any) -> Chunk:
     if place is None:
-        raise FileError(f"{folder}: {name}: incomplete: {NAME} does not say where its part at {tuple(offset)} is")
+        raise FileError(
+            "HD510", f"{folder}: {name}: incomplete: {NAME} does not say where its part at {tuple(offset)} is"
+        )
     if place.transform_descriptors:
         how = ", ".join(map(str, place.transform_descriptors))
-        raise FileError(f"{folder}: {name}: is stored through {how}, which is not read here")
+        raise FileError("HD511", f"{folder}: {name}: is stored through {how}, which is not read here")
     file = PurePosixPath(place.relative_path)
     if file.is_absolute() or ".." in file.parts:
-        raise FileError(f"{folder}: {name}: its data are in {file}, outside the folder")
+        raise FileError("HD511", f"{folder}: {name}: its data are in {file}, outside the folder")
     return Chunk(tuple(offset), tuple(shape), str(file), int(place.offset), int(place.length))

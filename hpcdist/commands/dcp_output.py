@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from hpcdist.comm.team import Team
 from hpcdist.commands.dcp_metadata import NAME
 from hpcdist.control import objects
-from hpcdist.errors import FileError, InputError, reason
+from hpcdist.errors import FileError, InputError, coded, reason
 from hpcdist.files.commit import Commit, check_folder, patiently, sync
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import Ints
@@ -47,12 +47,12 @@ def check_output(path: str, nbytes: int) -> None:
         check_folder(Path(os.path.realpath(folder)).parent, nbytes, path)
         return
     if not folder.is_dir():
-        raise FileError(f"{path}: is not a folder")
+        raise FileError("HD411", f"{path}: is not a folder")
     names = os.listdir(folder)
     if NAME in names:
-        raise FileError(f"{path}: holds a checkpoint already, which is not replaced")
+        raise FileError("HD512", f"{path}: holds a checkpoint already, which is not replaced")
     if names and not any(name.startswith(_PART) for name in names):
-        raise FileError(f"{path}: is not empty: it holds {min(names)}")
+        raise FileError("HD512", f"{path}: is not empty: it holds {min(names)}")
     check_folder(folder, nbytes, path)
 
 
@@ -83,7 +83,7 @@ class Folder:
             for left in self._path.glob("__*.distcp"):
                 left.unlink()
         except OSError as error:
-            raise FileError(f"{self._path}: cannot be written: {reason(error)}") from error
+            raise FileError("HD410", f"{self._path}: cannot be written: {reason(error)}") from error
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -96,13 +96,13 @@ class Folder:
         except (InputError, FileError) as error:
             self._problem = str(error)
         except Exception as error:  # torch's own
-            self._problem = f"{self._path}: writing failed: {reason(error)}"
+            self._problem = coded("HD410", f"{self._path}: writing failed: {reason(error)}")
 
     def put(self, i: int, row: int, x: Tensor) -> None:
         """Write a piece of tensor i: a CPU tensor with a storage of its own."""
         if self._file is None:
             if patiently(lambda: None if self._path.is_dir() else "no") is not None:
-                raise FileError(f"{self._path}: not seen by this rank: the folder is not shared by all nodes")
+                raise FileError("HD413", f"{self._path}: not seen by this rank: the folder is not shared by all nodes")
             self._file = (self._path / _name(self._team.rank)).open("wb")
         start = self._file.tell()
         torch.save(x, self._file)
@@ -128,7 +128,7 @@ class Folder:
                 size = int(index[-1, 2] + index[-1, 3])
                 problem = patiently(lambda: _unseen(self._path / _name(rank), size))  # noqa: B023
                 if problem is not None:
-                    raise FileError(f"{self._path}: {problem}: the folder is not shared by all nodes")
+                    raise FileError("HD413", f"{self._path}: {problem}: the folder is not shared by all nodes")
         with self._commit.part.open("r+b") as file:
             pickle.dump(_metadata(self._path, datasets, found), file)
         sync(self._path)

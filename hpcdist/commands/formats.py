@@ -65,25 +65,27 @@ def _npy_header(path: str, file: IO[bytes]) -> Raw:
     """The position of the array of an .npy file, or of a member of an .npz file, after its header."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0), (3, 0)):
-        raise InputError(f"{path}: cannot be read: version {version} of the format is not known")
+        raise InputError("HD402", f"{path}: cannot be read: version {version} of the format is not known")
     length = file.read(2 if version == (1, 0) else 4)
     size = int.from_bytes(length, "little")
     if size > _NPY_HEADER:  # numpy would read it all before it looks at the length
-        raise InputError(f"{path}: cannot be read: its header has {size:,} bytes, {_NPY_HEADER:,} at most are expected")
+        raise InputError(
+            "HD402", f"{path}: cannot be read: its header has {size:,} bytes, {_NPY_HEADER:,} at most are expected"
+        )
     header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it was written by Python 2
         shape, fortran, dtype = header(io.BytesIO(length + file.read(size)))
     if any(not 0 <= extent < 2**63 for extent in shape):
-        raise InputError(f"{path}: cannot be read: shape {shape}")
+        raise InputError("HD402", f"{path}: cannot be read: shape {shape}")
     if dtype.hasobject:
-        raise InputError(f"{path}: cannot be read: it holds Python objects")
+        raise InputError("HD402", f"{path}: cannot be read: it holds Python objects")
     try:
         if dtype.subdtype is not None:  # numpy would make more dims of it
             raise TypeError("an array of arrays")
         kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except TypeError:
-        raise InputError(f"{path}: holds dtype {dtype}, which torch does not have") from None
+        raise InputError("HD503", f"{path}: holds dtype {dtype}, which torch does not have") from None
     swapped = dtype.newbyteorder("=") != dtype
     return Raw(path, file.tell(), shape, kind, swapped, bool(fortran))
 
@@ -93,7 +95,7 @@ def _open_npy(path: str, name: str | None) -> Iterator[Reader]:
     with open(path, "rb") as file:
         where = _npy_header(path, file)
     if where.offset + where.nbytes() > os.path.getsize(path):
-        raise InputError(f"{path}: cannot be read: it ends in the middle of its data")
+        raise InputError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
     with open_raw(where) as array:
         yield array
 
@@ -106,7 +108,7 @@ def _open_npz(path: str, name: str | None) -> Iterator[Reader]:
         with archive.open(f"{key}.npy") as file:
             where = _npy_header(path, file)
             if where.offset + where.nbytes() > archive.getinfo(f"{key}.npy").file_size:
-                raise InputError(f"{path}: cannot be read: {key} ends in the middle of its data")
+                raise InputError("HD404", f"{path}: cannot be read: {key} ends in the middle of its data")
             yield Reader(key, where.shape, where.dtype, partial(where.read, partial(read_from, file)))
 
 

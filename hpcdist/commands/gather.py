@@ -20,9 +20,13 @@ def main(world: World, args: argparse.Namespace) -> int:
         return convert(world, args)
     options = Options.of("concat" if args.everywhere else "gather", args)
     if not 0 <= options.root < world.world_size:
-        raise InputError(f"--root {options.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks")
+        raise InputError(
+            "HD508", f"--root {options.root}: expected 0 to {world.world_size - 1} with {world.world_size} ranks"
+        )
     if options.output and "{" in options.output:
-        raise InputError(f"{options.output}: gather writes one file; a pattern is for hpcdist.concat and hpcdist.split")
+        raise InputError(
+            "HD506", f"{options.output}: gather writes one file; a pattern is for hpcdist.concat and hpcdist.split"
+        )
     return run(Join(world, options))
 
 

@@ -86,7 +86,7 @@ class Inputs:
         """
         with self.open(source, by_library) as array:
             if array.shape != source.shape or array.dtype != source.dtype:
-                raise InputError(f"{source.spec}: has changed while it was read")
+                raise InputError("HD407", f"{source.spec}: has changed while it was read")
             x = array.whole()
         return x if x.dim() else x.view(1)
 
@@ -129,7 +129,7 @@ def find(world: World, given: Sequence[str], dim: int, output: str | None) -> In
         RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
     """
     if output and not given:
-        raise InputError(f"{shown(output)}: no INPUT is given, and without one nothing is written")
+        raise InputError("HD505", f"{shown(output)}: no INPUT is given, and without one nothing is written")
     comm = world.team.comm
     specs = objects.broadcast(comm, "inputs", (lambda: files.expand(given)) if given else _stdlib)
     bounds = [*layout.displs(layout.block(len(specs), world.world_size)), len(specs)]
@@ -160,8 +160,9 @@ def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> Non
         if total > free:
             where = f"node {node}" if world.nodes > 1 else "this host"
             raise InputError(
+                "HD504",
                 f"the inputs and the result need {total:,} bytes of memory on {where}, and {free:,} are available: "
-                "with -o FILE, and without --all and --compare, they are streamed through a window of it"
+                "with -o FILE, and without --all and --compare, they are streamed through a window of it",
             )
 
 
@@ -170,14 +171,17 @@ def _check(sources: Sequence[Source], dim: int) -> int:
     first = sources[0]
     ndim = len(first.shape) or 1
     if not -ndim <= dim < ndim:
-        raise InputError(f"--dim {dim}: {first.spec} has {len(first.shape)} dims, expected {-ndim} to {ndim - 1}")
+        raise InputError(
+            "HD508", f"--dim {dim}: {first.spec} has {len(first.shape)} dims, expected {-ndim} to {ndim - 1}"
+        )
     dim %= ndim
     for source in sources:
         if source.dtype != first.dtype:
-            raise InputError(f"{source.spec}: dtype {source.dtype}, but {first.spec} has {first.dtype}")
+            raise InputError("HD513", f"{source.spec}: dtype {source.dtype}, but {first.spec} has {first.dtype}")
         if _besides(source, dim) != _besides(first, dim):
             raise InputError(
-                f"{source.spec}: shape {source.shape} does not fit {first.shape} of {first.spec} along dim {dim}"
+                "HD513",
+                f"{source.spec}: shape {source.shape} does not fit {first.shape} of {first.spec} along dim {dim}",
             )
     return dim
 

@@ -98,7 +98,9 @@ def _fits(path: str, nbytes: int) -> None:
     """Check that memory can hold what a library reads whole: a few bytes may unpack to any number of them."""
     free = memory.available()
     if nbytes > free:
-        raise InputError(f"{path}: can only be verified whole: {nbytes:,} bytes of memory needed, {free:,} available")
+        raise InputError(
+            "HD504", f"{path}: can only be verified whole: {nbytes:,} bytes of memory needed, {free:,} available"
+        )
 
 
 def _as_in_memory(path: str) -> bool:

@@ -65,9 +65,9 @@ class Options:
     def check(self) -> None:
         """Raise an InputError if --resume is given where no file can be resumed."""
         if self.resume and not (self.output or "").endswith(".h5"):
-            raise InputError("--resume: needs -o with an .h5 file, which keeps a checksum of each piece")
+            raise InputError("HD505", "--resume: needs -o with an .h5 file, which keeps a checksum of each piece")
         if self.resume and not self.all_write:
-            raise InputError("--resume: only where every rank writes: without --all, --compare and --route")
+            raise InputError("HD505", "--resume: only where every rank writes: without --all, --compare and --route")
 
 
 def join_parser(prog: str, description: str, epilog: str) -> Parser:

@@ -32,10 +32,10 @@ def file_names(pattern: str, count: int) -> list[str]:
         names = [pattern.format(rank=i) for i in range(count)]
     except ValueError as error:
         raise InputError(
-            f"{pattern}: cannot be a pattern ({error}); write the number of a part as {{rank}} or {{rank:04d}}"
+            "HD506", f"{pattern}: cannot be a pattern ({error}); write the number of a part as {{rank}} or {{rank:04d}}"
         ) from error
     if len(set(names)) < count:
-        raise InputError(f"{pattern}: gives parts the same name; write {{rank}} or {{rank:04d}} into it")
+        raise InputError("HD506", f"{pattern}: gives parts the same name; write {{rank}} or {{rank:04d}} into it")
     return names
 
 
@@ -49,4 +49,4 @@ def check_distinct(names: Iterable[str]) -> None:
     for name in names:
         other = seen.setdefault(os.path.realpath(name), name)
         if other != name:
-            raise InputError(f"{name}: is the same file as {other}")
+            raise InputError("HD507", f"{name}: is the same file as {other}")

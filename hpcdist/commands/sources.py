@@ -64,7 +64,9 @@ def expand(inputs: Sequence[str]) -> list[str]:
         path, name = _split(given)
         paths = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True), key=_natural)
         if not paths:
-            raise InputError(f"{path}: no such file" + (", and no file matches" if glob.has_magic(path) else ""))
+            raise InputError(
+                "HD401", f"{path}: no such file" + (", and no file matches" if glob.has_magic(path) else "")
+            )
         specs += [p if name is None else f"{p}:{name}" for p in paths]
     return specs
 
@@ -86,10 +88,12 @@ def check_once(sources: Sequence[Source]) -> None:
         try:
             found = os.stat(path)
         except OSError as error:
-            raise InputError(f"{path}: cannot be read: {reason(error)}") from error
+            raise InputError("HD402", f"{path}: cannot be read: {reason(error)}") from error
         other = seen.setdefault((found.st_dev, found.st_ino, source.name), source.spec)
         if other is not source.spec:
-            raise InputError(f"{source.spec}: named twice" + (f", also as {other}" if other != source.spec else ""))
+            raise InputError(
+                "HD507", f"{source.spec}: named twice" + (f", also as {other}" if other != source.spec else "")
+            )
 
 
 def describe(spec: str) -> Source:
@@ -117,20 +121,20 @@ def open_array(spec: str, by_library: bool = False) -> Iterator[Reader]:
     """
     path, name = _split(spec)
     if Path(path).suffix not in FORMATS:
-        raise InputError(f"{path}: unknown suffix {Path(path).suffix!r}; expected one of {', '.join(FORMATS)}")
+        raise InputError("HD501", f"{path}: unknown suffix {Path(path).suffix!r}; expected one of {', '.join(FORMATS)}")
     opener = libraries.open_array if by_library else FORMATS[Path(path).suffix].open_array
     try:
         check_regular(path)
         with opener(path, name) as array:
             if array.dtype not in DTYPES:
-                raise InputError(f"{spec}: holds {array.dtype}, which cannot be moved")
+                raise InputError("HD503", f"{spec}: holds {array.dtype}, which cannot be moved")
             yield array
     except InputError:
         raise
     except FileError as error:
-        raise InputError(str(error)) from error
+        raise InputError("HD402", str(error)) from error
     except Exception as error:  # each library has errors of its own for a damaged file
-        raise InputError(f"{path}: cannot be read: {reason(error)}") from error
+        raise InputError("HD402", f"{path}: cannot be read: {reason(error)}") from error
 
 
 def open_bytes(path: str) -> AbstractContextManager[Reader]:
@@ -148,17 +152,17 @@ def check_output(path: str, dtype: torch.dtype, nbytes: int, inputs: Sequence[st
     """
     target = Path(path)
     if target.suffix not in OUTPUTS:
-        raise InputError(f"{path}: unknown suffix {target.suffix!r}; expected one of {', '.join(OUTPUTS)}")
+        raise InputError("HD501", f"{path}: unknown suffix {target.suffix!r}; expected one of {', '.join(OUTPUTS)}")
     if dtype not in FORMATS[target.suffix].dtypes:
         others = [suffix for suffix in OUTPUTS if dtype in FORMATS[suffix].dtypes]
-        raise InputError(f"{path}: a {target.suffix} file cannot hold {dtype}; use one of {', '.join(others)}")
+        raise InputError("HD418", f"{path}: a {target.suffix} file cannot hold {dtype}; use one of {', '.join(others)}")
     for spec in inputs:
         if os.path.exists(path) and os.path.samefile(path, path_of(spec)):
-            raise InputError(f"{path}: is also an input, which it would replace")
+            raise InputError("HD507", f"{path}: is also an input, which it would replace")
     try:
         check_target(target, nbytes)
     except FileError as error:
-        raise InputError(str(error)) from error
+        raise InputError("HD402", str(error)) from error
 
 
 def path_of(spec: str) -> str:

@@ -24,7 +24,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     """Split the input on the ranks of the world; return the exit status. Collective."""
     parts = world.world_size if args.parts is None else args.parts
     if not 1 <= parts <= _MAX_PARTS:
-        raise InputError(f"--parts {parts}: expected 1 to {_MAX_PARTS}")
+        raise InputError("HD508", f"--parts {parts}: expected 1 to {_MAX_PARTS}")
     return run(Split(world, Options.of("split", args), file_names(args.output, parts)))
 
 
@@ -36,9 +36,9 @@ class Split(Command):
     def check(self, data: Inputs) -> None:
         given = self.options.input[0]
         if len(data.sources) > 1:
-            raise InputError(f"{given}: matches {len(data.sources)} files, expected one")
+            raise InputError("HD505", f"{given}: matches {len(data.sources)} files, expected one")
         if not data.sources[0].shape:
-            raise InputError(f"{given}: is 0-d: it has no dimension to split along")
+            raise InputError("HD513", f"{given}: is 0-d: it has no dimension to split along")
 
         def check() -> None:
             check_distinct(self.names)

@@ -69,7 +69,7 @@ class Joined:
                 try:
                     array.read(want, part if source.shape else part.view(()), self._window)
                 except Exception as error:  # each library has its own errors for a damaged file
-                    raise InputError(f"{source.spec}: cannot be read: {reason(error)}") from error
+                    raise InputError("HD402", f"{source.spec}: cannot be read: {reason(error)}") from error
                 row = stop
             i += 1
 
@@ -81,7 +81,7 @@ class Joined:
             array = stack.enter_context(self._data.open(source))
             if array.shape != source.shape or array.dtype != source.dtype:
                 stack.close()
-                raise InputError(f"{source.spec}: has changed while it was read")
+                raise InputError("HD407", f"{source.spec}: has changed while it was read")
             self._open[i] = (stack, array)
         return self._open[i][1]
 

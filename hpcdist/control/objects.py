@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcdist import activity
 from hpcdist.control import codec
-from hpcdist.errors import HpcdistError, RankError
+from hpcdist.errors import HpcdistError, RankError, coded, described, without_hint
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -106,7 +106,7 @@ def raise_problems(what: str, problems: dict[int, str], causes: list[Exception] 
     if problems:
         # Popped: an error in a variable of a frame of its own traceback would keep that frame alive, and what the
         # caller holds.
-        raise RankError(what, problems) from (causes.pop() if causes else None)
+        raise RankError(what, problems) from (without_hint(causes.pop()) if causes else None)
 
 
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
@@ -114,7 +114,7 @@ def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str 
     not."""
     for option, value in first.items():
         if other[option] != value:
-            return f"{option} is {other[option]!r}, where rank 0 has {value!r}"
+            return coded("HD304", f"{option} is {other[option]!r}, where rank 0 has {value!r}")
     return None
 
 
@@ -124,7 +124,7 @@ def _attempt(step: Callable[[], T], causes: list[Exception]) -> tuple[T | None, 
         return step(), None
     except Exception as error:
         causes.append(error)
-        return None, str(error) if isinstance(error, HpcdistError) else f"{type(error).__name__}: {error}"
+        return None, described(error, "HD309")
 
 
 def _encoded(value: object) -> bytes:
@@ -132,7 +132,7 @@ def _encoded(value: object) -> bytes:
     try:
         return codec.encode((value, None))
     except (TypeError, ValueError, RecursionError) as error:
-        return codec.encode((None, f"{type(error).__name__}: {error}"))
+        return codec.encode((None, described(error, "HD309")))
 
 
 def _all_texts(comm: MPI.Comm, text: bytes) -> list[bytes]:
@@ -165,4 +165,6 @@ def _parsed(head: bytearray) -> tuple[int, bytes]:
 
 def _check_size(nbytes: int) -> None:
     if nbytes > _MOST:
-        raise HpcdistError(f"the ranks have {nbytes} bytes to exchange before a call; at most {_MOST} are allowed")
+        raise HpcdistError(
+            "HD310", f"the ranks have {nbytes} bytes to exchange before a call; at most {_MOST} are allowed"
+        )

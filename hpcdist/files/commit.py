@@ -27,7 +27,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, coded, reason
 from hpcdist.files.regular import kind
 
 __all__ = ["Commit", "check_folder", "check_target", "lock", "patiently", "private_folder", "sweep", "sync"]
@@ -51,10 +51,10 @@ def check_target(target: Path, nbytes: int) -> None:
     old = _old(target)
     real = Path(os.path.realpath(target)).parent
     if not target.parent.is_dir():  # without a folder, there is no ".." either
-        raise FileError(f"{target}: no such folder: {target.parent}")
+        raise FileError("HD409", f"{target}: no such folder: {target.parent}")
     check_folder(real, nbytes, str(target))
     if old is not None and not os.access(target, os.W_OK):
-        raise FileError(f"{target}: is there already, and read-only")
+        raise FileError("HD410", f"{target}: is there already, and read-only")
 
 
 def _old(target: Path) -> os.stat_result | None:
@@ -64,22 +64,22 @@ def _old(target: Path) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FileError(f"{target}: cannot be written: {reason(error)}") from error
-    what = kind(old.st_mode)
-    if what is not None:
-        raise FileError(f"{target}: is a {what}" + ("" if what == "folder" else ": only a regular file is replaced"))
+        raise FileError("HD410", f"{target}: cannot be written: {reason(error)}") from error
+    if (what := kind(old.st_mode)) is not None:
+        more = "" if what == "folder" else ": only a regular file is replaced"
+        raise FileError("HD411", f"{target}: is a {what}{more}")
     return old
 
 
 def check_folder(folder: Path, nbytes: int, target: str) -> None:
     """Check that `nbytes` can be written to a folder; raise a FileError about `target` if not."""
     if not folder.is_dir():
-        raise FileError(f"{target}: no such folder: {folder}")
+        raise FileError("HD409", f"{target}: no such folder: {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise FileError(f"{target}: the folder is not writable")
+        raise FileError("HD410", f"{target}: the folder is not writable")
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise FileError(f"{target}: no space for the output: {nbytes:,} bytes needed, {free:,} free")
+        raise FileError("HD412", f"{target}: no space for the output: {nbytes:,} bytes needed, {free:,} free")
 
 
 def private_folder(base: str) -> str:
@@ -171,7 +171,7 @@ class Commit:
         try:
             self._lock, self.resumed = self._open_part(path, keep)
         except OSError as error:
-            raise FileError(f"{path}: cannot be written: {reason(error)}") from error
+            raise FileError("HD410", f"{path}: cannot be written: {reason(error)}") from error
         _held.add(self.part.name)
 
     @property
@@ -182,8 +182,7 @@ class Commit:
         """Open the part and lock it; and whether it is one that was left, which is taken over."""
         mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
         for left in _left(self.target):
-            fd = self._take_over(path, left, keep)
-            if fd is not None:
+            if (fd := self._take_over(path, left, keep)) is not None:
                 os.fchmod(fd, mode & ~_umask())
                 return fd, True
         fd = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
@@ -201,11 +200,11 @@ class Commit:
         try:
             if not lock(fd):
                 who = "this process is writing it already" if left.name in _held else "another process is writing it"
-                raise FileError(f"{path}: {who} (it holds {left})")
+                raise FileError("HD414", f"{path}: {who} (it holds {left})")
             if not _is_dead(left, fd):  # no locks, or not locked yet: whichever ends last gets the name
                 if keep:
                     text = f"{left} may still be written by another host, and is not resumed: written again"
-                    warnings.warn(text, stacklevel=2)
+                    warnings.warn(coded("HD420", text), stacklevel=2)
             elif keep and os.fstat(fd).st_size > 0 and _renamed(left, self.part):
                 _renamed(left.with_suffix(".journal"), self.journal)
                 taken = True
@@ -228,7 +227,8 @@ class Commit:
         try:
             os.replace(self.part, self.target)
         except FileNotFoundError as error:
-            raise FileError(f"{self.target}: {self.part} is gone: another process has taken or removed it") from error
+            text = f"{self.target}: {self.part} is gone: another process has taken or removed it"
+            raise FileError("HD414", text) from error
         self._unlock()  # immediately: HDF5 does not read a file that is locked
         try:
             sync(self.target.parent)

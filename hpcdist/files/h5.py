@@ -263,9 +263,9 @@ def check_visible(file_map: FileMap) -> None:
     """
     path, problem = file_map.path, patiently(lambda: _unseen(file_map))
     if problem is not None:
-        raise FileError(f"{path}: {problem}: the folder is not shared by all nodes")
+        raise FileError("HD413", f"{path}: {problem}: the folder is not shared by all nodes")
     if not os.access(path, os.R_OK | os.W_OK):
-        raise FileError(f"{path}: cannot be written by this rank")
+        raise FileError("HD410", f"{path}: cannot be written by this rank")
 
 
 def _unseen(file_map: FileMap) -> str | None:

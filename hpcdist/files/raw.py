@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.errors import refusal
 from hpcdist.layout import Box
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, bits
@@ -68,7 +69,7 @@ def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None
         block = into[done : done + step]
         got = os.preadv(fd, [block], offset + done)
         if got == 0:
-            raise EOFError(f"the file ends at byte {offset + done}, in the middle of the data")
+            raise refusal(EOFError, "HD404", f"the file ends at byte {offset + done}, in the middle of the data")
         if digest is not None:
             digest.update(block[:got])
         done += got
@@ -85,7 +86,7 @@ def read_from(file: IO[bytes], offset: int, into: memoryview) -> None:
     while done < len(into):
         got = file.readinto(into[done : done + 2**20])  # type: ignore[attr-defined]
         if not got:
-            raise EOFError("it ends in the middle of its data")
+            raise refusal(EOFError, "HD404", "it ends in the middle of its data")
         done += got
 
 

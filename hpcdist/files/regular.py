@@ -35,9 +35,9 @@ def check_regular(path: str) -> os.stat_result:
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise FileError(f"{path}: no such file") from None
+        raise FileError("HD401", f"{path}: no such file") from None
     except OSError as error:
-        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     _require(path, found.st_mode)
     return found
 
@@ -53,7 +53,7 @@ def open_regular(path: str) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     try:
         _require(path, os.fstat(fd).st_mode)  # it may have been replaced meanwhile
         yield fd
@@ -74,7 +74,7 @@ def utf8_path(path: str) -> Iterator[str]:
 def _require(path: str, mode: int) -> None:
     what = kind(mode)
     if what is not None:
-        raise FileError(f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
+        raise FileError("HD411", f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
 
 
 def shown(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, reason, refusal
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import Raw
 from hpcdist.files.regular import check_regular, utf8_path
@@ -49,12 +49,12 @@ def tensors_in(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
         with utf8_path(path) as known, safe_open(known, framework="pt"):  # checks the whole header
             start, header = header_of(path)
     except Exception as error:  # the library's own
-        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     text = header.pop(METADATA, {})
     dtypes, found = _dtypes_by_name(), {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in dtypes:
-            raise FileError(f"{path}: {name}: holds dtype {entry['dtype']}, which cannot be moved")
+            raise FileError("HD503", f"{path}: {name}: holds dtype {entry['dtype']}, which cannot be moved")
         shape = tuple(entry["shape"])
         found[name] = Raw(path, start + entry["data_offsets"][0], shape, dtypes[entry["dtype"]])
     return found, text
@@ -87,7 +87,11 @@ def lay_out(path: Path, datasets: Sequence[Dataset], metadata: Mapping[str, str]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > _MOST:
-        raise ValueError(f"the header has {len(text):,} bytes, {_MOST:,} at most are possible: names are too many")
+        raise refusal(
+            ValueError,
+            "HD418",
+            f"the header has {len(text):,} bytes, {_MOST:,} at most are possible: names are too many",
+        )
     with path.open("r+b") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)

@@ -171,19 +171,21 @@ def _check(shape: Shape) -> None:
         _require(right, name, repr(text), "expected letters, digits and .,+@%-_")
     for text in (*shape.modules, shape.venv or "", *(shape.command or ())):
         if "\n" in text:
-            raise InputError(f"{text!r}: a line break cannot be in a job script's line")
+            raise InputError("HD801", f"{text!r}: a line break cannot be in a job script's line")
 
 
 def _require(right: bool, option: str, value: object, problem: str) -> None:
     if not right:
-        raise InputError(f"--{option} {value}: {problem}")
+        raise InputError("HD801", f"--{option} {value}: {problem}")
 
 
 def _seconds(time: str) -> int:
     """Return the seconds of a time limit in any of Slurm's notations."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise InputError(f"--time {time}: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds")
+        raise InputError(
+            "HD801", f"--time {time}: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds"
+        )
     days = int(match[1] or 0)
     given = [int(part) for part in match.groups()[1:] if part is not None]
     if match[1] is None and len(given) < 3:
@@ -191,5 +193,5 @@ def _seconds(time: str) -> int:
     hours, minutes, seconds = [*given, 0, 0][:3]
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
-        raise InputError(f"--time {time}: expected more than 0 seconds")
+        raise InputError("HD801", f"--time {time}: expected more than 0 seconds")
     return total

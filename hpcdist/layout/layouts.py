@@ -9,6 +9,7 @@ from math import prod
 from operator import index
 from typing import Protocol
 
+from hpcdist.errors import refusal
 from hpcdist.layout.box import Box, whole
 from hpcdist.layout.partition import PARTITIONS, counts_of, displs
 
@@ -65,17 +66,23 @@ class Block:
         _set(self, "grid", tuple(index(n) for n in self.grid))
         _set(self, "dims", tuple(None if dim is None else index(dim) for dim in self.dims))
         if len(self.grid) != len(self.dims):
-            raise ValueError(
-                f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid"
+            raise refusal(
+                ValueError,
+                "HD213",
+                f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid",
             )
         if min(self.grid, default=1) < 1:
-            raise ValueError(f"grid is {self.grid}, expected at least one rank along each dimension")
+            raise refusal(ValueError, "HD213", f"grid is {self.grid}, expected at least one rank along each dimension")
         if self.order not in ("row", "column"):
-            raise ValueError(f"order is {self.order!r}, expected 'row' or 'column'")
+            raise refusal(ValueError, "HD213", f"order is {self.order!r}, expected 'row' or 'column'")
         if self.counts is not None and not isinstance(self.counts, str):
             _set(self, "counts", tuple(map(_counts, self.counts)))
             if len(self.counts) != len(self.grid):
-                raise ValueError(f"counts has {len(self.counts)} entries, expected one for each of grid {self.grid}")
+                raise refusal(
+                    ValueError,
+                    "HD213",
+                    f"counts has {len(self.counts)} entries, expected one for each of grid {self.grid}",
+                )
         else:
             _set(self, "counts", _counts(self.counts))
 
@@ -118,12 +125,14 @@ class Block:
 
     def _check(self, parts: int) -> None:
         if prod(self.grid) != parts:
-            raise ValueError(f"the grid {self.grid} has {prod(self.grid)} ranks, but there are {parts}")
+            raise refusal(
+                ValueError, "HD213", f"the grid {self.grid} has {prod(self.grid)} ranks, but there are {parts}"
+            )
 
     def _dims(self, ndim: int) -> list[int | None]:
         for dim in self.dims:
             if dim is not None and not -ndim <= dim < ndim:
-                raise ValueError(f"dim {dim} cannot be cut: the tensor has {ndim} dims")
+                raise refusal(ValueError, "HD213", f"dim {dim} cannot be cut: the tensor has {ndim} dims")
         return [None if dim is None else dim % ndim for dim in self.dims]
 
     def _rules(self) -> Sequence[Counts]:
@@ -209,17 +218,19 @@ class Boxes:
 
     def boxes(self, shape: Sequence[int], parts: int) -> list[Box]:
         if len(self.of) != parts:
-            raise ValueError(f"there are {len(self.of)} boxes, but {parts} ranks")
+            raise refusal(ValueError, "HD213", f"there are {len(self.of)} boxes, but {parts} ranks")
         for rank, box in enumerate(self.of):
             if not box.is_in(shape):
-                raise ValueError(
-                    f"the box of rank {rank}, {_show(box)}, is not within a tensor of shape {tuple(shape)}"
+                raise refusal(
+                    ValueError,
+                    "HD213",
+                    f"the box of rank {rank}, {_show(box)}, is not within a tensor of shape {tuple(shape)}",
                 )
         return list(self.of)
 
     def held(self, shapes: Sequence[Shape]) -> tuple[Shape, list[Box]]:
         if len({len(box.shape) for box in self.of} | {len(shapes[0])}) > 1:
-            raise ValueError(f"the boxes do not all have {len(shapes[0])} dims, as the tensor does")
+            raise refusal(ValueError, "HD213", f"the boxes do not all have {len(shapes[0])} dims, as the tensor does")
         ends = [[o + n for o, n in zip(box.offset, box.shape, strict=True)] for box in self.of]
         shape = tuple(map(max, zip(*ends, strict=True)))
         expected = self.boxes(shape, len(shapes))
@@ -234,7 +245,9 @@ def _set(value: object, name: str, content: object) -> None:
 def _counts(counts: str | Iterable[int] | None) -> Counts:
     if counts is None or isinstance(counts, str):
         if counts is not None and counts not in PARTITIONS:
-            raise ValueError(f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
+            raise refusal(
+                ValueError, "HD212", f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}"
+            )
         return counts
     return tuple(index(count) for count in counts)
 
@@ -249,7 +262,11 @@ def _cut(rule: Counts, extent: int, parts: int) -> tuple[list[int], list[int]]:
 def _compare(shapes: Sequence[Shape], expected: Sequence[Box]) -> None:
     for rank, (held, want) in enumerate(zip(shapes, expected, strict=True)):
         if tuple(held) != want.shape:
-            raise ValueError(f"rank {rank} holds a part of shape {tuple(held)}, expected {want.shape} in this layout")
+            raise refusal(
+                ValueError,
+                "HD307",
+                f"rank {rank} holds a part of shape {tuple(held)}, expected {want.shape} in this layout",
+            )
 
 
 def _show(box: Box) -> str:

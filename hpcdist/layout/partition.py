@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from hpcdist.errors import refusal
+
 __all__ = ["PARTITIONS", "balance", "block", "block_range", "block_ranges", "chunk", "counts_of", "displs", "pieces"]
 
 
@@ -55,9 +57,9 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
     # NumPy integers would overflow.
     weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]
     if parts < 1:
-        raise ValueError(f"parts is {parts}, expected at least 1")
+        raise refusal(ValueError, "HD212", f"parts is {parts}, expected at least 1")
     if not all(0 <= weight < float("inf") for weight in weights):
-        raise ValueError("weights must be numbers >= 0")
+        raise refusal(ValueError, "HD212", "weights must be numbers >= 0")
     starts = list(accumulate(weights, initial=0))  # the start of each row, and the end of the last
     total, cuts = starts[-1], [0]
     if total == 0:
@@ -83,15 +85,17 @@ def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> li
     if counts is None or isinstance(counts, str):
         rule = PARTITIONS.get("block" if counts is None else counts)
         if rule is None:
-            raise ValueError(f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
+            raise refusal(
+                ValueError, "HD212", f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}"
+            )
         return rule(extent, parts)
     values = [int(c) for c in counts]
     if len(values) != parts:
-        raise ValueError(f"counts has {len(values)} entries, expected one for each of {parts} ranks")
+        raise refusal(ValueError, "HD212", f"counts has {len(values)} entries, expected one for each of {parts} ranks")
     if min(values) < 0:
-        raise ValueError(f"counts has a negative entry: {values}")
+        raise refusal(ValueError, "HD212", f"counts has a negative entry: {values}")
     if sum(values) != extent:
-        raise ValueError(f"counts add up to {sum(values)}, expected {extent}, the extent along dim")
+        raise refusal(ValueError, "HD212", f"counts add up to {sum(values)}, expected {extent}, the extent along dim")
     return values
 
 

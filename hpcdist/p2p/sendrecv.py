@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from hpcdist import activity
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, refusal
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle
 from hpcdist.tensors.eager import recorded
@@ -68,7 +68,9 @@ def send(
     """
     engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
     if outgoing.dest == outgoing.context.rank:
-        raise ValueError(f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend")
+        raise refusal(
+            ValueError, "HD217", f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend"
+        )
     with activity.InCall("send", engine.context.team, outgoing.dest):
         engine.run("send", steps, receives=False)
 
@@ -170,7 +172,7 @@ def _sending(
     _check("dest", dest, ranks.size)
     _check_tag(context, tag)
     if route not in ROUTES:
-        raise ValueError(f"route is {route!r}, expected one of {', '.join(ROUTES)}")
+        raise refusal(ValueError, "HD207", f"route is {route!r}, expected one of {', '.join(ROUTES)}")
     tree = flatten(x, allow_pickle)
     if any(tensor.is_cuda for tensor in tree.tensors):
         torch.cuda.current_stream().synchronize()  # the background uses other streams
@@ -200,14 +202,14 @@ def _receiving(
 
 def _check_eager() -> None:
     if (problem := recorded()) is not None:
-        raise HpcdistError(problem)
+        raise HpcdistError("HD219", problem)
 
 
 def _check(name: str, rank: int, size: int) -> None:
     if not 0 <= index(rank) < size:
-        raise ValueError(f"{name} is {rank}, expected 0 to {size - 1} in a group of {size} ranks")
+        raise refusal(ValueError, "HD217", f"{name} is {rank}, expected 0 to {size - 1} in a group of {size} ranks")
 
 
 def _check_tag(context: Context, tag: int) -> None:
     if not 0 <= index(tag) <= context.most_tag:
-        raise ValueError(f"tag is {tag}, expected 0 to {context.most_tag}, the maximum of this MPI")
+        raise refusal(ValueError, "HD217", f"tag is {tag}, expected 0 to {context.most_tag}, the maximum of this MPI")

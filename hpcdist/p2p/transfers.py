@@ -102,7 +102,7 @@ def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     yield DONE
     problem = answer.rstrip(b"\0").decode(errors="replace")
     if problem:
-        raise FileError(f"send(): rank {outgoing.dest}: {problem}")
+        raise FileError("HD417", f"send(): rank {outgoing.dest}: {problem}")
 
 
 def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) -> Steps[tuple[Any, int]]:
@@ -111,7 +111,7 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
     (envelope,) = turn.matched
     source, device, comm = group.peers.index(envelope.source), context.settings.device, context.data_comm
     if not 0 <= envelope.number < context.most_tag:
-        raise HpcdistError(f"a message of rank {source} is damaged: its number is {envelope.number}")
+        raise HpcdistError("HD901", f"a message of rank {source} is damaged: its number is {envelope.number}")
     incoming = partial(_from_mpi, comm, envelope.source, envelope.number)
     with abort.InTransfer("recv", group.size if envelope.content is None else 1):
         check_memory(envelope.nbytes)
@@ -172,4 +172,4 @@ def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, buffers:
     answer = bytearray(problem.encode(errors="backslashreplace")[:_ANSWER])
     yield Requests([comm.Isend([answer, MPI.BYTE], envelope.source, envelope.number + 1)])
     if problem:
-        raise FileError(f"recv(): {problem}")
+        raise FileError("HD417", f"recv(): {problem}")

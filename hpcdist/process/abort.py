@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn, TextIO
 
-from hpcdist.errors import HpcdistError, RankError
+from hpcdist.errors import HpcdistError, RankError, coded, with_hint
 
 __all__ = [
     *("InStep", "InTransfer", "at_end", "cleanup", "explain", "fail", "flush", "forget", "job", "print_error"),
@@ -165,7 +165,8 @@ class InStep(_Together):
 
 def fail(error: BaseException, what: str) -> NoReturn:
     """End the job for an error on this rank alone, after which it cannot go on together with the others."""
-    print_error("".join(traceback.format_exception(error)) + f"hpcdist: {what}, and the job ends")
+    text = coded("HD607", f"hpcdist: {what}, and the job ends")
+    print_error(f"{''.join(traceback.format_exception(error))}{with_hint(text)}")
     try:
         explain()
     finally:

@@ -20,6 +20,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from hpcdist.errors import coded, with_hint
 from hpcdist.process import abort
 
 __all__ = ["check", "install", "replace", "show", "uninstall"]
@@ -71,7 +72,8 @@ def _os_exit(status: int) -> NoReturn:
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         who = f"rank {MPI.COMM_WORLD.rank} ({socket.gethostname()}, pid {os.getpid()})"
-        abort.print_error(f"hpcdist: os._exit({status}) at {where} on {who}, without finalize(): the job ends")
+        text = f"hpcdist: os._exit({status}) at {where} on {who}, without finalize(): the job ends"
+        abort.print_error(with_hint(coded("HD608", text)))
         abort.job(status or 1)
     _exit_now(status)
 

@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Mapping
 
-from hpcdist.errors import LaunchError
+from hpcdist.errors import LaunchError, coded
 
 __all__ = ["claim", "refusal"]
 
@@ -28,7 +28,8 @@ def refusal() -> str | None:
     """Return why this process cannot use MPI; None if it can."""
     if not _parent:
         return None
-    return f"this is a child process (pid {os.getpid()}), forked while MPI ran in its parent (pid {_parent}). {_ADVICE}"
+    text = f"this is a child process (pid {os.getpid()}), forked while MPI ran in its parent (pid {_parent}). {_ADVICE}"
+    return coded("HD104", text)
 
 
 def claim(environ: Mapping[str, str], launched: bool) -> None:
@@ -47,14 +48,16 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
     fd = environ.get("PMI_FD", "")
     if fd.isdigit() and not _runs() and not _is_open(int(fd)):
         raise LaunchError(
+            "HD104",
             f"PMI_FD={fd}, by which this process (pid {os.getpid()}) would become a rank, is not open: the launcher "
-            f"did not start it, but a process of the launcher's did (subprocess, spawn, forkserver). {_ADVICE}"
+            f"did not start it, but a process of the launcher's did (subprocess, spawn, forkserver). {_ADVICE}",
         )
     (owner,) = _OWNER.unpack_from(_owner)
     if launched and owner not in (0, os.getpid()) and os.path.exists(f"/proc/{owner}"):
         raise LaunchError(
+            "HD104",
             f"process {owner}, a parent, child or sibling of this one (pid {os.getpid()}), has called hpcdist.init() "
-            f"already, and the launcher has one rank for them. {_ADVICE}"
+            f"already, and the launcher has one rank for them. {_ADVICE}",
         )
     _OWNER.pack_into(_owner, 0, os.getpid())
 

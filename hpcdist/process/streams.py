@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from hpcdist.errors import reason
+from hpcdist.errors import coded, reason
 
 __all__ = ["printing", "reserve"]
 
@@ -75,7 +75,8 @@ def printing(name: str) -> Iterator[None]:
                 raise
         out.flush()
         if isinstance(out.error, OSError) and not isinstance(out.error, BrokenPipeError):
-            err.write(f"{name}: error: standard output: {reason(out.error)}\n")
+            text = coded("HD410", f"standard output: {reason(out.error)}")
+            err.write(f"{name}: error: {text}\n")
             err.flush()
             sys.exit(FAILED)
         sys.exit()

@@ -156,7 +156,7 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
     """
     path, token, token_at, start = ticket
     if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
-        raise FileError(f"{path}: not a staging file")
+        raise FileError("HD403", f"{path}: not a staging file")
     place = FileMap(path, [start], 1, bytes.fromhex(token), token_at)
     h5.check_visible(place)
     _each(place, messages, os.O_RDONLY, raw.read_at)
@@ -206,7 +206,9 @@ class Stage:
         try:
             check_folder(Path(folder), nbytes, "the staging folder")
         except FileError as error:
-            raise FileError(f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))") from error
+            raise FileError(
+                "HD417", f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))"
+            ) from error
         sweep(Path(folder), PREFIX)
         self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
         abort.temp_files.add(self.path)
@@ -218,7 +220,7 @@ class Stage:
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):
-                raise FileError(f"{folder}: a staging file cannot be created: {reason(error)}") from error
+                raise FileError("HD417", f"{folder}: a staging file cannot be created: {reason(error)}") from error
             raise
 
     def ticket(self, one_node: bool) -> list[Any]:

@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hpcdist.errors import RankError
+from hpcdist.errors import RankError, coded
 from hpcdist.routes.base import Route
 from hpcdist.tensors.dtypes import MemoryKind
 
@@ -70,14 +70,14 @@ def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> tuple[Route, 
     route = load(name)
     missing = route.missing(team)
     if missing is not None:
-        raise RankError(verb, dict.fromkeys(range(team.size), missing))
+        raise RankError(verb, dict.fromkeys(range(team.size), coded("HD207", missing)))
     if any(cuda) and not route.carries(team, cuda=True):
         from hpcdist.routes.staged import Staged
 
         return Staged(_through_windows(name, team) or route), why
     if not all(cuda) and not route.carries(team, cuda=False):
         text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
-        raise RankError(verb, {rank: text for rank, is_cuda in enumerate(cuda) if not is_cuda})
+        raise RankError(verb, {rank: coded("HD207", text) for rank, is_cuda in enumerate(cuda) if not is_cuda})
     return (None if any(cuda) else _through_windows(name, team)) or route, why
 
 

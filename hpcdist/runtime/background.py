@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcdist import activity, callsite
 from hpcdist.comm.team import Team
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, coded, refusal, with_hint
 from hpcdist.process import abort
 from hpcdist.runtime.engine import Engine, Steps
 from hpcdist.tensors import eager
@@ -87,7 +87,9 @@ class Handle(Generic[T]):
         except futures.TimeoutError:
             if self._future.done():  # raised by the call itself
                 raise
-            raise TimeoutError(f"not done after {seconds:g} s; it continues, and can be waited for again") from None
+            raise refusal(
+                TimeoutError, "HD610", f"not done after {seconds:g} s; it continues, and can be waited for again"
+            ) from None
         finally:
             if self._future.done():
                 self._waited_for.set()
@@ -118,7 +120,8 @@ def report_failures() -> None:
     while _failed:
         what, waited_for, error = _failed.popleft()
         if not waited_for.is_set():
-            abort.print_error(f"hpcdist: {what} failed, but was never waited for: {error}")
+            text = f"hpcdist: {what} failed, but was never waited for: {error}"
+            abort.print_error(with_hint(coded("HD609", text)))
 
 
 def _record_stream(result: object) -> None:
@@ -229,8 +232,9 @@ def check_threads() -> None:
 
     if _thread_level() < MPI.THREAD_MULTIPLE:
         raise HpcdistError(
+            "HD113",
             "asynchronous calls need an MPI that was initialised with MPI_THREAD_MULTIPLE, which is mpi4py's default "
-            "(mpi4py.rc.thread_level); this one was not, or does not support it"
+            "(mpi4py.rc.thread_level); this one was not, or does not support it",
         )
 
 

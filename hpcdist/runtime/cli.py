@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcdist import memory
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, RankError
+from hpcdist.errors import HpcdistError, RankError, coded, hint
 from hpcdist.files.regular import shown
 from hpcdist.process import exits
 from hpcdist.process.streams import printing
@@ -92,15 +92,17 @@ def _warn_of_small_shm(name: str) -> None:
     free = found.f_bavail * found.f_frsize
     if free < _SHM and world.is_first():
         text = f"/dev/shm has {show_bytes(free)} free: MPI may end with a bus error; see python -m hpcdist.doctor"
-        print(f"{name}: warning: {text}", file=sys.stderr, flush=True)
+        print(f"{name}: warning: {coded('HD116', text)}", file=sys.stderr, flush=True)
 
 
 def _line(error: HpcdistError) -> str:
     """Return an error as one line: for a RankError, the problem of the lowest rank that has one."""
+    text = str(error)
     if isinstance(error, RankError):
-        rank, problem = next(iter(error.problems.items()))
-        return shown(problem if len(set(error.problems.values())) == 1 else f"rank {rank}: {problem}")
-    return shown(str(error))
+        rank, text = next(iter(error.problems.items()))
+        text = text if len(set(error.problems.values())) == 1 else f"rank {rank}: {text}"
+    more = hint(text)
+    return shown(text if more is None else f"{text} (see {more})")
 
 
 def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:

@@ -115,7 +115,9 @@ class Engine:
                 time.sleep(sleep)
         self._abandoned = jobs
         for job in jobs:
-            job.future.set_exception(HpcdistError("the world has ended before this message was sent or received"))
+            job.future.set_exception(
+                HpcdistError("HD115", "the world has ended before this message was sent or received")
+            )
 
     def stop(self) -> bool:
         """Stop the thread after the jobs that can finish; return whether others are left, whose memory is kept."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
+from hpcdist.errors import coded, refusal
 from hpcdist.runtime import registration
 from hpcdist.tensors import pool
 from hpcdist.watch.deadlines import deadline
@@ -74,7 +75,7 @@ def agree_on(
 
     def check() -> tuple[str | None, float]:
         if backend is not None and not isinstance(backend, str):
-            raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+            raise refusal(TypeError, "HD114", f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
         pool.limit_of(env_cache, 0)
@@ -82,7 +83,6 @@ def agree_on(
 
     given = objects.all_gather(comm, "init", check)
     names = [name for name, _ in given]
-    objects.raise_problems(
-        "init", {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
-    )
+    odd = {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
+    objects.raise_problems("init", {rank: coded("HD304", text) for rank, text in odd.items()})
     return timedelta(seconds=given[0][1])

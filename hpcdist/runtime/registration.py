@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hpcdist.comm import launcher, rendezvous
 from hpcdist.comm.groups import freeing
-from hpcdist.errors import HpcdistError, LaunchError
+from hpcdist.errors import HpcdistError, LaunchError, refusal
 from hpcdist.process import forks, streams
 from hpcdist.watch import torch_groups
 from hpcdist.watch.deadlines import FirstMeeting
@@ -121,7 +121,7 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
         told = parse_qs(urlparse(url).query)  # the arguments rank and world_size of init_process_group()
         _check_place(int(told.get("rank", [rank])[0]), int(told.get("world_size", [size])[0]), rank, size)
         yield store, rank, size
-        raise RuntimeError("Unable to perform re-rendezvous using MPI")
+        raise refusal(RuntimeError, "HD105", "Unable to perform re-rendezvous using MPI")
 
 
 def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
@@ -183,7 +183,9 @@ def _communicator(ranks: list[int], options: Any, timeout: timedelta) -> Communi
 
     whole = host.comm
     if whole is None:
-        raise HpcdistError("a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank")
+        raise HpcdistError(
+            "HD112", "a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank"
+        )
     if ranks:
         tag = sum(options.group_id.encode()) % 2**15  # separates the groups that several threads make at once
         return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], timeout, tag)
@@ -195,6 +197,7 @@ def _check_place(told_rank: int, told_size: int, rank: int, size: int) -> None:
     """Check what torch was told of this rank's place against what MPI says."""
     if (told_rank, told_size) != (rank, size):
         raise LaunchError(
+            "HD105",
             f"torch was told that this is rank {told_rank} of {told_size}, and MPI says rank {rank} of {size}: leave "
-            "out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes with mpirun or srun"
+            "out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes by mpirun or srun",
         )

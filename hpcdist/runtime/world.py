@@ -22,7 +22,7 @@ from hpcdist.comm.context import Context
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.files.commit import private_folder
 from hpcdist.memory import capacity
 from hpcdist.process import abort, exits, forks, streams
@@ -162,8 +162,8 @@ def current() -> World:
         HpcdistError: if init() has not been called, or in a child process.
     """
     if _world is None:
-        why = forks.refusal()
-        raise HpcdistError(why or "hpcdist is not initialised: call hpcdist.init() first, on every rank")
+        text = "hpcdist is not initialised: call hpcdist.init() first, on every rank"
+        raise HpcdistError(forks.refusal() or coded("HD112", text))
     return _world
 
 
@@ -220,7 +220,7 @@ def init(
         _world.finalize()  # for one with these arguments
     if _world is not None:
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
-            raise ValueError("hpcdist is already initialised with other arguments; call finalize() first")
+            raise refusal(ValueError, "HD111", "hpcdist is initialised with other arguments; call finalize() first")
         return _world
     _world = _make(*asked)
     atexit.register(_leave)

@@ -89,7 +89,7 @@ def _verify(world: World, catalog: Catalog, args: argparse.Namespace) -> int:
     """Read every piece once; each rank reads its share. Collective."""
     pieces = [(stored, row) for stored in catalog.datasets.values() for row in range(len(stored.boxes))]
     if catalog.plan is None:
-        raise InputError(f"{args.file}: not written by hpcdist: it holds no checksums")
+        raise InputError("HD403", f"{args.file}: not written by hpcdist: it holds no checksums")
     mine = [pieces[i] for i in layout.block_range(len(pieces), world.world_size, world.rank)]
     damaged: list[str] = []
 

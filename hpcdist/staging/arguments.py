@@ -46,7 +46,7 @@ def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
 def positive(name: str, value: Any) -> int:
     """A number of bytes, at least 1."""
     if index(value) < 1:
-        raise local.WrongError(f"{name} is {value}, expected a number of bytes >= 1")
+        raise local.WrongError("HD419", f"{name} is {value}, expected a number of bytes >= 1")
     return index(value)
 
 
@@ -55,7 +55,7 @@ def count(name: str, value: Any, size: int) -> int | None:
     if value is None:
         return None
     if not 1 <= index(value) <= size:
-        raise local.WrongError(f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
+        raise local.WrongError("HD419", f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
     return index(value)
 
 
@@ -65,14 +65,14 @@ def shape_and_dtype(name: str, spec: Any, window: int) -> tuple[tuple[int, ...],
         shape, dtype = spec
         extents = tuple(index(n) for n in shape)
     except (TypeError, ValueError):
-        raise local.WrongError(f"{name!r} is {spec!r}, expected (shape, dtype)") from None
+        raise local.WrongError("HD418", f"{name!r} is {spec!r}, expected (shape, dtype)") from None
     if dtype not in DTYPES:
-        raise local.WrongError(f"{name!r} has dtype {dtype}, which cannot be stored")
+        raise local.WrongError("HD418", f"{name!r} has dtype {dtype}, which cannot be stored")
     if min(extents, default=0) < 0 or any(isinstance(n, bool) for n in shape):
-        raise local.WrongError(f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
+        raise local.WrongError("HD418", f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
     try:
         check_shape(extents, dtype.itemsize)
         check_pieces(extents, dtype.itemsize, max(1, min(PIECE, window) // dtype.itemsize))
     except local.WrongError as error:
-        raise local.WrongError(f"{name!r} {error}") from None
+        raise local.WrongError("HD418", f"{name!r} {error}") from None
     return extents, dtype

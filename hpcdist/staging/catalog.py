@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, coded, reason
 from hpcdist.files import h5, safetensors
 from hpcdist.files.h5 import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
 from hpcdist.files.raw import Raw
@@ -92,7 +92,7 @@ class Catalog:
         """Raise a FileError if a dataset, or one in the group `name`, has its data in other files."""
         for key, why in self.external.items():
             if not name or key == name or key.startswith(f"{name}/"):
-                raise FileError(f"{self.path}: {key} {why}")
+                raise FileError("HD415", f"{self.path}: {key} {why}")
 
     def is_in(self, fd: int) -> bool:
         """Check that this describes the open file, which may have been replaced, or be another one on this node."""
@@ -123,17 +123,17 @@ def describe(path: str, incomplete: bool = False, name: str | None = None) -> Ca
     except FileError:
         raise
     except OSError as error:
-        raise FileError(f"{path}: {_why(path, error)}") from error
+        raise FileError(_why(path, error)) from error
     except Exception as error:  # whatever h5py makes of a file that is damaged
-        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     if not os.path.samestat(before, os.stat(path)):
         return describe(path, incomplete, name)  # replaced meanwhile: which of the two was read is unknown
     if not (catalog.complete or incomplete):
-        raise FileError(f"{path}: incomplete: the job that wrote it ended before it was done")
+        raise FileError("HD405", f"{path}: incomplete: the job that wrote it ended before it was done")
     size = os.path.getsize(path)
     for stored in catalog.datasets.values():
         if stored.raw is not None and stored.raw.offset + stored.nbytes() > size:
-            raise FileError(f"{path}: truncated: {stored.name} ends after the end of the file")
+            raise FileError("HD404", f"{path}: truncated: {stored.name} ends after the end of the file")
     return catalog
 
 
@@ -142,11 +142,13 @@ def _why(path: str, error: OSError) -> str:
     import h5py
 
     if not os.access(path, os.R_OK):
-        return "cannot be read: Permission denied"
+        return coded("HD402", f"{path}: cannot be read: Permission denied")
     text = reason(error)
     if "truncated" in text:
-        return f"truncated ({text})"
-    return f"cannot be read ({text})" if h5py.is_hdf5(path) else "not an HDF5 file"
+        return coded("HD404", f"{path}: truncated ({text})")
+    if h5py.is_hdf5(path):
+        return coded("HD402", f"{path}: cannot be read ({text})")
+    return coded("HD403", f"{path}: not an HDF5 file")
 
 
 def _catalog(path: str, file: Any, wanted: str | None) -> Catalog:
@@ -166,7 +168,7 @@ def _catalog(path: str, file: Any, wanted: str | None) -> Catalog:
         stored, external = _stored(path, file, places, {}, complete=True)
         return Catalog(path, stored, None, complete=True, external=others | external)
     if version > VERSION:
-        raise FileError(f"{path}: written by a newer hpcdist (version {version} of the format)")
+        raise FileError("HD406", f"{path}: written by a newer hpcdist (version {version} of the format)")
     plan = json.loads(_content(own["plan"]).tobytes())
     complete = _content(own["state"]).tobytes() == COMPLETE
     tables = {d["name"]: (tuple(d["shape"]), table) for d, table in _tables(path, version, plan, own)}
@@ -184,7 +186,7 @@ def _checkpoint(path: str, dataset: Any) -> bytes:
 
     content = _content(dataset).tobytes()
     if h5py.Dataset(dataset).attrs.get(h5.CHECKSUM) != h5.checksum(memoryview(content)):
-        raise FileError(f"{path}: what it holds besides tensors is damaged")
+        raise FileError("HD404", f"{path}: what it holds besides tensors is damaged")
     return content
 
 
@@ -243,23 +245,23 @@ def _tables(
         table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
         at += d["pieces"] * row.itemsize
         if len(table) != d["pieces"] or at > len(content):
-            raise FileError(f"{path}: {d['name']}: its table of pieces is damaged")
+            raise FileError("HD404", f"{path}: {d['name']}: its table of pieces is damaged")
         yield d, table
     if at != len(content):
-        raise FileError(f"{path}: its tables of pieces are damaged")
+        raise FileError("HD404", f"{path}: its tables of pieces are damaged")
 
 
 def _check_table(path: str, name: str, shape: tuple[int, ...], table: Table, complete: bool) -> None:
     """Raise a FileError if a table cannot be that of the pieces of a tensor."""
     if table.dtype != record_dtype(len(shape)) or table.ndim != 1:
-        raise FileError(f"{path}: {name}: its table of pieces is damaged")
+        raise FileError("HD404", f"{path}: {name}: its table of pieces is damaged")
     offsets, shapes = table["offset"], table["shape"]
     extents = np.array(shape or (1,), np.int64)
     inside = (offsets >= 0) & (shapes >= 0) & (offsets <= extents - shapes)
     if not inside.all() or (table["written"] & ~1).any():
-        raise FileError(f"{path}: {name}: its table of pieces is damaged")
+        raise FileError("HD404", f"{path}: {name}: its table of pieces is damaged")
     if complete and int(shapes.prod(axis=1).sum()) != prod(shape):
-        raise FileError(f"{path}: {name}: its table of pieces is damaged: they are not the whole tensor")
+        raise FileError("HD404", f"{path}: {name}: its table of pieces is damaged: they are not the whole tensor")
 
 
 def _with_journal(path: str, plan: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcdist import layout as layouts
 from hpcdist.control import digests, objects
+from hpcdist.errors import coded, refusal
 from hpcdist.layout import Box, Layout
 from hpcdist.layout.overlaps import disjoint
 from hpcdist.runtime import world
@@ -58,17 +59,21 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
         >>> dcp.load({"x": hd.checkpointable(y, hd.Split(1))}, checkpoint_id="folder")  # now rank 2 holds column 1
     """
     if find_spec("torch.distributed.checkpoint.protocol") is None:
-        raise NotImplementedError(
+        raise refusal(
+            NotImplementedError,
+            "HD423",
             f"checkpointable() needs torch 2.14 or later, whose dcp takes parts of any layout, and this is "
-            f"{torch.__version__}: hpcdist.staging.save and load take them with every torch"
+            f"{torch.__version__}: hpcdist.staging.save and load take them with every torch",
         )
     team = world.current().context.team_of(group)
 
     def check() -> tuple[Any, ...]:
         if not isinstance(layout, _LAYOUTS):
-            raise local.WrongError(f"layout must be one of Split, Block, Replicate and Boxes, got {layout!r}")
+            raise local.WrongError("HD213", f"layout must be one of Split, Block, Replicate and Boxes, got {layout!r}")
         if local.ready(x, "x").data_ptr() != x.data_ptr():
-            raise local.WrongError("x is conjugate or negative only by a bit of torch's: it has no memory of its own")
+            raise local.WrongError(
+                "HD202", "x is conjugate or negative only by a bit of torch's: it has no memory of its own"
+            )
         return layout, x.dtype, tuple(x.shape)
 
     with agreed(team, VERB, check) as (same, dtype, shape):
@@ -78,7 +83,7 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
         try:
             whole, boxes = _held(same, shapes)
         except ValueError as error:
-            objects.raise_problems(VERB, {0: str(error)})
+            objects.raise_problems(VERB, {0: coded("HD307", str(error))})
         own = boxes[team.rank]
         made: Any = x.detach()
         parts = _parts(whole, boxes, team.rank)
@@ -93,7 +98,11 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
 def _held(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Box]]:
     """The whole tensor's shape and each rank's box; a ValueError if the parts are not a tensor in this layout."""
     if len({len(shape) for shape in shapes}) > 1:
-        raise ValueError(f"the parts of the ranks have different numbers of dims: {sorted(set(map(len, shapes)))}")
+        raise refusal(
+            ValueError,
+            "HD213",
+            f"the parts of the ranks have different numbers of dims: {sorted(set(map(len, shapes)))}",
+        )
     whole, boxes = layout.held(shapes)
     filled = [box for box in set(boxes) if box.size()]
     parts = set(filled)
@@ -101,7 +110,9 @@ def _held(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int,
         edges = _edges(filled, len(whole))
         parts = {part for box in filled for part in _cut(box, edges)}
     if sum(part.size() for part in parts) < prod(whole):
-        raise ValueError(f"the boxes leave gaps in a tensor of shape {whole}, which a checkpoint cannot have")
+        raise refusal(
+            ValueError, "HD423", f"the boxes leave gaps in a tensor of shape {whole}, which a checkpoint cannot have"
+        )
     return whole, boxes
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import codec
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, refusal
 from hpcdist.files import raw
 from hpcdist.files.h5 import Dataset, FileMap, stored_dtype
 from hpcdist.files.raw import Digest
@@ -87,7 +87,7 @@ def for_filters(name: str, filters: Mapping[str, Any]) -> str:
         ValueError: MPI-IO was asked for, and cannot write them.
     """
     if name == "mpio" and filters:
-        raise ValueError("writer mpio does not compress; use auto or posix")
+        raise refusal(ValueError, "HD421", "writer mpio does not compress; use auto or posix")
     return "posix" if filters else name
 
 
@@ -105,7 +105,7 @@ def for_path(name: str, path: str) -> str:
         return active(name)[0]
     if name == "mpio":
         limit = f"more than {_LONGEST} bytes, which Open MPI's MPI-IO cannot open"
-        raise FileError(f"{path}: the path has {limit}: use writer auto or posix")
+        raise FileError("HD421", f"{path}: the path has {limit}: use writer auto or posix")
     return "posix"
 
 

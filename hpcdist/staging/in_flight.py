@@ -132,7 +132,7 @@ def buffer_of(team: Team, given: Any) -> int:
     """Return the bytes that copies may have; by default half of what is free, divided among the ranks of this node."""
     if given is not None:
         if index(given) < 0:
-            raise WrongError(f"buffer is {given}, expected a number of bytes >= 0")
+            raise WrongError("HD419", f"buffer is {given}, expected a number of bytes >= 0")
         return index(given)
     node_of = team.settings.node_of
     ranks = node_of.count(node_of[team.peers[team.rank]])

@@ -46,7 +46,9 @@ def hard_path(path: str, file: Any, name: str) -> str | None:
         except TypeError:  # a user-defined kind
             link = h5py.ExternalLink("?", "?")
         if isinstance(link, h5py.ExternalLink):
-            raise FileError(f"{path}: {name} is a link into another file ({_text(link.filename)}), which is not read")
+            raise FileError(
+                "HD415", f"{path}: {name} is a link into another file ({_text(link.filename)}), which is not read"
+            )
         if link is None or soft > _MOST:
             return None
         if isinstance(link, h5py.SoftLink):
@@ -84,7 +86,9 @@ def dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
             inner = h5g.open(group, name)
             groups.append((prefix + name + b"/", inner, iter(inner)))
             if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
-                raise FileError(f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other")
+                raise FileError(
+                    "HD402", f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other"
+                )
         elif info.type == h5o.TYPE_DATASET:
             try:
                 names.append((prefix + name).decode())

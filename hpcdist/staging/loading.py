@@ -91,11 +91,11 @@ def check(
 ) -> tuple[Arguments, torch.device, Any]:
     """Check the arguments of load() on this rank; return them, the device of the result, and `progress`."""
     if name is not None and not isinstance(name, str):
-        raise local.WrongError(f"name must be a string or None, got {name!r}")
+        raise local.WrongError("HD419", f"name must be a string or None, got {name!r}")
     if box is not None and (dim != 0 or counts is not None):
-        raise local.WrongError("box is given together with dim or counts, which it replaces")
+        raise local.WrongError("HD419", "box is given together with dim or counts, which it replaces")
     if once_per not in _ONCE_PER:
-        raise local.WrongError(f"once_per is {once_per!r}, expected one of {', '.join(_ONCE_PER)}")
+        raise local.WrongError("HD419", f"once_per is {once_per!r}, expected one of {', '.join(_ONCE_PER)}")
     mine = None if box is None else Box(tuple(index(o) for o in box[0]), tuple(index(n) for n in box[1]))
     if out is not None:
         local.tensor(out, 0, "out")
@@ -125,7 +125,7 @@ def _check_shared(dim: Any, box: Any, out: Tensor | None, device: torch.device, 
     elif once_per == "rank":
         why = "once_per is 'rank', but with shared=True no rank has a copy of its own: use 'node' or 'job'"
     if why is not None:
-        raise local.WrongError(why)
+        raise local.WrongError("HD203", why)
 
 
 def _dim(dim: Any) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcdist.errors import listed
+from hpcdist.errors import listed, refusal
 from hpcdist.files import safetensors
 from hpcdist.files.h5 import DTYPE_ATTRIBUTE, GROUP
 from hpcdist.validation.local import WrongError
@@ -28,22 +28,22 @@ def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tensors.items():
         if not isinstance(key, str):
-            raise TypeError(f"names must be strings, got {key!r}")
+            raise refusal(TypeError, "HD418", f"names must be strings, got {key!r}")
         parts = key.split("/")
         if not all(parts) or "." in parts or ".." in parts or "\0" in key:
-            raise ValueError(f"{key!r} cannot be a name in an HDF5 file")
+            raise refusal(ValueError, "HD418", f"{key!r} cannot be a name in an HDF5 file")
         name = f"{prefix}/{key}" if prefix else key
         if name.split("/")[0] == GROUP:
-            raise ValueError(f"{name!r}: names that begin with {GROUP} are hpcdist's own")
+            raise refusal(ValueError, "HD418", f"{name!r}: names that begin with {GROUP} are hpcdist's own")
         for leaf, tensor in flatten(value, name).items():
             if leaf in flat:
-                raise ValueError(f"two tensors have the name {leaf!r}")
+                raise refusal(ValueError, "HD418", f"two tensors have the name {leaf!r}")
             flat[leaf] = tensor
     for leaf in flat:
         ends = [i for i, letter in enumerate(leaf) if letter == "/"]
         above = next((leaf[:end] for end in ends if leaf[:end] in flat), None)
         if above is not None:
-            raise ValueError(f"{above!r} cannot be a tensor and hold {leaf!r}")
+            raise refusal(ValueError, "HD418", f"{above!r} cannot be a tensor and hold {leaf!r}")
     return flat
 
 
@@ -65,11 +65,11 @@ def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
     """Raise a WrongError for attributes of unknown tensors, or with a name of our own."""
     for name, values in (attrs or {}).items():
         if name and name not in given:
-            raise WrongError(f"attrs has {name!r}, which is not one of the tensors: {listed(given)}")
+            raise WrongError("HD419", f"attrs has {name!r}, which is not one of the tensors: {listed(given)}")
         if not isinstance(values, Mapping):
-            raise WrongError(f"attrs of {name!r} must be a dict, got {type(values).__name__}")
+            raise WrongError("HD419", f"attrs of {name!r} must be a dict, got {type(values).__name__}")
         if DTYPE_ATTRIBUTE in values:
-            raise WrongError(f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")
+            raise WrongError("HD418", f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")
 
 
 def check_safetensors(tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -81,16 +81,20 @@ def check_safetensors(tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], o
     """
     for option in ("compression", "chunks", "align", "hints"):
         if options[option]:
-            raise WrongError(f"{option} is given, which a {safetensors.SUFFIX} file does not have")
+            raise WrongError("HD419", f"{option} is given, which a {safetensors.SUFFIX} file does not have")
     if options["writer"] == "mpio":
-        raise WrongError(f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
+        raise WrongError("HD421", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
     if safetensors.METADATA in tensors:
-        raise WrongError(f"{safetensors.METADATA!r} cannot be the name of a tensor in a {safetensors.SUFFIX} file")
+        raise WrongError(
+            "HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor in a {safetensors.SUFFIX} file"
+        )
     for name, x in tensors.items():
         if x.dtype not in safetensors.KINDS:
-            raise WrongError(f"{name!r} has dtype {x.dtype}, which a {safetensors.SUFFIX} file cannot hold")
+            raise WrongError("HD418", f"{name!r} has dtype {x.dtype}, which a {safetensors.SUFFIX} file cannot hold")
     for name, values in attrs.items():
         if name and values:
-            raise WrongError(f"attrs of {name!r}: a {safetensors.SUFFIX} file has them only for the file, with name ''")
+            raise WrongError(
+                "HD419", f"attrs of {name!r}: a {safetensors.SUFFIX} file has them only for the file, with name ''"
+            )
         if any(type(part) is not str for item in values.items() for part in item):
-            raise WrongError(f"attrs of a {safetensors.SUFFIX} file must be text, got {dict(values)}")
+            raise WrongError("HD419", f"attrs of a {safetensors.SUFFIX} file must be text, got {dict(values)}")

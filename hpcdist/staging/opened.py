@@ -11,7 +11,7 @@ from functools import partial
 
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, listed
+from hpcdist.errors import FileError, coded, listed
 from hpcdist.files import raw
 from hpcdist.files.regular import open_regular
 from hpcdist.staging.catalog import Catalog, Stored, describe
@@ -59,7 +59,7 @@ def _describe(path: str, name: str | None) -> list[Catalog]:
     chosen = [catalog for catalog in chosen if catalog.datasets]
     if not chosen:
         has = listed(key for catalog in catalogs for key in catalog.datasets)
-        raise FileError(f"{path}: holds no tensor {name!r}; it has: {has}")
+        raise FileError("HD408", f"{path}: holds no tensor {name!r}; it has: {has}")
     return chosen
 
 
@@ -71,8 +71,9 @@ def _sharded(path: str) -> list[Catalog]:
     """List the tensors of each .safetensors file of a folder or an index."""
     if os.path.exists(os.path.join(path, ".metadata")):
         raise FileError(
+            "HD511",
             f"{path}: a folder of torch's DCP, which dcp.load reads, and python -m hpcdist.gather {path} -o FILE.h5 "
-            "makes one file of"
+            "makes one file of",
         )
     files, where = files_of(path)
     found, seen = [], dict[str, str]()
@@ -80,17 +81,20 @@ def _sharded(path: str) -> list[Catalog]:
         catalog = describe(file)
         if PARTS in catalog.text:
             raise FileError(
-                f"{file}: holds parts of tensors, of which python -m hpcdist.gather {path} -o FILE.h5 makes wholes"
+                "HD511",
+                f"{file}: holds parts of tensors, of which python -m hpcdist.gather {path} -o FILE.h5 makes wholes",
             )
         mine = {key: s for key, s in catalog.datasets.items() if where is None or where.get(key) == file}
         twice = next((key for key in mine if key in seen), None)
         if twice is not None:
-            raise FileError(f"{file}: {twice} is in another file of the folder, too: {seen[twice]}")
+            raise FileError("HD510", f"{file}: {twice} is in another file of the folder, too: {seen[twice]}")
         seen |= dict.fromkeys(mine, file)
         found.append(replace(catalog, datasets=mine))
     gone = next((key for key in where or () if key not in seen), None)
     if where is not None and gone is not None:
-        raise FileError(f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says")
+        raise FileError(
+            "HD510", f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says"
+        )
     return found
 
 
@@ -119,7 +123,7 @@ def opened_by_all(team: Team, verb: str, own: Arguments, path: str, name: str | 
                 return
         if nap is not None:
             time.sleep(nap)
-    text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
+    text = coded("HD413", f"{path}: is another file here than on rank 0: replaced while it was read, or not shared")
     objects.raise_problems(verb, {rank: text for rank, right in enumerate(found) if not right})
 
 

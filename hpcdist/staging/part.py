@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.errors import reason
+from hpcdist.errors import coded, reason
 from hpcdist.files import h5
 from hpcdist.files.h5 import Dataset, FileMap
 from hpcdist.files.raw import Raw, memory
@@ -94,7 +94,7 @@ class Part(ABC):
 
     def fail(self, error: Exception) -> None:
         """Keep the first error on this rank."""
-        self.problem = self.problem or f"{self._path}: writing failed: {reason(error)}"
+        self.problem = self.problem or coded("HD410", f"{self._path}: writing failed: {reason(error)}")
 
     def _report(self, nbytes: int) -> None:
         activity.touch()

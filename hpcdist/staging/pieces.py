@@ -33,9 +33,9 @@ _MOST_PIECES = 2**22  # of a tensor: each has a row in a table
 def check_shape(shape: Sequence[int], itemsize: int) -> None:
     """Raise a WrongError, a text to follow the tensor's name, if a tensor cannot be a dataset."""
     if len(shape) > _MOST_DIMS:
-        raise WrongError(f"has {len(shape)} dims, and HDF5 has {_MOST_DIMS} at most")
+        raise WrongError("HD418", f"has {len(shape)} dims, and HDF5 has {_MOST_DIMS} at most")
     if max(prod(shape) * itemsize, *shape, 0) > _MOST_BYTES:
-        raise WrongError(f"has shape {tuple(shape)}: no file has more than {_MOST_BYTES} bytes")
+        raise WrongError("HD418", f"has shape {tuple(shape)}: no file has more than {_MOST_BYTES} bytes")
 
 
 def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
@@ -43,7 +43,8 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
     if prod(shape) > limit * _MOST_PIECES:
         size = prod(shape) * itemsize
         raise WrongError(
-            f"has {size:,} bytes, in more than {_MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small"
+            "HD419",
+            f"has {size:,} bytes, in more than {_MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small",
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
-from hpcdist.errors import FileError, listed, reason
+from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.files import h5
 from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
@@ -99,10 +99,10 @@ def open(
     wait_for(path)
     if mode == "r":
         if tensors is not None or attrs is not None or group is not None:
-            raise TypeError("tensors, attrs and group are for mode 'w'")
+            raise refusal(TypeError, "HD422", "tensors, attrs and group are for mode 'w'")
         return ReadFile(os.fsdecode(path), window)
     if mode != "w":
-        raise ValueError(f"mode is {mode!r}, expected 'r' or 'w'")
+        raise refusal(ValueError, "HD422", f"mode is {mode!r}, expected 'r' or 'w'")
     return WriteFile(world.current().context.team_of(group), path, tensors, attrs, window)
 
 
@@ -138,7 +138,7 @@ class ReadFile:
         with h5py.File(self._catalog.path, "r", locking="best-effort") as file:
             place = hard_path(self._catalog.path, file, name)
             if place is None:
-                raise FileError(f"{self._catalog.path}: holds no {name!r}")
+                raise FileError("HD408", f"{self._catalog.path}: holds no {name!r}")
             found = dict(file[place or "/"].attrs)
         return {key: value for key, value in found.items() if key != h5.DTYPE_ATTRIBUTE}
 
@@ -169,7 +169,7 @@ class ReadFile:
             ValueError: a box that is not in the tensor, or does not fit `out`.
         """
         if (untraceable := recorded()) is not None:
-            raise ValueError(f"read(): {untraceable}")
+            raise refusal(ValueError, "HD219", f"read(): {untraceable}")
         stored = self._stored(name)
         start = tuple(index(o) for o in offset) if offset is not None else (0,) * len(stored.shape)
         _check_inside(Box(start, (0,) * len(start)), stored.shape)
@@ -182,15 +182,15 @@ class ReadFile:
             try:
                 local.tensor(out, 0, "out")
             except local.WrongError as error:
-                raise ValueError(str(error)) from error
+                raise refusal(ValueError, "HD202", str(error)) from error
             if out.dtype != stored.dtype or tuple(out.shape) != box.shape:
                 what = f"{out.dtype} of shape {tuple(out.shape)}"
-                raise ValueError(f"out is {what}, expected {stored.dtype} of {box.shape}")
+                raise refusal(ValueError, "HD208", f"out is {what}, expected {stored.dtype} of {box.shape}")
             target = written(out, out.detach())
         try:
             DatasetReader(self._catalog.path, self._fd, stored, verify).read(box, target, self._window)
         except OSError as error:
-            raise FileError(f"{self._catalog.path}: cannot be read: {reason(error)}") from error
+            raise FileError("HD402", f"{self._catalog.path}: cannot be read: {reason(error)}") from error
         return target if out is None else out
 
     def close(self) -> None:
@@ -207,12 +207,12 @@ class ReadFile:
 
     def _stored(self, name: str) -> Stored:
         if self._fd < 0:
-            raise ValueError("the file is closed")
+            raise refusal(ValueError, "HD422", "the file is closed")
         key = name.strip("/")
         if key in self._catalog.external:
             self._catalog.require(key)
         if key not in self._catalog.datasets:
-            raise FileError(f"{self._catalog.path}: holds no tensor {name!r}; it has: {listed(self.names)}")
+            raise FileError("HD408", f"{self._catalog.path}: holds no tensor {name!r}; it has: {listed(self.names)}")
         return self._catalog.datasets[key]
 
 
@@ -263,15 +263,15 @@ class WriteFile:
             FileError: no such tensor; OSError: it cannot be written; ValueError: it does not fit, the file is closed.
         """
         if not self._open:
-            raise ValueError("the file is closed")
+            raise refusal(ValueError, "HD422", "the file is closed")
         if name not in self._index:
-            raise FileError(f"{self._saving.map.path}: has no tensor {name!r}; it has: {listed(self._index)}")
+            raise FileError("HD408", f"{self._saving.map.path}: has no tensor {name!r}; it has: {listed(self._index)}")
         i = self._index[name]
         dataset = self._saving.datasets[i]
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))
         _check_inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
-            raise ValueError(f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
+            raise refusal(ValueError, "HD422", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
         data = memory(row_major(local.tensor(x, 0, "x")[0].cpu()).view(x.shape))
         starts, length = starts_of(box, dataset.shape)
         self._saving.write_runs(i, starts, length * x.itemsize, data)
@@ -299,4 +299,6 @@ class WriteFile:
 
 def _check_inside(box: Box, shape: Sequence[int]) -> None:
     if not box.is_in(shape):
-        raise ValueError(f"box (offset {box.offset}, shape {box.shape}) is not in shape {tuple(shape)}")
+        raise refusal(
+            ValueError, "HD213", f"box (offset {box.offset}, shape {box.shape}) is not in shape {tuple(shape)}"
+        )

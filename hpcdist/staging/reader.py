@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout, limits
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, coded
 from hpcdist.files import h5, raw
 from hpcdist.files.raw import memory
 from hpcdist.layout import Box
@@ -220,14 +220,15 @@ class DatasetReader:
         assert self.stored.pieces is not None
         box, rank = self.stored.boxes[row], self.stored.pieces[row]["rank"]
         where = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
-        return f"{self.path}: {self.stored.name}: piece {row} is damaged: elements [{where}], written by rank {rank}"
+        text = f"{self.path}: {self.stored.name}: piece {row} is damaged: elements [{where}], written by rank {rank}"
+        return coded("HD404", text)
 
     @contextmanager
     def _truncation(self) -> Iterator[None]:
         try:
             yield
         except EOFError as error:
-            raise FileError(f"{self.path}: {self.stored.name}: truncated: {error}") from error
+            raise FileError("HD404", f"{self.path}: {self.stored.name}: truncated: {error}") from error
 
 
 def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
@@ -263,11 +264,12 @@ def read_box(path: str, place: str, box: Box, out: Tensor, window: int, fd: int 
     with held as source, h5py.File(source, "r", locking="best-effort") as file:
         dataset = None if hard_path(path, file, place) != place else file[place]
         if dataset is None or external_data(dataset.id.get_create_plist()) is not None:
-            raise FileError(f"{path}: has changed while it was read")
+            raise FileError("HD407", f"{path}: has changed while it was read")
         chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
         if chunk > max(_CHUNK, window, box.size() * out.dtype.itemsize):
             raise FileError(
-                f"{path}: {place}: is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than the window"
+                "HD416",
+                f"{path}: {place}: is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than window",
             )
         for part in layout.boxes(box, max(1, window // (2 * out.dtype.itemsize))):  # HDF5 has a copy of its own
             array = np.asarray(dataset[part.slices()]).astype(stored, copy=False)

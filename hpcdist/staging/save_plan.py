@@ -18,6 +18,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
+from hpcdist.errors import coded
 from hpcdist.files import safetensors
 from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
@@ -113,18 +114,18 @@ def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
     dims = flatten(dim)
     odd = sorted(set(dims) ^ set(given))
     if odd:
-        raise local.WrongError(f"dim and tensors have different names: {odd[0]!r} is in one of them only")
+        raise local.WrongError("HD419", f"dim and tensors have different names: {odd[0]!r} is in one of them only")
     return {name: dims[name] for name in given}
 
 
 def _driver_of(writer: Any, filters: Mapping[str, Any], hints: Any) -> str:
     if writer not in drivers.NAMES:
-        raise local.WrongError(f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
+        raise local.WrongError("HD421", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
     reason = drivers.missing(writer)
     if reason is not None:
-        raise local.WrongError(f"writer {writer} cannot be used: {reason}")
+        raise local.WrongError("HD421", f"writer {writer} cannot be used: {reason}")
     if hints and drivers.active(writer)[0] != "mpio":
-        raise local.WrongError(f"hints are for MPI-IO, and the writer is posix ({drivers.active(writer)[1]})")
+        raise local.WrongError("HD421", f"hints are for MPI-IO, and the writer is posix ({drivers.active(writer)[1]})")
     return drivers.for_filters(writer, filters)
 
 
@@ -132,18 +133,20 @@ def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, 
     """h5py's arguments for the filters of chunks, which are empty without compression."""
     if compression is None:
         if chunks is not None:
-            raise local.WrongError("chunks is given without compression: tensors are contiguous then")
+            raise local.WrongError("HD419", "chunks is given without compression: tensors are contiguous then")
         return {}, None
     if isinstance(compression, Mapping):
         filters = dict(compression)
     elif compression == "gzip" or (isinstance(compression, int) and 0 <= compression <= 9):
         filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
     else:
-        raise local.WrongError(f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
+        raise local.WrongError("HD419", f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
     if "scaleoffset" in filters:
-        raise local.WrongError("compression with scaleoffset is lossy: what is loaded would not be what was saved")
+        raise local.WrongError(
+            "HD419", "compression with scaleoffset is lossy: what is loaded would not be what was saved"
+        )
     if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
-        raise local.WrongError(f"chunks is {chunks}, expected an extent >= 1 for each dim")
+        raise local.WrongError("HD419", f"chunks is {chunks}, expected an extent >= 1 for each dim")
     return filters, None if chunks is None else tuple(index(c) for c in chunks)
 
 
@@ -162,12 +165,14 @@ def plan(
         try:
             check_shape(shape, dtype.itemsize)
         except local.WrongError as error:
-            objects.raise_problems(VERB, {0: f"{name!r} {error}"})
+            objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
         chunks = None
         if same["compression"] and shape and 0 not in shape:
             chunks = same["chunks"] or _chunk_shape(shape, dtype.itemsize)
             if len(chunks) != len(shape):
-                objects.raise_problems(VERB, {0: f"chunks is {chunks}, but {name!r} has {len(shape)} dims"})
+                objects.raise_problems(
+                    VERB, {0: coded("HD419", f"chunks is {chunks}, but {name!r} has {len(shape)} dims")}
+                )
             chunks = tuple(map(min, chunks, shape))
         wholes[name] = Sharded(shape, dtype, dim, along, chunks)
     contiguous = [x for x in wholes.values() if x.chunks is None and not same["resume"]]
@@ -179,7 +184,7 @@ def plan(
         try:
             plan = plan_save(x, same["window"], same["writers"])
         except local.WrongError as error:
-            objects.raise_problems(VERB, {0: f"{name!r} {error}"})
+            objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
             raise
         filters = same["compression"] if x.chunks else {}
         datasets.append(Dataset(name, x.shape, x.dtype, plan.pieces, x.chunks, filters, attrs.get(name, {})))
@@ -211,17 +216,19 @@ def _difference(first: SaveArguments, other: SaveArguments) -> str | None:
         return option
     for name in (*first.shards, *other.shards):
         if name not in other.shards:
-            return f"has no tensor {name!r}, which rank 0 has"
+            return coded("HD308", f"has no tensor {name!r}, which rank 0 has")
         if name not in first.shards:
-            return f"has a tensor {name!r}, which rank 0 does not have"
+            return coded("HD308", f"has a tensor {name!r}, which rank 0 does not have")
     for name, (dtype, dim, shape) in first.shards.items():
         dtype_here, dim_here, shape_here = other.shards[name]
         if dtype_here != dtype:
-            return f"{name!r}: dtype is {dtype_here}, where rank 0 has {dtype}"
+            return coded("HD303", f"{name!r}: dtype is {dtype_here}, where rank 0 has {dtype}")
         if len(shape_here) != len(shape) or _others(shape_here, dim) != _others(shape, dim):
-            return f"{name!r}: shape is {shape_here}, which does not fit {shape} of rank 0 along dim {dim}"
+            return coded(
+                "HD303", f"{name!r}: shape is {shape_here}, which does not fit {shape} of rank 0 along dim {dim}"
+            )
         if dim_here != dim:
-            return f"{name!r}: dim is {dim_here}, where rank 0 has {dim}"
+            return coded("HD304", f"{name!r}: dim is {dim_here}, where rank 0 has {dim}")
     return None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, RankError
+from hpcdist.errors import FileError, RankError, coded
 from hpcdist.files import h5
 from hpcdist.files.commit import sync
 from hpcdist.files.h5 import Dataset
@@ -59,14 +59,9 @@ class Saving(Part):
         self._pages = Pages(self.map.page, places, lambda i, at: owner(i, at // sizes[i]))
         try:
             writers = objects.all_gather(team.comm, verb, self._see)
-            odd = {rank: name for rank, name in enumerate(writers) if name != writers[0]}
-            objects.raise_problems(
-                verb,
-                {
-                    rank: f"writes by {name}, rank 0 by {writers[0]}: choose one with the argument writer"
-                    for rank, name in odd.items()
-                },
-            )
+            what = f"rank 0 by {writers[0]}: choose one with the argument writer"
+            odd = {r: f"writes by {name}, {what}" for r, name in enumerate(writers) if name != writers[0]}
+            objects.raise_problems(verb, {rank: coded("HD421", text) for rank, text in odd.items()})
             if writers[0] == "mpio":
                 objects.all_gather(team.comm, verb, self._open)
         except BaseException:

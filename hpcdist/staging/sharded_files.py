@@ -34,11 +34,11 @@ def shard_size(value: Any, path: str) -> int | None:
     if value is None:
         return None
     if not path.endswith(SUFFIX):
-        raise WrongError(f"max_shard_size is for {SUFFIX} files")
+        raise WrongError("HD419", f"max_shard_size is for {SUFFIX} files")
     found = re.fullmatch(r"(\d+) ?([A-Za-z]*)", str(value))
     size = int(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
     if size < 1:
-        raise WrongError(f"max_shard_size is {value!r}, expected a number of bytes or text such as '5GB'")
+        raise WrongError("HD419", f"max_shard_size is {value!r}, expected a number of bytes or text such as '5GB'")
     return size
 
 
@@ -96,13 +96,13 @@ def files_of(path: str) -> tuple[list[str], dict[str, str] | None]:
     names = sorted(os.listdir(path))
     indices = [name for name in names if name.endswith(INDEX)]
     if len(indices) > 1:
-        raise FileError(f"{path}: holds several checkpoints; name one of them: {listed(indices)}")
+        raise FileError("HD509", f"{path}: holds several checkpoints; name one of them: {listed(indices)}")
     if indices:
         return read_index(os.path.join(path, indices[0]))
     found = [os.path.join(path, name) for name in names if name.endswith(SUFFIX)]
     if not found:
         kinds = f".metadata of torch's DCP, {INDEX} or {SUFFIX} files"
-        raise FileError(f"{path}: is a folder that holds no checkpoint, or an incomplete one: there is no {kinds}")
+        raise FileError("HD509", f"{path}: is a folder that holds no checkpoint, or an incomplete one: there is no {kinds}")
     return found, None
 
 
@@ -112,9 +112,9 @@ def read_index(path: str) -> tuple[list[str], dict[str, str]]:
     try:
         where = {str(name): str(file) for name, file in json.loads(Path(path).read_bytes())["weight_map"].items()}
     except Exception as error:
-        raise FileError(f"{path}: cannot be read: {reason(error)}") from error
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     odd = next((file for file in where.values() if os.path.basename(file) != file), None)
     if odd is not None:
-        raise FileError(f"{path}: names a file outside the folder: {odd}")
+        raise FileError("HD510", f"{path}: names a file outside the folder: {odd}")
     where = {name: str(Path(path).with_name(file)) for name, file in where.items()}
     return list(dict.fromkeys(where.values())), where

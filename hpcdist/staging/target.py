@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, coded, reason
 from hpcdist.files import h5
 from hpcdist.files.commit import Commit, check_target, sync
 from hpcdist.files.h5 import Dataset, FileMap
@@ -89,7 +89,7 @@ class Target:
         except BaseException as error:
             self.discard()
             if isinstance(error, Exception) and not isinstance(error, FileError):  # each library has errors of its own
-                raise FileError(f"{self._path}: cannot be written: {reason(error)}") from error
+                raise FileError("HD410", f"{self._path}: cannot be written: {reason(error)}") from error
             raise
 
     def _lay_out_other(
@@ -153,7 +153,6 @@ def _plan_of(part: Path) -> dict[str, Any] | None:
     try:
         return catalog.describe(str(part), incomplete=True).plan
     except Exception as error:  # whatever HDF5 makes of a file that was torn
-        warnings.warn(
-            f"what another run has left cannot be resumed, and is written again: {reason(error)}", stacklevel=2
-        )
+        text = f"what another run has left cannot be resumed, and is written again: {reason(error)}"
+        warnings.warn(coded("HD420", text), stacklevel=2)
         return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.team import Team
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, coded, reason
 from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.staging.once import Batch, Block, Plan
@@ -45,7 +45,7 @@ def kept(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problems.append(reason(error))
+        problems.append(coded("HD402", reason(error)))
 
 
 def read_together(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hpcdist import layout
-from hpcdist.errors import listed
+from hpcdist.errors import coded, listed, refusal
 from hpcdist.files.raw import SHORT, Ints
 from hpcdist.layout import Box
 from hpcdist.staging.boxes import BoxSequence, Chosen, Copies, Corners, Grid, Listed, Shards, summed
@@ -57,10 +57,10 @@ def find_wants(
                 wants[key] = given.boxes(stored.shape)
                 for rank in given.outside(stored.shape):
                     text = f"box is {_show(asks[rank].box)}, which is not in shape {stored.shape}"
-                    problems.setdefault(rank, f"{key}: {text}")
+                    problems.setdefault(rank, coded("HD213", f"{key}: {text}"))
         except ValueError as error:
             for rank in range(len(asks)):
-                problems.setdefault(rank, f"{key}: {error}")
+                problems.setdefault(rank, coded("HD212", f"{key}: {error}"))
     for rank, ask in enumerate(asks):
         if ask.out is not None and rank not in problems:
             unfit = _unfit(datasets, ask.out, wants, rank)
@@ -112,7 +112,9 @@ def _along_dim(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequenc
     if dim is None or not shape:
         return Copies(shape, size)
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"dim is {dim}, expected {-len(shape)} to {len(shape) - 1} for {len(shape)} dims")
+        raise refusal(
+            ValueError, "HD204", f"dim is {dim}, expected {-len(shape)} to {len(shape) - 1} for {len(shape)} dims"
+        )
     dim %= len(shape)
     return Shards(shape, dim, _displs(same["counts"], shape[dim], size))
 
@@ -132,12 +134,14 @@ def _unfit(
 ) -> str | None:
     """Explain why `out` does not fit what a rank gets; None if it does."""
     if len(wants) != 1:
-        return f"out is given for one tensor, but {len(wants)} are read: {listed(wants)}"
+        return coded("HD208", f"out is given for one tensor, but {len(wants)} are read: {listed(wants)}")
     ((key, boxes),) = wants.items()
     dtype, shape = out
     if dtype != datasets[key].dtype:
-        return f"out has dtype {dtype}, expected {datasets[key].dtype}, that of {key!r} in the file"
-    return None if shape == boxes[rank].shape else f"out has shape {shape}, expected {boxes[rank].shape}"
+        return coded("HD208", f"out has dtype {dtype}, expected {datasets[key].dtype}, that of {key!r} in the file")
+    if shape == boxes[rank].shape:
+        return None
+    return coded("HD208", f"out has shape {shape}, expected {boxes[rank].shape}")
 
 
 def reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:

@@ -15,7 +15,7 @@ import torch
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, refusal
 from hpcdist.files import h5
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import Ints, Raw, forget, memory, read_at
@@ -94,7 +94,7 @@ class Written:
                 where.read(partial(read_at, fd), part, got, window)
                 digest.update(memory(got))
             if digest.intdigest() != expected:
-                raise FileError(f"{self._name}: what was written at {box.offset} is not in the file")
+                raise FileError("HD404", f"{self._name}: what was written at {box.offset} is not in the file")
 
 
 def starts_of(box: Box, shape: Sequence[int]) -> tuple[Ints, int]:
@@ -131,7 +131,7 @@ def check_complete(saving: Saving, tensors: Sequence[Written]) -> None:
             if end != start:
                 what = "were not written" if end < start else "were written twice"
                 first, last = sorted((end, start))
-                saving.fail(ValueError(f"{dataset.name}: elements {first}:{last} {what}"))
+                saving.fail(refusal(ValueError, "HD422", f"{dataset.name}: elements {first}:{last} {what}"))
                 break
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.errors import RankError
+from hpcdist.errors import RankError, coded, refusal
 from hpcdist.tensors.tree import TENSORS, Node, Tree, node_of, rebuild
 
 __all__ = ["check_same", "cut", "merge"]
@@ -51,7 +51,7 @@ def merge(
         RankError: if the structures do not match; the same on all ranks.
     """
     kinds = [_kind(spec) for spec in specs]
-    check_same(verb, path, "is", [_NAMES[kind] for kind in kinds])
+    check_same("HD306", verb, path, "is", [_NAMES[kind] for kind in kinds])
 
     def one(rank: int, spec: Any) -> Any:
         return rebuild(spec, lambda kind, i: leaf(rank, kind, i))
@@ -64,10 +64,10 @@ def merge(
     first = nodes[0]
     if first.kind == "l":
         return [one(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
-    check_same(verb, path, "is of class", [node.cls for node in nodes])
+    check_same("HD306", verb, path, "is of class", [node.cls for node in nodes])
     if first.cls == _PACKED:
-        raise RankError(verb, dict.fromkeys(range(len(specs)), f"{path} {_NOT_MERGED}"))
-    check_same(verb, path, "has", [_part_names(node) for node in nodes])
+        raise RankError(verb, dict.fromkeys(range(len(specs)), coded("HD214", f"{path} {_NOT_MERGED}")))
+    check_same("HD306", verb, path, "has", [_part_names(node) for node in nodes])
     numbers = [{repr(name): i for i, name in enumerate(node.names)} for node in nodes]  # dicts may differ in order
     merged = []
     for i, name in enumerate(first.names):
@@ -90,12 +90,12 @@ def _kind(spec: Any) -> str:
     return "s" if kind in ("g", "b", "a", "p", "z", "i") else str(kind)
 
 
-def check_same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
+def check_same(code: str, verb: str, path: str, is_: str, values: Sequence[str]) -> None:
     """Raise a RankError if the ranks' values differ."""
     odd = {r: f"{path} {is_} {value}, where rank 0 has {values[0]}" for r, value in enumerate(values)}
     odd = {rank: text for rank, text in odd.items() if values[rank] != values[0]}
     if odd:
-        raise RankError(verb, odd)
+        raise RankError(verb, {rank: coded(code, text) for rank, text in odd.items()})
 
 
 def cut(tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int) -> list[Tree]:
@@ -127,7 +127,7 @@ class _Cutter:
         try:
             counts = layout.counts_of(self.counts, extent, self.parts)
         except ValueError as wrong:
-            raise ValueError(f"{path}: {wrong}") from None
+            raise refusal(ValueError, "HD212", f"{path}: {wrong}") from None
         return layout.displs(counts)[self.rank], counts[self.rank]
 
     def _cut(self, spec: Any, path: str) -> Any:
@@ -135,12 +135,12 @@ class _Cutter:
         if kind in ("x", "n"):
             x = self.whole.tensors[spec[1]]
             if not -x.dim() <= self.dim < x.dim():
-                raise ValueError(f"{path} has no dim {self.dim}: it has {x.dim()} dims")
+                raise refusal(ValueError, "HD204", f"{path} has no dim {self.dim}: it has {x.dim()} dims")
             return self._add(kind, x.narrow(self.dim, *self._range(x.shape[self.dim], path)))
         if kind == "s":
             return self._copy(spec)
         if kind == "N" and spec[1] == _PACKED:
-            raise ValueError(f"{path} {_NOT_MERGED}")
+            raise refusal(ValueError, "HD214", f"{path} {_NOT_MERGED}")
         if kind == "l":
             start, length = self._range(len(spec) - 1, path)
             return ["l", *map(self._copy, spec[1 + start : 1 + start + length])]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from hpcdist import limits, memory
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, refusal
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
@@ -135,7 +135,9 @@ class Header(Contents):
             self.more: dict[str, Any] = content["more"]
             metas = _metas(*content["tensors"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise HpcdistError(f"the header of a message is damaged: {type(error).__name__}: {error}") from error
+            raise HpcdistError(
+                "HD901", f"the header of a message is damaged: {type(error).__name__}: {error}"
+            ) from error
         super().__init__(metas)
 
     @staticmethod
@@ -159,7 +161,9 @@ def check_memory(nbytes: int) -> None:
         HpcdistError: if it has not.
     """
     if nbytes > INLINE and nbytes > (most := memory.capacity()[0]):
-        raise HpcdistError(f"{nbytes} bytes of tensors are announced, more than the memory of this host ({most})")
+        raise HpcdistError(
+            "HD310", f"{nbytes} bytes of tensors are announced, more than the memory of this host ({most})"
+        )
 
 
 def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[Meta]:
@@ -171,11 +175,11 @@ def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[
     extents = list(chain.from_iterable(shapes))
     kinds = set(map(type, codes)), set(map(type, cuda)), set(map(type, extents))
     if not (kinds[0] <= {int} and kinds[1] <= {bool} and kinds[2] <= {int}):
-        raise TypeError("the description of a tensor contains something other than numbers")
+        raise refusal(TypeError, "HD901", "the description of a tensor contains something other than numbers")
     if min(extents, default=0) < 0 or max(extents, default=0) >= 2**63:
-        raise ValueError("a tensor has an impossible extent")
+        raise refusal(ValueError, "HD901", "a tensor has an impossible extent")
     if max(map(len, shapes), default=0) > limits.MAX_DIMS:
-        raise ValueError(f"a tensor has more than {limits.MAX_DIMS} dims")
+        raise refusal(ValueError, "HD901", f"a tensor has more than {limits.MAX_DIMS} dims")
     dtypes = [_CODES[code] for code in codes]
     return list(map(Meta._make, zip(dtypes, cuda, map(tuple, shapes), strict=True)))
 
@@ -228,11 +232,13 @@ def parse(first: Tensor) -> tuple[Header, Tensor | None]:
     """
     length = int.from_bytes(first[:8].numpy().tobytes(), "little")
     if length > first.numel() - 8:
-        raise HpcdistError(f"a message is damaged: {length} bytes of header in {first.numel()}")
+        raise HpcdistError("HD901", f"a message is damaged: {length} bytes of header in {first.numel()}")
     header = _header(SMALL, first[8 : 8 + length].numpy().tobytes())
     packed = first[_small_start(length) :]
     if header.packed <= INLINE and packed.numel() != header.packed:
-        raise HpcdistError(f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced")
+        raise HpcdistError(
+            "HD901", f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced"
+        )
     return header, packed if header.packed <= INLINE else None
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C import _functorch
 
 from hpcdist import memory
+from hpcdist.errors import refusal
 from hpcdist.tensors import pages
 from hpcdist.tensors.reusable import Block, problem
 
@@ -240,7 +241,7 @@ def limit_of(text: str | None, share: int) -> int:
         return share // _SHARE
     nbytes = memory.parse(text)
     if nbytes is None:
-        raise ValueError(f"HPCDIST_CACHE is {text!r}, expected bytes such as 512M or 2G, or 0 for no pool")
+        raise refusal(ValueError, "HD114", f"HPCDIST_CACHE is {text!r}, expected bytes such as 512M or 2G, or 0")
     return nbytes
 
 

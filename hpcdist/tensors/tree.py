@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.errors import HpcdistError, reason
+from hpcdist.errors import HpcdistError, coded, reason, refusal
 from hpcdist.tensors import storage
 
 __all__ = ["TENSORS", "Leaf", "Node", "Tree", "classes_in", "decode", "find_class", "flatten", "node_of", "rebuild"]
@@ -105,7 +105,7 @@ def node_of(spec: Any) -> Node | None:
 
 
 def _no_tensor(kind: str, number: int) -> Any:
-    raise ValueError("a key of a dict holds a tensor")
+    raise refusal(ValueError, "HD901", "a key of a dict holds a tensor")
 
 
 class Tree(NamedTuple):
@@ -126,9 +126,10 @@ def flatten(value: Any, allow_pickle: bool = False, name: str = "x") -> Tree:
     try:
         return Tree(_flatten(value, tensors, allow_pickle, 0), tensors)
     except _UnsupportedError as error:
-        raise TypeError(f"{name}{''.join(reversed(error.path))} {error}") from None
+        raise refusal(TypeError, "HD214", f"{name}{''.join(reversed(error.path))} {error}") from None
     except RecursionError:
-        raise ValueError(f"{name}: nested more than {MAX_DEPTH} levels deep, or it contains itself") from None
+        text = f"{name}: nested more than {MAX_DEPTH} levels deep, or it contains itself"
+        raise refusal(ValueError, "HD214", text) from None
 
 
 class _UnsupportedError(Exception):
@@ -143,7 +144,7 @@ def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) 
     if isinstance(value, Tensor):
         problem = storage.problem(value)
         if problem is not None:
-            raise _UnsupportedError(problem)
+            raise _UnsupportedError(coded("HD202", problem))
         return _tensor("x", storage.resolved(value), tensors)
     kind = type(value)
     if value is None or kind in (bool, str, float):
@@ -262,7 +263,7 @@ def find_class(name: str) -> type:
         found = vars(found).get(part) if isinstance(found, (type, ModuleType)) else None
     is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
     if not (is_tuple or (isinstance(found, type) and dataclasses.is_dataclass(found))):
-        raise TypeError(f"{name} is not a dataclass or named tuple that this rank has imported")
+        raise refusal(TypeError, "HD306", f"{name} is not a dataclass or named tuple that this rank has imported")
     return found  # type: ignore[no-any-return]
 
 
@@ -294,14 +295,15 @@ def rebuild(spec: Any, leaf: Leaf) -> Any:
         return int(spec[1], 16)
     node = node_of(spec)
     if node is None:
-        raise ValueError(f"a description of a structure has the unknown kind {kind!r:.40}")
+        raise refusal(ValueError, "HD901", f"a description of a structure has the unknown kind {kind!r:.40}")
     return node.build([rebuild(part, leaf) for part in node.parts])
 
 
 def _named_tuple(name: str, values: Sequence[Any]) -> Any:
     kind: Any = find_class(name)
     if len(values) != len(kind._fields):
-        raise TypeError(f"{name} has {len(kind._fields)} fields here, but {len(values)} on the sender")
+        text = f"{name} has {len(kind._fields)} fields here, but {len(values)} on the sender"
+        raise refusal(TypeError, "HD306", text)
     return tuple.__new__(kind, values)
 
 
@@ -310,7 +312,8 @@ def _dataclass(name: str, fields: Sequence[tuple[str, Any]]) -> Any:
     kind = find_class(name)
     known = {field.name for field in dataclasses.fields(kind)}
     if {field for field, _ in fields} != known:
-        raise TypeError(f"{name} has the fields {sorted(known)} here, but {sorted(f for f, _ in fields)} on the sender")
+        text = f"{name} has the fields {sorted(known)} here, but {sorted(f for f, _ in fields)} on the sender"
+        raise refusal(TypeError, "HD306", text)
     made: Any = object.__new__(kind)
     for field, value in fields:
         object.__setattr__(made, field, value)
@@ -336,8 +339,10 @@ def decode(kind: str, x: Tensor, allow_pickle: bool) -> Any:
     if kind == "a":
         return bytearray(array)
     if not allow_pickle:
-        raise TypeError("received a pickle, which is not loaded unless allow_pickle=True is passed here too")
+        text = "received a pickle, which is not loaded unless allow_pickle=True is passed here too"
+        raise refusal(TypeError, "HD218", text)
     try:
         return pickle.loads(array.tobytes())
     except Exception as error:
-        raise HpcdistError(f"a received pickle cannot be loaded: {type(error).__name__}: {reason(error)}") from error
+        text = f"a received pickle cannot be loaded: {type(error).__name__}: {reason(error)}"
+        raise HpcdistError("HD218", text) from error

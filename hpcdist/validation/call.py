@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpcdist.errors import coded
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.tree import Tree
 
@@ -18,8 +19,10 @@ __all__ = [
     *("except_dim", "show_shape"),
 ]
 
-SELF_OVERLAP = "out overlaps itself: several of its elements share memory, as in an expanded tensor"
-LOSES_GRADIENT = "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"
+SELF_OVERLAP = coded("HD209", "out overlaps itself: several of its elements share memory, as in an expanded tensor")
+LOSES_GRADIENT = coded(
+    "HD210", "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"
+)
 
 
 class Args(Protocol):

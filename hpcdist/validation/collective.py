@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from hpcdist import activity
 from hpcdist.comm.team import HEADER, HeaderBuffers, Team
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, RankError
+from hpcdist.errors import HpcdistError, RankError, coded
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 
@@ -31,6 +31,10 @@ _HEADER = struct.Struct("<24sqqBBB3xhq8x")
 assert _HEADER.size == HEADER
 _NONE = bytes(8)
 _MAX_SLEEP = 1e-3  # seconds
+_EARLIER = "the number of earlier calls {} async_op, which must agree,"
+_CODES = {"dtype": "HD303", "number of dims": "HD303", "shape": "HD303", "x": "HD306"} | dict.fromkeys(
+    (_EARLIER.format("with"), _EARLIER.format("without")), "HD305"
+)  # of what may differ; HD304 of other arguments
 
 
 class Agreed(NamedTuple):
@@ -126,7 +130,9 @@ def check_out(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
         return
     outs = {rank: extent for rank, extent in enumerate(agreed.out_extents) if extent >= 0}
     wrong = {
-        r: f"out has extent {got} along dim, expected {expected[r]}" for r, got in outs.items() if got != expected[r]
+        r: coded("HD208", f"out has extent {got} along dim, expected {expected[r]}")
+        for r, got in outs.items()
+        if got != expected[r]
     }
     objects.raise_problems(verb, wrong)
     objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if agreed.grad else {})
@@ -196,7 +202,8 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
         team.calls[False] = max(fact["calls"] for fact in facts)
     verbs = [fact["verb"] for fact in facts]
     if len(set(verbs)) > 1:
-        return verbs[0], _deviations("verb", [_verb_text(verb) for verb in verbs])
+        wrong = _deviations("verb", [_verb_text(verb) for verb in verbs])
+        return verbs[0], {rank: coded("HD302" if LEAVE in verbs else "HD301", text) for rank, text in wrong.items()}
     problems: dict[int, list[str]] = {}
     for rank, fact in enumerate(facts):
         if fact["problem"]:
@@ -205,11 +212,11 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     for name in options:
         values = [None if fact["problem"] else fact.get(name) for fact in facts]
         for rank, text in _deviations(name, values, _of_root(name, call, facts, values)).items():
-            problems.setdefault(rank, []).append(text)
+            problems.setdefault(rank, []).append(coded(_CODES.get(name, "HD304"), text))
         if name == "number of dims" and len({v for v in values if v is not None}) > 1:
             break  # the shapes would only repeat the difference
     if not problems:
-        raise HpcdistError(f"the ranks' headers differ, but not their calls: {facts}")
+        raise HpcdistError("HD901", f"the ranks' headers differ, but not their calls: {facts}")
     return verbs[0], {rank: "; ".join(texts) for rank, texts in problems.items()}
 
 
@@ -232,7 +239,7 @@ def _facts(team: Team, call: Call) -> dict[str, Any]:
         "shape": show_shape(shape) if shape else None,
         "counts": None if call.counts is None else str(call.counts),
         **{name: str(value) for name, value in call.options},
-        f"the number of earlier calls {kind} async_op, which must agree,": team.calls[team.foreground is team],
+        _EARLIER.format(kind): team.calls[team.foreground is team],
     }
 
 

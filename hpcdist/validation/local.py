@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.settings import ROUTES
 from hpcdist.comm.team import Team
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, coded, described, labelled
 from hpcdist.tensors import storage
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.eager import recorded
@@ -48,19 +48,22 @@ __all__ = [
 
 
 class WrongError(Exception):
-    """A wrong argument; the text becomes the call's problem."""
+    """A wrong argument; the text becomes the call's problem. Made of a code and a message, as an HpcdistError."""
+
+    def __init__(self, *args: str) -> None:
+        super().__init__(*labelled(args))
 
 
 def runs() -> None:
     """Raise an WrongError if a tracer would record the call instead of running it."""
     reason = recorded()
     if reason is not None:
-        raise WrongError(reason)
+        raise WrongError("HD219", reason)
 
 
 def problem_of(error: Exception) -> str:
     """Return the text of an error for the other ranks."""
-    return str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
+    return coded("HD309", str(error)) if isinstance(error, WrongError) else described(error, "HD309")
 
 
 def shard_call(op: ShardArgs, team: Team) -> Call:
@@ -78,7 +81,7 @@ def shard_call(op: ShardArgs, team: Team) -> Call:
         call.route = _route(op.route)
         if op.out is not None:
             if call.root not in (-1, team.rank):
-                raise WrongError(f"out is given, but only the root (rank {op.root}) receives a result")
+                raise WrongError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
             _check_out(call, op.out)
         if may_be_inline(call) and call.x.nbytes <= team.inline:
             call.inline = (storage.row_major(call.x),)
@@ -104,7 +107,7 @@ def structure_call(op: StructureArgs, team: Team) -> Call:
             call.root = _root(op.root, team.size)
         call.route = _route(op.route)
         if op.out is not None:
-            raise WrongError(f"out is given, but x is not a tensor: {_show(op.x)}")
+            raise WrongError("HD211", f"out is given, but x is not a tensor: {_show(op.x)}")
         call.tree, contents = _tree(op.x, op.allow_pickle)
         call.header = encode(call.tree.spec, contents)
         call.extent = len(call.header)
@@ -145,13 +148,13 @@ def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
         call.options = (("allow_pickle", bool(op.allow_pickle)),)
         if rank == call.root and not isinstance(op.x, Tensor) and op.x is not None:
             if op.out is not None:
-                raise WrongError(f"out is given, but x is not a tensor: {_show(op.x)}")
+                raise WrongError("HD211", f"out is given, but x is not a tensor: {_show(op.x)}")
             call.kind = MemoryKind.CUDA if has_cuda else MemoryKind.CPU
             call.trees = _cut(_tree(op.x, op.allow_pickle)[0], call, size)
             call.counts = "block" if call.counts is None else call.counts
         elif rank == call.root:
             if isinstance(op.x, Tensor) and op.x.dim() == 0:
-                raise WrongError("x has no dimension to split along: it is 0-d")
+                raise WrongError("HD204", "x has no dimension to split along: it is 0-d")
             call.x, call.dim = tensor(op.x, op.dim, "x")
             call.grad = _needs_grad(op.x, op.out)
             _describe(call, call.x, call.x.dim())
@@ -162,8 +165,9 @@ def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
         else:
             if op.x is not None:
                 raise WrongError(
+                    "HD211",
                     f"x is given, but split sends from the root (rank {call.root}): pass None "
-                    "here, or root=None everywhere if all ranks hold the whole"
+                    "here, or root=None everywhere if all ranks hold the whole",
                 )
             if op.out is not None:
                 call.out, call.dim = tensor(op.out, op.dim, "out")
@@ -181,7 +185,9 @@ def layout_call(op: LayoutArgs) -> Call:
         runs()
         for name, value in (("src", op.src), ("dst", op.dst)):
             if not isinstance(value, (layout.Split, layout.Block, layout.Replicate, layout.Boxes)):
-                raise WrongError(f"{name} must be a layout (Split, Block, Replicate, Boxes), got {_show(value)}")
+                raise WrongError(
+                    "HD213", f"{name} must be a layout (Split, Block, Replicate, Boxes), got {_show(value)}"
+                )
         call.x = _part(op.x, "x")
         call.options = (("src", op.src), ("dst", op.dst))
         call.grad = _needs_grad(op.x, op.out)
@@ -190,7 +196,7 @@ def layout_call(op: LayoutArgs) -> Call:
         call.route = _route(op.route)
         if op.out is not None:
             if not isinstance(op.out, Tensor) or op.out.dim() != op.x.dim():
-                raise WrongError(f"out must be a tensor of {op.x.dim()} dims, got {_show(op.out)}")
+                raise WrongError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {_show(op.out)}")
             call.out = _part(op.out, "out")
             _check_like(call.out, call.x)
     except Exception as error:  # as above
@@ -211,7 +217,9 @@ def _needs_grad(x: Tensor, out: Any) -> bool:
     if out is not None:
         raise WrongError(LOSES_GRADIENT)
     if x.dtype in storage.BARE:
-        raise WrongError(f"x requires a gradient, but torch cannot add up dtype {x.dtype}: use torch.no_grad()")
+        raise WrongError(
+            "HD210", f"x requires a gradient, but torch cannot add up dtype {x.dtype}: use torch.no_grad()"
+        )
     return True
 
 
@@ -227,7 +235,7 @@ def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
     found = ready(x, name)
     where, ndim = _int(dim, "dim"), x.dim() or 1
     if not -ndim <= where < ndim:
-        raise WrongError(f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+        raise WrongError("HD204", f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
     return (found if found.dim() else found.view(1)), where % ndim
 
 
@@ -235,10 +243,10 @@ def ready(x: Any, name: str) -> Tensor:
     """Return `x` ready to be sent, or to be written if its name is "out"; raise an WrongError if it cannot be."""
     if not isinstance(x, Tensor):
         hint = " (torch.from_numpy converts an array)" if type(x).__module__ == "numpy" else ""
-        raise WrongError(f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
+        raise WrongError("HD201", f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
     problem = storage.problem(x)
     if problem is not None:
-        raise WrongError(f"{name} {problem}")
+        raise WrongError("HD202", f"{name} {problem}")
     return _writable(x) if name == "out" else storage.resolved(x)
 
 
@@ -247,30 +255,32 @@ def _check_out(call: Call, out: Any) -> None:
     assert call.tensor is not None and call.x is not None
     wanted = call.tensor[2]
     if isinstance(out, Tensor) and (out.dim() or 1) != len(wanted):
-        raise WrongError(f"out has shape {tuple(out.shape)}, expected {show_shape(wanted)}")
+        raise WrongError("HD208", f"out has shape {tuple(out.shape)}, expected {show_shape(wanted)}")
     call.out, dim = tensor(out, call.dim, "out")
     shape = call.out.shape
     if except_dim(shape, dim) != wanted:
-        raise WrongError(f"out has shape {tuple(shape)}, expected {show_shape(wanted)}")
+        raise WrongError("HD208", f"out has shape {tuple(shape)}, expected {show_shape(wanted)}")
     _check_like(call.out, call.x)
     call.out_extent = shape[dim]
 
 
 def _check_like(out: Tensor, x: Tensor) -> None:
     if out.dtype != x.dtype:
-        raise WrongError(f"out has dtype {out.dtype}, expected {x.dtype}, that of x")
+        raise WrongError("HD208", f"out has dtype {out.dtype}, expected {x.dtype}, that of x")
     if out.device != x.device:
-        raise WrongError(f"out is on {out.device}, expected {x.device}, that of x")
+        raise WrongError("HD208", f"out is on {out.device}, expected {x.device}, that of x")
 
 
 def _writable(out: Tensor) -> Tensor:
     """Return `out` detached; raise an WrongError if it cannot be written."""
     if out.is_conj() or out.is_neg():
-        raise WrongError("out is a lazily conjugated or negated view: pass the tensor itself")
+        raise WrongError("HD209", "out is a lazily conjugated or negated view: pass the tensor itself")
     if out.requires_grad and torch.is_grad_enabled():
-        raise WrongError("out requires a gradient, which would be lost: pass out.detach(), or use torch.no_grad()")
+        raise WrongError(
+            "HD210", "out requires a gradient, which would be lost: pass out.detach(), or use torch.no_grad()"
+        )
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise WrongError("out was created in torch.inference_mode() and can be written only there")
+        raise WrongError("HD209", "out was created in torch.inference_mode() and can be written only there")
     if overlaps_itself(out):
         raise WrongError(SELF_OVERLAP)
     return out.detach() if out.requires_grad else out
@@ -291,15 +301,15 @@ def overlaps_itself(x: Tensor) -> bool:
 def _root(root: Any, size: int) -> int:
     value = _int(root, "root")
     if not 0 <= value < size:
-        raise WrongError(f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
+        raise WrongError("HD206", f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
     return value
 
 
 def _route(route: Any) -> str:
     if not isinstance(route, str) or route not in ROUTES:
-        raise WrongError(f"route is {_repr(route)}, expected one of {', '.join(ROUTES)}")
+        raise WrongError("HD207", f"route is {_repr(route)}, expected one of {', '.join(ROUTES)}")
     if route in ("gloo", "nccl") and not dist.is_initialized():
-        raise WrongError(f"route {route} needs torch.distributed, but destroy_process_group() was called here")
+        raise WrongError("HD207", f"route {route} needs torch.distributed, but destroy_process_group() was called here")
     return route
 
 
@@ -309,7 +319,7 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
     try:
         return tuple(int(index(c)) for c in counts)
     except TypeError:
-        raise WrongError(f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
+        raise WrongError("HD212", f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
 
 
 def _check_counts(call: Call, size: int) -> None:
@@ -325,7 +335,7 @@ def _int(value: Any, name: str) -> int:
     with suppress(TypeError):
         if not isinstance(value, (bool, Tensor)):
             return int(index(value))
-    raise WrongError(f"{name} must be an int, got {_show(value)}")
+    raise WrongError("HD205", f"{name} must be an int, got {_show(value)}")
 
 
 def _show(value: Any) -> str:

@@ -9,7 +9,7 @@ from math import inf
 from numbers import Real
 
 from hpcdist import callsite
-from hpcdist.errors import HangError
+from hpcdist.errors import HangError, refusal
 from hpcdist.process import abort, exits
 
 __all__ = ["DEFAULT", "FirstMeeting", "deadline", "patience"]
@@ -37,10 +37,12 @@ def deadline(timeout: object, env_timeout: str | None) -> float:
         try:
             timeout = float(env_timeout)
         except ValueError:
-            raise ValueError(f"{name} is {env_timeout!r}, expected seconds") from None
+            raise refusal(ValueError, "HD114", f"{name} is {env_timeout!r}, expected seconds") from None
     seconds = _seconds(name, timeout)
     if not seconds >= _LEAST:  # nor for nan
-        raise ValueError(f"{name} is {seconds:g}, expected seconds, {_LEAST:g} at least (inf for no limit)")
+        raise refusal(
+            ValueError, "HD114", f"{name} is {seconds:g}, expected seconds, {_LEAST:g} at least (inf for no limit)"
+        )
     return min(seconds, _EVER)
 
 
@@ -54,7 +56,7 @@ def patience(timeout: object) -> float | None:
         return None
     seconds = _seconds("timeout", timeout)
     if not seconds >= 0:  # nor for nan
-        raise ValueError(f"timeout is {seconds:g}, expected seconds, 0 at least (inf for no limit)")
+        raise refusal(ValueError, "HD114", f"timeout is {seconds:g}, expected seconds, 0 at least (inf for no limit)")
     return seconds if seconds < _EVER else None
 
 
@@ -62,7 +64,7 @@ def _seconds(name: str, timeout: object) -> float:
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
     if not isinstance(timeout, Real) or isinstance(timeout, bool):
-        raise TypeError(f"{name} must be a timedelta or seconds, got {type(timeout).__name__}")
+        raise refusal(TypeError, "HD114", f"{name} must be a timedelta or seconds, got {type(timeout).__name__}")
     try:
         return float(timeout)
     except OverflowError:  # an integer
@@ -90,7 +92,7 @@ class FirstMeeting:
         self._alone = size == 1
 
     def _late(self) -> None:
-        exits.show(HangError(self._text), self._frame)
+        exits.show(HangError("HD117", self._text), self._frame)
         abort.job(1)
 
     def __enter__(self) -> None:

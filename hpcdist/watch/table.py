@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
+from hpcdist.errors import coded
 
 __all__ = ["GONE", "ISSUED", "WAITS", "Report", "chain", "made_progress", "missing", "of_json", "table", "verdict"]
 
@@ -151,12 +152,11 @@ def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -
     lines = [f"{reports[rank].who} {_why(reports[rank])}" for rank in absent if rank in reports]
     lines += [odd for rank in absent if rank in reports and (odd := _odd_kind(reports[rank], call))]
     if not absent and call.number == -1 - ANYBODY:
-        lines = ["no rank has sent what this call receives"]
+        lines = [coded("HD606", "no rank has sent what this call receives")]
     elif not absent:
         lines = _odd_calls(call, reports)
-        lines = lines or [
-            "all its ranks have come to this call: it is the transfer that hangs (network, or file system)"
-        ]
+        text = "all its ranks have come to this call: it is the transfer that hangs (network, or file system)"
+        lines = lines or [coded("HD602", text)]
         lines += [f"{report.who} is {report.doing}" for report in reports.values() if report.doing.startswith(IO)]
     for rank in [rank for rank in absent if rank in reports and reports[rank].stack][:_STACKS]:
         lines += [f"rank {rank} is here:", *reports[rank].stack]
@@ -167,7 +167,7 @@ def _odd_calls(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     """Describe the ranks that are in another collective than `call`, by the same number of the same group."""
     verb = call.text.split("(")[0]
     return [
-        f"rank {rank} is in {other.text}, not in {call.text}: all ranks of a group must call the same"
+        coded("HD603", f"rank {rank} is in {other.text}, not in {call.text}: all ranks of a group must call the same")
         for rank, report in reports.items()
         for thread in report.threads
         if (other := thread.call) is not None
@@ -186,7 +186,8 @@ def _odd_kind(report: Report, call: Entry) -> str:
     if other is None:
         return ""
     kinds = ("with", "without") if call.team & 1 else ("without", "with")
-    return f"async_op must agree: {call.text} is {kinds[0]} it, and rank {report.rank} is in {other.text} {kinds[1]} it"
+    here, there = f"{call.text} is {kinds[0]} it", f"rank {report.rank} is in {other.text} {kinds[1]} it"
+    return coded("HD305", f"async_op must agree: {here}, and {there}")
 
 
 def _why(report: Report) -> str:
@@ -195,9 +196,11 @@ def _why(report: Report) -> str:
     lasts = [t.last.text for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]
     was = f"in {calls[0]}" if calls else f"after {lasts[-1]}" if lasts else "before any call"
     if report.doing == "dead":
-        return f"is dead: its process has ended without finalize(), by a signal or os._exit; it was {was}"
+        text = f"is dead: its process has ended without finalize(), by a signal or os._exit; it was {was}"
+        return coded("HD604", text)
     if report.doing == "stopped":
-        return f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); it was {was}"
+        text = f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); it was {was}"
+        return coded("HD605", text)
     if report.doing == WAITS:
-        return f"has not come: it is {was}"
-    return f"has not come: it is {report.doing}; it was {was}"
+        return coded("HD601", f"has not come: it is {was}")
+    return coded("HD601", f"has not come: it is {report.doing}; it was {was}")

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from hpcdist import activity, callsite
 from hpcdist.activity import FINALIZED, Entry, ThreadRecord
-from hpcdist.errors import HangError
+from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort, exits
 from hpcdist.tensors import pool
 from hpcdist.watch import procfs
@@ -220,7 +220,7 @@ class Watch:
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:
-                _show(record, f"{call.text} has waited, see what rank {other} says")
+                _show(record, coded("HD601", f"{call.text} has waited, see what rank {other} says"))
         self._until(time.monotonic() + _PATIENCE)
         abort.job(1)  # that rank has not
 
@@ -233,7 +233,7 @@ class Watch:
         dead = {} if self._query.job_ends() or self._stopping else self._query.dead_ranks()
         if not dead:
             return
-        abort.print_error("hpcdist: " + verdict(_NOTHING, list(dead), dead))
+        abort.print_error(with_hint("hpcdist: " + verdict(_NOTHING, list(dead), dead)))
         reports = self._ask_in_turn(ALARM, _HASTE)
         if reports is not None:
             abort.print_error(table(reports.values(), time.time()))
@@ -282,4 +282,4 @@ def _show(record: ThreadRecord, text: str) -> None:
 
 
 def _print_table(text: str) -> None:
-    abort.print_error("hpcdist: what the ranks are at\n" + text)
+    abort.print_error(with_hint("hpcdist: what the ranks are at\n" + text))

@@ -237,8 +237,8 @@ def test_where_no_tensor_is_expected(world: hd.World) -> None:
 
 
 _WITHOUT = (
-    "x is given, but in this plan this rank sends no tensor: pass None",
-    "out is given, but in this plan this rank receives no result",
+    "x is given, but in this plan this rank sends no tensor: pass None [HD211]",
+    "out is given, but in this plan this rank receives no result [HD211]",
 )
 
 

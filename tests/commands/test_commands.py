@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -207,6 +208,8 @@ def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path) -> None:
         assert (job.status, job.out) == (2, ""), f"{mistake}: {job}"
         assert job.err.startswith("hpcdist.gather: error: ") and job.err.count("\n") == 1, f"{mistake}: {job}"
         assert message in job.err, f"{mistake}: {job}"
+        code = re.search(r" \[(HD\d{3})\] \(see python -m hpcdist\.explain (HD\d{3})\)\n", job.err)
+        assert code[1] == code[2] if code else job.err.endswith(" (see --help)\n"), f"{mistake}: {job}"
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -33,7 +33,7 @@ def test_a_command_goes_on_when_nobody_reads_it(command: str, tmp_path: Path) ->
     job = run(["bash", "-c", "\n".join(["exec 3>&1", *script])])
     full = "> /dev/full" in LOST[command]
     assert job.out.split() == ["0"] * (len(script) - full) + ["1"] * full, job.err
-    assert job.err == f"hpcdist.{command}: error: standard output: No space left on device\n" * full
+    assert job.err == f"hpcdist.{command}: error: standard output: No space left on device [HD410]\n" * full
 
 
 JOB = """

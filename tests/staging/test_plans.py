@@ -204,7 +204,7 @@ def test_boxes_that_are_in_no_tensor() -> None:
     one = stored((3, 2), None)
     _, problems = wants.find_wants({"x": one}, [wants.Arguments({}, box) for box in given])
     assert list(problems) == [1, 2, 3, 4]
-    assert problems[2] == "x: box is (offset (0, 1), shape (3, 2)), which is not in shape (3, 2)"
+    assert problems[2] == "x: box is (offset (0, 1), shape (3, 2)), which is not in shape (3, 2) [HD213]"
     _, problems = wants.find_wants(
         {"x": stored((), None)}, [wants.Arguments({}, Box((), ())), wants.Arguments({}, Box((0,), (1,)))]
     )
@@ -220,12 +220,12 @@ def test_memory_that_does_not_fit() -> None:
     ]
     _, problems = wants.find_wants({"x": stored((3, 2), None)}, asks)
     assert problems == {
-        1: "out has shape (2, 2), expected (1, 2)",
-        2: "out has dtype torch.int64, expected torch.int32, that of 'x' in the file",
+        1: "out has shape (2, 2), expected (1, 2) [HD208]",
+        2: "out has dtype torch.int64, expected torch.int32, that of 'x' in the file [HD208]",
     }
     asks = [
         wants.Arguments({"dim": 2, "counts": None}),
         wants.Arguments({"dim": 2, "counts": None}, out=(torch.int8, ())),
     ]
     _, problems = wants.find_wants({"x": stored((3, 2), None)}, asks)
-    assert problems == dict.fromkeys((0, 1), "x: dim is 2, expected -2 to 1 for 2 dims")
+    assert problems == dict.fromkeys((0, 1), "x: dim is 2, expected -2 to 1 for 2 dims [HD204]")

@@ -520,7 +520,7 @@ def test_refuse_an_out_of_another_extent() -> None:
     agree.check_out("gather", _agreed(-1, 5, -1), (5, 5, 5))
     with pytest.raises(hd.RankError) as caught:
         agree.check_out("gather", _agreed(4, 5, -1), (5, 5, 5))
-    assert caught.value.problems == {0: "out has extent 4 along dim, expected 5"}
+    assert caught.value.problems == {0: "out has extent 4 along dim, expected 5 [HD208]"}
     with pytest.raises(hd.RankError, match="a gradient is needed"):
         agree.check_out("gather", _agreed(-1, 5, grad=True), (5, 5))
 

@@ -63,7 +63,8 @@ def test_async_op_that_differs() -> None:
     front, back = CALL._replace(team=TEAM - 1), CALL._replace(team=TEAM, text="concat() at train.py:20")
     lines = verdict(front, [1], {1: report(1, back)}).splitlines()
     assert lines[1:] == [
-        "async_op must agree: concat() at train.py:12 is without it, and rank 1 is in concat() at train.py:20 with it"
+        "async_op must agree: concat() at train.py:12 is without it, and rank 1 is in concat() at train.py:20 with it "
+        "[HD305]"
     ]
     assert "is with it" in verdict(back, [0], {0: report(0, front)})
     assert "async_op" not in verdict(front, [1], {1: report(1, back._replace(team=99))})
@@ -74,15 +75,18 @@ def test_what_is_said_of_them() -> None:
     reports[1].stack = ["  File a.py", "    f()"]
     lines = verdict(CALL, [1, 2], reports).splitlines()
     assert lines == [
-        "rank 1 (node0, pid 1001) has not come: it is in Python, at a.py:3 in f; it was after gather() at train.py:11",
+        "rank 1 (node0, pid 1001) has not come: it is in Python, at a.py:3 in f; it was after gather() at train.py:11 "
+        "[HD601]",
         "rank 2 (node1, pid 1002) is dead: its process has ended without finalize(), by a signal or os._exit; "
-        "it was in concat() at train.py:12",
+        "it was in concat() at train.py:12 [HD604]",
         "rank 1 is here:",
         "  File a.py",
         "    f()",
     ]
     assert "it is the transfer that hangs" in verdict(CALL, [], reports)
-    assert verdict(CALL._replace(number=-1 - ANYBODY), [], reports) == "no rank has sent what this call receives"
+    assert (
+        verdict(CALL._replace(number=-1 - ANYBODY), [], reports) == "no rank has sent what this call receives [HD606]"
+    )
 
 
 def test_the_table() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from hpcdist import layout
+from hpcdist.errors import refusal
 from hpcdist.files.h5 import Dataset, FileMap
 from hpcdist.files.raw import Ints
 from hpcdist.layout import Box
@@ -68,13 +69,13 @@ def check_item(item: WriteItem, window: int) -> None:
         return
     if data.properties.layout is not torch.strided or data.properties.dtype not in DTYPES:
         kind = f"{data.properties.dtype} with layout {data.properties.layout}"
-        raise ValueError(f"{name!r} is of {kind}, which cannot be stored")
+        raise refusal(ValueError, "HD418", f"{name!r} is of {kind}, which cannot be stored")
     itemsize = data.properties.dtype.itemsize
     try:
         check_shape(data.size, itemsize)
         check_pieces(data.size, itemsize, _limit(data, window))
     except WrongError as error:
-        raise ValueError(f"{name!r} {error}") from None
+        raise refusal(ValueError, "HD418", f"{name!r} {error}") from None
 
 
 def pieces_of(data: TensorWriteData, window: int) -> list[Box]:
@@ -110,7 +111,9 @@ def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], li
                 dtype = data.properties.dtype
                 tensor = found[index.fqn] = _Tensor(len(found), tuple(data.size), dtype, _limit(data, window))
             elif tensor.shape != data.size or tensor.dtype != data.properties.dtype:
-                raise ValueError(f"{index.fqn!r} has different shapes or dtypes in the plans of the ranks")
+                raise refusal(
+                    ValueError, "HD423", f"{index.fqn!r} has different shapes or dtypes in the plans of the ranks"
+                )
             chunk = known.get((data.chunk.offsets, data.chunk.sizes))
             if chunk is None:
                 chunk = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
@@ -123,7 +126,11 @@ def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], li
     flatten(dict.fromkeys(found))  # checks the names
     for name, tensor in found.items():
         if not tensor.is_whole():
-            raise ValueError(f"{name!r}: the shards of the ranks are not the tensor of shape {tensor.shape}, once")
+            raise refusal(
+                ValueError,
+                "HD307",
+                f"{name!r}: the shards of the ranks are not the tensor of shape {tensor.shape}, once",
+            )
     return [Dataset(name, x.shape, x.dtype, x.pieces) for name, x in found.items()], numbers
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hpcdist import layout
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, reason, refusal
 from hpcdist.files.regular import open_regular
 from hpcdist.layout import Box
 from hpcdist.staging.catalog import Catalog, Stored, describe
@@ -71,7 +71,7 @@ class HDF5Reader(StorageReader):
     ) -> None:
         super().__init__()
         if window < 1:
-            raise ValueError(f"window is {window}, expected a number of bytes >= 1")
+            raise refusal(ValueError, "HD419", f"window is {window}, expected a number of bytes >= 1")
         self._path = os.fsdecode(path)
         self._verify, self._window, self._allow_pickle = verify, window, allow_pickle
         self._catalog: Catalog | None = None
@@ -137,17 +137,19 @@ class HDF5Reader(StorageReader):
     def _opened(self, catalog: Catalog) -> Iterator[int]:
         with open_regular(self._path) as fd:
             if not catalog.is_in(fd):
-                raise FileError(f"{self._path}: was replaced while it was read")
+                raise FileError("HD407", f"{self._path}: was replaced while it was read")
             try:
                 yield fd
             except OSError as error:
-                raise FileError(f"{self._path}: cannot be read: {reason(error)}") from error
+                raise FileError("HD402", f"{self._path}: cannot be read: {reason(error)}") from error
 
     def _read(self, reader: DatasetReader, item: ReadItem, target: Tensor) -> None:
         """Read a box into a tensor of its shape, on any device and of any dtype."""
         stored, box = reader.stored, Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.shape:
-            raise ValueError(f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned")
+            raise refusal(
+                ValueError, "HD423", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
+            )
         if target.dtype == stored.dtype and (target.is_cpu or target.is_cuda):
             written(target, None)
             reader.read(box, target, self._window)

@@ -51,9 +51,11 @@ class Record:
             content = json.loads(text)
             version, record = content["version"], cls(content["values"], content["planner_data"])
         except (ValueError, KeyError, TypeError) as error:
-            raise FileError(f"{path}: what it holds besides tensors cannot be read: {reason(error)}") from error
+            raise FileError(
+                "HD402", f"{path}: what it holds besides tensors cannot be read: {reason(error)}"
+            ) from error
         if version > _VERSION:
-            raise FileError(f"{path}: written by a newer hpcdist (version {version} of checkpoints)")
+            raise FileError("HD406", f"{path}: written by a newer hpcdist (version {version} of checkpoints)")
         return record
 
 
@@ -104,12 +106,14 @@ def bytes_of(path: str, name: str, item: Item, allow_pickle: bool) -> io.BytesIO
             data = io.BytesIO()
             torch.save(value, data)
     except (ValueError, TypeError, RecursionError) as error:
-        raise FileError(f"{path}: {name}: cannot be read: {reason(error)}") from error
+        raise FileError("HD402", f"{path}: {name}: cannot be read: {reason(error)}") from error
     if kind == "pickle" and not allow_pickle:
         try:
             torch.load(data, weights_only=True)
         except Exception as error:
-            raise FileError(f"{path}: {name} is stored as a pickle of more than plain values: {_ADVICE}") from error
+            raise FileError(
+                "HD511", f"{path}: {name} is stored as a pickle of more than plain values: {_ADVICE}"
+            ) from error
     data.seek(0)
     return data
 

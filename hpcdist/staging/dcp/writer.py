@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, reason, refusal
 from hpcdist.files.commit import sync
 from hpcdist.files.h5 import Dataset, FileMap
 from hpcdist.files.raw import write_at
@@ -71,7 +71,7 @@ class HDF5Writer(StorageWriter):
         super().__init__()
         for name, value in (("window", window), ("align", align)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, expected a number of bytes >= 1")
+                raise refusal(ValueError, "HD419", f"{name} is {value}, expected a number of bytes >= 1")
         self._path = os.fsdecode(path)
         self._options = SaveOptions("posix", window, align, resume=resume, progress=progress)
         self._file: _File | None = None
@@ -97,7 +97,9 @@ class HDF5Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise ValueError("use_collectives=False is for one file a rank; one file needs all to agree")
+            raise refusal(
+                ValueError, "HD423", "use_collectives=False is for one file a rank; one file needs all to agree"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check this rank's tensors, and tell the coordinator on which host they are."""
@@ -108,7 +110,7 @@ class HDF5Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay out the file, on the coordinator, and tell every rank what goes where."""
         if not all(plan.usable for plan in plans):
-            raise ValueError(_CACHED)
+            raise refusal(ValueError, "HD423", _CACHED)
         self._give_up()
         datasets, numbers = plan_file(plans, self._options.window)
         self._file = _File(self._path, datasets, self._options)
@@ -120,7 +122,7 @@ class HDF5Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; values, and what it has done, go to the coordinator."""
         if getattr(planner, "_enable_plan_caching", False):
-            raise ValueError(_CACHED)
+            raise refusal(ValueError, "HD423", _CACHED)
         work: Work = plan.storage_data
         tensors = [item for item in plan.items if item.tensor_data is not None]
         results = [_value(item, planner) for item in plan.items if item.tensor_data is None]
@@ -149,7 +151,7 @@ class HDF5Writer(StorageWriter):
         except FileError:
             raise
         except Exception as error:  # each library has errors of its own
-            raise FileError(f"{self._path}: cannot be written: {reason(error)}") from error
+            raise FileError("HD410", f"{self._path}: cannot be written: {reason(error)}") from error
         finally:
             self._give_up()
         metadata.storage_meta = self.storage_meta()
@@ -216,7 +218,7 @@ class _File:
         """Write what lies in pages of several hosts, the tables and the mark, and give the file its name."""
         rows = [[piece for item in mine for piece in item.pieces] for mine in done]
         if sum(map(len, rows)) != sum(len(dataset.pieces) for dataset in self._datasets):
-            raise FileError(f"{self._path}: the ranks have not written all that was planned")
+            raise FileError("HD423", f"{self._path}: the ranks have not written all that was planned")
         fd = os.open(self.map.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for place, data in (edge for mine in done for item in mine for edge in item.edges):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, refusal
 from hpcdist.files import h5
 from hpcdist.files.h5 import Dataset
 from hpcdist.staging.dcp.planning import Work, pieces_of
@@ -100,10 +100,14 @@ class RankPart(Part):
         try:
             shard: Tensor = local.ready(x, repr(dataset.name))
         except local.WrongError as error:
-            raise ValueError(str(error)) from None
+            raise refusal(ValueError, "HD202", str(error)) from None
         if (tuple(shard.shape), shard.dtype) != (tuple(chunk.sizes), dataset.dtype):
             what = f"{shard.dtype} of shape {tuple(shard.shape)}"
-            raise ValueError(f"{dataset.name!r} is {what}, but was planned as {dataset.dtype} of {tuple(chunk.sizes)}")
+            raise refusal(
+                ValueError,
+                "HD423",
+                f"{dataset.name!r} is {what}, but was planned as {dataset.dtype} of {tuple(chunk.sizes)}",
+            )
         offset = tuple(chunk.offsets)
         parts = [box.relative_to(offset) for box in dataset.pieces]
         for row, piece in zip(self._rows(k), outgoing(shard, parts), strict=True):
@@ -139,7 +143,7 @@ class RankPart(Part):
         self._kept += len(data)
         if self._kept > self._options.window:
             text = "bytes of short runs lie in pages that several hosts write: more than window"
-            raise ValueError(f"{self._kept:,} {text}={self._options.window:,}")
+            raise refusal(ValueError, "HD423", f"{self._kept:,} {text}={self._options.window:,}")
         if data:
             self._edges.append((place, bytes(data)))
 

@@ -1,0 +1,8 @@
+"""The command ``python -m hpcdist.explain``."""
+
+import sys
+
+from hpcdist.catalogue.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""``page_examples.py EXAMPLES``: run the examples of the pages on all ranks, and print what is wrong with them.
+
+EXAMPLES is JSON: (code, the example that fails or "", the example that works). The first one must raise an error with
+the code on some rank, the second one none on any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+import hpcdist as hd
+
+
+def _error(source: str, names: dict[str, Any]) -> str:
+    try:
+        exec(compile(source, "<example>", "exec"), names)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(folder: str, examples: str) -> None:
+    """Each page has a world and a folder of its own."""
+    comm = MPI.COMM_WORLD
+    for code, before, after in json.loads(examples):
+        here = os.path.join(folder, code)
+        os.makedirs(here, exist_ok=True)
+        os.chdir(here)
+        names: dict[str, Any] = {"hd": hd, "torch": torch, "world": hd.init()}
+        said = comm.allgather(_error(before, names) if before else f"[{code}]")
+        if not any(f"[{code}]" in text for text in said):
+            print(f"{code}: rank {comm.rank}: before: {said[comm.rank]!r}", flush=True)
+        said = comm.allgather(_error(after, names))
+        if any(said):
+            print(f"{code}: rank {comm.rank}: after: {said[comm.rank]!r}", flush=True)
+        names.clear()
+        hd.finalize()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
