@@ -32,7 +32,7 @@ _MISFIT = (
     "the launcher and mpi4py's MPI library must belong together: the mpirun of the same installation; under Slurm "
     "srun --mpi=pmix for Open MPI, srun --mpi=pmi2 for MPICH"
 )
-_APART = (
+_CONTAINERS = (
     "containers must share the host's name and IPC, as Apptainer's do (docker run --ipc=host --uts=host); then MPI "
     "finds the ranks of a node, and each takes the GPU of its number among them"
 )
@@ -102,7 +102,7 @@ def _launcher(ranks: Ranks) -> Verdict:
         return "ok", f"none: one process, started by hand ({_MORE})"
     text = f"{found[0].name}: {found[1]}={found[2]}"
     odd = next(filter(None, (_misplaced(facts, ranks) for facts in ranks)), None)
-    return ("ok", text) if odd is None else ("warning", f"{text}; {odd}", _APART)
+    return ("ok", text) if odd is None else ("warning", f"{text}; {odd}", _CONTAINERS)
 
 
 def _misplaced(facts: Facts, ranks: Ranks) -> str | None:
