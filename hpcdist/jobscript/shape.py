@@ -191,8 +191,7 @@ def _check_options(shape: Shape, scheduler: Scheduler) -> None:
     for mount in shape.mounts:
         right = bool(re.fullmatch(r"""[^\s"'\\$`,]+""", mount))
         _require(right, "mount", repr(mount), "expected FOLDER or FOLDER:INSIDE, without spaces, quotes and commas")
-    said = "--plain leaves it to the cluster"
-    _require(not shape.plain or shape.bind is None, "bind", shape.bind, said)
+    _require(not shape.plain or shape.bind is None, "bind", shape.bind, "--plain leaves it to the cluster")
 
 
 def _check_array(shape: Shape) -> None:
