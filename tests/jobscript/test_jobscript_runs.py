@@ -1,0 +1,251 @@
+"""Job scripts for PBS, Flux and LSF run: with the real mpirun of this environment, and stand-ins for what is not here.
+
+A stand-in has the options of the real command, refuses any other, and sets the variables that the real one sets
+(docs/launchers.md has what was run with the real one). Slurm's scripts run on Slurm: tests/cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import Job, launcher, run
+
+from hpcdist.comm.launcher import nearest, on_node
+from hpcdist.jobscript import Shape, write
+
+pytestmark = pytest.mark.once
+
+# What each rank finds.
+WHO = """
+import json, os, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+here = {
+    "rank": world.rank, "size": world.size, "arguments": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)),
+    "environ": {name: value for name, value in os.environ.items() if "_MCA_" not in name and "BASH" not in name},
+}
+lines = world.gather(json.dumps(here))
+if lines:
+    print("\\n".join(lines), flush=True)
+"""
+
+# Starts the ranks by mpirun. Each sets the variables of the launcher that is stood in for in place of mpirun's own, and
+# becomes the program.
+AS = """
+import os, subprocess, sys
+def start(mpirun, ranks, per_node, names, program):
+    code = (
+        "import os, sys\\n"
+        "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])\\n"
+        "for name in list(os.environ):\\n"
+        "    if name.startswith(('OMPI_COMM_', 'MPI_LOCAL')): del os.environ[name]\\n"
+        f"values = {ranks}, rank, rank % {per_node}, {per_node}\\n"
+        f"os.environ.update({{name: str(value) for name, value in zip({names!r}, values) if name}})\\n"
+        "os.execvp(sys.argv[1], sys.argv[1:])\\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PBS_", "LSB_"))}
+    done = subprocess.run([*mpirun, str(ranks), sys.executable, "-SEc", code, *program], env=environ)
+    sys.exit(done.returncode)
+"""
+FLUX = """
+import argparse
+p = argparse.ArgumentParser()
+for name in ("--nodes", "--ntasks", "--cores-per-task", "--gpus-per-task"):
+    p.add_argument(name, type=int, default=1)
+p.add_argument("-o", choices=["cpu-affinity=per-task", "cpu-affinity=off"])
+p.add_argument("program", nargs=argparse.REMAINDER)
+if sys.argv[1] == "getattr":
+    print({"size": NODES, "hostlist": "n[1-2]"}[sys.argv[2]])
+else:
+    assert sys.argv[1] == "run"
+    a = p.parse_args(sys.argv[2:])
+    assert a.nodes == NODES
+    names = ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", None)
+    start(MPIRUN, a.ntasks, a.ntasks // a.nodes, names, a.program)
+"""
+JSRUN = """
+import argparse
+p = argparse.ArgumentParser()
+for name in "nracg":
+    p.add_argument(f"-{name}", type=int, required=True)
+p.add_argument("-d", choices=["packed"])
+p.add_argument("-b")
+p.add_argument("program", nargs=argparse.REMAINDER)
+a = p.parse_args()
+assert (a.n, a.r) == (NODES, 1)
+names = [f"JSM_NAMESPACE_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")]
+start(MPIRUN, a.n * a.a, a.a, names, a.program)
+"""
+PALS = """
+import argparse
+p = argparse.ArgumentParser()
+for name in ("-n", "--ppn", "--depth"):
+    p.add_argument(name, type=int, required=True)
+p.add_argument("--cpu-bind", choices=["depth", "none"])
+p.add_argument("program", nargs=argparse.REMAINDER)
+a = p.parse_args()
+assert a.n == NODES * a.ppn
+names = ("PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+start(MPIRUN, a.n, a.ppn, names, a.program)
+"""
+APPTAINER = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("exec", choices=["exec"])
+p.add_argument("--nv", action="store_true")
+p.add_argument("--bind", action="append")
+p.add_argument("image")
+p.add_argument("program", nargs=argparse.REMAINDER)
+a = p.parse_args()
+os.environ["APPTAINER_CONTAINER"] = f"{a.image} {a.nv} {a.bind}"
+os.execvp(a.program[0], a.program)
+"""
+# GPU i is PCI device i of this machine, in the words of nvidia-smi.
+SMI = """
+gpu, query, form = sys.argv[1:]
+assert (query, form) == ("--query-gpu=pci.bus_id", "--format=csv,noheader")
+number = int(gpu.removeprefix("--id="))
+print("0000" + sorted(os.listdir("/sys/bus/pci/devices"))[number].upper())
+"""
+
+
+@pytest.fixture
+def bin_(tmp_path: Path) -> Path:
+    """A folder of commands before those of the system: this Python and its mpirun."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (tmp_path / "who.py").write_text(WHO)
+    for name, target in (("python", sys.executable), ("mpirun", launcher(1)[0])):
+        (folder / name).write_text(f'#!/bin/sh\nexec {target} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def stand_in(bin_: Path, name: str, code: str, nodes: int = 1) -> None:
+    mpirun = launcher(1)[:-1]
+    text = f"#!{sys.executable} -SE\n{AS}\nMPIRUN, NODES = {mpirun!r}, {nodes}\n{code}"
+    (bin_ / name).write_text(text)
+    (bin_ / name).chmod(0o755)
+
+
+def start(bin_: Path, shape: Shape, *args: str, under: tuple[str, ...] = (), **environ: str) -> Job:
+    script = bin_.parent / "job"
+    script.write_text(write(shape))
+    path = f"{bin_}:{os.environ['PATH']}"
+    yields = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    job = run([*under, "bash", str(script), *args], bin_.parent, {"PATH": path, **yields, **environ})
+    assert job.status == 0, f"{job.out}\n{job.err}"
+    return job
+
+
+def ranks(job: Job) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in job.out.splitlines() if line.startswith("{")]
+    assert [one["rank"] for one in found] == list(range(len(found)))
+    assert {one["size"] for one in found} == {len(found)}
+    return found
+
+
+def launched(rank: dict[str, Any]) -> tuple[str, int | None, int | None]:
+    """By whom, and this rank's number and those on its node."""
+    found = nearest(rank["environ"])
+    assert found is not None
+    return (found[0].name, *on_node(rank["environ"]))
+
+
+def test_pbs_with_the_mpirun_of_this_environment(bin_: Path) -> None:
+    """It reads the hosts from PBS_NODEFILE, which has one line for each rank."""
+    nodes = bin_.parent / "nodes"
+    nodes.write_text(f"{socket.gethostname()}\n" * 2)
+    shape = Shape(scheduler="pbs", nodes=1, ntasks_per_node=2, cpus_per_task=3, command=("python", "../who.py", "a b"))
+    (bin_.parent / "work").mkdir()
+    job = start(bin_, shape, PBS_JOBID="7.server", PBS_NODEFILE=str(nodes), PBS_O_WORKDIR=str(bin_.parent / "work"))
+    found = ranks(job)
+    assert [one["arguments"] for one in found] == [["a b"]] * 2
+    assert {one["environ"]["OMP_NUM_THREADS"] for one in found} == {"3"}
+    assert f"cpu: job 7.server on 1 nodes: {socket.gethostname()}\n" in job.out
+    assert "ranks: 2, 2 on each node, 3 CPUs each\n" in job.out
+
+
+def test_a_pbs_array_with_pals(bin_: Path) -> None:
+    nodes = bin_.parent / "nodes"
+    nodes.write_text("n1\nn1\nn2\nn2\n")
+    stand_in(bin_, "mpiexec", PALS, 2)
+    shape = Shape(
+        kind="array", scheduler="pbs", launcher="pals", ntasks_per_node=1, command=("python", "who.py", "of-%a")
+    )
+    environ = {"PBS_ARRAY_ID": "8[]", "PBS_ARRAY_INDEX": "5", "PBS_NODEFILE": str(nodes)}
+    job = start(bin_, shape, PBS_O_WORKDIR=str(bin_.parent), **environ)
+    found = ranks(job)
+    assert [one["arguments"] for one in found] == [["of-5"]] * 2
+    assert [launched(one) for one in found] == [("mpiexec of PALS", 0, 1)] * 2
+    assert "array: job 8[], index 5 on 2 nodes: n1,n2\n" in job.out
+
+
+def test_flux(bin_: Path) -> None:
+    stand_in(bin_, "flux", FLUX, 2)
+    shape = Shape(scheduler="flux", ntasks_per_node=1, bind="cores", command=("python", "who.py", "one"))
+    job = start(bin_, shape, "two words", FLUX_ENCLOSING_ID="f1")
+    found = ranks(job)
+    assert [one["arguments"] for one in found] == [["one", "two words"]] * 2
+    assert [launched(one) for one in found] == [("flux run", 0, None)] * 2
+    assert "cpu: job f1 on 2 nodes: n[1-2]\n" in job.out
+    plain = ranks(start(bin_, Shape(scheduler="flux", plain=True, ntasks_per_node=1, command=("python", "who.py"))))
+    assert len(plain) == 2
+
+
+def test_lsf_with_jsrun(bin_: Path) -> None:
+    """LSB_MCPU_HOSTS begins with the node that the script runs on."""
+    stand_in(bin_, "jsrun", JSRUN, 2)
+    shape = Shape(scheduler="lsf", ntasks_per_node=1, command=("python", "who.py"))
+    job = start(bin_, shape, LSB_JOBID="9", LSB_MCPU_HOSTS="batch1 1 n1 42 n2 42")
+    assert [launched(one) for one in ranks(job)] == [("jsrun", 0, 1)] * 2
+    assert "ranks: 2, 1 on each node, 1 CPUs each\n" in job.out
+
+
+def test_an_lsf_array_with_mpirun(bin_: Path) -> None:
+    shape = Shape(
+        kind="array", scheduler="lsf", launcher="mpirun", array="1-4", nodes=1, ntasks_per_node=2,
+        command=("python", "who.py", "%a"),
+    )  # fmt: skip
+    job = start(bin_, shape, LSB_JOBID="9", LSB_JOBINDEX="3", LSB_MCPU_HOSTS=f"{socket.gethostname()} 2")
+    assert [one["arguments"] for one in ranks(job)] == [["3"], ["3"]]
+
+
+def test_ranks_in_a_container_on_the_cores_beside_their_gpus(bin_: Path) -> None:
+    """The script itself may use one core; a rank may use those beside its device, all of this machine's or some."""
+    stand_in(bin_, "flux", FLUX)
+    stand_in(bin_, "apptainer", APPTAINER)
+    stand_in(bin_, "nvidia-smi", SMI)
+    shape = Shape(
+        kind="train", scheduler="flux", nodes=1, gpus_per_node="2", cpus_per_task=1, apptainer="my image.sif",
+        mounts=("/scratch", "/data:/in"), command=("python", "who.py"),
+    )  # fmt: skip
+    job = start(bin_, shape, under=("taskset", "--cpu-list", "0"), CUDA_VISIBLE_DEVICES="1,0")
+    found = ranks(job)
+    inside = f"my image.sif True {[str(bin_.parent), '/scratch', '/data:/in']}"
+    devices = sorted(Path("/sys/bus/pci/devices").iterdir())
+    for one, gpu in zip(found, (1, 0), strict=True):
+        assert one["environ"]["APPTAINER_CONTAINER"] == inside
+        assert one["environ"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        assert one["cores"] == _numbers((devices[gpu] / "local_cpulist").read_text().strip())
+    assert "not bound" not in job.err
+
+
+def test_ranks_that_cannot_be_bound_say_so_and_run(bin_: Path) -> None:
+    stand_in(bin_, "flux", FLUX)
+    stand_in(bin_, "nvidia-smi", "print('No devices were found'); sys.exit(6)")
+    shape = Shape(kind="train", scheduler="flux", nodes=1, gpus_per_node="1", command=("python", "who.py"))
+    job = start(bin_, shape, CUDA_VISIBLE_DEVICES="")
+    assert len(ranks(job)) == 1
+    assert "local rank 0 is not bound to the cores beside GPU 0" in job.err
+
+
+def _numbers(cpulist: str) -> list[int]:
+    ends = [part.split("-") for part in cpulist.split(",")]
+    return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]
