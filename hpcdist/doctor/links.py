@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from hpcdist.doctor import fabric
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.network import good_interfaces
 from hpcdist.doctor.topics import Ranks, Section, Verdict, per_node, some, topic
+from hpcdist.runtime.cli import plural
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,12 +26,10 @@ _PAIR_SECONDS = 0.3  # for the large messages of a pair, of which fewer bytes ar
 _TOTAL_SECONDS = 5.0  # after which no further pairs are tried
 _ALL_PAIRS = 32  # nodes; with more, each node tries those whose number differs in one bit
 
-_SLOW_PAIR = 0.5  # of the median of all pairs
+_SLOW_PAIR = 0.5  # of what is usual
 _SLOW_LINK = 0.25  # of what the link promises: one TCP connection does not fill a fast Ethernet
-_LATE_PAIR, _LATE_SECONDS = (
-    3.0,
-    20e-6,
-)  # times the median, and more than that; switches in between cost some microseconds
+_LATE_PAIR = 3.0  # times what is usual
+_LATE_SECONDS = 20e-6  # beyond what is usual: the switches on a path add some microseconds
 _FAR = 1e-3  # seconds
 _LOOK = "ibstat, ethtool, dmesg and top there"
 
@@ -104,6 +104,12 @@ def _rows(ranks: Ranks) -> list[dict[str, Any]]:
     ]
 
 
+def _usual(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> float:
+    """Return the median over the nodes of the highest value of each: a node that is slow to all does not move it."""
+    hosts = {host for row in rows for host in row["hosts"]}
+    return median(max(value(row) for row in rows if host in row["hosts"]) for host in hosts)
+
+
 def _culprits(rows: list[dict[str, Any]], slow: list[dict[str, Any]]) -> list[str]:
     """Return the hosts whose pairs are all slow; those of the slow pairs if there are none."""
     hosts = {host for row in slow for host in row["hosts"]}
@@ -121,17 +127,16 @@ def _bandwidth(ranks: Ranks) -> Verdict:
     rows = _rows(ranks)
     if not rows:
         return None
-    middle = median(row["rate"] for row in rows)
-    slow = [row for row in rows if row["rate"] < _SLOW_PAIR * middle]
-    count = f"{len(rows)} pair{'s' * (len(rows) > 1)}"
+    usual = _usual(rows, lambda row: float(row["rate"]))
+    slow = [row for row in rows if row["rate"] < _SLOW_PAIR * usual]
     if slow:
         texts = [f"{' and '.join(row['hosts'])} {row['rate'] / 1e6:.0f} MB/s" for row in slow]
-        text = f"{some(texts, 4, 'pairs')}, where the median of {count} of nodes is {middle / 1e6:.0f} MB/s"
+        text = f"{some(texts, 4, 'pairs')}, where {usual / 1e6:.0f} MB/s is usual in this job"
         return "warning", text, _exclude(_culprits(rows, slow))
     nodes = per_node(ranks)
     names = good_interfaces(nodes)
     links = [link for facts in nodes if (link := fabric.promised(facts, names)) is not None]
-    text = f"{middle / 1e6:.0f} MB/s, the median of {count} of nodes, through MPI"
+    text = f"{usual / 1e6:.0f} MB/s from node to node through MPI ({plural(len(rows), 'pair')})"
     if not links:
         return "ok", text
     promised, name = min(links)
@@ -147,13 +152,14 @@ def _latency(ranks: Ranks) -> Verdict:
     rows = _rows(ranks)
     if not rows:
         return None
-    middle = median(row["latency"] for row in rows)
-    slow = [row for row in rows if row["latency"] > max(_LATE_PAIR * middle, middle + _LATE_SECONDS)]
-    text = f"{middle * 1e6:.1f} us, the median of {len(rows)} pair{'s' * (len(rows) > 1)} of nodes, through MPI"
+    usual = -_usual(rows, lambda row: -float(row["latency"]))
+    slow = [row for row in rows if row["latency"] > max(_LATE_PAIR * usual, usual + _LATE_SECONDS)]
+    text = f"{usual * 1e6:.1f} us from node to node through MPI ({plural(len(rows), 'pair')})"
     if slow:
         texts = [f"{' and '.join(row['hosts'])} {row['latency'] * 1e6:.0f} us" for row in slow]
-        return "warning", f"{some(texts, 4, 'pairs')}, where it is {text}", _exclude(_culprits(rows, slow))
-    if middle > _FAR:
+        text = f"{some(texts, 4, 'pairs')}, where {usual * 1e6:.1f} us is usual in this job"
+        return "warning", text, _exclude(_culprits(rows, slow))
+    if usual > _FAR:
         fix = "one rank a core: srun --cpus-per-task=1 --cpu-bind=cores; ping from node to node; nodes of one network"
         return "warning", f"{text}: more ranks than cores, or nodes that are far from each other", fix
     return "ok", text

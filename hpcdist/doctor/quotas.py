@@ -28,7 +28,7 @@ def ask(folder: str, mount: dict[str, Any] | None) -> list[dict[str, Any]]:
     for of, flag, number in (("user", "-u", os.getuid()), ("group", "-g", os.getgid())):
         command = _command(flag, number, mount) if mount else None
         if command is not None and shutil.which(command[0]):
-            with suppress(OSError, subprocess.TimeoutExpired, ValueError, KeyError):
+            with suppress(OSError, subprocess.TimeoutExpired, ValueError, LookupError):
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
                 row = parse(command[0], done.stdout, mount or {})
                 if row is not None:
@@ -48,7 +48,7 @@ def parse(command: str, text: str, mount: dict[str, Any]) -> dict[str, int] | No
     """Read what a command has printed; None if there is no quota.
 
     Raises:
-        ValueError, KeyError: if it is something else.
+        ValueError, LookupError: if it is something else.
     """
     if command == "mmlsquota":  # a line of names, and one of values
         rows = [line.split(":") for line in text.splitlines() if line.startswith("mmlsquota:")]

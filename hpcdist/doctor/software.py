@@ -94,7 +94,7 @@ def _minor(version: str) -> tuple[str, ...]:
     return tuple(version.split(".")[:2])
 
 
-@topic("start of Python", "start")
+@topic("start of Python", "start", "prefix")
 def _start(ranks: Ranks) -> Verdict:
     slowest = max(ranks, key=lambda facts: float(facts["start"]))
     mount = slowest.get("mounts", {}).get("environment")
