@@ -6,9 +6,10 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from hpcdist import cgroups
+
 __all__ = ["available", "capacity", "parse"]
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _USAGE, _USAGE_1 = ("memory.current", "file"), ("memory.usage_in_bytes", "total_cache")  # version 2, and version 1
 _TOTALS = ("MemTotal:", "SwapTotal:")
 
@@ -20,7 +21,7 @@ def capacity() -> tuple[int, int]:
     """
     total = sum(int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith(_TOTALS))
     host = total or 2**63
-    return min([host, *(most for _, most in _limits())]), host
+    return min([host, *(most for _, most in cgroups.memory())]), host
 
 
 def available() -> int:
@@ -29,7 +30,7 @@ def available() -> int:
     A group's cache of files counts as free: the system reclaims it when memory is short.
     """
     found = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
-    for folder, most in _limits():
+    for folder, most in cgroups.memory():
         usage, cache = _USAGE if (folder / _USAGE[0]).exists() else _USAGE_1
         with suppress(OSError, ValueError, IndexError):  # not readable for this user
             held = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache]
@@ -41,23 +42,6 @@ def parse(text: str) -> int | None:
     """Parse a number of bytes: 4096, 64K, 64M, 1G; None if it is not one."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     return None if match is None or len(text) > 20 else int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
-
-
-def _limits() -> list[tuple[Path, int]]:
-    """Return (folder, limit in bytes) of the control groups of this process that have a limit, and of those above."""
-    found = []
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, kinds, name = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        root, limit = (_CGROUPS / "memory", "memory.limit_in_bytes") if kinds else (_CGROUPS, "memory.max")
-        group = root / name.strip().lstrip("/")
-        for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # without a limit: "max"
-                found.append((folder, int((folder / limit).read_text())))
-            if folder == root:
-                break
-    return found
 
 
 def _lines(path: Path) -> list[str]:

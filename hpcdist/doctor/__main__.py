@@ -21,9 +21,9 @@ _LAST_SECONDS = 1  # rank 0 must end first: MPICH's mpirun ends the others with 
 _FORWARD_SECONDS = 0.2  # launchers lose what is printed just before the end of a job
 _ABOUT = """
 Examine the job, or the process, that this command runs in: launcher, MPI, cores, GPUs, network, shared memory, HDF5,
-staging folder, and each route. Every line of the report is ok, warning (it works, but slowly or not for everything) or
-broken (something fails or hangs); warnings and broken lines come with a fix. The exit status is 1 if something is
-broken, else 0.
+staging folder, and each route. Every finding is ok, a warning (it works, but slowly or not for everything) or broken
+(something fails or hangs); warnings and what is broken come with a fix. docs/doctor.md explains each finding. The exit
+status is 1 if something is broken, else 0.
 """
 
 
@@ -42,14 +42,14 @@ def main() -> int:
     outcome = watch(lambda line: examine(line, facts, args.staging, first, args.limit), facts, args.limit)
     if first:
         findings = [*judge(outcome.facts), *outcome.findings]
-        print(report(findings, outcome.facts, args.json), flush=True)
+        print(report(findings, outcome.facts, args.json, args.verbose), flush=True)
         time.sleep(_FORWARD_SECONDS)
         return status(findings)
     if outcome.done or outcome.terminated:
         time.sleep(_LAST_SECONDS)
         return int(outcome.terminated)
     time.sleep(min(_FIRST_SECONDS, args.limit / 2))  # before rank 0, which waits for this one, runs out of time
-    print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False), file=sys.stderr, flush=True)
+    print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False, True), file=sys.stderr, flush=True)
     time.sleep(_FORWARD_SECONDS)
     return 1
 
@@ -58,6 +58,7 @@ def parser() -> Parser:
     """Return the parser of python -m hpcdist.doctor. It does not ask MPI, which may be what is broken."""
     p = Parser("hpcdist.doctor", description=_ABOUT, prints=is_first)
     p.add_argument("--json", action="store_true", help="print the findings as JSON, with the facts of every rank")
+    p.add_argument("--verbose", action="store_true", help="print what is ok in full, too")
     p.add_argument("--staging", type=path, metavar="FOLDER", help="staging folder to try instead of the default")
     p.add_argument(
         "--limit", type=_seconds, default=_LIMIT, metavar="SECONDS",

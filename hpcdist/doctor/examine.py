@@ -1,7 +1,8 @@
 """Examine a job: the steps of the examination, in order, on every rank.
 
-The facts of a rank: rank, node (its lowest rank), host, environ; mpi, cores, gpu, shm, hdf5 and interfaces, from the
-modules of this package; reach and staging on one rank of each node; sees, init, file and cuda_aware.
+The facts of a rank: rank, node (its lowest rank), host, environ; what gather() of each module returns; reach, pairs,
+staging and sees_lock on one rank of each node; quotas on rank 0; sees, sees_current, worker, init, file, cuda_aware,
+routes and nccl_network. `python -m hpcdist.doctor --json` prints them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,23 @@ import torch.distributed as dist
 
 from hpcdist import staging
 from hpcdist.control import objects
-from hpcdist.doctor import cores, files, gpus, launch, network, timing
+from hpcdist.doctor import (
+    cores,
+    fabric,
+    files,
+    filesystems,
+    gpus,
+    launch,
+    limits,
+    links,
+    network,
+    quotas,
+    software,
+    timing,
+)
 from hpcdist.doctor.findings import Facts, Finding
 from hpcdist.doctor.supervisor import Line
-from hpcdist.doctor.topics import Ranks, Verdict, each, error_of, judging, topic
+from hpcdist.doctor.topics import Ranks, Section, Verdict, each, error_of, topic
 from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import ranks_text
@@ -29,13 +43,7 @@ from hpcdist.runtime.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["examine", "judge", "started"]
-
-
-def judge(ranks: Ranks) -> list[Finding]:
-    """Return the findings about the facts of all ranks."""
-    parts = (launch.judge, cores.judge, gpus.judge, network.judge, files.judge, started)
-    return [finding for part in parts for finding in part(ranks)]
+__all__ = ["SECTIONS", "examine", "judge", "started"]
 
 
 def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: float) -> None:
@@ -51,12 +59,11 @@ def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: fl
     joined = comm is not None and not facts["mpi"]["alone"]
     if not joined and not first:
         return
-    line.stage("this rank's hardware", "look at nvidia-smi and dmesg on that node")
-    facts.update(**cores.gather(), **gpus.gather(), **network.gather(), **files.gather())
-    line.facts([facts])
+    _gather(line, facts)
     if comm is None or not joined:
         _stage_folder(line)
         facts["staging"] = files.try_folder(folder or world.staging_folder(1))
+        _ask_quotas(facts)
         line.facts([facts])
         return
     _examine_job(line, comm, facts, folder, limit)
@@ -64,6 +71,16 @@ def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: fl
     from mpi4py import MPI
 
     MPI.Finalize()
+
+
+def _gather(line: Line, facts: Facts) -> None:
+    """Collect what this rank knows by itself."""
+    line.stage("this rank's software", "a file system that does not respond: df on that node")
+    facts.update(**software.gather(facts["node"] == facts["rank"]), **filesystems.gather())
+    line.stage("this rank's hardware", "look at nvidia-smi and dmesg on that node")
+    facts.update(**cores.gather(), **limits.gather(), **gpus.gather())
+    facts.update(**network.gather(), **fabric.gather(), **files.gather())
+    line.facts([facts])
 
 
 def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | None, limit: float) -> None:
@@ -76,10 +93,17 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
     if leads and nodes > 1:
         line.stage("network", "look for a firewall between the nodes", together=True)
         facts["reach"] = network.reach(leaders, facts)
+        line.stage(
+            "links between nodes", "name the network to MPI; look for a firewall between the nodes", together=True
+        )
+        facts["pairs"] = links.measure(leaders, facts)
     leaders.Free()
     folder = objects.all_gather_object(comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
     _try_staging(line, comm, facts, folder, leads)
+    line.stage("DataLoader workers", "DataLoader(..., multiprocessing_context='forkserver'), or num_workers=0")
+    facts["worker"] = software.try_worker()
     everyone = _share(line, comm, facts)
+    nccl_log = fabric.log_nccl(world.environ(), os.getpid())
     here = _start(line, facts, folder, limit)
     everyone = _share(line, comm, facts)
     if here is None or not all("seconds" in other["init"] for other in everyone):
@@ -89,10 +113,9 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
         facts["cuda_aware"] = mpi_takes_gpu_memory(here.team)
     if all("error" not in other.get("staging", {}) and other["sees"] for other in everyone):
         facts["file"] = _try_file(line, here)
+    timing.gather(line, here, everyone, facts)
+    facts["nccl_network"] = fabric.read_nccl_log(nccl_log)
     _share(line, comm, facts)
-    rows = timing.gather(line, here)
-    if here.rank == 0:
-        line.found(timing.judge(rows))
     line.stage("hpcdist.finalize()", "look at the findings about routes", together=True)
     here.finalize()
 
@@ -115,11 +138,38 @@ def _try_staging(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str, lea
     _stage_folder(line)
     if leads:
         facts["staging"] = files.try_folder(folder)
+    if comm.rank == 0:
+        _ask_quotas(facts)
+    facts["sees"] = _look(comm, facts, folder, leads)
+    current = objects.all_gather_object(comm, facts["current"].get("folder"))[0]
+    if current not in (None, folder):
+        line.stage("current folder", "a file system that does not respond: df .; cd to another folder")
+        facts["sees_current"] = _look(comm, facts, current, False)
+
+
+def _ask_quotas(facts: Facts) -> None:
+    """Add the quotas at the staging folder and at the current one."""
+    staging, current = facts["staging"], facts["mounts"].get("current")
+    found = quotas.ask(staging["folder"], staging["mount"])
+    if current != staging["mount"]:
+        found += quotas.ask(facts["current"].get("folder", ""), current)
+    facts["quotas"] = found
+
+
+def _look(comm: MPI.Intracomm, facts: Facts, folder: str, locks: bool) -> bool | None:
+    """Return whether this rank sees a file that rank 0 makes; if `locks`, note whether it sees a lock. Collective."""
     made = objects.all_gather_object(comm, files.put(folder) if comm.rank == 0 else None)[0]
-    facts["sees"] = files.look(made)
+    held = files.hold(made) if comm.rank == 0 else None
     comm.Barrier()
+    seen = files.look(made)
+    if locks and facts["node"] != 0:
+        facts["sees_lock"] = files.sees_lock(made)
+    comm.Barrier()
+    if held is not None:
+        os.close(held)
     if comm.rank == 0 and made is not None:
         os.unlink(made[0])
+    return seen
 
 
 def _start(line: Line, facts: Facts, folder: str, limit: float) -> World | None:
@@ -148,7 +198,16 @@ def _init(ranks: Ranks) -> Verdict:
     return "ok", f"in {seconds:.2f} s; torch.distributed runs {backend}; device {devices}"
 
 
-started = judging(_init)  # also for a rank whose examination ended early
+started = Section("job", _init)  # also for a rank whose examination ended early
+SECTIONS = (
+    *(launch.judge, started, software.judge, cores.judge, limits.judge, gpus.judge, network.judge, fabric.judge),
+    *(links.judge, filesystems.judge, files.judge, timing.judge),
+)
+
+
+def judge(ranks: Ranks) -> list[Finding]:
+    """Return the findings about the facts of all ranks."""
+    return [finding for section in SECTIONS for finding in section(ranks)]
 
 
 def _try_file(line: Line, here: World) -> dict[str, Any]:

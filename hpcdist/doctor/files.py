@@ -10,12 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hpcdist.doctor import filesystems
+from hpcdist.doctor.filesystems import describe, local_locks
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, topic
+from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, by_node, each, error_of, topic
 from hpcdist.errors import reason
 from hpcdist.runtime.cli import plural, ranks_text, show_bytes
 
-__all__ = ["PREFIX", "gather", "judge", "look", "put", "try_folder"]
+__all__ = ["PREFIX", "gather", "hold", "judge", "look", "put", "sees_lock", "try_folder"]
 
 PREFIX = "hpcdist-doctor-"
 _SHM = Path("/dev/shm")
@@ -34,14 +36,9 @@ def gather() -> Facts:
 
 def _space(folder: Path) -> dict[str, Any]:
     try:
-        found = os.statvfs(folder)
+        return filesystems.space(folder)
     except OSError as error:
         return {"error": reason(error)}
-    return {
-        "bytes": found.f_blocks * found.f_frsize,
-        "free": found.f_bavail * found.f_frsize,
-        "writable": os.access(folder, os.W_OK | os.X_OK),
-    }
 
 
 def _hdf5() -> dict[str, Any]:
@@ -54,7 +51,7 @@ def _hdf5() -> dict[str, Any]:
 
 def try_folder(folder: str) -> dict[str, Any]:
     """Write a file in the staging folder, lock it and read it; return what was found."""
-    found: dict[str, Any] = {"folder": folder, **_space(Path(folder))}
+    found: dict[str, Any] = {"folder": folder, **_space(Path(folder)), "mount": filesystems.mount_of(folder)}
     data = secrets.token_bytes(_TRIAL)
     try:
         path, found["locks"] = _make(folder, data)
@@ -81,7 +78,7 @@ def _make(folder: str, data: bytes) -> tuple[str, str | None]:
     """Make a file that holds `data`; return its path, and why it cannot be locked or None."""
     fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     try:
-        locks = _locks(fd)
+        locks = _lock(fd)
         while data:
             data = data[os.write(fd, data) :]
         os.fsync(fd)
@@ -93,11 +90,10 @@ def _make(folder: str, data: bytes) -> tuple[str, str | None]:
     return path, locks
 
 
-def _locks(fd: int) -> str | None:
+def _lock(fd: int) -> str | None:
     """Lock a file as HDF5 does; return why it cannot be locked, or None."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         return f"{errno.errorcode.get(error.errno or 0, error.errno)}: {reason(error)}"
     return None
@@ -111,6 +107,36 @@ def look(made: tuple[str, bytes] | None) -> bool | None:
         return Path(made[0]).read_bytes() == made[1]
     except OSError:
         return False
+
+
+def hold(made: tuple[str, bytes] | None) -> int | None:
+    """Lock the file that :func:`put` made, until the file that is returned is closed; None if it cannot be locked."""
+    if made is None:
+        return None
+    fd = os.open(made[0], os.O_RDWR)
+    if _lock(fd) is None:
+        return fd
+    os.close(fd)
+    return None
+
+
+def sees_lock(made: tuple[str, bytes] | None) -> bool | None:
+    """Whether this node sees the lock that another one holds; None if it cannot tell."""
+    if made is None:
+        return None
+    try:
+        fd = os.open(made[0], os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return False
 
 
 @topic("/dev/shm", "shm")
@@ -153,6 +179,14 @@ def _versions(facts: Facts) -> str:
 def _mpi_io(ranks: Ranks) -> Verdict:
     if not all(facts["hdf5"].get("parallel") for facts in ranks):
         return "ok", "not used: h5py is serial"
+    mounts = [facts.get("staging", {}).get("mount") or facts.get("mounts", {}).get("current") for facts in ranks]
+    nfs = next((mount for mount in mounts if mount and mount["type"].startswith("nfs")), None)
+    if nfs is not None and len(by_node(ranks)) > 1:
+        text = (
+            f"{describe(nfs)}: its clients write whole pages back, so MPI-IO from several nodes is slow, or loses data "
+        )
+        fix = "staging.save(writer='posix'), which needs none of this; or a folder of the parallel file system"
+        return "warning", f"{text}unless it is mounted with noac and locks", fix
     if "Open MPI" not in ranks[0]["mpi"]["library"]:
         return "ok", "ROMIO"
     chosen = ranks[0]["environ"].get("OMPI_MCA_io")
@@ -201,9 +235,12 @@ def _locking(ranks: Ranks) -> Verdict:
         text = f"HDF5_USE_FILE_LOCKING={setting}: HDF5 accepts {', '.join(_KNOWN)}"
         return "warning", text, f"{off}, or unset it"
     tried = [facts["staging"] for facts in ranks if "locks" in facts.get("staging", {})]
+    if not tried:
+        return None
     without = next((staging for staging in tried if staging["locks"]), None)
     if without is None:
-        return ("ok", "files in the staging folder can be locked") if tried else None
+        off_by_hand = setting is not None and setting.upper() in _OFF
+        return (None if off_by_hand else _local(ranks)) or ("ok", "files in the staging folder can be locked")
     text = f"{without['folder']}: {without['locks']}"
     if setting is None:
         return "warning", f"{text}; hpcdist needs no locks, but h5py.File fails on such files", off
@@ -212,4 +249,20 @@ def _locking(ranks: Ranks) -> Verdict:
     return "broken", f"{text}, and HDF5_USE_FILE_LOCKING={setting} requires it", off
 
 
-judge = judging(_shm, _h5py, _mpi_io, _folder, _file, _locking)
+def _local(ranks: Ranks) -> Verdict:
+    """Judge locks that succeed, but hold on one node only."""
+    blind = [facts for facts in ranks if facts.get("sees_lock") is False]
+    mount = ranks[0].get("staging", {}).get("mount")
+    option = local_locks(mount)
+    if len(by_node(ranks)) == 1 or not (blind or option):
+        return None
+    where = f"{ranks[0]['staging']['folder']}: {describe(mount)}" if mount else ranks[0]["staging"]["folder"]
+    text = f"{where} is mounted with {option}" if option else where
+    text += f"; {blind[0]['host']} does not see a lock that {ranks[0]['host']} holds" if blind else ""
+    text += ": locks hold on one node only. hpcdist needs none, but programs of other nodes may write the same file"
+    point = mount["point"] if mount else "FOLDER"
+    fix = f"one job at a time for each file; as root: mount -o remount,flock {point} (Lustre), or without nolock (NFS)"
+    return "warning", text, fix
+
+
+judge = Section("folders", _shm, _folder, _locking, _h5py, _mpi_io, _file)

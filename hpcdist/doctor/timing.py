@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 from hpcdist.collectives.concat import concat
-from hpcdist.comm import rendezvous
 from hpcdist.control import objects
-from hpcdist.doctor.findings import Finding
+from hpcdist.doctor.findings import Facts
+from hpcdist.doctor.network import absent_gloo_interface
 from hpcdist.doctor.supervisor import Line
+from hpcdist.doctor.topics import Ranks, Section, Topic, Verdict
 from hpcdist.errors import HpcdistError
 from hpcdist.routes import select
 from hpcdist.runtime.cli import placed, timed
-from hpcdist.runtime.world import World, environ
+from hpcdist.runtime.world import World
 
 __all__ = ["gather", "judge"]
 
@@ -30,21 +32,23 @@ _FIXES = {
 }
 
 
-def gather(line: Line, world: World) -> list[dict[str, Any]]:
-    """Time a concat of 1 MiB a rank over each route. Collective."""
-    rows = []
+def gather(line: Line, world: World, ranks: Ranks, facts: Facts) -> None:
+    """Time a concat of 1 MiB a rank over each route; add "routes" to the facts of this rank. Collective.
+
+    Args:
+        ranks: facts of all ranks.
+    """
+    facts["routes"] = {}
     for name in select.ROUTES:
         line.stage(f"route {name}", _FIXES[name], together=True)
-        rows.append({"route": name, **_time(world, name)})
-    return rows
+        absent = select.load(name).missing(world.team)
+        if name == "gloo" and (host := absent_gloo_interface(ranks)):  # else gloo fails in the middle of its first call
+            absent = f"GLOO_SOCKET_IFNAME names an interface that is not there on {host}"
+        facts["routes"][name] = {"absent": absent} if absent else _time(world, name)
+        line.facts([facts])
 
 
 def _time(world: World, name: str) -> dict[str, Any]:
-    absent = select.load(name).missing(world.team)
-    if name == "gloo" and any(objects.all_gather_object(world.team.comm, _names_no_interface())):
-        absent = "GLOO_SOCKET_IFNAME names an interface that is not there"
-    if absent:
-        return {"absent": absent}
     x = placed(world, torch.full((_NBYTES,), world.rank % 128, dtype=torch.uint8, device="cpu"), name)
     expected = torch.arange(world.world_size, device="cpu").remainder(128).repeat_interleave(_NBYTES)
     try:
@@ -56,25 +60,18 @@ def _time(world: World, name: str) -> dict[str, Any]:
     return {"seconds": median(seconds), "bytes": _NBYTES * world.world_size, "right": right}
 
 
-def _names_no_interface() -> bool:
-    """Whether gloo would fail on this node, in the middle of its first call."""
-    named = environ().get("GLOO_SOCKET_IFNAME", "")
-    return any(name not in rendezvous.interfaces() for name in named.split(",") if name)
-
-
-def judge(rows: list[dict[str, Any]]) -> list[Finding]:
-    """Return a finding for each route."""
-    return [_judge(row) for row in rows]
-
-
-def _judge(row: dict[str, Any]) -> Finding:
-    name = f"route {row['route']}"
+def _judge(name: str, ranks: Ranks) -> Verdict:
+    row, fix = ranks[0]["routes"][name], _FIXES[name]
     if "absent" in row:
-        return Finding(name, "ok", f"not here: {row['absent']}")
-    fix = _FIXES[row["route"]]
+        return "ok", f"not here: {row['absent']}"
     if "error" in row:
-        return Finding(name, "broken", " ".join(row["error"].split()), fix)
+        return "broken", " ".join(row["error"].split()), fix
     if not row["right"]:
-        return Finding(name, "broken", "the data received differ from those sent", fix)
+        return "broken", "the data received differ from those sent", fix
     rate = row["bytes"] / max(row["seconds"], 1e-9) / 1e6
-    return Finding(name, "ok", f"concat of 1 MiB a rank: {row['seconds'] * 1e3:7.2f} ms, {rate:6.0f} MB/s")
+    return "ok", f"concat of 1 MiB a rank: {row['seconds'] * 1e3:7.2f} ms, {rate:6.0f} MB/s"
+
+
+judge = Section(
+    "routes", *(Topic(f"route {name}", [f"routes.{name}"], partial(_judge, name)) for name in select.ROUTES)
+)

@@ -3,43 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from hpcdist.doctor.findings import Facts, Finding
 from hpcdist.runtime.cli import ranks_text
 
-__all__ = ["Ranks", "Verdict", "agree", "by_node", "each", "error_of", "grouped", "judging", "some", "topic"]
+__all__ = [
+    *("Ranks", "Section", "Topic", "Verdict", "agree", "by_node", "each", "error_of", "grouped", "per_node", "some"),
+    "topic",
+]
 
 Ranks = Sequence[Facts]
 Verdict = tuple[Literal["ok"], str] | tuple[Literal["ok", "warning", "broken"], str, str] | None  # text, fix
-Topic = Callable[[Ranks], Finding | None]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """What a finding is about.
+
+    Attributes:
+        name: name of the finding.
+        needs: facts without which there is nothing to judge.
+        judge: function from the ranks that have these facts to the verdict; None if there is nothing to report.
+    """
+
+    name: str
+    needs: Sequence[str]
+    judge: Callable[[Ranks], Verdict]
 
 
 def topic(name: str, *needs: str) -> Callable[[Callable[[Ranks], Verdict]], Topic]:
-    """Make a topic of a function that judges facts: its verdict becomes the finding `name`.
+    """Make a topic of a function that judges facts: see :class:`Topic`. `needs` are such as "mpi" or "mpi.library"."""
+    return lambda judge: Topic(name, needs, judge)
 
-    The function is given the ranks whose facts include `needs`, such as "mpi" or "mpi.library". It is not called if
-    there are none, and returns None if there is nothing to report.
-    """
 
-    def made(judge: Callable[[Ranks], Verdict]) -> Topic:
-        def found(ranks: Ranks) -> Finding | None:
-            known = [facts for facts in ranks if all(_includes(facts, path.split(".")) for path in needs)]
-            verdict = judge(known) if known else None
-            return None if verdict is None else Finding(name, *verdict)
+def _finding(name: str, section: str, verdict: Literal["ok", "warning", "broken"], text: str, fix: str = "") -> Finding:
+    return Finding(name, verdict, text, fix or None, section)
 
+
+class Section:
+    """The topics of one part of the report; called with the facts of all ranks, it returns their findings."""
+
+    def __init__(self, name: str, *topics: Topic) -> None:
+        self.name, self.topics = name, topics
+
+    def __call__(self, ranks: Ranks) -> list[Finding]:
+        found = []
+        for topic in self.topics:
+            known = [facts for facts in ranks if all(_includes(facts, path.split(".")) for path in topic.needs)]
+            verdict = topic.judge(known) if known else None
+            if verdict is not None:
+                found.append(_finding(topic.name, self.name, *verdict))
         return found
-
-    return made
 
 
 def _includes(facts: Facts, path: Sequence[str]) -> bool:
     return path[0] in facts and (len(path) == 1 or _includes(facts[path[0]], path[1:]))
-
-
-def judging(*topics: Topic) -> Callable[[Ranks], list[Finding]]:
-    """Return the function that collects the findings of several topics."""
-    return lambda ranks: [finding for topic in topics if (finding := topic(ranks)) is not None]
 
 
 def grouped(ranks: Ranks, value: Callable[[Facts], Hashable]) -> list[list[Facts]]:
@@ -53,6 +73,11 @@ def grouped(ranks: Ranks, value: Callable[[Facts], Hashable]) -> list[list[Facts
 def by_node(ranks: Ranks) -> list[list[Facts]]:
     """Return the ranks of each node."""
     return grouped(ranks, lambda facts: facts["node"])
+
+
+def per_node(ranks: Ranks) -> list[Facts]:
+    """Return the facts of one rank of each node."""
+    return [node[0] for node in by_node(ranks)]
 
 
 def each(ranks: Ranks, text: Callable[[Facts], str]) -> str:

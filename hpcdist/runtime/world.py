@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -145,8 +145,8 @@ class World:
 _world: World | None = None
 
 
-def environ() -> Mapping[str, str]:
-    """Return the environment, for code that reads it before there is a world."""
+def environ() -> MutableMapping[str, str]:
+    """Return the environment, for code that needs it before there is a world."""
     return os.environ
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from hosts import Hosts
@@ -25,12 +26,15 @@ def finding(job: Job, name: str) -> tuple[str, str, str]:
     return found["verdict"], found["text"], found["fix"]
 
 
-def doctor(hosts: Hosts, ranks: list[int], *args: str, **env: str) -> Job:
-    return hosts.mpirun(ranks, "-m", "hpcdist.doctor", "--json", *args, env=env)
+def doctor(hosts: Hosts, ranks: list[int], *args: str, cwd: Path | None = None, **env: str) -> Job:
+    return hosts.mpirun(ranks, "-m", "hpcdist.doctor", "--json", *args, cwd=cwd, env=env)
 
 
 def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> None:
-    job = doctor(hosts, [1, 1, 1])
+    """One of them slowly; and they share a folder, but not the current one."""
+    slow = "tc qdisc add dev eth0 root tbf rate 200mbit burst 128kb latency 20ms"
+    assert hosts.run("node3", slow.split()).status == 0
+    job = doctor(hosts, [1, 1, 1], cwd=Path("/tmp"), HPCDIST_STAGING=str(hosts.folder))
     assert job.status == 0, job.out + job.err
     verdict, text, _ = finding(job, "network")
     assert verdict == "ok"
@@ -43,9 +47,21 @@ def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> 
     got = ranks[0]["reach"]["1"]
     assert {address: got[address] for address in reached} == reached
     assert finding(job, "staging folder")[1].startswith(f"{hosts.folder}: written and read, shared by 3 nodes")
+    text = "/tmp is not shared with node2, node3, which is no fault: the staging folder is elsewhere"
+    assert finding(job, "current folder")[:2] == ("ok", text)
+    assert [facts.get("sees_lock") for facts in ranks] == [None, True, True]
+    verdict, text, fix = finding(job, "bandwidth between nodes")
+    assert verdict == "warning"
+    assert "node1 and node3" in text and "node2 and node3" in text and "node1 and node2" not in text
+    assert fix.startswith("srun --exclude=node3, ")
+    assert {(row["peer"], row["bytes"]) for row in ranks[0]["pairs"]} >= {(1, 2**22)}
 
 
 def test_an_interface_that_leads_nowhere_and_a_folder_that_is_not_shared(hosts: Hosts) -> None:
+    """The speed of the interface is known in a container that has its own /sys."""
+    for name in hosts.names[:2]:
+        assert hosts.run(name, ["mount", "-t", "sysfs", "sysfs", "/sys"]).status == 0
+    hosts.rate("200mbit")
     job = doctor(hosts, [1, 1], "--staging", "/tmp", "--limit", "4", GLOO_SOCKET_IFNAME="ib0")
     verdict, text, fix = finding(job, "GLOO_SOCKET_IFNAME")
     assert (verdict, text) == ("broken", "GLOO_SOCKET_IFNAME=ib0: node1 does not reach node2 through it")
@@ -57,6 +73,10 @@ def test_an_interface_that_leads_nowhere_and_a_folder_that_is_not_shared(hosts: 
         "/tmp: node2 does not see what node1 writes: it is not shared by all nodes",
     )
     assert "export HPCDIST_STAGING=FOLDER" in fix
+    verdict, text, fix = finding(job, "bandwidth between nodes")
+    assert verdict == "warning"
+    assert text.endswith("MB/s from node to node through MPI (1 pair), where eth0 of 10 Gbit/s promises 1250")
+    assert "export UCX_NET_DEVICES" in fix
     assert job.status != 0
 
 

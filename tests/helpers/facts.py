@@ -1,0 +1,135 @@
+"""Made-up facts of a healthy job, for the doctor to judge with something changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpcdist.doctor.findings import Facts, Finding
+
+GIB = 2**30
+
+
+def mount(kind: str, point: str, *options: str) -> dict[str, Any]:
+    """A mount as filesystems.mount_of() describes it."""
+    network = kind in ("lustre", "nfs4", "nfs", "gpfs")
+    return {"point": point, "type": kind, "source": f"server:{point}", "options": ["rw", *options], "network": network}
+
+
+def port(device: str, state: str = "ACTIVE", rate: float = 200.0) -> dict[str, Any]:
+    """A port of InfiniBand."""
+    return {"device": device, "port": "1", "state": state, "rate": rate, "layer": "InfiniBand"}
+
+
+def quota(used: float = 0.5, files: float = 0.1) -> dict[str, Any]:
+    """A quota of 1 TiB and a million files, of which so much is used."""
+    most = {"most_bytes": 2**40, "most_files": 10**6}
+    where = {"folder": "/scratch", "of": "user", "command": "lfs quota -q -u 1000 /scratch"}
+    return {**where, **most, "bytes": int(used * 2**40), "files": int(files * 10**6)}
+
+
+def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, str] | None = None) -> Facts:
+    """Made-up facts of a healthy rank: two nodes of 64 cores, a GPU for each rank, two networks."""
+    host = "ab"[node > 0]
+    address = f"10.0.0.{1 + (node > 0)}"
+    near = [list(range(8)), list(range(8, 16))]
+    leads = local_rank == 0
+    return {
+        "rank": number,
+        "node": node,
+        "local_rank": local_rank,
+        "host": host,
+        "pid": 100 + number,
+        "environ": {"OMPI_COMM_WORLD_SIZE": "4", "OMP_NUM_THREADS": "8", **(environ or {})},
+        "mpi": {
+            "library": "Open MPI v5.0.7, package: x",
+            "mpi4py": "4.1.0",
+            "standard": [3, 1],
+            "thread_level": "MULTIPLE",
+            "size": 4,
+            "alone": None,
+        },
+        "versions": {"Python": "3.11.2", "hpcdist": "0.1.0", "numpy": "2.4.6", "mpi4py": "4.1.2"},
+        "sources": "a1b2c3d4" if local_rank == 0 else None,
+        "prefix": "/sw/env",
+        "start": 4.0,
+        "temporary": "/tmp",
+        "kernel": "6.1.0-18-amd64",
+        "mounts": {
+            "environment": mount("lustre", "/sw", "flock"),
+            "temporary": mount("xfs", "/tmp"),
+            "current": mount("lustre", "/scratch", "flock"),
+        },
+        "current": {"folder": "/scratch/me", "bytes": 2**50, "free": 2**49, "inodes": 10**9, "writable": True},
+        "cores": list(range(8 * local_rank, 8 * local_rank + 8)),
+        "cpus": 64,
+        "threads": 8,
+        "physical": list(range(8 * local_rank, 8 * local_rank + 8)),
+        "numa": [local_rank] * 8,
+        "domains": {"0": 8, "1": 8},
+        "cpu_quota": None,
+        "cpu_group": None,
+        "memory": {"host": 512 * GIB, "limit": 256 * GIB, "group": "/sys/fs/cgroup/job_7", "available": 250 * GIB},
+        "limits": {"locked": None, "locks_freely": False, "files": 1024, "most_files": 524288},
+        "gpu": {
+            "torch": "2.13.0",
+            "cuda": "13.0",
+            "gloo": True,
+            "nccl": "2.28.9",
+            "in_node": 2,
+            "gpus": [{"name": "H200", "uuid": f"GPU-{host}{i}", "numa": i, "near": near[i]} for i in range(2)],
+            "peers": [[True, True], [True, True]],
+        },
+        "interfaces": {"lo": "127.0.0.1", "eth0": address, "docker0": "172.17.0.1"},
+        "links": ["lo", "eth0", "docker0"],
+        "ipv6": {"eth0": f"2001:db8::{1 + (node > 0)}"},
+        "rdma": {"ports": [port("mlx5_0"), port("mlx5_1")], "problem": None},
+        "speeds": {"eth0": 25000},
+        "reach": {str(2 - node): {"10.0.0.1" if node else "10.0.0.2": True, "172.17.0.1": False}},
+        "shm": {"bytes": 128 * GIB, "free": 127 * GIB, "inodes": 10**6, "writable": True},
+        "hdf5": {"h5py": "3.16.0", "hdf5": "1.14.6", "parallel": True},
+        "staging": {
+            "folder": "/scratch",
+            "bytes": 2**50,
+            "free": 2**49,
+            "inodes": 10**9,
+            "writable": True,
+            "locks": None,
+            "mount": mount("lustre", "/scratch", "flock"),
+        },
+        "sees": True,
+        "sees_current": True,
+        "worker": {"seconds": 0.05},
+        "nccl_network": "IB",
+        "routes": {"mpi": {"seconds": 0.001, "bytes": 2**22, "right": True}},
+        **({"sees_lock": True} if leads and node else {}),
+        **({"pairs": [{"peer": 2, "latency": 2e-6, "rate": 20e9, "bytes": 2**22}]} if leads and not node else {}),
+        **({"quotas": [quota()]} if leads and not node else {}),
+        "cuda_aware": True,
+        "file": {"seconds": 0.02, "writer": "mpio"},
+        "init": {"seconds": 0.2, "device": "cuda", "backend": "cpu:mpi,cuda:nccl"},
+    }
+
+
+def healthy(**environ: str) -> list[Facts]:
+    """Ranks 0 and 1 on node a, 2 and 3 on node b."""
+    return [rank(i, node=i // 2 * 2, local_rank=i % 2, environ=environ) for i in range(4)]
+
+
+def ill(findings: Sequence[Finding]) -> dict[str, str]:
+    """The findings that are not ok: name -> "verdict: text"; each has a fix."""
+    wrong = [finding for finding in findings if finding.verdict != "ok"]
+    assert all(finding.fix for finding in wrong), wrong
+    return {finding.name: f"{finding.verdict}: {finding.text}" for finding in wrong}
+
+
+def change(path: str, value: Any, *where: int) -> list[Facts]:
+    """Healthy facts, but for one thing on some ranks (on all if none are named)."""
+    ranks = healthy()
+    *inner, last = path.split(".")
+    for number in where or range(4):
+        place = ranks[number]
+        for step in inner:
+            place = place[step]
+        place[last] = value
+    return ranks
