@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -120,7 +120,8 @@ def digest(entries: Iterable[Entry]) -> str:
 def links(trees: Sequence[Tree], entries: Sequence[Entry]) -> dict[str, Link]:
     """Return what each symbolic link holds in the copy, by its name.
 
-    A link to something that is copied, absolute or not, is made relative; one that leads elsewhere becomes absolute.
+    A link to something that is copied, absolute or not, is made relative; one that leads elsewhere becomes absolute;
+    one that leads nowhere in its own tree stays as it is.
     """
     names = {entry.name for entry in entries}
     return {entry.name: _link(trees, names, entry) for entry in entries if stat.S_ISLNK(entry.mode)}
@@ -129,15 +130,14 @@ def links(trees: Sequence[Tree], entries: Sequence[Entry]) -> dict[str, Link]:
 def _link(trees: Sequence[Tree], names: set[str], entry: Entry) -> Link:
     here = os.path.dirname(entry.path)
     leads = os.path.normpath(os.path.join(here, entry.target))
-    for path in _spellings(leads, os.path.join(os.path.realpath(here), entry.target)):
+    broken = False  # within its own tree
+    for path in (leads, os.path.normpath(os.path.join(os.path.realpath(here), entry.target))):
         for tree in trees:
             if path == tree.root or path.startswith(tree.root + "/"):
                 name = tree.at + path[len(tree.root) :]
                 if name in names:
                     return Link(os.path.relpath(name, os.path.dirname(entry.name)), False)
-    return Link(leads, not leads.startswith(_SYSTEM))
-
-
-def _spellings(*paths: str) -> Iterator[str]:
-    for path in paths:
-        yield os.path.normpath(path)
+                broken = broken or entry.name.startswith(f"{tree.at}/")
+    if broken and not entry.target.startswith("/"):
+        return Link(entry.target, False)
+    return Link(leads, not broken and not leads.startswith(_SYSTEM))

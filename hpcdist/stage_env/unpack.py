@@ -256,7 +256,7 @@ def changed(root: Path, notes: Path, read: bool, moved: Callable[[], object]) ->
     """Return the name of a file that is no longer as it was unpacked; None if all are, by their sizes and times.
 
     Args:
-        read: also read all of them, from the disk where the system knows how, and compare the checksums.
+        read: also read all of them, from the disk if it has them already, and compare the checksums.
         moved: called after each file.
     """
     try:
@@ -283,7 +283,6 @@ def changed(root: Path, notes: Path, read: bool, moved: Callable[[], object]) ->
 def _digest(path: Path) -> str:
     made = xxhash.xxh3_64()
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while data := file.read(_CHUNK):
             made.update(data)
