@@ -19,6 +19,7 @@ _COMMANDS = [
     ["python -m hpcdist.split", "split an array in a file into parts in files of their own"],
     ["python -m hpcdist.doctor", "find what is wrong with this job, and how to fix it"],
     ["python -m hpcdist.staging", "ls, verify: list an HDF5 file, and compare it with its checksums"],
+    ["python -m hpcdist.stage_env", "copy an environment to every node's own disk, over MPI"],
     ["python -m hpcdist.jobscript", "write a Slurm job script for the shape of a job"],
 ]
 _PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors", "xxhash")

@@ -38,6 +38,7 @@ def parser() -> Parser:
     p.add_argument("source", nargs="?", type=path, help="venv, conda environment, other folder, or file")
     p.add_argument("--to", type=path, default="/tmp", metavar="DIR", help="folder on each node's own disk (/tmp)")
     p.add_argument("--archive", type=path, metavar="FILE", help="where it is packed (SOURCE.stage_env.tar)")
+    p.add_argument("--no-scan", action="store_true", help="take the archive as it is, without a look for changes")
     p.add_argument("--with-base", action="store_true", help="take the venv's base interpreter along")
     p.add_argument("--with", dest="also", type=path, action="append", default=[], metavar="DIR", help="take another "
                    "folder along, such as that of an editable install; may be repeated")  # fmt: skip
@@ -87,7 +88,7 @@ def _stage(args: argparse.Namespace, name: str) -> int:
             limit = deadline(None, os.environ.get("HPCDIST_TIMEOUT"))
         except ValueError as error:
             raise InputError(str(error)) from error
-        request = Request(args.source, args.archive or "", args.with_base, tuple(args.also))
+        request = Request(args.source, args.archive or "", args.with_base, tuple(args.also), not args.no_scan)
         options = Options(args.to, name, args.readers, args.verify, limit)
         private = comm.Dup()
         done = stage(private, request, options, _note, lambda total: _bar(rank, total))

@@ -35,12 +35,14 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for: a folder or file, its archive ("" for the default), and what is to come along."""
+    """What the user asks for: a folder or file, its archive ("" for the default), what is to come along, and whether
+    an archive is taken as it is, without a look at what has changed."""
 
     source: str
     archive: str = ""
     with_base: bool = False
     also: tuple[str, ...] = ()
+    scan: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Source:
 
     Attributes:
         path: the file that is read.
-        size, written: size of that, in bytes, and when it was written, in nanoseconds.
+        size, written: size of that, in bytes, and when it was written, in seconds: not every client of a
+            file system knows more.
         head, nbytes: bytes that are sent before it, and size of all that is sent, in bytes.
         window, sums: size of the parts of it, and the checksum of each, as far as they are known.
         digest: of its contents; of a file, of its name, size and time.
@@ -116,7 +119,7 @@ def _single(origin: str) -> Source:
     return Source(
         path=origin,
         size=found.st_size,
-        written=found.st_mtime_ns,
+        written=int(found.st_mtime),
         head=head,
         nbytes=nbytes,
         window=WINDOW,
@@ -134,9 +137,14 @@ def _single(origin: str) -> Source:
 
 
 def _folder(origin: str, request: Request, moved: Callable[[], object], note: Callable[[str], None]) -> Source:
+    archive = Path(request.archive or f"{origin}.stage_env.tar")
+    if not request.scan:
+        known = _described(archive, None)
+        if known is None:
+            raise FileError(f"{archive}: there is no archive, or it is damaged: without --no-scan it is packed")
+        return known
     here = environment.described(origin)
     all_ = _trees(origin, request, here)
-    archive = Path(request.archive or f"{origin}.stage_env.tar")
     real = os.path.realpath(archive)
     if any(real.startswith(os.path.realpath(tree.root) + "/") for tree in all_):
         raise InputError(f"{archive}: the archive cannot lie in a folder that is packed")
@@ -176,14 +184,14 @@ def _description(archive: Path) -> Path:
     return archive.with_name(archive.name.removesuffix(".tar") + ".json")
 
 
-def _described(archive: Path, state: str) -> Source | None:
-    """The archive of a state, as it is described; None if it is another one's, or there is none."""
+def _described(archive: Path, state: str | None) -> Source | None:
+    """The archive of a state, or of any, as it is described; None if it is another one's, or there is none."""
     try:
         known = json.loads(_description(archive).read_text())
         found = os.stat(archive)
-        if known.pop("format") != _FORMAT or known["state"] != state:
+        if known.pop("format") != _FORMAT or state not in (None, known["state"]):
             return None
-        if [found.st_size, found.st_mtime_ns] != [known["size"], known["written"]]:
+        if [found.st_size, int(found.st_mtime)] != [known["size"], known["written"]]:
             return None
         for name in ("sums", "outside"):
             known[name] = tuple(known[name])
@@ -225,7 +233,7 @@ def _describe(archive: Path, packed: Packed, origin: str, request: Request, here
     source = Source(
         path=str(archive),
         size=packed.nbytes,
-        written=os.stat(archive).st_mtime_ns,
+        written=int(os.stat(archive).st_mtime),
         head=b"",
         nbytes=packed.nbytes,
         window=WINDOW,

@@ -149,7 +149,7 @@ class _Reading:
         data = memoryview(buffer)[: min(source.window, source.nbytes - begin)]
         try:
             found = os.fstat(self._fd)
-            if (found.st_size, found.st_mtime_ns) != (source.size, source.written):
+            if (found.st_size, int(found.st_mtime)) != (source.size, source.written):
                 raise FileError(f"{source.path}: was changed meanwhile: try again")
             _fill(self._fd, source, begin, data)
         except OSError as error:

@@ -154,6 +154,7 @@ def test_it_is_packed_again_when_it_was_changed_and_only_then(tmp_path: Path, mo
     (source / "file").chmod(0o644)
     assert staged(source, local).source.packed is not None
     (source / "file").write_text("three")
+    assert staged(source, local, scan=False).source.packed is None
     third = staged(source, local)
     assert third.path != first.path and Path(third.path, "file").read_text() == "three"
     damaged = bytearray(tar.read_bytes())
@@ -164,6 +165,8 @@ def test_it_is_packed_again_when_it_was_changed_and_only_then(tmp_path: Path, mo
     with pytest.raises(RankError, match="damaged at byte 0: remove it"):
         staged(source, tmp_path / "other")
     tar.unlink()
+    with pytest.raises(RankError, match="there is no archive"):
+        staged(source, local, scan=False)
     assert staged(source, tmp_path / "other").path.startswith(str(tmp_path / "other"))
 
     def changing(*args: object) -> object:
