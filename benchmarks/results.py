@@ -176,7 +176,7 @@ def load(path: Path) -> Record:
 
 def load_all(folder: Path = FOLDER) -> list[Record]:
     """Load all records in a folder, by name."""
-    return sorted((load(path) for path in folder.glob("*.json")), key=lambda record: record.name)
+    return sorted((load(path) for path in folder.glob("*-np*.json")), key=lambda record: record.name)
 
 
 def spread(values: Sequence[float]) -> Spread:

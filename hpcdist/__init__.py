@@ -5,39 +5,45 @@ Importing this package neither starts MPI nor reads the environment; :func:`init
 
 import sys
 
-if sys.orig_argv[1:3] == ["-m", "hpcdist.explain"]:  # Python imports this first: it explains where torch is not found
+from hpcdist.procstat import started_module
+
+if started_module() == "hpcdist.explain":  # Python imports this first: it explains where torch is not found
     from hpcdist.catalogue.command import main
 
-    sys.exit(main(sys.orig_argv[3:]))
+    sys.exit(main(sys.argv[1:]))
 
-from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old
+# The command that spares a shared file system the import of torch, on every node, must not begin with it. All else
+# gets all names at once: an import of this package registers its backend with torch.
+if started_module() != "hpcdist.stage_env":
+    from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old
 
-# isort: split
-from hpcdist import layout, staging
-from hpcdist.collectives.local import balance, local
-from hpcdist.collectives.plans import Plan, plan_concat, plan_gather, plan_redistribute, plan_split
-from hpcdist.collectives.redistribute import redistribute
-from hpcdist.concat import concat
-from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
-from hpcdist.explain import Explanation, explain
-from hpcdist.gather import gather
-from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split
-from hpcdist.p2p.sendrecv import irecv, isend, recv, send
-from hpcdist.runtime.background import Handle
-from hpcdist.runtime.world import World, current, finalize, init
-from hpcdist.split import split
-from hpcdist.staging.checkpointable import checkpointable
-from hpcdist.tensors import eager
-from hpcdist.tensors.pool import empty_cache, memory_stats
+    # isort: split
+    from hpcdist import layout, staging
+    from hpcdist.collectives.local import balance, local
+    from hpcdist.collectives.plans import Plan, plan_concat, plan_gather, plan_redistribute, plan_split
+    from hpcdist.collectives.redistribute import redistribute
+    from hpcdist.concat import concat
+    from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
+    from hpcdist.explain import Explanation, explain
+    from hpcdist.gather import gather
+    from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split
+    from hpcdist.p2p.sendrecv import irecv, isend, recv, send
+    from hpcdist.runtime.background import Handle
+    from hpcdist.runtime.world import World, current, finalize, init
+    from hpcdist.split import split
+    from hpcdist.staging.checkpointable import checkpointable
+    from hpcdist.tensors import eager
+    from hpcdist.tensors.pool import empty_cache, memory_stats
 
-__all__ = [
-    "Block", "Box", "Boxes", "Explanation", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError",
-    "Layout", "Plan", "RankError", "Replicate", "Split", "World", "balance", "checkpointable", "concat", "current",
-    "empty_cache", "explain", "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory_stats",
-    "plan_concat", "plan_gather", "plan_redistribute", "plan_split", "recv", "redistribute", "send", "split", "staging",
-]  # fmt: skip
+    __all__ = [
+        "Block", "Box", "Boxes", "Explanation", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError",
+        "Layout", "Plan", "RankError", "Replicate", "Split", "World", "balance", "checkpointable", "concat", "current",
+        "empty_cache", "explain", "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory_stats",
+        "plan_concat", "plan_gather", "plan_redistribute", "plan_split", "recv", "redistribute", "send", "split",
+        "staging",
+    ]  # fmt: skip
 
-eager.not_compiled([balance, checkpointable, concat, current, empty_cache, finalize, gather, init, irecv, isend, local])
-eager.not_compiled([recv, redistribute, send, split, plan_concat, plan_gather, plan_redistribute, plan_split, explain])
-eager.not_compiled([Handle, Plan, World, memory_stats])
-eager.not_compiled(vars(staging)[name] for name in staging.__all__)
+    eager.not_compiled([balance, checkpointable, concat, current, empty_cache, finalize, gather, init, irecv, isend])
+    eager.not_compiled([local, recv, redistribute, send, split, plan_concat, plan_gather, plan_redistribute])
+    eager.not_compiled([plan_split, explain, Handle, Plan, World, memory_stats])
+    eager.not_compiled(vars(staging)[name] for name in staging.__all__)

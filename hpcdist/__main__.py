@@ -20,6 +20,7 @@ _COMMANDS = [
     ["python -m hpcdist.explain", "what the code at the end of an error means, and what to do"],
     ["python -m hpcdist.doctor", "find what is wrong with this job, and how to fix it"],
     ["python -m hpcdist.staging", "ls, verify: list an HDF5 file, and compare it with its checksums"],
+    ["python -m hpcdist.stage_env", "copy an environment to every node's own disk, over MPI"],
     ["python -m hpcdist.jobscript", "write a job script for Slurm, PBS, Flux or LSF"],
 ]
 _PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors", "xxhash")

@@ -1,8 +1,10 @@
-"""What the system says of a process: when it was started, and its state."""
+"""What the system says of a process: when and as what it was started, and its state."""
 
 from __future__ import annotations
 
-__all__ = ["started", "status"]
+import sys
+
+__all__ = ["started", "started_module", "status"]
 
 
 def started(pid: int) -> int:
@@ -21,3 +23,15 @@ def status(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def started_module() -> str:
+    """Return the module that ``python -m`` is about to run, while the packages that it lies in are imported; else "".
+
+    Until it runs, sys.argv[0] is "-m"; what else is in sys.argv follows the module's name on the command line.
+    """
+    argv = getattr(sys, "argv", [])  # absent where a program embeds Python
+    if argv[:1] != ["-m"] or len(sys.orig_argv) < len(argv):
+        return ""
+    word = sys.orig_argv[-len(argv)]
+    return word[word.find("m") + 1 :] if word.startswith("-") else word  # -mNAME, -ImNAME

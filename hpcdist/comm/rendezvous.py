@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, with types
 
-from hpcdist.comm import launcher
+from hpcdist.comm.job import job
 from hpcdist.control import objects
-from hpcdist.errors import LaunchError, refusal
+from hpcdist.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -136,31 +136,6 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         self.local.Free()
-
-
-def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:
-    """Return the communicator of the job: COMM_WORLD if `comm` is None. Starts MPI, unless it runs.
-
-    Raises:
-        LaunchError: if there is no MPI, it has ended, or the launcher is that of another MPI.
-        TypeError: if `comm` is not a communicator, or does not hold this rank.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            "HD101", f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI"
-        ) from error
-    if MPI.Is_finalized():
-        raise LaunchError("HD103", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
-    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
-        raise refusal(TypeError, "HD114", f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
-    if comm is None:
-        comm = MPI.COMM_WORLD
-        alone = launcher.alone(environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
-        if alone is not None:
-            raise LaunchError("HD106", alone)
-    return comm
 
 
 def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:

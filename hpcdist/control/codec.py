@@ -17,9 +17,6 @@ from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 __all__ = ["decode", "encode"]
 
 _PACKAGE = __name__.partition(".")[0]
@@ -48,6 +45,7 @@ def decode(text: bytes | bytearray) -> Any:
 
 def _to_json(value: Any) -> Any:
     kind = type(value)
+    torch, np = sys.modules.get("torch"), sys.modules.get("numpy")  # whose values these are has imported them
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
@@ -58,13 +56,13 @@ def _to_json(value: Any) -> Any:
         return ["d", *([_to_json(key), _to_json(item)] for key, item in value.items())]
     if kind in (bytes, bytearray):
         return ["b", b64encode(value).decode()]
-    if kind is torch.dtype:
+    if torch is not None and kind is torch.dtype:
         return ["y", str(value).removeprefix("torch.")]
-    if kind is torch.device:
+    if torch is not None and kind is torch.device:
         return ["v", str(value)]
     if isinstance(value, Path):
         return ["f", str(value)]
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+    if np is not None and isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         descr = value.dtype.str if value.dtype.names is None else value.dtype.descr
         tag = "a" if isinstance(value, np.ndarray) else "s"
         return [tag, _to_json(descr), list(value.shape), b64encode(value.tobytes()).decode()]
@@ -96,15 +94,21 @@ def _from_json(item: Any) -> Any:
     if kind == "b":
         return b64decode(rest[0])
     if kind == "y":
+        import torch
+
         dtype = getattr(torch, rest[0])
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{rest[0]} is not a dtype")
         return dtype
     if kind == "v":
+        import torch
+
         return torch.device(rest[0])
     if kind == "f":
         return Path(rest[0])
     if kind in ("a", "s"):
+        import numpy as np
+
         array = np.frombuffer(b64decode(rest[2]), np.dtype(_from_json(rest[0]))).reshape(rest[1])
         return array.copy() if kind == "a" else array[()]
     if kind == "c":

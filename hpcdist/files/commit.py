@@ -30,7 +30,7 @@ from typing import TypeVar
 from hpcdist.errors import FileError, coded, reason
 from hpcdist.files.regular import kind
 
-__all__ = ["Commit", "check_folder", "check_target", "lock", "patiently", "private_folder", "sweep", "sync"]
+__all__ = ["Commit", "check_folder", "check_target", "lock", "patiently", "private_folder", "sweep", "sync", "umask"]
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class Commit:
         mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
         for left in _left(self.target):
             if (fd := self._take_over(path, left, keep)) is not None:
-                os.fchmod(fd, mode & ~_umask())
+                os.fchmod(fd, mode & ~umask())
                 return fd, True
         fd = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
         lock(fd)
@@ -261,7 +261,7 @@ def _part_name(name: str) -> str:
     return f"{_stem(name)}{tag}.part"
 
 
-def _umask() -> int:
+def umask() -> int:
     """The bits that a new file does not get."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):

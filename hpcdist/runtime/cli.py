@@ -9,54 +9,29 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import IO, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpcdist import memory
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, RankError, coded, hint
-from hpcdist.files.regular import shown
+from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import exits
 from hpcdist.process.streams import printing
 from hpcdist.runtime import world
+from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path, plural, show_bytes
 from hpcdist.runtime.world import World
 
 __all__ = [
-    *("Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "run", "show_bytes", "table"),
+    "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "run", "show_bytes", "table",
     "timed",
-]
+]  # fmt: skip
 
 T = TypeVar("T")
 
 _MIN_WINDOW = 1024  # bytes: each piece has a checksum, which must not be longer than the piece
 _SHM = 2**23  # bytes of /dev/shm below which MPI's messages do not fit
-BAD_INPUT = 2  # exit status, the same as argparse's
-
-
-def _is_rank_0() -> bool:
-    from mpi4py import MPI
-
-    return bool(MPI.COMM_WORLD.rank == 0)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that prints help and errors once, in the process where `prints` is true (default: rank 0).
-
-    If an option is repeated, the last one counts: job scripts append the user's arguments to their own.
-    """
-
-    def __init__(self, *args: Any, prints: Callable[[], bool] = _is_rank_0, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._prints = prints
-
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        if self._prints():
-            super()._print_message(message, file)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {shown(message)} (see --help)\n")
 
 
 def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoReturn:
@@ -75,8 +50,8 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
             status = main(here, args)
             here.finalize()
         except HpcdistError as error:
-            if _is_rank_0():
-                print(f"{parser.prog}: error: {_line(error)}", file=sys.stderr, flush=True)
+            if is_rank_0():
+                print(f"{parser.prog}: error: {line(error)}", file=sys.stderr, flush=True)
             status = BAD_INPUT
             world.finalize()
         exits.uninstall()  # all ranks have agreed on this status
@@ -93,16 +68,6 @@ def _warn_of_small_shm(name: str) -> None:
     if free < _SHM and world.is_first():
         text = f"/dev/shm has {show_bytes(free)} free: MPI may end with a bus error; see python -m hpcdist.doctor"
         print(f"{name}: warning: {coded('HD116', text)}", file=sys.stderr, flush=True)
-
-
-def _line(error: HpcdistError) -> str:
-    """Return an error as one line: for a RankError, the problem of the lowest rank that has one."""
-    text = str(error)
-    if isinstance(error, RankError):
-        rank, text = next(iter(error.problems.items()))
-        text = text if len(set(error.problems.values())) == 1 else f"rank {rank}: {text}"
-    more = hint(text)
-    return shown(text if more is None else f"{text} (see {more})")
 
 
 def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:
@@ -151,22 +116,6 @@ def nbytes(text: str) -> int:
     return count
 
 
-def path(text: str) -> str:
-    """Return the name of a file or folder on the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: it is empty, like "$OUT" in a shell where OUT is not set.
-    """
-    if not text:
-        raise argparse.ArgumentTypeError("expected a name, got an empty one")
-    return text
-
-
-def plural(count: int, what: str) -> str:
-    """Return a count with its noun: "1 rank", "2 ranks"."""
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as text.
 
@@ -180,21 +129,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
     ends = [*(a for a, b in pairwise(given) if b > a + 1), given[-1]]
     runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return f"rank{'s' * (len(given) > 1)} {', '.join(runs)}"
-
-
-def show_bytes(count: float) -> str:
-    """Return a number of bytes as text.
-
-    Example::
-
-        >>> show_bytes(3 * 2**20)
-        '3.0 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -224,8 +224,9 @@ class Hosts:
         code: str = "",
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        python: str | Path = sys.executable,
     ) -> Started:
-        """As :meth:`mpirun`, which goes on meanwhile."""
+        """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs."""
         own = Path(sys.executable).with_name("mpirun")
         mpirun = str(own) if own.exists() else str(shutil.which("mpirun"))
         machines = {}
@@ -239,7 +240,7 @@ class Hosts:
             "HYDRA_HOST_FILE": str(machines[":"]),
         }
         args = ("-c", textwrap.dedent(code)) if code else args
-        command = [mpirun, "-n", str(sum(ranks)), sys.executable, *args]
+        command = [mpirun, "-n", str(sum(ranks)), python, *args]
         return self.start(self.names[0], command, cwd, {**self.mpi_environment(), **files, **(env or {})})
 
     def mpi_environment(self) -> dict[str, str]:

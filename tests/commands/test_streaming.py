@@ -267,7 +267,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
                 try:
                     module.main(world, asked)
                 except hd.HpcdistError as error:
-                    print(f"<{{name}}: {{cli._line(error)}}>")
+                    print(f"<{{name}}: {{cli.line(error)}}>")
     """
     job = mpirun(2, code=code, cwd=tmp_path)
     assert job.status == 0, job.err

@@ -1,0 +1,264 @@
+"""The steps of staging, on all ranks together."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar
+
+from hpcdist.control import objects
+from hpcdist.errors import FileError, InputError, RankError, listed
+from hpcdist.runtime.commandline import line, show_bytes
+from hpcdist.stage_env import archive, transfer
+from hpcdist.stage_env.archive import Request, Source
+from hpcdist.stage_env.copies import Copy, Part, Record, Store
+from hpcdist.stage_env.environment import BASE, Relocation
+from hpcdist.stage_env.transfer import VERB
+from hpcdist.stage_env.unpack import Unpacker, changed
+from hpcdist.stage_env.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Options", "Staged", "stage"]
+
+T = TypeVar("T")
+Note = Callable[[str], None]
+Bar = Callable[[int], Callable[[int], object]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where the copies go, and how.
+
+    Attributes:
+        to: folder on each node's own disk.
+        job: what identifies this job.
+        readers: number of nodes that read the archive.
+        verify: whether all files of the copies are read again and compared.
+        timeout: seconds without progress after which the job ends.
+    """
+
+    to: str
+    job: str
+    readers: int = 1
+    verify: bool = False
+    timeout: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What was done: the path of the environment on every node, how many nodes were sent it, of how many."""
+
+    path: str
+    source: Source
+    sent: int
+    nodes: int
+    preparing: float  # seconds, packing among them
+    sending: float
+    verifying: float
+
+
+def stage(
+    comm: MPI.Intracomm,
+    request: Request,
+    options: Options,
+    note: Note,
+    bar: Bar,
+) -> Staged:
+    """Copy a folder or file to every node of `comm`. Collective over `comm`; rank 0's `request` and `options` count.
+
+    Args:
+        note: prints a line on rank 0.
+        bar: makes a function that shows progress, of a number of bytes.
+
+    Returns:
+        What was done; the same on all ranks.
+
+    Raises:
+        RankError: on all ranks, if a node cannot have the copy. What was unpacked for it is gone everywhere.
+    """
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    leaders: MPI.Intracomm = comm.Split(  # type: ignore[assignment]
+        0 if node.rank == 0 else MPI.UNDEFINED, comm.rank
+    )
+    try:
+        with Watchdog(options.timeout) as dog:
+            steps = _Steps(leaders, options, note, bar, dog)
+            lead = _in_one_line(lambda: steps.run(request) if node.rank == 0 else None)
+            done = objects.all_gather(comm, VERB, lead)
+    finally:
+        if node.rank == 0:
+            leaders.Free()
+        node.Free()
+    staged = next(found for found in done if found is not None)
+    assert isinstance(staged, Staged)
+    return staged
+
+
+def _in_one_line(step: Callable[[], T]) -> Callable[[], T]:
+    """The step, with an error that its ranks have agreed on as one line, for an agreement of more ranks."""
+
+    def run() -> T:
+        try:
+            return step()
+        except RankError as error:
+            raise FileError(line(error)) from error
+
+    return run
+
+
+class _Steps:
+    """The steps of the ranks that act for their nodes, one a node."""
+
+    def __init__(self, comm: MPI.Intracomm, options: Options, note: Note, bar: Bar, dog: Watchdog) -> None:
+        self.comm, self.options, self.note, self.bar, self.dog = comm, options, note, bar, dog
+
+    def run(self, request: Request) -> Staged | None:
+        """Make the copies. Collective; returns what was done on rank 0."""
+        comm, dog = self.comm, self.dog
+        times = [time.monotonic()]
+
+        def prepare() -> Source:
+            with dog.doing(f"preparing {request.source}"):
+                return archive.prepare(request, dog.touch, self.note)
+
+        source = objects.broadcast(comm, VERB, prepare)
+        times.append(time.monotonic())
+        stores: list[Store] = []
+        objects.all_gather(comm, VERB, lambda: stores.append(Store(self.options.to)))
+        node = _Node(stores[0], source, self.options, dog)
+        with dog.doing("staging"):
+            self._check_own(node)
+            try:
+                sent = self._send(node)
+                times.append(time.monotonic())
+                if self.options.verify:
+                    objects.all_gather(comm, VERB, node.verify)
+            except BaseException as error:
+                node.give_up(remove=isinstance(error, RankError))
+                raise
+        times.append(time.monotonic())
+        prepared, moved, verified = (end - begin for begin, end in pairwise(times))
+        staged = Staged(str(node.path), source, sent, comm.size, prepared, moved, verified)
+        return staged if comm.rank == 0 else None
+
+    def _check_own(self, node: _Node) -> None:
+        """Check that the nodes do not share the folder for the copies: each would write them all."""
+        name, host = objects.broadcast(self.comm, VERB, lambda: (f".{secrets.token_hex(8)}", socket.gethostname()))
+        seen = node.store.folder / name
+
+        def write() -> None:
+            if self.comm.rank == 0:
+                seen.touch()
+
+        def look() -> None:
+            if seen.exists() and socket.gethostname() != host:
+                text = "is shared by the nodes: expected a folder on each node's own disk"
+                raise InputError("HD409", f"{self.options.to}: {text}")
+
+        objects.all_gather(self.comm, VERB, write)
+        try:
+            objects.all_gather(self.comm, VERB, look)
+        finally:
+            if self.comm.rank == 0:
+                seen.unlink(missing_ok=True)
+
+    def _send(self, node: _Node) -> int:
+        """Send the archive to the nodes that have no copy of it; return how many those are."""
+        from mpi4py import MPI
+
+        have = objects.all_gather(self.comm, VERB, node.look)
+        if all(have):
+            return 0
+        rank, readers = self.comm.rank, max(1, self.options.readers)
+        part: MPI.Intracomm = self.comm.Split(  # type: ignore[assignment]
+            0 if not have[rank] or rank < readers else MPI.UNDEFINED, rank
+        )
+
+        def send() -> None:
+            if part != MPI.COMM_NULL:
+                moved = self.bar(node.source.nbytes)
+
+                def progress(nbytes: int) -> None:
+                    self.dog.touch()
+                    moved(nbytes)
+
+                transfer.send(part, node.source, node.unpacker, readers, progress)
+
+        try:
+            objects.all_gather(self.comm, VERB, _in_one_line(send))
+        finally:
+            if part != MPI.COMM_NULL:
+                part.Free()
+        objects.all_gather(self.comm, VERB, node.finish)
+        return have.count(False)
+
+
+class _Node:
+    """The copy on this node.
+
+    Attributes:
+        path: of the environment, when it is complete.
+        unpacker: what writes it; None if it is there.
+    """
+
+    def __init__(self, store: Store, source: Source, options: Options, dog: Watchdog) -> None:
+        self.store, self.source = store, source
+        self.unpacker: Unpacker | None = None
+        self.path = store.path(source.digest) / source.name
+        self._options, self._dog = options, dog
+        self._part: Part | None = None
+
+    def look(self) -> bool:
+        """Whether there is a copy already; else begin one, or go on with one."""
+        source, job = self.source, self._options.job
+        copy = self.store.find(source.digest, job)
+        if copy is not None:
+            name = changed(copy.folder, copy.notes, False, self._dog.touch)
+            if name is None:
+                return True
+            users = self.store.remove(copy, job)
+            if users:
+                text = f"{name} was changed since it was copied, and {listed(users)} may use it"
+                raise FileError("HD410", f"{copy.folder} on {socket.gethostname()}: {text}")
+        self.store.sweep(source.digest)
+        self._part = self.store.begin(source.digest)
+        self.unpacker = Unpacker(self._part.folder, self._part.notes, self._relocation(), source.window)
+        needed, free = source.nbytes - self.unpacker.journal.offset, shutil.disk_usage(self.store.folder).free
+        if free < needed:
+            text = f"{show_bytes(needed)} needed, {show_bytes(free)} free"
+            raise FileError("HD412", f"{self.store.folder} on {socket.gethostname()}: no space for the copy: {text}")
+        return False
+
+    def _relocation(self) -> Relocation:
+        folder = self.store.path(self.source.digest)
+        moved = {old: str(folder / at) for old, at in self.source.prefixes}
+        base = (self.source.base, str(folder / BASE)) if self.source.base else None
+        return Relocation(moved, base, self.source.name)
+
+    def finish(self) -> None:
+        if self._part is not None:
+            record = Record(self.source.digest, self.source.name, self.source.origin)
+            self.store.finish(self._part, record, self._options.job)
+
+    def verify(self) -> None:
+        """Read all files of the copy again."""
+        copy = Copy(self.store.path(self.source.digest))
+        name = changed(copy.folder, copy.notes, True, self._dog.touch)
+        if name is not None:
+            text = f"{name} is not what was sent: --cleanup removes the copy"
+            raise FileError("HD410", f"{copy.folder} on {socket.gethostname()}: {text}")
+
+    def give_up(self, remove: bool) -> None:
+        """After an error: what was unpacked is removed, or left to the next job."""
+        if self._part is not None:
+            self._part.close(remove)
+        Copy(self.store.path(self.source.digest)).release(self._options.job)

@@ -1,0 +1,94 @@
+"""stage_env over several hosts: what goes over the wires, what each has afterwards, and jobs that are killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+from launch import DEADLINE, Job
+
+pytestmark = pytest.mark.cluster
+
+COMMAND = ("-m", "hpcdist.stage_env")
+MIB = 2**20
+SIZE = 24 * MIB
+STORE = f"/tmp/hpcdist-{os.getuid()}/stage_env"
+
+
+@pytest.fixture
+def venv(hosts: Hosts) -> Path:
+    """A venv with a script and some MiB of data, in a folder that all hosts share."""
+    made = hosts.folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
+    (made / "data").write_bytes(os.urandom(SIZE))
+    script = made / "bin" / "tool"
+    script.write_text(f"#!{made}/bin/python\nimport sys; print(sys.prefix)\n")
+    script.chmod(0o755)
+    return made
+
+
+def _staged(hosts: Hosts, ranks: list[int], *words: str | Path) -> Job:
+    job = hosts.mpirun(ranks, *COMMAND, "venv", *words)
+    assert job.status == 0, job.err
+    return job
+
+
+def _received(hosts: Hosts, before: dict[str, int] | None = None) -> dict[str, int]:
+    return {name: each.received - (before or {}).get(name, 0) for name, each in hosts.bytes().items()}
+
+
+def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts: Hosts, venv: Path) -> None:
+    """Several ranks a host, too. A host that has lost it is sent it again, and no other one."""
+    before = _received(hosts)
+    path = _staged(hosts, [2, 2, 1], "--verify").out.strip()
+    got = _received(hosts, before)
+    assert got["node1"] < SIZE / 10
+    assert all(SIZE < got[name] < 1.6 * SIZE for name in ("node2", "node3")), got
+    assert path.startswith(STORE) and path.endswith("/venv")
+    for name in hosts.names:
+        assert hosts.run(name, [f"{path}/bin/tool"]).out == f"{path}\n"
+    assert hosts.run("node3", ["rm", f"{path}/bin/tool"]).status == 0
+    before = _received(hosts)
+    again = _staged(hosts, [1, 1, 1])
+    got = _received(hosts, before)
+    assert "sent to 1 node" in again.err and "2 nodes had it" in again.err
+    assert got["node3"] > SIZE and got["node2"] < SIZE / 10, got
+    assert hosts.run("node3", [f"{path}/bin/tool"]).out == f"{path}\n"
+    shared = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", hosts.folder)
+    assert shared.status == 2 and "is shared by the nodes" in shared.err, shared.err
+    for name in hosts.names:
+        cleaned = hosts.run(name, [sys.executable, *COMMAND, "--cleanup", path])
+        assert cleaned == Job(0, "", ""), cleaned
+        assert hosts.run(name, ["ls", "-A", STORE]).out == ".lock\n"
+
+
+def test_after_a_kill_the_next_job_goes_on(hosts: Hosts, venv: Path) -> None:
+    """It is sent what is missing. If a host's disk is full, all ranks say so, and no host keeps anything."""
+    hosts.rate("80mbit")
+    first = hosts.start_mpirun([1, 1], *COMMAND, "venv")
+    end = time.monotonic() + DEADLINE
+    while _received(hosts)["node2"] < 0.8 * SIZE:
+        assert time.monotonic() < end and first.process.poll() is None
+        time.sleep(0.05)
+    first.kill()
+    hosts.rate(None)
+    assert ".part-" in hosts.run("node2", ["ls", "-A", STORE]).out
+    before = _received(hosts)
+    path = _staged(hosts, [1, 1], "--verify").out.strip()
+    assert _received(hosts, before)["node2"] < 0.75 * SIZE
+    for name in hosts.names[:2]:
+        assert hosts.run(name, ["cmp", f"{path}/data", venv / "data"]).status == 0
+        assert hosts.run(name, ["ls", "-A", STORE]).out.split() == [".lock", Path(path).parent.name]
+        assert hosts.run(name, ["mkdir", "/tmp/small"]).status == 0
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m,nr_inodes=30", "tmpfs", "/tmp/small"]
+    assert hosts.run("node2", mount).status == 0
+    full = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", "/tmp/small")
+    assert full.status == 2 and full.err.count("error") == 1, full.err
+    assert "No space left on device (on node2)" in full.err
+    for name in hosts.names[:2]:
+        assert hosts.run(name, ["find", "/tmp/small", "-type", "f"]).out.split("/")[-1] == ".lock\n"
