@@ -1,0 +1,30 @@
+"""Every example on every page of docs/ runs, and prints what the page says: see helpers/pages.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pages import execute, parse
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]  # the first test runs the examples of all
+
+
+@pytest.fixture(scope="module")
+def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Page -> what its examples did wrong, for the pages whose tests were selected."""
+    chosen = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")} & {*PAGES}
+    pages, wrong = [], {}
+    for name in sorted(chosen):
+        try:
+            pages.append(parse(name, (DOCS / name).read_text()))
+        except ValueError as error:
+            wrong[name] = [str(error)]
+    return {**wrong, **execute(pages, tmp_path_factory.mktemp("pages"))}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_examples_of_a_page(name: str, problems: dict[str, list[str]]) -> None:
+    assert not problems[name], "\n".join(problems[name])
