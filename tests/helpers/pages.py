@@ -5,11 +5,12 @@ What a page can hold, in its order:
 - A block ``python`` that begins with ``# name.py`` is a program: it is written into the folder.
 - A block ``console`` runs its lines ``$ mpirun -n N python ...``, or ``srun``, or ``python ...`` without a launcher. If
   lines of output follow, they are compared; ``...`` stands for anything. Other lines that begin with ``$`` must be of
-  ``NOT_RUN``. ``<!-- fails -->`` above the block: each line of it is a job of its own, and must fail. ``<!-- alone -->``: a
-  job of its own.
+  ``NOT_RUN``. ``<!-- fails -->`` above the block: each line of it is a job of its own, and must fail.
+  ``<!-- alone -->``: a job of its own.
 - Any other block ``python`` runs after those before it, in one namespace, which has hd, torch, staging, rank and size.
   ``<!-- N ranks`` begins a new namespace on N ranks; what follows up to ``-->`` is Python that the reader does not see,
   and so is that of ``<!-- then``, such as assertions.
+- After a block ``console``, a namespace has ended.
 - ``<!-- without the tests: reason -->`` leaves the next block alone.
 """
 
@@ -23,12 +24,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch import Job, mpirun
+from launch import run as run_command
 
 # What console blocks may show besides Python programs.
 NOT_RUN = re.compile(
-    r"(pip|module|make|sbatch|salloc|scancel|squeue|kill|export|git|apt-get|cp|CC=mpicc|\.|bash|ranks|h5dump|cd|"
-    r"python -m venv|python -m pip|conda|apptainer)\b|\. "
+    r"(pip|module|make|sbatch|salloc|scancel|squeue|kill|export|git|apt-get|CC=mpicc|bash|ranks|cd|python -m venv|"
+    r"python -m pip|conda|apptainer)\b|\. "
 )
+SHELL = re.compile(r"(mkdir|ls|cat|cp|rm|mv) ")  # what they show, as it is
 _BLOCK = re.compile(
     r"^<!-- (?P<hidden>\d+ ranks|then|fails|alone|without the tests)(?P<text>.*?)-->$"
     r"|^```(?P<kind>\w*)[^\n]*\n(?P<code>.*?)^```$",
@@ -45,6 +48,7 @@ class Run:
         page, line: where it is.
         np: number of ranks; 0 for a process without a launcher.
         words: arguments of Python; empty for code.
+        shell: a command of SHELL.
         code: a snippet, with as many lines before it as in the page.
         fresh: whether it begins a new namespace.
         fails: whether it must fail.
@@ -57,6 +61,7 @@ class Run:
     line: int
     np: int
     words: list[str] = field(default_factory=list)
+    shell: str = ""
     code: str = ""
     fresh: bool = False
     fails: bool = False
@@ -103,6 +108,7 @@ def parse(name: str, text: str) -> Page:
             page.runs.append(Run(name, line, np, code=above + code, fresh=hidden.endswith("ranks")))
         elif kind == "console":
             page.runs += _console(name, line, found["code"], mark)
+            np = None  # what comes next may be in another job
         mark = ""
     unused = set(page.programs) - {word for run in page.runs for word in run.words}
     if unused:
@@ -135,6 +141,8 @@ def _command(page: str, line: int, text: str, mark: str) -> Run | None:
     found = _LAUNCH.fullmatch(re.sub(r"^(?:[A-Z_0-9]+=\S+ )*", "", words))
     if NOT_RUN.match(words):
         return None
+    if SHELL.match(words):
+        return Run(page, line, 0, shell=words, alone=True)
     if found is None:
         raise ValueError(f"{page}:{line}: neither a Python program nor in NOT_RUN: {text}")
     number = re.search(r" -n (\d+)", found["options"] or "")
@@ -159,7 +167,11 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
         alone = [run for run in heads if run.alone]
         if alone:
             run = left[alone[0].page].pop(0)
-            job = mpirun(run.np, *run.words, cwd=folder / run.page, env=run.env)
+            here = folder / run.page
+            if run.shell:
+                job = run_command(["sh", "-c", run.shell], here)
+            else:
+                job = mpirun(run.np, *run.words, cwd=here, env=run.env)
             wrong[run.page] += _judge(run, job)
             continue
         np = max((run.np for run in heads), key=lambda np: sum(run.np == np for run in heads))
@@ -167,26 +179,36 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
         for runs in left.values():
             while runs and runs[0].np == np and not runs[0].alone:
                 batch.append(runs.pop(0))
-        for run, job in _together(np, batch, folder):
+        done = _together(np, batch, folder)
+        for run, job in zip(batch, done, strict=False):
             wrong[run.page] += _judge(run, job)
+        if len(done) < len(batch):  # the last one has ended the job: the rest of its page cannot run, other pages can
+            left[batch[len(done) - 1].page] = []
+            again = [run for run in batch[len(done) :] if run.page != batch[len(done) - 1].page]
+            for name in {run.page for run in again}:
+                left[name] = [run for run in again if run.page == name] + left[name]
     return wrong
 
 
-def _together(np: int, batch: list[Run], folder: Path) -> list[tuple[Run, Job]]:
-    """Run one after the other in one job."""
+def _together(np: int, batch: list[Run], folder: Path) -> list[Job]:
+    """Run one after the other in one job; return those that ended, the last of which may have ended the job."""
     task, result = folder / "task.json", folder / "result.json"
     result.unlink(missing_ok=True)
     task.write_text(json.dumps([asdict(run) for run in batch]))
     job = mpirun(np, str(Path(__file__).with_name("pages_job.py")), str(folder))
     done = [Job(*one) for one in json.loads(result.read_text())] if result.exists() else []
-    if len(done) < len(batch):  # the job ended: the rest was not run
-        done += [Job(1, "", f"the job ended here:\n{job.out}\n{job.err}")] + [Job(1, "", "not run")] * len(batch)
-    return list(zip(batch, done, strict=False))
+    if len(done) < len(batch):
+        files = [folder / f"{len(done)}.{kind}" for kind in ("out", "err")]
+        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in files)
+        for file in files:
+            file.unlink(missing_ok=True)
+        done.append(Job(job.status or 1, out, f"{err}\nthe job has ended:\n{job.out}\n{job.err}"))
+    return done
 
 
 def _judge(run: Run, job: Job) -> list[str]:
     """Return what is wrong with how a run ended."""
-    where = f"{run.page}:{run.line}: {' '.join(run.words)}"
+    where = f"{run.page}:{run.line}: {run.shell or ' '.join(run.words)}"
     if bool(job.status) != run.fails:
         return [f"{where}: status {job.status}\n{job.out}\n{job.err}"]
     printed = job.out + job.err if run.fails else job.out

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ def main(folder: Path) -> None:
     for i, run in enumerate(json.loads((folder / "task.json").read_text())):
         os.chdir(folder / run["page"])
         out, err = folder / f"{i}.out", folder / f"{i}.err"
+        if run["fresh"] or not run["code"]:
+            hd.finalize()  # the namespace before it has had its own world
         if run["fresh"]:
             space = {"torch": torch, "hd": hd, "staging": hd.staging, "rank": MPI.COMM_WORLD.rank}
             space["size"] = MPI.COMM_WORLD.size
@@ -55,10 +58,23 @@ def redirected(run: dict[str, Any], space: dict[str, Any], *paths: Path) -> int:
 
 
 def snippet(run: dict[str, Any], space: dict[str, Any]) -> int:
-    """Run code of a page, in a world of its own; an error ends the job, as it would end the reader's."""
-    with hd.init(device="cpu"):
-        exec(compile(run["code"], f"docs/{run['page']}", "exec"), space)
+    """Run code of a page, in the world of its namespace; an error ends the job, as it would end the reader's."""
+    name = f"docs/{run['page']}"
+    linecache.cache[name] = len(run["code"]), None, run["code"].splitlines(keepends=True), name
+    hd.init(device="cpu")
+    try:
+        exec(compile(run["code"], name, "exec"), space)
+    except Exception:
+        end()
     return 0
+
+
+def end() -> NoReturn:
+    """Print the error at hand, and end the job."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)
+    raise AssertionError
 
 
 def program(words: list[str]) -> int:
@@ -77,9 +93,7 @@ def program(words: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+        end()
     finally:
         sys.path[:] = path
     return 0
