@@ -6,6 +6,7 @@ holds. They link to one another by their paths in the repository; a link to a fi
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -34,7 +35,7 @@ LEFT_OUT = (ROOT / "benchmarks" / "results" / "tables.md",)  # 5,800 lines of ta
 ERRORS = "errors/"  # what stands in `nav` for the catalogue
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
-_CODE = re.compile(r"`[^`\n]*`")
+_HELP = re.compile(r"^<!-- help: ([\w.]+) -->$", re.MULTILINE)
 
 
 def sources() -> dict[str, str]:
@@ -70,6 +71,35 @@ def page(text: str, source: str, files: dict[str, str]) -> str:
 
     text = _LINK.sub(link, _FENCE.sub(keep, text))
     return re.sub(r"\0(\d+)\0", lambda found: kept[int(found[1])], text)
+
+
+def help_texts(modules: list[str]) -> dict[str, str]:
+    """Return what each command prints with --help; all in one process, which imports torch once."""
+    code = (
+        "import contextlib, io, json, runpy, sys\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    sys.argv, out = [name, '--help'], io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):\n"
+        "        runpy.run_module(name, run_name='__main__', alter_sys=True)\n"
+        "    found[name] = out.getvalue()\n"
+        "print(json.dumps(found))\n"
+    )
+    environ = {**os.environ, "COLUMNS": "96", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environ, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def with_help(text: str) -> str:
+    """Return a page with the help of the commands that it names."""
+    modules = _HELP.findall(text)
+    texts = help_texts(modules) if modules else {}
+
+    def block(found: re.Match[str]) -> str:
+        module = found[1]
+        return f"## {module}\n\n```console\n$ python -m {module} --help\n{texts[module].rstrip()}\n```"
+
+    return _HELP.sub(block, text)
 
 
 def title(path: Path) -> str:
@@ -116,7 +146,7 @@ def assemble() -> list[str]:
     for source, place in files.items():
         (PAGES / place).parent.mkdir(parents=True, exist_ok=True)
         if place.endswith(".md"):
-            (PAGES / place).write_text(page((ROOT / source).read_text(), source, files))
+            (PAGES / place).write_text(with_help(page((ROOT / source).read_text(), source, files)))
         else:
             shutil.copy(ROOT / source, PAGES / place)
     config = yaml.safe_load((ROOT / "docs" / "mkdocs.yml").read_text())

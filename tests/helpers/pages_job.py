@@ -81,7 +81,8 @@ def program(words: list[str]) -> int:
     """Run a program or a module as Python does."""
     module = words[0] == "-m"
     sys.argv = words[1:] if module else words
-    path = list(sys.path)
+    path, modules = list(sys.path), set(sys.modules)
+    sys.path.insert(0, os.getcwd())
     try:
         if module:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -90,12 +91,15 @@ def program(words: list[str]) -> int:
         hd.finalize()  # as at the end of a process
         if dist.is_initialized():
             dist.destroy_process_group()
-    except SystemExit as end:
-        return int(end.code or 0)
+    except SystemExit as left:
+        return int(left.code or 0)
     except Exception:
         end()
     finally:
         sys.path[:] = path
+        for name in sys.modules.keys() - modules:  # other programs of the page, by whose names another page may have others
+            if getattr(sys.modules[name], "__file__", None) and Path(str(sys.modules[name].__file__)).parent == Path.cwd():
+                del sys.modules[name]
     return 0
 
 
