@@ -86,7 +86,9 @@ def help_texts(modules: list[str]) -> dict[str, str]:
         "print(json.dumps(found))\n"
     )
     environ = {**os.environ, "COLUMNS": "96", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environ, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environ, check=True
+    )
     return dict(json.loads(done.stdout))
 
 

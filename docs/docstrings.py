@@ -11,6 +11,8 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc):`~?([^`]+)`")
 _CODE = re.compile(r"``([^`]+)``")
 # "Example, on 3 ranks::" and the lines below it that are indented further.
 _LITERAL = re.compile(r"^( *)(\S.*):\n\n((?:\1 +.*\n|\n)+)", re.MULTILINE)
+# "src, dst: text" in a list of arguments, and the lines that belong to it.
+_SEVERAL = re.compile(r"^( +)([a-z_]\w*(?:, [a-z_]\w*)+): (.*(?:\n\1 +\S.*)*)", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
@@ -24,6 +26,7 @@ class Docstrings(griffe.Extension):
 def markdown(text: str) -> str:
     """Return a docstring with Markdown's code instead of Sphinx's roles and literal blocks."""
     text = _CODE.sub(r"`\1`", _ROLE.sub(r"`\1`", text + "\n"))
+    text = _SEVERAL.sub(lambda found: "\n".join(f"{found[1]}{name}: {found[3]}" for name in found[2].split(", ")), text)
     return _LITERAL.sub(_fenced, text).rstrip("\n")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import docstrings
 import pytest
 from pages import execute, parse
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = {page.name: page for page in docstrings.pages(DOCS / "reference")}
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]  # the first test runs the examples of all
 
@@ -15,9 +17,12 @@ pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]  # the first test runs
 @pytest.fixture(scope="module")
 def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Page -> what its examples did wrong, for the pages whose tests were selected."""
-    chosen = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")} & {*PAGES}
-    pages, wrong = [], {}
-    for name in sorted(chosen):
+    chosen = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")} & {
+        *PAGES,
+        *EXAMPLES,
+    }
+    pages, wrong = [EXAMPLES[name] for name in EXAMPLES if name in chosen], {}
+    for name in sorted(chosen - {*EXAMPLES}):
         try:
             pages.append(parse(name, (DOCS / name).read_text()))
         except ValueError as error:
@@ -25,6 +30,6 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return {**wrong, **execute(pages, tmp_path_factory.mktemp("pages"))}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_examples_of_a_page(name: str, problems: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("name", [*PAGES, *EXAMPLES])
+def test_the_examples(name: str, problems: dict[str, list[str]]) -> None:
     assert not problems[name], "\n".join(problems[name])

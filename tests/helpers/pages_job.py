@@ -97,8 +97,13 @@ def program(words: list[str]) -> int:
         end()
     finally:
         sys.path[:] = path
-        for name in sys.modules.keys() - modules:  # other programs of the page, by whose names another page may have others
-            if getattr(sys.modules[name], "__file__", None) and Path(str(sys.modules[name].__file__)).parent == Path.cwd():
+        for name in (
+            sys.modules.keys() - modules
+        ):  # other programs of the page, by whose names another page may have others
+            if (
+                getattr(sys.modules[name], "__file__", None)
+                and Path(str(sys.modules[name].__file__)).parent == Path.cwd()
+            ):
                 del sys.modules[name]
     return 0
 
