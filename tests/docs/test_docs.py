@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]  # the first test runs
 @pytest.fixture(scope="module")
 def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Page -> what its examples did wrong, for the pages whose tests were selected."""
-    chosen = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")} & {
+    chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")} & {
         *PAGES,
         *EXAMPLES,
     }
