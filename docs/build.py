@@ -119,7 +119,7 @@ def catalogue() -> list[Any]:
     if not index.exists():
         rows = "\n".join(f"- [{title(code)}]({code.name})" for code in codes)
         index.write_text(f"# Error codes\n\n`python -m hpcdist.explain CODE` prints these pages.\n\n{rows}\n")
-    return [{"Error codes": ["errors/index.md", *({title(code): f"errors/{code.name}"} for code in codes)]}]
+    return [{"Error codes": ["errors/index.md", *({code.stem: f"errors/{code.name}"} for code in codes)]}]
 
 
 def with_errors(nav: list[Any], codes: list[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import docstrings
@@ -28,6 +29,16 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         except ValueError as error:
             wrong[name] = [str(error)]
     return {**wrong, **execute(pages, tmp_path_factory.mktemp("pages"))}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_names_is_there(name: str) -> None:
+    """Files and commands; links are checked by docs/build.py."""
+    text, root = (DOCS / name).read_text(), DOCS.parent
+    files = re.findall(r"`((?:benchmarks|docs|hpcdist|jobscripts|tests)/[^\s`*<>{}]*|setup\.cfg)`", text)
+    assert [file for file in files if not (root / file).exists() and not (root / "hpcdist" / file).exists()] == []
+    modules = {module.replace(".", "/") for module in re.findall(r"python -m (hpcdist(?:\.\w+)*)", text)}
+    assert [m for m in modules if not (root / f"{m}.py").exists() and not (root / m / "__main__.py").exists()] == []
 
 
 @pytest.mark.parametrize("name", [*PAGES, *EXAMPLES])
