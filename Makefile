@@ -3,9 +3,10 @@
 # make test-all: also all kills, all random cases, gigabytes, every test on all numbers of ranks, and make test-versions
 # make test-versions: np 2 and the file tests with the oldest and newest libraries, Open MPI 5 and Intel MPI
 # make test-backend: the process group with torch 2.13, 2.14 and 2.15, three MPIs, 1 to 5 ranks; 12 GB
+# make docs: the documentation as a site, build/site/index.html; its links are checked
 # make lint, make bench, make clean
 
-.PHONY: demo test test-all test-versions test-backend lint bench clean
+.PHONY: demo test test-all test-versions test-backend lint docs bench clean
 
 demo:
 	@.ci/environment mpich demo
@@ -31,6 +32,10 @@ lint:
 	.venv/mpich/bin/ruff check .
 	.venv/mpich/bin/ruff format --check .
 	.venv/mpich/bin/mypy
+
+docs:
+	@.ci/environment mpich docs
+	@.venv/mpich/bin/python docs/build.py
 
 bench:
 	@.ci/environment mpich test

@@ -53,8 +53,8 @@ class Block:
 
     Example: the tiles of a 4 x 6 tensor on 4 ranks::
 
-        >>> [box.slices() for box in Block((2, 2), (0, 1)).boxes((4, 6), 4)]
-        [(slice(0, 2), slice(0, 3)), (slice(0, 2), slice(3, 6)), (slice(2, 4), slice(0, 3)), (slice(2, 4), slice(3, 6))]
+        >>> [(box.offset, box.shape) for box in Block((2, 2), (0, 1)).boxes((4, 6), 4)]
+        [((0, 0), (2, 3)), ((0, 3), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (2, 3))]
     """
 
     grid: tuple[int, ...]
@@ -175,8 +175,8 @@ class Split(_Line):
 
     Example, on 3 ranks::
 
-        >>> [box.slices() for box in Split(0, counts=(1, 0, 4)).boxes((5, 2), 3)]
-        [(slice(0, 1), slice(0, 2)), (slice(1, 1), slice(0, 2)), (slice(1, 5), slice(0, 2))]
+        >>> [(box.offset, box.shape) for box in Split(0, counts=(1, 0, 4)).boxes((5, 2), 3)]
+        [((0, 0), (1, 2)), ((1, 0), (0, 2)), ((1, 0), (4, 2))]
     """
 
     dim: int

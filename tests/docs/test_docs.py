@@ -1,0 +1,46 @@
+"""Every example on every page of docs/ runs, and prints what the page says: see helpers/pages.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import docstrings
+import pytest
+from pages import execute, parse
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = {page.name: page for page in docstrings.pages(DOCS / "reference")}
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]  # the first test runs the examples of all
+
+
+@pytest.fixture(scope="module")
+def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Page -> what its examples did wrong, for the pages whose tests were selected."""
+    chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")} & {
+        *PAGES,
+        *EXAMPLES,
+    }
+    pages, wrong = [EXAMPLES[name] for name in EXAMPLES if name in chosen], {}
+    for name in sorted(chosen - {*EXAMPLES}):
+        try:
+            pages.append(parse(name, (DOCS / name).read_text()))
+        except ValueError as error:
+            wrong[name] = [str(error)]
+    return {**wrong, **execute(pages, tmp_path_factory.mktemp("pages"))}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_names_is_there(name: str) -> None:
+    """Files and commands; links are checked by docs/build.py."""
+    text, root = (DOCS / name).read_text(), DOCS.parent
+    files = re.findall(r"`((?:benchmarks|docs|hpcdist|jobscripts|tests)/[^\s`*<>{}]*|setup\.cfg)`", text)
+    assert [file for file in files if not (root / file).exists() and not (root / "hpcdist" / file).exists()] == []
+    modules = {module.replace(".", "/") for module in re.findall(r"python -m (hpcdist(?:\.\w+)*)", text)}
+    assert [m for m in modules if not (root / f"{m}.py").exists() and not (root / m / "__main__.py").exists()] == []
+
+
+@pytest.mark.parametrize("name", [*PAGES, *EXAMPLES])
+def test_the_examples(name: str, problems: dict[str, list[str]]) -> None:
+    assert not problems[name], "\n".join(problems[name])
