@@ -25,6 +25,7 @@ from hpcdist.runtime.cli import meter
 from hpcdist.runtime.world import World
 from hpcdist.staging.boxes import BoxSequence, Grid
 from hpcdist.staging.pieces import PIECE
+from hpcdist.staging.replaced import remove_old_form, withdraw_index
 from hpcdist.staging.saving import Saving
 from hpcdist.staging.sharded_files import divide, write_index
 from hpcdist.staging.target import SaveOptions
@@ -58,6 +59,7 @@ class Copy:
         anything failed on one."""
         world, datasets = self.world, self.datasets()
         files = divide(self.output, datasets, self.limit)
+        names = [path for path, _ in files]
         shares = Shares(datasets, world.world_size)
         mine = dict(shares.of(world.rank))
         with ExitStack() as stack:
@@ -73,9 +75,11 @@ class Copy:
             problem = next((saving.problem for saving in savings if saving.problem is not None), None)
             found = enumerate(objects.all_gather_object(world.team.comm, problem))
             objects.raise_problems(_VERB, {rank: text for rank, text in found if text is not None})
+            objects.broadcast(world.team.comm, _VERB, lambda: withdraw_index(self.output, names))
         if len(files) > 1:
             objects.broadcast(world.team.comm, _VERB, lambda: write_index(self.output, datasets, files))
-        report: dict[str, Any] = {"output_files": [path for path, _ in files]}
+        objects.broadcast(world.team.comm, _VERB, lambda: remove_old_form(self.output, names))
+        report: dict[str, Any] = {"output_files": names}
         if self.resume:
             pieces = sum(len(d.pieces) for d in datasets)
             report |= {"pieces": pieces, "pieces_kept": sum(len(saving.done) for saving in savings)}

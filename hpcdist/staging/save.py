@@ -15,6 +15,7 @@ from torch import Tensor
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.files.h5 import Dataset
+from hpcdist.files.safetensors import SUFFIX
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, background
 from hpcdist.staging import drivers
@@ -23,6 +24,7 @@ from hpcdist.staging.exchange import collect
 from hpcdist.staging.host import outgoing
 from hpcdist.staging.in_flight import Flight, buffer_of, wait_for
 from hpcdist.staging.pieces import PiecePlan
+from hpcdist.staging.replaced import remove_old_form, withdraw_index
 from hpcdist.staging.save_plan import VERB, SaveCall, check, plan
 from hpcdist.staging.saving import Saving
 from hpcdist.staging.sharded_files import divide, write_index
@@ -136,8 +138,9 @@ def save(
             begins anew.
         max_shard_size: of a .safetensors file: bytes, or text such as "5GB". What has more data becomes several files,
             ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
-            load by their index. They get their names when all are complete, one after the other, the index last.
-            Must agree.
+            load by their index. They get their names when all are complete, one after the other, the index last; an
+            old index is removed before files that it names are replaced. Of a file `path` and an index, the older one
+            is removed after a save, since readers would differ in which they take. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just done; with `async_op`, in
             another thread.
         buffer: bytes of host memory that this rank may use for the copies of `async_op`, those of earlier saves that
@@ -243,8 +246,11 @@ def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], No
                         written(held[i].name)
             if len(savings) > 1:
                 _settle(team, savings)
+                objects.broadcast(team.comm, VERB, lambda: withdraw_index(path, [name for name, _ in files]))
         if len(files) > 1:
             objects.broadcast(team.comm, VERB, lambda: write_index(path, datasets, files))
+        if path.endswith(SUFFIX):
+            objects.broadcast(team.comm, VERB, lambda: remove_old_form(path, [name for name, _ in files]))
 
 
 def _saving(team: Team, path: str, datasets: list[Dataset], plans: list[PiecePlan], options: SaveOptions) -> Saving:

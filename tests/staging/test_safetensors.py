@@ -168,6 +168,44 @@ def test_several_files_and_their_index(world: hd.World, folder: Path, monkeypatc
     findings.settle()
 
 
+def test_a_name_holds_the_last_save_alone(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file after several, and several after one: readers find no older ones. Old and new ones are never in one
+    index, whatever fails in between."""
+    findings, path = Findings(world.comm), folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+
+    def save(start: int, size: int | None) -> None:
+        world.comm.Barrier()
+        wholes = {name: torch.arange(start, start + 20).float() for name in ("a", "b")}
+        staging.save(path, wholes, dim=None, max_shard_size=size)
+
+    save(0, 80)
+    findings.check(index.exists() and not path.exists(), "several")
+    save(100, None)
+    findings.check(not index.exists(), "the old index is beside the new file")
+    findings.check(load_file(path)["a"][0] == 100, "one")
+    save(200, 80)
+    findings.check(index.exists() and not path.exists(), "the old file is beside the new index")
+
+    with monkeypatch.context() as patch:  # one file has its name, the other does not
+        plain, taken = saving.Saving.commit, list[int]()
+
+        def failing(self: Any) -> None:
+            if taken:
+                self.problem = "a broken disk"
+            taken.append(1)
+            plain(self)
+
+        patch.setattr(saving.Saving, "commit", failing)
+        raises_on_all_ranks(world.comm, hd.RankError, lambda: save(300, 80))
+    held = [load_file(folder / f"model-0000{k}-of-00002.safetensors") for k in (1, 2)]
+    findings.check({float(x[0]) for part in held for x in part.values()} == {200, 300}, "one of two is new")
+    findings.check(not index.exists(), "an index of old and new files")
+    save(400, 80)
+    findings.check(index.exists(), "again")
+    findings.settle()
+
+
 def test_what_the_format_cannot_hold(world: hd.World, folder: Path) -> None:
     findings, path = Findings(world.comm), folder / "x.safetensors"
     x = torch.ones(2)
