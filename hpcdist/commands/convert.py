@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,12 +126,12 @@ def _check_output(held: Checkpoint, args: argparse.Namespace) -> int | None:
             flatten(dict.fromkeys(names))  # checks the names
         elif safetensors.METADATA in names:
             raise WrongError("HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor")
-    except (ValueError, TypeError) as error:
+    except (WrongError, ValueError, TypeError) as error:
         raise InputError("HD418", f"{path}: {error}") from error
     for x in held.tensors:
         if x.dtype not in FORMATS[suffix].dtypes:
             raise InputError("HD418", f"{path}: a {suffix} file cannot hold {x.dtype}, which {x.name} has")
-    _check_inputs(path, [file for file, _ in held.files])
+    _check_inputs(path, args.input[0], [file for file, _ in held.files], limit)
     check_target(Path(path), 0 if args.resume else held.nbytes())
     return limit
 
@@ -144,10 +145,16 @@ def _check_tensors(held: Checkpoint, window: int) -> None:
             raise InputError("HD418", f"{held.path}: {x.name} {error}") from error
 
 
-def _check_inputs(path: str, files: Sequence[str]) -> None:
-    """Raise an InputError if an input is also the output, or may be one of several."""
-    stem = path.removesuffix(safetensors.SUFFIX)
+def _check_inputs(path: str, source: str, files: Sequence[str], limit: int | None) -> None:
+    """Raise an InputError if an input is also the output, may be one of several, or is the index that the output has
+    or removes."""
+    index = f"{path}.index.json"
+    places = index, os.path.dirname(index) or "."
+    if os.path.exists(index) and any(os.path.samefile(source, place) for place in places):
+        raise InputError("HD507", f"{path}: would replace an input, {index}")
+    stem = re.escape(os.path.realpath(path.removesuffix(safetensors.SUFFIX)))
+    shard = re.compile(rf"{stem}-\d+-of-\d+{re.escape(safetensors.SUFFIX)}")
     for file in files:
         same = os.path.exists(path) and os.path.samefile(path, file)
-        if same or os.path.realpath(file).startswith(f"{os.path.realpath(stem)}-"):
+        if same or (limit is not None and shard.fullmatch(os.path.realpath(file))):
             raise InputError("HD507", f"{path}: would replace an input, {file}")

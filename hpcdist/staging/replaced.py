@@ -40,4 +40,4 @@ def _remove(name: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise FileError(f"{name}: is of an earlier save, and cannot be removed: {reason(error)}") from error
+        raise FileError("HD410", f"{name}: is of an earlier save, and cannot be removed: {reason(error)}") from error

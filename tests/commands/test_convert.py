@@ -305,6 +305,7 @@ def test_refusals_are_one_line(made: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     shutil.copytree(made / "dcp", tmp_path / "dcp")
     shutil.copytree(made / "sharded", tmp_path / "sharded")
+    shutil.copytree(made / "sharded", tmp_path / "bare", ignore=shutil.ignore_patterns("*.json"))
     save_file({"a/b": torch.arange(2), "a": torch.arange(2)}, tmp_path / "names.safetensors")
     with h5py.File(tmp_path / "odd.h5", "w") as file:
         file["z"] = [1j]
@@ -333,13 +334,33 @@ def test_refusals_are_one_line(made: Path, tmp_path: Path) -> None:
         ([tmp_path / "odd.h5", "-o", out, "--tensors"], "cannot hold torch.complex128, which z has"),
         ([made / "whole.safetensors", "-o", out], "hpcdist.gather --tensors copies all"),
         ([tmp_path / "sharded", "-o", tmp_path / "sharded" / "model.safetensors"], "would replace an input"),
+        (
+            [tmp_path / "bare", "-o", tmp_path / "bare" / "model.safetensors", "--max-shard-size", "1KB"],
+            "would replace an input",
+        ),
     ]
     for (_, message), job in zip(wrong, gather(2, *(line for line, _ in wrong)), strict=True):
         assert job.status == 2, job
         assert message in job.err, (message, job.err)
         assert len(job.err.splitlines()) == 1, job.err
+        assert "WrongError" not in job.err, job.err
     assert not out.exists()
     assert not (tmp_path / "c").exists()
+
+
+def test_a_name_holds_one_file_or_several(made: Path, tmp_path: Path) -> None:
+    """Not an old index beside the new file, nor the reverse; a name that begins like the input's is another one."""
+    source, path = tmp_path / "model-fp32.safetensors", tmp_path / "model.safetensors"
+    shutil.copy(made / "whole.safetensors", source)
+    line = [source, "-o", path]
+    jobs = gather(1, [*line, "--tensors"], [*line, "--max-shard-size", "2000"], ["--tensors", *line])
+    assert [job.status for job in jobs] == [0] * 3, jobs
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    same_bits(load_file(path)["rows"], WHOLES["rows"])
+    (job,) = gather(1, [*line, "--max-shard-size", "2000"])
+    assert job.status == 0, job
+    assert not path.exists()
+    assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].keys() == WHOLES.keys()
 
 
 KILLED = """
