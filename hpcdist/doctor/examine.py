@@ -39,6 +39,7 @@ from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import ranks_text
 from hpcdist.runtime.world import World
+from hpcdist.runtime.world import environ as variables
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -103,7 +104,7 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
     line.stage("DataLoader workers", "DataLoader(..., multiprocessing_context='forkserver'), or num_workers=0")
     facts["worker"] = software.try_worker()
     everyone = _share(line, comm, facts)
-    nccl_log = fabric.log_nccl(world.environ(), os.getpid())
+    nccl_log = fabric.log_nccl(variables(), os.getpid())
     here = _start(line, facts, folder, limit)
     everyone = _share(line, comm, facts)
     if here is None or not all("seconds" in other["init"] for other in everyone):

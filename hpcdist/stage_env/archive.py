@@ -23,7 +23,7 @@ from hpcdist.files.commit import Commit, lock
 from hpcdist.files.regular import check_regular, kind
 from hpcdist.stage_env import environment, trees
 from hpcdist.stage_env.environment import BASE, Environment
-from hpcdist.stage_env.packing import WINDOW, Packed
+from hpcdist.stage_env.packer import WINDOW, Packed
 from hpcdist.stage_env.trees import Tree
 
 __all__ = ["Request", "Source", "prepare"]

@@ -19,7 +19,7 @@ from launch import DEADLINE, mpirun, run
 
 from hpcdist.comm.launcher import without_launcher
 from hpcdist.errors import FileError, InputError, RankError
-from hpcdist.stage_env import archive, copies, environment, packing, stage, trees, unpack
+from hpcdist.stage_env import archive, copies, environment, stage, trees, unpack
 from hpcdist.stage_env.archive import Request
 from hpcdist.stage_env.copies import Store
 from hpcdist.stage_env.environment import Relocation
@@ -234,7 +234,7 @@ def test_unpacking_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
         (source / "folder" / f"{number}").write_bytes(LARGE[: 40000 * number + number])
     (source / "link").symlink_to("folder/2")
     tree = trees.Tree(str(source), "data")
-    packing.Packed(tar, [tree], trees.scan([tree]), environment.described(str(source)), _nothing)
+    packer.Packed(tar, [tree], trees.scan([tree]), environment.described(str(source)), _nothing)
     data = tar.read_bytes()
     manifests = set()
     for cut in (len(data), *range(700, 20000, 1777), *range(20001, len(data), 33333)):
