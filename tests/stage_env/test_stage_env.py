@@ -19,7 +19,7 @@ from launch import DEADLINE, mpirun, run
 
 from hpcdist.comm.launcher import without_launcher
 from hpcdist.errors import FileError, InputError, RankError
-from hpcdist.stage_env import archive, copies, environment, stage, trees, unpack
+from hpcdist.stage_env import archive, copies, environment, packer, stage, trees, unpack
 from hpcdist.stage_env.archive import Request
 from hpcdist.stage_env.copies import Store
 from hpcdist.stage_env.environment import Relocation
