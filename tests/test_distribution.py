@@ -75,12 +75,13 @@ def test_the_source_distribution_is_the_project(sdist: dict[str, str]) -> None:
 
 
 def test_every_link_leads_somewhere(sdist: dict[str, str]) -> None:
-    """A package index shows the README alone, without the files beside it, and gives its headings no names."""
+    """A package index shows one page alone, without the files beside it, and gives its headings no names."""
     pages = {name: LINKS.findall(text) for name, text in sdist.items() if name.endswith(".md")}
     assert any(pages.values())
+    assert not pages["docs/package-index.md"]
     for page, links in pages.items():
         for link in links:
-            beside = page != "README.md" and os.path.normpath(Path(page).parent / link.split("#")[0]) in sdist
+            beside = os.path.normpath(Path(page).parent / link.split("#")[0]) in sdist
             assert link.startswith("https://") or beside, f"{page}: {link}"
 
 
