@@ -24,7 +24,7 @@ _BIND = "srun --cpus-per-task=N --cpu-bind=cores, mpirun --bind-to core --map-by
 def gather() -> Facts:
     """Collect the cores of this process and of the machine, and the number of torch's threads.
 
-    "cores" are the kernel's CPUs, which are hardware threads. "physical" has the lowest hardware thread of each of their
+    "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
     physical cores, "numa" their NUMA domains, and "domains" the number of hardware threads of each domain.
     """
     cores = sorted(os.sched_getaffinity(0))
