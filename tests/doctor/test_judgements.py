@@ -146,7 +146,7 @@ MADE_UP = {
         "start of Python",
         "warning: Python, torch and hpcdist started in 95.0 s on rank 3 on b: many small files, from the environment "
         "/sw/env (lustre at /sw)",
-        "sbcast",
+        "env=$(srun --ntasks-per-node=1 python -m hpcdist.stage_env /sw/env)",
     ),
     "long TMPDIR": (("temporary", f"/local/{'x' * 70}"), "TMPDIR", "broken: /local/xxx", "export TMPDIR=/tmp"),
     "no TMPDIR": (
