@@ -24,8 +24,8 @@ _BIND = "srun --cpus-per-task=N --cpu-bind=cores, mpirun --bind-to core --map-by
 def gather() -> Facts:
     """Collect the cores of this process and of the machine, and the number of torch's threads.
 
-    "cores" are the kernel's CPUs, which are hardware threads. "physical" has, for each of them, the lowest hardware
-    thread of its physical core, and "numa" its NUMA domain; "domains" the number of hardware threads of each domain.
+    "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
+    physical cores, "numa" their NUMA domains, and "domains" the number of hardware threads of each domain.
     """
     cores = sorted(os.sched_getaffinity(0))
     limits = sorted(cgroups.cpus(), key=lambda found: found[1])
@@ -35,8 +35,8 @@ def gather() -> Facts:
         "cores": cores,
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
-        "physical": [_physical(core) for core in cores],
-        "numa": [of_core.get(core, 0) for core in cores],
+        "physical": sorted({_physical(core) for core in cores}),
+        "numa": sorted({of_core.get(core, 0) for core in cores}),
         "domains": {str(domain): len(inside) for domain, inside in domains.items()},
         "cpu_quota": limits[0][1] if limits else None,
         "cpu_group": str(limits[0][0]) if limits else None,
@@ -162,7 +162,7 @@ def _siblings(ranks: Ranks) -> Verdict:
 
 
 def _thread_text(facts: Facts) -> str:
-    count = len(facts["cores"]) / max(1, len(set(facts["physical"])))
+    count = len(facts["cores"]) / max(1, len(facts["physical"]))
     return "one a core" if count == 1 else f"{count:g} a physical core"
 
 
@@ -170,7 +170,7 @@ def _thread_text(facts: Facts) -> str:
 def _numa(ranks: Ranks) -> Verdict:
     """Judge ranks that are bound across NUMA domains though their cores would fit into one."""
     for facts in ranks:
-        touched = sorted(set(facts["numa"]))
+        touched = facts["numa"]
         bound = len(facts["cores"]) < facts["cpus"]
         if bound and len(touched) > 1 and len(facts["cores"]) <= min(facts["domains"][str(d)] for d in touched):
             text = f"rank {facts['rank']} on {facts['host']} has {show_cores(facts['cores'])}, in NUMA domains "

@@ -104,7 +104,7 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
     line.stage("DataLoader workers", "DataLoader(..., multiprocessing_context='forkserver'), or num_workers=0")
     facts["worker"] = software.try_worker()
     everyone = _share(line, comm, facts)
-    nccl_log = fabric.log_nccl(variables(), os.getpid())
+    nccl_log = fabric.log_nccl(variables(), facts)
     here = _start(line, facts, folder, limit)
     everyone = _share(line, comm, facts)
     if here is None or not all("seconds" in other["init"] for other in everyone):

@@ -82,14 +82,14 @@ def promised(facts: Facts, names: Sequence[str]) -> tuple[float, str] | None:
     return None if name is None else (speeds[name] * 1e6 / 8, f"{name} of {speeds[name] / 1000:g} Gbit/s")
 
 
-def log_nccl(environ: MutableMapping[str, str], pid: int) -> str | None:
+def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> str | None:
     """Have NCCL write to a file which network it uses, unless the user reads its messages; return the file.
 
     NCCL says it nowhere else. It reads the environment when it is first used.
     """
     if "NCCL_DEBUG" in environ:
         return None
-    path = os.path.join(tempfile.gettempdir(), f"hpcdist-doctor-nccl-{pid}.log")
+    path = os.path.join(tempfile.gettempdir(), f"hpcdist-doctor-nccl-{facts['host']}-{facts['pid']}.log")
     environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=path)
     return path
 

@@ -113,7 +113,10 @@ def hold(made: tuple[str, bytes] | None) -> int | None:
     """Lock the file that :func:`put` made, until the file that is returned is closed; None if it cannot be locked."""
     if made is None:
         return None
-    fd = os.open(made[0], os.O_RDWR)
+    try:
+        fd = os.open(made[0], os.O_RDWR)
+    except OSError:
+        return None
     if _lock(fd) is None:
         return fd
     os.close(fd)

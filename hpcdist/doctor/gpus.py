@@ -69,7 +69,7 @@ def _affinity(properties: Any) -> dict[str, Any]:
     folder = _PCI / f"{domain:04x}:{bus:02x}:{device:02x}.0"
     with suppress(OSError, ValueError):
         numa = int((folder / "numa_node").read_text())
-        return {"numa": numa, "near": members((folder / "local_cpulist").read_text())} if numa >= 0 else {}
+        return {"numa": numa, "near": (folder / "local_cpulist").read_text().strip()} if numa >= 0 else {}
     return {}
 
 
@@ -168,14 +168,14 @@ def _isolated(ranks: Ranks) -> Verdict:
 def _near(ranks: Ranks) -> Verdict:
     """Judge ranks that are bound to cores far from their GPU."""
     known = [(facts, gpu) for facts in ranks if (gpu := _mine(facts)) and gpu.get("near")]
-    far = [(facts, gpu) for facts, gpu in known if not set(gpu["near"]) & set(facts["cores"])]
+    far = [(facts, gpu) for facts, gpu in known if not set(members(gpu["near"])) & set(facts["cores"])]
     if not far:
         return "ok", "each rank may run on cores near its GPU" if known else "not known, or no GPUs"
     facts, gpu = far[0]
     text = (
         f"{ranks_text(f['rank'] for f, _ in far)} run far from their GPUs: rank {facts['rank']} on {facts['host']} has "
     )
-    text += f"{show_cores(facts['cores'])}, and its GPU is near {show_cores(gpu['near'])}"
+    text += f"{show_cores(facts['cores'])}, and its GPU is near {show_cores(members(gpu['near']))}"
     node = sorted((f["local_rank"], g["numa"]) for f, g in known if f["node"] == facts["node"])
     domains = ",".join(str(numa) for _, numa in node)
     fix = f"srun --cpu-bind=map_ldom:{domains}, or --gpu-bind=closest; mpirun --map-by numa --bind-to numa; "

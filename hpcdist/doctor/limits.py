@@ -14,7 +14,7 @@ __all__ = ["gather", "judge"]
 
 _LITTLE, _TOO_LITTLE = 2**30, 2**28  # bytes of memory a rank: torch alone takes about a quarter of a GiB
 _LOCKED = 2**26  # bytes; with less, InfiniBand registers no buffers
-_FILES, _FILES_A_RANK = 256, 4  # open files of a rank: its own, and its connections to every other rank
+_FILES, _FILES_A_RANK = 256, 4  # open files of a rank: its own and its workers', and its connections to each other rank
 _CAP_IPC_LOCK = 14  # linux/capability.h: this process may lock memory beyond the limit
 
 

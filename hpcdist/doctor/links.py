@@ -141,7 +141,7 @@ def _bandwidth(ranks: Ranks) -> Verdict:
         return "ok", text
     promised, name = min(links)
     if max(row["rate"] for row in rows) < _SLOW_LINK * promised:
-        fix = "look at InfiniBand above; name the network to MPI: export UCX_NET_DEVICES=mlx5_0:1 (UCX), "
+        fix = "see InfiniBand; name the network to MPI: export UCX_NET_DEVICES=mlx5_0:1 (UCX), "
         fix += f"OMPI_MCA_btl_tcp_if_include={names[0] if names else 'ib0'} (Open MPI), FI_PROVIDER=verbs (MPICH)"
         return "warning", f"{text}, where {name} promises {promised / 1e6:.0f}", fix
     return "ok", f"{text}; {name} promises {promised / 1e6:.0f}"

@@ -103,8 +103,8 @@ def _start(ranks: Ranks) -> Verdict:
     if slowest["start"] < _SLOW_START:
         return "ok", f"{text} from {where}"
     fix = (
-        "a container image (apptainer build env.sif), or a copy on each node: sbcast env.tar /tmp/env.tar; "
-        "srun --ntasks-per-node=1 sh -c 'mkdir -p /tmp/env && tar -C /tmp/env -xf /tmp/env.tar'"
+        f"a copy on each node: env=$(srun --ntasks-per-node=1 python -m hpcdist.stage_env {slowest['prefix']}); "
+        'srun "$env/bin/python" ...; or a container image: apptainer build env.sif'
     )
     return "warning", f"{text} on rank {slowest['rank']} on {slowest['host']}: many small files, from {where}", fix
 

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hpcdist.doctor.findings import Facts, Finding
@@ -51,16 +51,15 @@ class Line:
         """
         self._send({"stage": [name, fix], "seconds": self._limit * (2 if together else 1)})
 
-    def found(self, findings: Sequence[Finding]) -> None:
-        """Report findings, which count whatever comes next."""
-        self._send({"findings": [asdict(finding) for finding in findings]})
-
     def facts(self, ranks: Sequence[Facts]) -> None:
         """Report what is known of these ranks so far."""
         self._send({"facts": list(ranks)})
 
     def done(self) -> None:
         self._send({"done": True})
+
+    def close(self) -> None:
+        os.close(self._fd)
 
     def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message, default=str).encode() + b"\n"
@@ -74,7 +73,7 @@ class Outcome:
 
     Attributes:
         facts: facts of each rank; of this one alone, if it ended before it asked the others.
-        findings: its findings, and one about its end if it failed.
+        findings: one about its end, if it failed.
         done: whether it succeeded.
         terminated: whether it failed because the launcher ended this process.
     """
@@ -89,7 +88,6 @@ class Outcome:
 
     def take(self, message: dict[str, Any]) -> None:
         """Process a message of the examining process."""
-        self.findings += [Finding(**finding) for finding in message.get("findings", [])]
         new = {_who(facts): facts for facts in message.get("facts", [])}
         self.facts = [new.pop(_who(facts), facts) for facts in self.facts] + list(new.values())
         self.done = message.get("done", self.done)
@@ -176,6 +174,7 @@ def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
     finally:
         abort.flush()
         if status == 0:
+            line.close()
             # MPICH 5 tells its launcher in an exit handler of C's that MPI has ended; without it, mpirun kills the
             # other supervisors at the first one's end. Python's own handlers belong to the parent.
             ctypes.CDLL(None).exit(0)

@@ -32,7 +32,7 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
     """Made-up facts of a healthy rank: two nodes of 64 cores, a GPU for each rank, two networks."""
     host = "ab"[node > 0]
     address = f"10.0.0.{1 + (node > 0)}"
-    near = [list(range(8)), list(range(8, 16))]
+    near = ["0-7", "8-15"]
     leads = local_rank == 0
     return {
         "rank": number,
@@ -65,7 +65,7 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
         "cpus": 64,
         "threads": 8,
         "physical": list(range(8 * local_rank, 8 * local_rank + 8)),
-        "numa": [local_rank] * 8,
+        "numa": [local_rank],
         "domains": {"0": 8, "1": 8},
         "cpu_quota": None,
         "cpu_group": None,
