@@ -27,6 +27,7 @@ __all__ = [
     "Background",
     "Handle",
     "background",
+    "before_leaving",
     "check_threads",
     "leave_all",
     "prepare",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+before_leaving: list[Callable[[], None]] = []  # wait for what runs in threads of others, and uses torch's groups
 
 
 class Handle(Generic[T]):
@@ -267,4 +270,6 @@ def background(team: Team) -> Background:
 
 def leave_all(teams: Iterable[Team]) -> list[Handle[None]]:
     """Leave the backgrounds of all teams, after their calls in progress. The caller must set a deadline."""
+    for wait in before_leaving:
+        wait()
     return [background(team).submit(LEAVE, leave, watched=False) for team in teams if team.background is not None]

@@ -1,10 +1,17 @@
-"""Saves in the background, from their call to their commit: the copies that they write, and who waits for them."""
+"""Saves in the background, from their call to their commit: the copies that they write, and who waits for them.
+
+Those of :func:`hpcdist.staging.save` are flights. Those of ``torch.distributed.checkpoint.async_save`` are uploads:
+they run in a thread of torch's, and only the thread's end tells that they have ended on all ranks.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -13,19 +20,23 @@ from torch import Tensor
 
 from hpcdist import activity, memory
 from hpcdist.comm.team import Team
+from hpcdist.runtime import background
 from hpcdist.runtime.background import Handle
 from hpcdist.staging.sharded_files import INDEX, index_of
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation.local import WrongError
 
-__all__ = ["Flight", "buffer_of", "wait_for"]
+__all__ = ["Flight", "Upload", "buffer_of", "wait_for"]
 
 _ALIGNMENT = 64  # bytes
+_NAP = 0.01  # seconds between two looks at a thread
 _POLL = 0.5  # seconds; events tell earlier, unless a job has ended before its first step
 
 _flights: list[Flight] = []  # of this process, in the order of the calls
 _lock = threading.Lock()
+_uploads: weakref.WeakSet[Upload] = weakref.WeakSet()  # of this process; each belongs to its writer
+_UPLOAD_THREAD = "AsyncCheckpointExecutor"  # how torch names the thread of one async_save, which ends with it
 
 
 class Flight:
@@ -112,6 +123,52 @@ class Flight:
                     return
 
 
+class Upload:
+    """A save by ``dcp.async_save``, which begins on the caller's thread and runs in one of torch's.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        thread: that saves, once it has begun; None before.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.thread: threading.Thread | None = None
+        self._place = _place(path)
+        _uploads.add(self)
+
+    @staticmethod
+    def is_here() -> bool:
+        """Whether this thread is torch's for an async_save."""
+        return threading.current_thread().name.startswith(_UPLOAD_THREAD)
+
+    def begin(self, path: str) -> None:
+        """Note what this thread saves."""
+        self.thread, self._place = threading.current_thread(), _place(path)
+
+    def concerns(self, place: str | None) -> bool:
+        """Whether it may still write a file. Before it has begun, it may be given another name than the writer's."""
+        return self.is_running() and (self.thread is None or self._place == place)
+
+    def is_running(self) -> bool:
+        """Whether it has not ended: its thread lives, or one does that may be its."""
+        if self.thread is not None:
+            return self.thread.is_alive()
+        known = {upload.thread for upload in list(_uploads)}
+        return any(one.name.startswith(_UPLOAD_THREAD) and one not in known for one in threading.enumerate())
+
+
+def _wait_for_uploads(concerns: Callable[[Upload], bool]) -> None:
+    """Wait for what torch saves in the background, unless this is such a thread itself: torch's own rule is that one of
+    them begins when the one before has ended."""
+    while not Upload.is_here() and any(concerns(upload) for upload in list(_uploads)):
+        time.sleep(_NAP)
+
+
+background.before_leaving.append(partial(_wait_for_uploads, Upload.is_running))  # its process group ends then
+
+
 def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
     """Wait for the saves in flight to the same name, so that what is older does not come after what is newer.
 
@@ -123,6 +180,7 @@ def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
         after: team in whose background the caller's own save will run, after these.
     """
     place = _place(path)
+    _wait_for_uploads(lambda upload: upload.concerns(place))
     for flight in list(_flights):
         if flight.team is not after and (_is_at(flight.place, place) or (mpio and flight.mpio)):
             flight.wait()
@@ -186,6 +244,7 @@ def _forget() -> None:
     global _lock
     _lock = threading.Lock()
     _flights.clear()
+    _uploads.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

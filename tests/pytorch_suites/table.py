@@ -57,22 +57,22 @@ def page(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
     return "\n".join(lines) + "\n", worse
 
 
-def _row(*cells: object) -> str:
+def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _head(*cells: str) -> list[str]:
-    return [_row(*cells), _row(*["---"] * len(cells))]
+def head(*cells: str) -> list[str]:
+    return [row(*cells), row(*["---"] * len(cells))]
 
 
 def _counts(table: dict[Any, dict[str, Results]], backends: list[str]) -> list[str]:
-    lines = _head("torch", "suite", "ranks", *(f"{name}: passed, failed, skipped" for name in backends))
+    lines = head("torch", "suite", "ranks", *(f"{name}: passed, failed, skipped" for name in backends))
     for (torch, suite, np), of in sorted(table.items()):
         cells = []
         for backend in backends:
             outcomes = [one["outcome"] for one in of.get(backend, {}).values()]
             cells.append(", ".join(str(outcomes.count(kind)) for kind in OUTCOMES) if outcomes else "did not run")
-        lines.append(_row(torch, suite, np, *cells))
+        lines.append(row(torch, suite, np, *cells))
     return lines
 
 
@@ -98,8 +98,8 @@ def _failures(table: dict[Any, dict[str, Results]], backends: list[str]) -> tupl
                 worse.append(f"{suite} {name}, torch {torch}, np {np}")
     tables = []
     for rows in (differ, same):
-        body = [_row(*cells[:-1], cells[-1], ", ".join(where)) for cells, where in rows.items()]
-        tables.append([*_head("suite", "test", *backends, "why", "torch, ranks"), *body] if body else [])
+        body = [row(*cells[:-1], cells[-1], ", ".join(where)) for cells, where in rows.items()]
+        tables.append([*head("suite", "test", *backends, "why", "torch, ranks"), *body] if body else [])
     return tables[0], tables[1], worse
 
 
@@ -116,10 +116,10 @@ def _skips(table: dict[Any, dict[str, Results]], backends: list[str]) -> list[st
     lines = [
         "The largest number in one run of a suite; of a test that is skipped for MPI as well, that reason.",
         "",
-        *_head("reason", *backends),
+        *head("reason", *backends),
     ]
     order = sorted(reasons.items(), key=lambda item: (-max(item[1].values()), item[0]))
-    return [*lines, *(_row(reason, *(counts[backend] for backend in backends)) for reason, counts in order)]
+    return [*lines, *(row(reason, *(counts[backend] for backend in backends)) for reason, counts in order)]
 
 
 def brief(reason: str) -> str:

@@ -28,6 +28,7 @@ from hpcdist.files.regular import open_regular
 from hpcdist.layout import Box
 from hpcdist.staging.catalog import Catalog, Stored, describe
 from hpcdist.staging.dcp.record import Record, bytes_of, value_of
+from hpcdist.staging.in_flight import wait_for
 from hpcdist.staging.reader import DatasetReader
 from hpcdist.staging.target import WINDOW
 from hpcdist.tensors.storage import written
@@ -93,6 +94,7 @@ class HDF5Reader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """List what the file holds. Every tensor is one chunk, of which any box can be read."""
+        wait_for(self._path)
         catalog = self._catalog = describe(self._path)
         text = catalog.checkpoint
         self._record = Record({}, _NO_PLANNER) if text is None else Record.decode(self._path, text)

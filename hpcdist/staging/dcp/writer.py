@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -23,6 +24,7 @@ from hpcdist.files.raw import write_at
 from hpcdist.staging.dcp.planning import Work, check_item, divide, plan_file
 from hpcdist.staging.dcp.record import Item, Record, item_of, item_of_bytes
 from hpcdist.staging.dcp.writing import Done, RankPart
+from hpcdist.staging.in_flight import Upload, wait_for
 from hpcdist.staging.target import WINDOW, SaveOptions, Target
 
 __all__ = ["HDF5Writer"]
@@ -76,6 +78,11 @@ class HDF5Writer(StorageWriter):
         self._options = SaveOptions("posix", window, align, resume=resume, progress=progress)
         self._file: _File | None = None
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped
+        self._upload: Upload | None = None  # of async_save
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the process of ``AsyncCheckpointerType.PROCESS``, which begins the save."""
+        return {**vars(self), "_file": None, "_end": None, "_upload": None}
 
     @property
     def checkpoint_id(self) -> str:
@@ -95,7 +102,37 @@ class HDF5Writer(StorageWriter):
         if checkpoint_id:
             self._path = os.fsdecode(checkpoint_id)
 
+    # What makes it an AsyncStager, from which dcp.async_save gets the copies that it writes: so the writer knows of the
+    # save on the thread of the call, before torch's own thread begins it.
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """Copy a state to host memory, as async_save does by default; until it has been written, staging's functions
+        on the same file wait for it."""
+        self._upload = Upload(self._path)
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        try:
+            return stager.stage(state_dict)
+        finally:
+            stager.close()
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: stage() returns when all is copied."""
+
+    def close(self) -> None:
+        """Do nothing, likewise."""
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Let earlier saves to the same file end."""
+        if Upload.is_here():
+            if self._upload is None or self._upload.thread is not None:
+                self._upload = Upload(self._path)
+            self._upload.begin(self._path)
+        wait_for(self._path)
         if not kwargs.get("use_collectives", True):
             raise refusal(
                 ValueError, "HD423", "use_collectives=False is for one file a rank; one file needs all to agree"

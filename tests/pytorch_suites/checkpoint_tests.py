@@ -1,0 +1,157 @@
+"""What checkpoints.py runs: one of PyTorch's test files of torch.distributed.checkpoint, over a storage.
+
+Usage: python checkpoint_tests.py PLAN     a JSON file
+
+The plan has the storage, "files" for torch's own FileSystemWriter and FileSystemReader, or "hdf5": then these names are
+classes of hpcdist.staging.dcp, in torch and therefore in the test files; the paths of the test files; the names of
+tests that have run; and the path of the notes, which get a JSON line for each test that starts or ends.
+
+PyTorch's test cases start a process for each rank, which imports torch anew. Without GPUs, they are forks of this
+process here, which has imported it: that takes seconds less a test; and tests that want several GPUs run as well, on
+CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+
+from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
+
+NAME = "checkpoint.h5"
+
+
+def _file(path: str | os.PathLike[str]) -> str:
+    """The file for what a test calls a folder."""
+    folder = os.fsdecode(path)
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, NAME)
+
+
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    return filesystem.FileSystem.validate_checkpoint_id(path)
+
+
+class Writer(HDF5Writer):
+    """HDF5Writer that is called like FileSystemWriter: options of the files that a folder gets have no effect."""
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        super().__init__(_file(path))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(_file(checkpoint_id) if checkpoint_id else None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_folder(checkpoint_id)
+
+
+class Reader(HDF5Reader):
+    """HDF5Reader that is called like FileSystemReader, which loads any pickle."""
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        super().__init__(_file(path), allow_pickle=True)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(_file(checkpoint_id) if checkpoint_id else None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_folder(checkpoint_id)
+
+
+class Result(unittest.TextTestResult):
+    """Notes every test that starts or ends."""
+
+    notes: Any
+
+    def _note(self, test: unittest.TestCase, **what: str) -> None:
+        json.dump({"name": test.id(), **what}, self.notes)
+        self.notes.write("\n")
+
+    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802
+        super().startTest(test)
+        self._note(test)
+
+    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
+        super().addSuccess(test)
+        self._note(test, outcome="passed", reason="")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+        super().addSkip(test, reason)
+        self._note(test, outcome="skipped", reason=reason)
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        super().addError(test, err)
+        self._note(test, outcome="failed", reason=self._text(err, test))
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        super().addFailure(test, err)
+        self._note(test, outcome="failed", reason=self._text(err, test))
+
+    def _text(self, err: tuple[type[BaseException], BaseException, TracebackType], test: unittest.TestCase) -> str:
+        return str(self._exc_info_to_string(err, test))[-6000:]  # type: ignore[attr-defined]
+
+
+def _once(backend: str | None) -> str | None:
+    """What a test names for the CPU and for "the device", which is the CPU here, once."""
+    return backend and ",".join(dict.fromkeys(backend.split(",")))
+
+
+def prepare(storage: str) -> None:
+    """Replace what torch's tests use, before one of them is imported."""
+    from torch.testing._internal import common_distributed as common
+
+    if storage == "hdf5":
+        for module in (dcp, filesystem):
+            module.FileSystemWriter, module.FileSystemReader = Writer, Reader  # type: ignore[misc, assignment]
+    if not torch.cuda.is_available():
+        torch.multiprocessing.set_start_method("fork")
+        fork = torch.multiprocessing.get_context("fork").Process
+        common.MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(fork)
+        common.skip_if_lt_x_gpu = lambda count, **options: lambda test: test
+        init = dist.init_process_group
+        dist.init_process_group = lambda backend=None, **options: init(_once(backend), **options)
+
+
+def _tests(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+    for one in suite:
+        if isinstance(one, unittest.TestSuite):
+            yield from _tests(one)
+        else:
+            yield one
+
+
+def main() -> int:
+    """Run the tests of a plan; the exit status says nothing of them."""
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    prepare(plan["storage"])
+    # PyTorch's processes find the classes above by this name: those that torch starts for async_save import them anew
+    sys.modules["checkpoint_tests"] = sys.modules["__main__"]
+    Writer.__module__ = Reader.__module__ = "checkpoint_tests"
+    with Path(plan["notes"]).open("w", buffering=1) as Result.notes:
+        for path in map(Path, plan["files"]):
+            sys.path.insert(0, str(path.parent))
+            module = importlib.import_module(path.stem)
+            loaded = unittest.defaultTestLoader.loadTestsFromModule(module)
+            suite = unittest.TestSuite(test for test in _tests(loaded) if test.id() not in plan["done"])
+            unittest.TextTestRunner(resultclass=Result, verbosity=2).run(suite)
+        json.dump({"done": True}, Result.notes)
+        Result.notes.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

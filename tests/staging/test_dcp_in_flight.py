@@ -1,0 +1,121 @@
+"""dcp.async_save beside staging's own functions on the same file: in the order of the calls, whole, and to the end."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from collective import Findings
+from launch import mpirun
+
+import hpcdist as hd
+from hpcdist import staging
+from hpcdist.staging.catalog import describe
+from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
+
+mpi = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Slow(HDF5Writer):
+    """Plans when it is told to, as if there were very many tensors."""
+
+    def __init__(self, path: Path, go: threading.Event, fails: bool = False) -> None:
+        super().__init__(path)
+        self.go, self.fails = go, fails
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        assert self.go.wait(60)
+        if self.fails:
+            raise ValueError("cannot be planned")
+        return super().prepare_local_plan(plan)
+
+
+def _async_save(path: Path, value: float, seconds: float = 0.5) -> Any:
+    """Begin a save that goes on after some time."""
+    go = threading.Event()
+    threading.Timer(seconds, go.set).start()
+    return dcp.async_save({"x": torch.full((3, 2), value)}, storage_writer=Slow(path, go))
+
+
+@mpi
+def test_a_later_save_is_not_replaced_by_an_earlier_one(world: hd.World, folder: Path) -> None:
+    findings, path = Findings(world.comm), folder / "x.h5"
+    future = _async_save(path, 1)
+    staging.save(path, {"x": torch.full((2, 2), 2.0)})
+    future.result(60)
+    findings.check(bool(staging.load(path, "x", dim=None).eq(2).all()), "staging.save came later")
+    future = _async_save(path, 3)
+    dcp.save({"x": torch.full((3, 2), 4.0)}, storage_writer=HDF5Writer(path))
+    future.result(60)
+    findings.check(bool(staging.load(path, "x", dim=None).eq(4).all()), "dcp.save came later")
+    handle = staging.save(path, {"x": torch.full((2, 2), 5.0)}, async_op=True)
+    dcp.save({"x": torch.full((3, 2), 6.0)}, storage_writer=HDF5Writer(path))
+    handle.wait()
+    findings.check(bool(staging.load(path, "x", dim=None).eq(6).all()), "dcp.save came after async_op=True")
+    findings.settle()
+
+
+@mpi
+def test_a_load_sees_what_was_saved_before(world: hd.World, folder: Path) -> None:
+    findings, path = Findings(world.comm), folder / "x.h5"
+    staging.save(path, {"x": torch.zeros(2, 2)})
+    for value in (1, 2):
+        future = _async_save(path, value)
+        if value == 1:
+            x = staging.load(path, "x", dim=None)
+        else:
+            x = torch.zeros(3, 2)
+            dcp.load({"x": x}, storage_reader=HDF5Reader(path))
+        findings.check(bool(x.eq(value).all()) and x.shape == (3, 2), (value, x))
+        future.result(60)
+    findings.settle()
+
+
+@mpi
+def test_a_failed_save_does_not_stop_a_later_one(world: hd.World, folder: Path) -> None:
+    """Also while its error and its writer are kept; and another name does not wait."""
+    findings, path = Findings(world.comm), folder / "x.h5"
+    go = threading.Event()
+    writer = Slow(path, go, fails=world.rank == world.world_size - 1)
+    future = dcp.async_save({"x": torch.ones(2, 2)}, storage_writer=writer)
+    staging.save(folder / "y.h5", {"x": torch.ones(1)})
+    findings.check(not future.done(), "another file waited")
+    go.set()
+    staging.save(path, {"x": torch.ones(1)})
+    findings.check("cannot be planned" in str(future.exception(60)), future.exception(60))
+    findings.check(staging.load(path, "x", dim=None).numel() == world.world_size, "x")
+    findings.settle()
+
+
+@pytest.mark.parametrize("end", ["with", "program"])
+def test_the_end_of_the_job_waits(end: str, tmp_path: Path) -> None:
+    """Even if nobody waits for the future; where the process group ends, too."""
+    code = f"""
+        import warnings, torch, hpcdist as hd, torch.distributed.checkpoint as dcp
+        from hpcdist.staging.dcp import HDF5Writer
+        warnings.simplefilter("ignore")
+        state = {{f"x{{i}}": torch.ones(10) for i in range(300)}}
+        world = hd.init(device="cpu")
+        future = dcp.async_save(state, storage_writer=HDF5Writer({str(tmp_path / "x.h5")!r}))
+        if {end!r} == "with":
+            with world:
+                pass
+            future.result(0)
+    """
+    job = mpirun(2, code=code)
+    assert job.status == 0, job
+    assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
+    assert len(describe(str(tmp_path / "x.h5")).datasets) == 300
