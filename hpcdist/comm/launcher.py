@@ -73,9 +73,11 @@ _PALS = Launcher(
     fix="PALS starts Cray MPICH: load the module cray-mpich-abi, and name its library in MPI4PY_LIBMPI; libraries with "
     "PMIx, such as Open MPI, are started by mpiexec --pmi=pmix",
 )
+_NOT_MPI = "start the program with mpirun -n N python ..., or with srun, in its place"
 _TORCHRUN = Launcher(
     *("torchrun (or another one of torch's kind: accelerate, deepspeed, Ray)", "WORLD_SIZE", "RANK"),
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    fix=_NOT_MPI,
     mpi=False,
 )
 
@@ -89,7 +91,7 @@ _LAUNCHERS = (
         *("mpirun of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         sign="MPI_LOCALRANKID",
     ),
-    replace(_prefixed("horovodrun", "HOROVOD"), mpi=False),
+    replace(_prefixed("horovodrun", "HOROVOD"), fix=_NOT_MPI, mpi=False),
     Launcher("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", fix=_FLUX, one="flux run -n 1"),
     Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1"),
     _PALS,  # after Flux and Slurm, which set its variables for Cray MPICH, too

@@ -98,13 +98,14 @@ def _last_line(error: BaseException) -> str:
 def _launcher(ranks: Ranks) -> Verdict:
     first = ranks[0]
     found = launcher.nearest(first["environ"])
-    alone = first.get("mpi", {}).get("alone")
-    if alone:
-        count = found[2] if found and found[1] == found[0].size else "several"
-        return "broken", f"{count} worlds of one rank, instead of one of {count}: {alone}", _MISFIT
     if found is None:
         return "ok", f"none: one process, started by hand ({_MORE})"
-    text = f"{found[0].name}: {found[1]}={found[2]}"
+    by, variable, value = found
+    alone = first.get("mpi", {}).get("alone")
+    if alone:
+        count = value if variable == by.size else "several"
+        return "broken", f"{count} worlds of one rank, instead of one of {count}: {alone}", by.fix
+    text = f"{by.name}: {variable}={value}"
     odd = next(filter(None, (_misplaced(facts, ranks) for facts in ranks)), None)
     return ("ok", text) if odd is None else ("warning", f"{text}; {odd}", _CONTAINERS)
 

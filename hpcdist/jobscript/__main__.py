@@ -48,7 +48,7 @@ def parser() -> Parser:
     _requests(p)
     _launch(p)
     p.add_argument("-o", "--script", type=path, metavar="FILE", help="file to write (default standard output)")
-    p.add_argument("command", nargs="*", metavar="COMMAND", help="program of a rank, after -- (default hpcdist.gather)")
+    p.add_argument("command", nargs="*", metavar="COMMAND", help="program of a rank, after -- (default the kind's)")
     return p
 
 

@@ -201,12 +201,13 @@ def test_a_plain_script_asks_for_what_a_site_wants(slurm: Slurm, folder: Path) -
     assert (folder / "hpcdist-cpu.txt").read_text() == HERE
 
 
-def test_a_pmi_that_the_cluster_lacks_is_left_to_its_default(slurm: Slurm, folder: Path) -> None:
-    """srun --mpi=list is asked. Here it has none that the library knows, and the default starts worlds of one."""
+@pytest.mark.parametrize("bin_", [MPICH] * MPICH.exists(), ids=["mpich"])
+def test_a_pmi_that_the_cluster_lacks_is_left_to_its_default(bin_: Path, slurm: Slurm, folder: Path) -> None:
+    """srun --mpi=list is asked. Here it has none that MPICH knows, and the default starts worlds of one."""
     real = slurm.run(["sh", "-c", "command -v srun"]).out.strip()
     (folder / "srun").write_text(f'#!/bin/sh\n[ "$1" != --mpi=list ] || exec echo none\nexec {real} "$@"\n')
     (folder / "srun").chmod(0o755)
-    ended = _run(slurm, folder, "cpu", "srun", *ASK, PATH=f"{folder}:{OPENMPI}:{os.environ['PATH']}")
+    ended = _run(slurm, folder, "cpu", "srun", *ASK, PATH=f"{folder}:{bin_}:{os.environ['PATH']}")
     assert ended.state == "FAILED", ended.out
     assert "launched by: srun --ntasks=2 " in ended.out
     assert "alone in its MPI world, but SLURM_STEP_NUM_TASKS=2: srun started 2 processes" in ended.out
