@@ -35,6 +35,7 @@ LEFT_OUT = (  # 5,800 lines of tables; what a package index shows, which has no 
     ROOT / "benchmarks" / "results" / "tables.md",
     ROOT / "docs" / "package-index.md",
 )
+NOT_SEARCHED = ("benchmarks/tables.md", "changes.md")  # what they have of a word would come first
 ERRORS = "errors/"  # what stands in `nav` for the catalogue
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
@@ -151,7 +152,8 @@ def assemble() -> list[str]:
     for source, place in files.items():
         (PAGES / place).parent.mkdir(parents=True, exist_ok=True)
         if place.endswith(".md"):
-            (PAGES / place).write_text(with_help(page((ROOT / source).read_text(), source, files)))
+            head = "---\nsearch:\n  exclude: true\n---\n\n" if place in NOT_SEARCHED else ""
+            (PAGES / place).write_text(head + with_help(page((ROOT / source).read_text(), source, files)))
         else:
             shutil.copy(ROOT / source, PAGES / place)
     config = yaml.safe_load((ROOT / "docs" / "mkdocs.yml").read_text())

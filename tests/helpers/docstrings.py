@@ -106,7 +106,7 @@ def check(path: str, space: dict[str, Any]) -> None:
             try:
                 exec(compile(example.source, path, "single"), space)
             except Exception as error:
-                print(f"{type(error).__name__}: {error}")
+                print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", []), sep="\n")
         if space["rank"] == compared and example.want:
             want = "\n".join(_COMMENT.sub("", line) for line in example.want.splitlines())
             assert matches(_words(want), _words(printed.getvalue())), f"{path}: {example.source}{printed.getvalue()}"
