@@ -22,7 +22,7 @@ from hpcdist.doctor.topics import Ranks, Section, Verdict, each, per_node, some,
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["absent_gloo_interface", "gather", "good_interfaces", "judge", "reach"]
+__all__ = ["gather", "gloo_problem", "good_interfaces", "judge", "reach"]
 
 _CONNECT_SECONDS = 1.5  # an address that takes longer to answer counts as unreachable
 _ALL_PAIRS = 32  # nodes; with more, each node tries those at distance 1, 2, 4, 8, ...
@@ -210,11 +210,9 @@ def _named_by(variable: str, value: str, facts: Facts) -> list[str]:
     ]
 
 
-def absent_gloo_interface(ranks: Ranks) -> str | None:
-    """Return the host where GLOO_SOCKET_IFNAME names an interface that is not there; None if there is no such host."""
-    name = "GLOO_SOCKET_IFNAME"
-    wrong = [f for f in ranks if f["environ"].get(name) and not _named_by(name, f["environ"][name], f)]
-    return str(wrong[0]["host"]) if wrong else None
+def gloo_problem(ranks: Ranks) -> str | None:
+    """Return why gloo would fail or hang with the interface that GLOO_SOCKET_IFNAME names; None if it would not."""
+    return _problem("GLOO_SOCKET_IFNAME", ranks, per_node(ranks))
 
 
 _NAMED = (topic(name, "interfaces")(partial(_named, name)) for name in _VARIABLES)

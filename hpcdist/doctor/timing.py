@@ -11,7 +11,7 @@ import torch
 from hpcdist.collectives.concat import concat
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.network import absent_gloo_interface
+from hpcdist.doctor.network import gloo_problem
 from hpcdist.doctor.supervisor import Line
 from hpcdist.doctor.topics import Ranks, Section, Topic, Verdict
 from hpcdist.errors import HpcdistError
@@ -42,8 +42,8 @@ def gather(line: Line, world: World, ranks: Ranks, facts: Facts) -> None:
     for name in select.ROUTES:
         line.stage(f"route {name}", _FIXES[name], together=True)
         absent = select.load(name).missing(world.team)
-        if name == "gloo" and (host := absent_gloo_interface(ranks)):  # else gloo fails in the middle of its first call
-            absent = f"GLOO_SOCKET_IFNAME names an interface that is not there on {host}"
+        if name == "gloo" and (problem := gloo_problem(ranks)):  # else gloo fails or hangs in its first call
+            absent = f"GLOO_SOCKET_IFNAME: {problem}"
         facts["routes"][name] = {"absent": absent} if absent else _time(world, name)
         line.facts([facts])
 
