@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=float, default=500, help="of the file server, a second (500)")
     parser.add_argument("--bandwidth", type=int, default=100, help="of the file server, MiB a second (100)")
-    parser.add_argument("--json", type=Path, help="file for the measurements")
+    parser.add_argument("--json", type=Path, help="file to which the measurements are added")
     parser.add_argument("--draw", type=Path, help="file with measurements: draw them beside it, and measure nothing")
     asked = parser.parse_args()
     if asked.draw:
@@ -189,15 +189,17 @@ def main() -> int:
         return 0
     limits = f"{asked.requests:g} requests and {asked.bandwidth} MiB a second for all"
     record: dict[str, object] = {"limits": limits, "rounds": {}}
+    if asked.json and asked.json.exists() and (before := json.loads(asked.json.read_text()))["limits"] == limits:
+        record["rounds"] = {int(ranks): rounds for ranks, rounds in before["rounds"].items()}
     with Hosts(3) as hosts:
         cluster = Cluster(hosts, (asked.requests, asked.bandwidth * MIB))
         cluster.pack()
         for ranks in asked.ranks:
             record["rounds"][ranks] = [measure(cluster, ranks) for _ in range(asked.rounds)]  # type: ignore[index]
             print(show({**record, "rounds": {ranks: record["rounds"][ranks]}}), flush=True)  # type: ignore[index]
+            if asked.json:
+                asked.json.write_text(json.dumps(record) + "\n")
     print(show(record))
-    if asked.json:
-        asked.json.write_text(json.dumps(record) + "\n")
     return 0
 
 

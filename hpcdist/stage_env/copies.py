@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -127,6 +128,10 @@ class Store:
         base = os.path.abspath(base)
         if not os.path.isdir(base):
             raise FileError("HD409", f"{base}: no such folder on {socket.gethostname()}")
+        mode = os.stat(base).st_mode
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+            text = "other users could put another copy in the place of one (it has no sticky bit)"
+            raise FileError("HD403", f"{base} on {socket.gethostname()}: {text}")
         private = private_folder(base)
         if private == base:
             name = f"{base}/hpcdist-{os.getuid()}"

@@ -135,16 +135,15 @@ class _Steps:
         stores: list[Store] = []
         objects.all_gather(comm, VERB, lambda: stores.append(Store(self.options.to)))
         node = _Node(stores[0], source, self.options, dog)
-        with dog.doing("staging"):
-            self._check_own(node)
-            try:
-                sent = self._send(node)
-                times.append(time.monotonic())
-                if self.options.verify:
-                    objects.all_gather(comm, VERB, node.verify)
-            except BaseException as error:
-                node.give_up(remove=isinstance(error, RankError))
-                raise
+        self._check_own(node)
+        try:
+            sent = self._send(node)
+            times.append(time.monotonic())
+            if self.options.verify:
+                objects.all_gather(comm, VERB, node.verify)
+        except BaseException as error:
+            node.give_up(remove=isinstance(error, RankError))
+            raise
         times.append(time.monotonic())
         prepared, moved, verified = (end - begin for begin, end in pairwise(times))
         staged = Staged(str(node.path), source, sent, comm.size, prepared, moved, verified)
@@ -191,7 +190,8 @@ class _Steps:
                     self.dog.touch()
                     moved(nbytes)
 
-                transfer.send(part, node.source, node.unpacker, readers, progress)
+                with self.dog.doing(f"copying {node.source.origin}"):
+                    transfer.send(part, node.source, node.unpacker, readers, progress)
 
         try:
             objects.all_gather(self.comm, VERB, _in_one_line(send))
@@ -222,7 +222,7 @@ class _Node:
         source, job = self.source, self._options.job
         copy = self.store.find(source.digest, job)
         if copy is not None:
-            name = changed(copy.folder, copy.notes, False, self._dog.touch)
+            name = self._changed(copy, False)
             if name is None:
                 return True
             users = self.store.remove(copy, job)
@@ -231,7 +231,7 @@ class _Node:
                 raise FileError("HD410", f"{copy.folder} on {socket.gethostname()}: {text}")
         self.store.sweep(source.digest)
         self._part = self.store.begin(source.digest)
-        self.unpacker = Unpacker(self._part.folder, self._part.notes, self._relocation(), source.window)
+        self.unpacker = Unpacker(self._part.folder, self._part.notes, self._relocation(), source.window // 4)
         needed, free = source.nbytes - self.unpacker.journal.offset, shutil.disk_usage(self.store.folder).free
         if free < needed:
             text = f"{show_bytes(needed)} needed, {show_bytes(free)} free"
@@ -252,10 +252,15 @@ class _Node:
     def verify(self) -> None:
         """Read all files of the copy again."""
         copy = Copy(self.store.path(self.source.digest))
-        name = changed(copy.folder, copy.notes, True, self._dog.touch)
+        name = self._changed(copy, True)
         if name is not None:
-            text = f"{name} is not what was sent: --cleanup removes the copy"
-            raise FileError("HD410", f"{copy.folder} on {socket.gethostname()}: {text}")
+            users = self.store.remove(copy, self._options.job)
+            what = f"it stays, since {listed(users)} may use it" if users else "the copy is removed"
+            raise FileError("HD410", f"{copy.folder} on {socket.gethostname()}: {name} is not what was sent: {what}")
+
+    def _changed(self, copy: Copy, read: bool) -> str | None:
+        with self._dog.doing(f"checking {copy.folder}"):
+            return changed(copy.folder, copy.notes, read, self._dog.touch)
 
     def give_up(self, remove: bool) -> None:
         """After an error: what was unpacked is removed, or left to the next job."""

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 
 COMMAND = ("-m", "hpcdist.stage_env")
 MIB = 2**20
-SIZE = 24 * MIB
+SIZE = 40 * MIB
 STORE = f"/tmp/hpcdist-{os.getuid()}/stage_env"
 
 
@@ -69,10 +69,10 @@ def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts: Hosts, v
 
 def test_after_a_kill_the_next_job_goes_on(hosts: Hosts, venv: Path) -> None:
     """It is sent what is missing. If a host's disk is full, all ranks say so, and no host keeps anything."""
-    hosts.rate("80mbit")
+    hosts.rate("160mbit")
     first = hosts.start_mpirun([1, 1], *COMMAND, "venv")
     end = time.monotonic() + DEADLINE
-    while _received(hosts)["node2"] < 0.8 * SIZE:
+    while _received(hosts)["node2"] < 0.85 * SIZE:
         assert time.monotonic() < end and first.process.poll() is None
         time.sleep(0.05)
     first.kill()
@@ -85,7 +85,7 @@ def test_after_a_kill_the_next_job_goes_on(hosts: Hosts, venv: Path) -> None:
         assert hosts.run(name, ["cmp", f"{path}/data", venv / "data"]).status == 0
         assert hosts.run(name, ["ls", "-A", STORE]).out.split() == [".lock", Path(path).parent.name]
         assert hosts.run(name, ["mkdir", "/tmp/small"]).status == 0
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40m,nr_inodes=30", "tmpfs", "/tmp/small"]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=60m,nr_inodes=20", "tmpfs", "/tmp/small"]
     assert hosts.run("node2", mount).status == 0
     full = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", "/tmp/small")
     assert full.status == 2 and full.err.count("error") == 1, full.err

@@ -328,8 +328,9 @@ def test_a_copy_that_was_changed_is_replaced_unless_others_use_it(small: Path, t
     program.write_bytes(bytes(found.st_size))
     os.utime(program, (found.st_mtime, found.st_mtime))
     assert staged(small, local, job="1", verify=False).sent == 0  # size and time are as they were
-    with pytest.raises(RankError, match="small/program is not what was sent"):
+    with pytest.raises(RankError, match="small/program is not what was sent: the copy is removed"):
         staged(small, local, job="1")
+    assert staged(small, local, job="1").sent == 1
 
 
 def test_what_killed_jobs_have_left_is_used_or_removed(small: Path, tmp_path: Path) -> None:
@@ -376,6 +377,12 @@ def test_a_folder_that_others_can_write_in_is_not_trusted(small: Path, tmp_path:
     with pytest.raises(RankError, match="is not this user's alone"):
         staged(small, local)
     assert os.listdir(private) == []
+    private.chmod(0o700)
+    local.chmod(0o777)
+    with pytest.raises(RankError, match="no sticky bit"):
+        staged(small, local)
+    local.chmod(0o1777)
+    assert staged(small, local).sent == 1
 
 
 def test_the_command(small: Path, tmp_path: Path) -> None:
