@@ -131,7 +131,7 @@ class Store:
         mode = os.stat(base).st_mode
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
             text = "other users could put another copy in the place of one (it has no sticky bit)"
-            raise FileError("HD409", f"{base} on {socket.gethostname()}: {text}")
+            raise FileError("HD403", f"{base} on {socket.gethostname()}: {text}")
         private = private_folder(base)
         if private == base:
             name = f"{base}/hpcdist-{os.getuid()}"

@@ -14,7 +14,7 @@ from launch import mpirun
 
 from hpcdist import World
 from hpcdist.errors import RankError
-from hpcdist.stage_env import archive, packing, stage, unpack
+from hpcdist.stage_env import archive, packer, stage, unpack
 from hpcdist.stage_env.archive import Request
 from hpcdist.stage_env.stage import Options, Staged
 from hpcdist.stage_env.watchdog import Watchdog
@@ -43,7 +43,7 @@ def staged(comm: MPI.Intracomm, shared: Path, to: Path, **asked: Any) -> Staged:
 @pytest.fixture
 def shared(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with "data", of several windows; some files are larger than one."""
-    monkeypatch.setattr(packing, "WINDOW", WINDOW)
+    monkeypatch.setattr(packer, "WINDOW", WINDOW)
     monkeypatch.setattr(archive, "WINDOW", WINDOW)
     if world.rank == 0:
         (folder / "data").mkdir()
