@@ -53,6 +53,8 @@ class Shape:
             by itself. By default "gpu" with a GPU for each rank, else "none".
         modules: names for ``module load``.
         venv, conda: folder of the virtual environment, or name or folder of the conda environment, to activate.
+        stage_env: whether the active virtual or conda environment is first copied to every node's own disk, for the
+            ranks to use.
         apptainer, pyxis: image of the container that the ranks run in.
         mounts: for a container: folders to mount beside the current one, "FOLDER" or "FOLDER:INSIDE".
         directives: further options of the scheduler: "KEY=VALUE" or "KEY".
@@ -83,6 +85,7 @@ class Shape:
     modules: tuple[str, ...] = ()
     venv: str | None = None
     conda: str | None = None
+    stage_env: bool = False
     apptainer: str | None = None
     pyxis: str | None = None
     mounts: tuple[str, ...] = ()
@@ -191,6 +194,9 @@ def _check_options(shape: Shape, scheduler: Scheduler) -> None:
     for mount in shape.mounts:
         right = bool(re.fullmatch(r"""[^\s"'\\$`,]+""", mount))
         _require(right, "mount", repr(mount), "expected FOLDER or FOLDER:INSIDE, without spaces, quotes and commas")
+    at_hand = not (container or shape.plain or shape.kind == "interactive")
+    problem = "not for containers, --plain and kind interactive"
+    _require(at_hand or not shape.stage_env, "stage-env", "", problem)
     _require(not shape.plain or shape.bind is None, "bind", shape.bind, "--plain leaves it to the cluster")
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
+import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,26 @@ def test_a_plain_script_asks_for_what_a_site_wants(slurm: Slurm, folder: Path) -
     ended = slurm.wait(slurm.submit("plain.sbatch", options=["--export=NONE"], cwd=folder))
     assert ended.state == "COMPLETED", ended.out
     assert (folder / "hpcdist-cpu.txt").read_text() == HERE
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_ranks_use_a_copy_of_the_environment(launcher: str, slurm: Slurm, folder: Path) -> None:
+    """On their node's own disk, which is removed at the end: /tmp of a host is its own."""
+    venv.create(folder / "small", symlinks=True)
+    (purelib,) = (folder / "small").glob("lib/*/site-packages")
+    (purelib / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (folder / "who.py").write_text(f"import sys\nprint(sys.prefix, file=sys.stderr)\n{WHO}")
+    shape = Shape(
+        ntasks_per_node=2, cpus_per_task=3, venv=str(folder / "small"), stage_env=True, launcher=launcher,
+        command=("python", "who.py"),
+    )  # fmt: skip
+    (folder / "own.sbatch").write_text(write(shape))
+    env = _environment(slurm, launcher)
+    ended = slurm.wait(slurm.submit("own.sbatch", cwd=folder, env=env))
+    assert ended.state == "COMPLETED", ended.out
+    assert HERE in ended.out
+    prefixes = re.findall(r"^/tmp/hpcdist-0/stage_env/\w+/small$", ended.out, re.MULTILINE)
+    assert len(prefixes) == 4, ended.out
 
 
 @pytest.mark.parametrize("bin_", [MPICH] * MPICH.exists(), ids=["mpich"])

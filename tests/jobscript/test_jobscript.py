@@ -42,6 +42,8 @@ OTHERS = {
     "requeue-days.sbatch": "--kind requeue --time 2-12 --warning 300 --cpus-per-task 16 -- ./solver --input %a.nml",
     "site.sbatch": "--mem 64G --qos high --constraint 'a100&nvlink' --exclusive --output logs/%x-%j.out --conda torch "
     "--sbatch mail-type=END --sbatch M=tier0 --directive hold --gpus-per-node a100:4 --bind cores --mpi default",
+    "staged-env.sbatch": "--kind train --venv /shared/env --stage-env --gpus-per-node 4",
+    "staged-env.pbs": "--kind train --conda torch --stage-env --scheduler pbs --launcher pals",
     "apptainer.sbatch": "--apptainer images/torch.sif --mount /scratch --mount /data:/in --gpus-per-node 2",
     "pyxis.sbatch": "--pyxis nvcr.io#nvidia/pytorch:26.01-py3 --mount /scratch --gpus-per-node 8 --module enroot",
     "array.pbs": "--kind array --scheduler pbs --launcher pals --bind cores --mem 32G --constraint gpu_model=a100 "
@@ -155,6 +157,8 @@ MISTAKES = {
     "--pyxis x --launcher mpirun": "--launcher mpirun: --pyxis is an option of srun",
     "--bind gpu": "--bind gpu: expected --gpus-per-node, too",
     "--bind gpu --gpus-per-node 2 --ntasks-per-node 4": "--ntasks-per-node 4: more than the 2 GPUs of a node",
+    "--plain --stage-env": "--stage-env : not for containers, --plain and kind interactive",
+    "--apptainer x.sif --stage-env": "--stage-env : not for containers, --plain and kind interactive",
     "--plain --bind cores": "--bind cores: --plain leaves it to the cluster",
     "--plain --kind requeue": "--kind requeue: expected one of cpu, gpu, train with --plain",
     "--scheduler pbs --kind requeue": "--kind requeue: expected one of cpu, gpu, train, staged, array for --scheduler",
