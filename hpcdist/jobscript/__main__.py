@@ -99,6 +99,7 @@ def _launch(p: Parser) -> None:
     p.add_argument("--module", dest="modules", action="append", default=[], help="module to load; may be repeated")
     p.add_argument("--venv", metavar="DIR", help="virtual environment to activate")
     p.add_argument("--conda", metavar="ENV", help="conda environment to activate, by name or folder")
+    p.add_argument("--stage-env", action="store_true", help="copy that to every node's own disk first")
     p.add_argument("--apptainer", metavar="IMAGE", help="Apptainer or Singularity image in which the ranks run")
     p.add_argument("--pyxis", metavar="IMAGE", help="image in which the ranks run, for a Slurm with Pyxis")
     p.add_argument(

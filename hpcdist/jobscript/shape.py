@@ -53,6 +53,7 @@ class Shape:
             by itself. By default "gpu" with a GPU for each rank, else "none".
         modules: names for ``module load``.
         venv, conda: folder of the virtual environment, or name or folder of the conda environment, to activate.
+        stage_env: whether that is copied to every node's own disk first, by python -m hpcdist.stage_env.
         apptainer, pyxis: image of the container that the ranks run in.
         mounts: for a container: folders to mount beside the current one, "FOLDER" or "FOLDER:INSIDE".
         directives: further options of the scheduler: "KEY=VALUE" or "KEY".
@@ -83,6 +84,7 @@ class Shape:
     modules: tuple[str, ...] = ()
     venv: str | None = None
     conda: str | None = None
+    stage_env: bool = False
     apptainer: str | None = None
     pyxis: str | None = None
     mounts: tuple[str, ...] = ()
@@ -185,6 +187,9 @@ def _check_options(shape: Shape, scheduler: Scheduler) -> None:
         _require(not value, name, value, "jsrun's nodes are whole; it is for --launcher mpirun")
     given = _environments(shape)
     _require(len(given) < 2, " --".join(given), "", "expected one of them: each brings the Python of the ranks")
+    able = shape.scheduler == "slurm" and shape.kind != "interactive" and not shape.plain
+    text = "expected --venv or --conda, too, under Slurm; not --plain, and not --kind interactive"
+    _require(not shape.stage_env or (able and bool(shape.venv or shape.conda)), "stage-env", "", text)
     container = bool(shape.apptainer or shape.pyxis)
     _require(container or not shape.mounts, "mount", " ".join(shape.mounts), "expected --apptainer or --pyxis, too")
     _require(not shape.pyxis or shape.start() == "srun", "launcher", shape.launcher, "--pyxis is an option of srun")

@@ -40,6 +40,7 @@ OTHERS = {
     "array-gpu.sbatch": "--kind array --array 0-99%10 --nodes 1 --gpus-per-node 2 --ntasks-per-node 4 --name sweep",
     "train-gpus.sbatch": "--kind train --nodes 8 --gpus-per-node 4 --venv env",
     "requeue-days.sbatch": "--kind requeue --time 2-12 --warning 300 --cpus-per-task 16 -- ./solver --input %a.nml",
+    "staged-env.sbatch": "--kind train --venv env --stage-env",
     "site.sbatch": "--mem 64G --qos high --constraint 'a100&nvlink' --exclusive --output logs/%x-%j.out --conda torch "
     "--sbatch mail-type=END --sbatch M=tier0 --directive hold --gpus-per-node a100:4 --bind cores --mpi default",
     "apptainer.sbatch": "--apptainer images/torch.sif --mount /scratch --mount /data:/in --gpus-per-node 2",
@@ -150,6 +151,8 @@ MISTAKES = {
     "--directive 'a=b\nc'": "expected KEY=VALUE or KEY",
     "--mpi 'pmi 2'": "--mpi 'pmi 2': expected auto, default, or a name that srun --mpi=list shows",
     "--venv a --conda b": "--venv --conda : expected one of them: each brings the Python of the ranks",
+    "--stage-env": "--stage-env : expected --venv or --conda, too, under Slurm",
+    "--venv x --stage-env --scheduler pbs": "--stage-env : expected --venv or --conda, too, under Slurm",
     "--mount /scratch": "--mount /scratch: expected --apptainer or --pyxis, too",
     "--apptainer x.sif --mount '/my data'": "--mount '/my data': expected FOLDER or FOLDER:INSIDE",
     "--pyxis x --launcher mpirun": "--launcher mpirun: --pyxis is an option of srun",
