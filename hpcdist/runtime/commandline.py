@@ -9,7 +9,7 @@ from typing import IO, Any, NoReturn
 from hpcdist.errors import HpcdistError, RankError, hint
 from hpcdist.files.regular import shown
 
-__all__ = ["BAD_INPUT", "Parser", "is_rank_0", "line", "path", "plural", "show_bytes"]
+__all__ = ["BAD_INPUT", "Parser", "is_rank_0", "line", "path", "plural", "problem", "show_bytes"]
 
 BAD_INPUT = 2  # exit status, the same as argparse's
 
@@ -40,13 +40,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def line(error: HpcdistError) -> str:
-    """Return an error as one line: for a RankError, the problem of the lowest rank that has one."""
-    text = str(error)
-    if isinstance(error, RankError):
-        rank, text = next(iter(error.problems.items()))
-        text = text if len(set(error.problems.values())) == 1 else f"rank {rank}: {text}"
+    """Return an error as one line, with how to read more about it."""
+    text = problem(error)
     more = hint(text)
     return shown(text if more is None else f"{text} (see {more})")
+
+
+def problem(error: HpcdistError) -> str:
+    """Return the message of an error: for a RankError, the problem of the lowest rank that has one."""
+    if not isinstance(error, RankError):
+        return str(error)
+    rank, text = next(iter(error.problems.items()))
+    return text if len(set(error.problems.values())) == 1 else f"rank {rank}: {text}"
 
 
 def path(text: str) -> str:

@@ -263,6 +263,8 @@ def cleanup(path: str, job: str) -> list[str]:
     if not folder.exists():
         return []
     record = Record.read(folder)
+    if record is None and not folder.exists():  # another process of this job on the node was faster
+        return []
     if record is None or record.name != os.path.basename(os.path.abspath(path)):
         raise InputError("HD403", f"{path}: not a copy that hpcdist.stage_env has made")
     try:

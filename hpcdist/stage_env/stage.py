@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError, RankError, listed
-from hpcdist.runtime.commandline import line, show_bytes
+from hpcdist.runtime.commandline import problem, show_bytes
 from hpcdist.stage_env import archive, transfer
 from hpcdist.stage_env.archive import Request, Source
 from hpcdist.stage_env.copies import Copy, Part, Record, Store
@@ -110,7 +110,7 @@ def _in_one_line(step: Callable[[], T]) -> Callable[[], T]:
         try:
             return step()
         except RankError as error:
-            raise FileError(line(error)) from error
+            raise FileError(problem(error)) from error
 
     return run
 

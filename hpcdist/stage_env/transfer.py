@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hpcdist.control import objects
-from hpcdist.errors import FileError, HpcdistError, reason
+from hpcdist.errors import FileError, described, reason
 from hpcdist.stage_env.archive import Source
 from hpcdist.stage_env.unpack import Unpacker
 
@@ -84,8 +84,7 @@ def _agree(comm: MPI.Intracomm, problem: str | None) -> None:
 
 
 def _text(error: Exception) -> str:
-    text = str(error) if isinstance(error, HpcdistError) else f"{type(error).__name__}: {reason(error)}"
-    return f"{text} (on {socket.gethostname()})"
+    return f"{socket.gethostname()}: {described(error, 'HD901')}"
 
 
 class _Pool:
