@@ -6,7 +6,6 @@ What a page can hold, in its order:
 - A block ``console`` runs its lines ``$ mpirun -n N python ...``, or ``srun``, or ``python ...`` without a launcher. If
   lines of output follow, they are compared; ``...`` stands for anything. Other lines that begin with ``$`` must be of
   ``NOT_RUN``. ``<!-- fails -->`` above the block: each line of it is a job of its own, and must fail.
-  ``<!-- alone -->``: a job of its own.
 - Any other block ``python`` runs after those before it, in one namespace, which has hd, torch, staging, rank and size.
   ``<!-- N ranks`` begins a new namespace on N ranks; what follows up to ``-->`` is Python that the reader does not see,
   and so is that of ``<!-- then``, such as assertions.
@@ -21,6 +20,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from launch import Job, mpirun
@@ -33,7 +33,7 @@ NOT_RUN = re.compile(
 )
 SHELL = re.compile(r"(mkdir|ls|cat|cp|rm|mv) ")  # what they show, as it is
 _BLOCK = re.compile(
-    r"^<!-- (?P<hidden>\d+ ranks|then|fails|alone|without the tests)(?P<text>.*?)-->$"
+    r"^<!-- (?P<hidden>\d+ ranks|then|fails|without the tests)(?P<text>.*?)-->$"
     r"|^```(?P<kind>\w*)[^\n]*\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -89,7 +89,7 @@ def parse(name: str, text: str) -> Page:
     for found in _BLOCK.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
         kind, hidden = found["kind"], found["hidden"] or ""
-        if hidden in ("fails", "alone", "without the tests"):
+        if hidden in ("fails", "without the tests"):
             mark = hidden
             continue
         if mark == "without the tests":
@@ -101,7 +101,9 @@ def parse(name: str, text: str) -> Page:
             if program is not None:
                 page.programs[program[1]] = code
                 continue
-            np = int(hidden.split()[0]) if hidden.endswith("ranks") else np
+            if hidden.endswith("ranks"):
+                np = int(hidden.split()[0])
+                np = 0 if np == 1 else np  # the same without a launcher: fewer jobs
             if np is None:
                 raise ValueError(f"{name}:{line}: a snippet, and no <!-- N ranks --> above it")
             above = "\n" * (line - (1 if hidden else 0))
@@ -174,7 +176,7 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
                 job = mpirun(run.np, *run.words, cwd=here, env=run.env)
             wrong[run.page] += _judge(run, job)
             continue
-        np = max((run.np for run in heads), key=lambda np: sum(run.np == np for run in heads))
+        np = max((_changes(runs), runs[0].np) for runs in left.values() if runs)[1]
         batch = []
         for runs in left.values():
             while runs and runs[0].np == np and not runs[0].alone:
@@ -188,6 +190,11 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
             for name in {run.page for run in again}:
                 left[name] = [run for run in again if run.page == name] + left[name]
     return wrong
+
+
+def _changes(runs: Sequence[Run]) -> int:
+    """Return how often the number of ranks changes from here on."""
+    return sum(a.np != b.np for a, b in pairwise(runs))
 
 
 def _together(np: int, batch: list[Run], folder: Path) -> list[Job]:

@@ -81,7 +81,7 @@ def program(words: list[str]) -> int:
     """Run a program or a module as Python does."""
     module = words[0] == "-m"
     sys.argv = words[1:] if module else words
-    path, modules = list(sys.path), set(sys.modules)
+    path, modules, environ = list(sys.path), set(sys.modules), dict(os.environ)
     sys.path.insert(0, os.getcwd())
     try:
         if module:
@@ -97,6 +97,8 @@ def program(words: list[str]) -> int:
         end()
     finally:
         sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environ)
         for name in (
             sys.modules.keys() - modules
         ):  # other programs of the page, by whose names another page may have others
