@@ -31,6 +31,7 @@ RANKS = {
     "overlap": (2, 4),
     "backend": (2, 4),
     "staging": (1, 2, 4),
+    "checkpoints": (2, 4),
     "ranks": (1, 2, 4, 8),
     "resident": (2,),
 }
@@ -41,9 +42,15 @@ QUICK = {
     **dict.fromkeys(("structures", "overlap", "ranks"), f"{_QUICK} 12"),
     "backend": f"{_QUICK} 60",
     "staging": "--rounds 5 --sizes 64M --layouts even,dim1 --seconds 40",
+    "checkpoints": "--rounds 5 --sizes 32M --seconds 40",
     "resident": "--size 1G",
 }
-DEADLINES = {"staging": 2400, "redistribute": 600, "structures": 600}  # seconds; the others have --deadline
+DEADLINES = {
+    "staging": 2400,
+    "redistribute": 600,
+    "structures": 600,
+    "checkpoints": 900,
+}  # seconds; the others have --deadline
 # Open MPI 4 and 5 bind ranks to cores by default, MPICH does not, and gloo's threads need more than the rank's core.
 UNBOUND = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
 # Open MPI 4 and 5 refuse more ranks than cores by default; if allowed, ranks should yield while they wait.

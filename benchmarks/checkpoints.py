@@ -24,6 +24,19 @@ import results
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_tables import (
+    CONSOLIDATED,
+    ELSEWHERE,
+    FOLDER,
+    GATHERED,
+    LOAD,
+    LOAD_H5,
+    READER,
+    SAVE,
+    SAVE_H5,
+    SAVE_SAFETENSORS,
+    WRITER,
+)
 from harness import Contender, Step
 from mpi4py import MPI
 from tables import table
@@ -36,9 +49,6 @@ import hpcdist as hd
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
 LAYERS, COLUMNS = 8, 1024
-FOLDER = "DCP, a folder of files"
-CONSOLIDATED = "DCP, consolidated to one safetensors"
-SAVE, LOAD, ELSEWHERE = "save", "load", "load of what one rank has saved"
 State = dict[str, Tensor]
 
 
@@ -196,18 +206,18 @@ def _back_from_parts(pattern: str, case: Case) -> State:
 
 _LOADS = [
     Contender(FOLDER, load_folder),
-    Contender("DCP, hpcdist's HDF5Reader", load_h5),
-    Contender("staging.load, .h5", load_by_hpcdist),
+    Contender(READER, load_h5),
+    Contender(LOAD_H5, load_by_hpcdist),
 ]
 CONTENDERS = {
     SAVE: [
         Contender(FOLDER, _checked(save_folder, load_folder)),
-        Contender("DCP, hpcdist's HDF5Writer", _checked(save_h5, partial(_back, "x.h5"))),
+        Contender(WRITER, _checked(save_h5, partial(_back, "x.h5"))),
         Contender(CONSOLIDATED, _checked(save_consolidated, partial(_back_from_parts, "hf/*.safetensors"))),
-        Contender("gathered on rank 0, torch.save", _checked(save_on_root, _back_from_torch)),
-        Contender("staging.save, .h5", _checked(partial(save_by_hpcdist, "y.h5"), partial(_back, "y.h5"))),
+        Contender(GATHERED, _checked(save_on_root, _back_from_torch)),
+        Contender(SAVE_H5, _checked(partial(save_by_hpcdist, "y.h5"), partial(_back, "y.h5"))),
         Contender(
-            "staging.save, .safetensors",
+            SAVE_SAFETENSORS,
             _checked(partial(save_by_hpcdist, "y.safetensors"), partial(_back_from_parts, "y.safetensors")),
         ),
     ],

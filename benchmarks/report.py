@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import backend_tables
+import checkpoint_tables
 import overlap_tables
 import results
 import staging_tables
@@ -123,11 +124,16 @@ def _origin(records: Sequence[Record]) -> str:
 
 def block(everything: Sequence[Record]) -> str:
     """Format the generated part of README.md."""
-    records = [record for record in everything if record.verb not in (*staging_tables.VERBS, "overlap", "backend")]
+    records = [
+        record
+        for record in everything
+        if record.verb not in (*staging_tables.VERBS, "overlap", "backend", "checkpoints")
+    ]
     parts = ["Measured with:", _origin(everything)]
     parts += _verbs(records) if records else []
     sections = overlap_tables.section(everything), backend_tables.section(everything, _picture)
-    return "\n\n".join([*parts, *sections[0], *sections[1], *staging_tables.section(everything, _picture)])
+    staging = *staging_tables.section(everything, _picture), *checkpoint_tables.section(everything)
+    return "\n\n".join([*parts, *sections[0], *sections[1], *staging])
 
 
 def _verbs(records: Sequence[Record]) -> list[str]:
