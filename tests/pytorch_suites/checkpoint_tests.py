@@ -110,13 +110,25 @@ def _once(backend: str | None) -> str | None:
     return backend and ",".join(dict.fromkeys(backend.split(",")))
 
 
+def _replace(theirs: type, ours: type) -> None:
+    """Put our class in the place of theirs in all of torch, and make sure that theirs is used nowhere."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError(f"torch's {theirs.__name__} is used")
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(dcp.__name__) and getattr(module, theirs.__name__, None) is theirs:
+            setattr(module, theirs.__name__, ours)
+    theirs.__init__ = refuse  # type: ignore[misc]
+
+
 def prepare(storage: str) -> None:
     """Replace what torch's tests use, before one of them is imported."""
     from torch.testing._internal import common_distributed as common
 
     if storage == "hdf5":
-        for module in (dcp, filesystem):
-            module.FileSystemWriter, module.FileSystemReader = Writer, Reader  # type: ignore[misc, assignment]
+        _replace(filesystem.FileSystemWriter, Writer)
+        _replace(filesystem.FileSystemReader, Reader)
     if not torch.cuda.is_available():
         torch.multiprocessing.set_start_method("fork")
         fork = torch.multiprocessing.get_context("fork").Process

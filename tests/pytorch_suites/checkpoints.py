@@ -44,7 +44,7 @@ FILES = (
     "e2e/test_e2e_save_and_load.py", "e2e/test_fine_tuning.py", "e2e/test_fsdp_ep.py", "e2e/test_pipeline.py",
     "fsdp/test_fsdp_dsd.py",
 )  # fmt: skip
-NO_GPU = "not compiled with CUDA|Cannot access accelerator device|compiled with the NCCL|Found no NVIDIA"
+NO_GPU = "not compiled with CUDA|ccelerator device"  # in an error
 GRACE = 30  # seconds that a process has to end a test at its deadline by itself
 START = 300  # seconds until the first test starts
 HEAD = """# PyTorch's own tests of checkpoints

@@ -1,9 +1,10 @@
-"""The page on PyTorch's suites counts what ran, and says where gloo does better."""
+"""The pages on PyTorch's suites count what ran, and say where gloo, or torch's own storage, does better."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import checkpoints
 from table import brief, page
 
 ABOUT = {"suite": "distributed_test", "torch": "2.15.0", "mpi": "MPICH", "np": 2}
@@ -41,3 +42,25 @@ def test_a_reason_is_the_error_of_a_traceback() -> None:
     assert brief("no answer after 90 s; no outcome of ranks [1] of 2\nTimeout (0:01:30)!\n") == (
         "no answer after 90 s; no outcome of ranks [1] of 2"
     )
+
+
+def test_the_page_of_checkpoints() -> None:
+    def run(storage: str, **outcomes: str) -> dict[str, Any]:
+        cuda = "AssertionError: Torch not compiled with CUDA enabled\n"
+        results = {
+            f"test_planner.TestPlanner.{name}": {
+                "outcome": outcome.replace("cuda", "failed"),
+                "reason": {"failed": FAILED, "cuda": cuda, "skipped": "why"}.get(outcome, ""),
+            }
+            for name, outcome in outcomes.items()
+        }
+        return {"torch": "2.13.0", "of": "2.12", "storage": storage, "results": results}
+
+    files = run("files", a="passed", b="passed", c="failed", d="cuda", e="skipped")
+    text, worse = checkpoints.page([files, run("hdf5", a="passed", b="failed", c="failed", d="cuda", e="skipped")])
+    assert worse == ["test_planner TestPlanner.b, torch 2.13.0"]
+    rows = text.splitlines()
+    assert "| 2.13.0 | 2.12 | test_planner | 2, 1, 2 | 1, 2, 2 |" in rows
+    assert "| 2.13.0 | test_planner | b | passed | failed | ValueError: no \\| such |" in rows
+    assert "| 2.13.0 | test_planner | c | ValueError: no \\| such |" in rows
+    assert "| needs a GPU | 1 | 1 |" in rows and "| why | 1 | 1 |" in rows
