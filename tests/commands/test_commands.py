@@ -224,7 +224,9 @@ def test_a_route_that_cannot_run_here_is_refused(tmp_path: Path) -> None:
     ):
         assert job.status == 2, job.err
         ours = "hpcdist.gather: error: route nccl needs a GPU of its own for each rank and a torch with NCCL; use route"
-        assert [line for line in job.err.splitlines() if line.startswith(ours)] == [ours + " mpi or auto"]
+        assert [line for line in job.err.splitlines() if line.startswith(ours)] == [
+            f"{ours} mpi or auto [HD207] (see python -m hpcdist.explain HD207)"
+        ]
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
