@@ -14,7 +14,7 @@ from launch import mpirun
 
 from hpcdist import World
 from hpcdist.errors import RankError
-from hpcdist.stage_env import archive, packer, stage, unpack
+from hpcdist.stage_env import archive, packer, stage, transfer, unpack
 from hpcdist.stage_env.archive import Request
 from hpcdist.stage_env.stage import Options, Staged
 from hpcdist.stage_env.watchdog import Watchdog
@@ -124,6 +124,21 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(world: World, shared: 
     error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, new if comm.rank else to))
     assert_on_all_ranks(comm, f"{tar}: damaged at byte {5 * WINDOW}" in str(error), error)
     assert_on_all_ranks(comm, _holds(done, to))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_damaged_on_its_way_is_not_unpacked(
+    world: World, shared: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, put = world.comm, transfer._Unpacking.put
+
+    def damaging(self: transfer._Unpacking, window: bytearray, nbytes: int) -> None:
+        window[1000] ^= comm.rank == 1
+        put(self, window, nbytes)
+
+    monkeypatch.setattr(transfer._Unpacking, "put", damaging)
+    error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, to))
+    assert_on_all_ranks(comm, "the archive was damaged on its way, at byte 0" in str(error), error)
 
 
 @pytest.mark.once
