@@ -176,7 +176,8 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
                 job = mpirun(run.np, *run.words, cwd=here, env=run.env)
             wrong[run.page] += _judge(run, job)
             continue
-        np = max((_changes(runs), runs[0].np) for runs in left.values() if runs)[1]
+        ready = [run.np for run in heads]
+        np = max((_changes(runs), ready.count(runs[0].np), runs[0].np) for runs in left.values() if runs)[2]
         batch = []
         for runs in left.values():
             while runs and runs[0].np == np and not runs[0].alone:
