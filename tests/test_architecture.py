@@ -181,3 +181,9 @@ def test_every_public_name_is_explained() -> None:
 def test_no_second_copy_under_another_name() -> None:
     """The editable install, the checkout and the tests are about one package."""
     assert os.path.samefile(ROOT, Path(sys.modules["hpcdist.errors"].__file__ or "").parent)
+
+
+def test_names_of_test_files_differ() -> None:
+    """pytest imports them by their name alone."""
+    names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
