@@ -55,7 +55,9 @@ What passes of the tests of `torch.distributed.checkpoint` that save and load th
 puts the one in the place of the other without a change in a test. A test starts a process for each of its 2 or 4 ranks,
 which meet through gloo: there is no MPI, and none is needed. Pickles are allowed, as torch's reader allows them.
 
-No GPU: tests that want several run on CPUs, and those that cannot count as skipped.
+No GPU: tests that want several run on CPUs, and those that cannot, such as all of FSDP's first version, count as
+skipped. Tests of an older torch run where those of the newer one could not be had. "2.15, adapted" is a file of 2.15
+whose class for 2.15's new test base is merged into the one that it came from, for torch 2.13.
 """
 # Why a test fails over HDF5, by its name, where its error does not say it.
 CAUSES: dict[str, str] = {
