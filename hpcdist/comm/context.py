@@ -191,7 +191,7 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
         raise refusal(
             ValueError,
             "HD216",
-            f"rank {context.rank} of the world is not in the communicator that it passed (COMM_NULL)",
+            f"rank {context.rank} of the world is not in the communicator that it passed (COMM_NULL), or has freed it",
         )
     if _keyval is None:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_freed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
         ) from error
     if MPI.Is_finalized():
         raise LaunchError("HD103", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
+    if not MPI.Is_initialized():  # mpi4py.rc.initialize is false
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)  # as mpi4py does at its import
+        atexit.register(_end)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise refusal(TypeError, "HD114", f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
     if comm is None:
@@ -37,3 +41,11 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
         if alone is not None:
             raise LaunchError("HD106", alone)
     return comm
+
+
+def _end() -> None:
+    """End the MPI that job() has started, after what else runs at the end of the program, as mpi4py ends its own."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()

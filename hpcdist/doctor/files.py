@@ -166,7 +166,7 @@ def _free(shm: dict[str, Any]) -> str:
 def _h5py(ranks: Ranks) -> Verdict:
     failed = error_of(ranks, "hdf5")
     if failed is not None:
-        fix = "pip install h5py; README, Install on a cluster, describes how to build it for parallel HDF5"
+        fix = "pip install h5py; docs/how-to/install-on-a-cluster.md describes how to build it for parallel HDF5"
         return "broken", f"{failed[0]} ({ranks_text(failed[1])})", fix
     text = each(ranks, _versions)
     return ("ok", text) if agree(ranks, _versions) else ("broken", text, "the same environment on all nodes")

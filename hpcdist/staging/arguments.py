@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import index
@@ -17,9 +18,11 @@ from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 
-__all__ = ["agreed", "count", "positive", "shape_and_dtype"]
+__all__ = ["agreed", "count", "hdf5_path", "positive", "shape_and_dtype"]
 
 T = TypeVar("T")
+
+_NOT_WRITTEN = (".npy", ".npz", ".pt", ".pth")  # which programs would read as numpy's and torch's
 
 
 @contextmanager
@@ -59,6 +62,16 @@ def count(name: str, value: Any, size: int) -> int | None:
     return index(value)
 
 
+def hdf5_path(path: Any) -> str:
+    """The path of a file that is written; a WrongError if its suffix is that of another format."""
+    text = os.fsdecode(path)
+    if text.endswith(_NOT_WRITTEN):
+        raise local.WrongError(
+            "HD418", f"path is {text!r}, but an HDF5 file is written: let the name end with .h5, or .safetensors"
+        )
+    return text
+
+
 def shape_and_dtype(name: str, spec: Any, window: int) -> tuple[tuple[int, ...], torch.dtype]:
     """The shape and dtype of a tensor to be written in pieces of at most `window` bytes."""
     try:
@@ -66,6 +79,8 @@ def shape_and_dtype(name: str, spec: Any, window: int) -> tuple[tuple[int, ...],
         extents = tuple(index(n) for n in shape)
     except (TypeError, ValueError):
         raise local.WrongError("HD418", f"{name!r} is {spec!r}, expected (shape, dtype)") from None
+    if not isinstance(dtype, torch.dtype):
+        raise local.WrongError("HD418", f"{name!r} has dtype {dtype!r}, expected a torch.dtype such as torch.float64")
     if dtype not in DTYPES:
         raise local.WrongError("HD418", f"{name!r} has dtype {dtype}, which cannot be stored")
     if min(extents, default=0) < 0 or any(isinstance(n, bool) for n in shape):

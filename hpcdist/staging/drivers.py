@@ -54,7 +54,8 @@ def missing(name: str) -> str | None:
 
     if name != "mpio" or h5py.get_config().mpi:
         return None
-    return f"h5py {h5py.__version__} was built without MPI (README, Install on a cluster, describes the build with MPI)"
+    page = "docs/how-to/install-on-a-cluster.md describes the build with MPI"
+    return f"h5py {h5py.__version__} was built without MPI ({page})"
 
 
 def active(name: str = "auto") -> tuple[str, str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, listed
+from hpcdist.files.h5 import GROUP
 
-__all__ = ["dataset_names", "external_data", "hard_path"]
+__all__ = ["dataset_names", "external_data", "hard_path", "not_tensors"]
 
 _DEEPEST = 1000  # groups within each other
 _MOST = 40  # soft links in one path, as in Linux
@@ -95,6 +96,30 @@ def dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
             except UnicodeDecodeError:
                 others[(prefix + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
     return names, others
+
+
+def not_tensors(path: str, name: str) -> str:
+    """Describe the datasets of a file, of this name or in this group ("": all), as what no tensor can hold."""
+    import h5py
+
+    found = []
+    with h5py.File(path, "r", locking="best-effort") as file:
+        for key in dataset_names(path, file)[0]:
+            if not key.startswith(f"{GROUP}/") and (name in ("", key) or key.startswith(f"{name}/")):
+                found.append(f"{key} ({_dtype_text(file, key)})")
+    return listed(found) if found else ""
+
+
+def _dtype_text(file: Any, name: str) -> str:
+    from h5py import h5d
+
+    dataset = h5d.open(file.id, name.encode())
+    if dataset.shape is None:
+        return "without a value"
+    try:
+        return "text or references" if dataset.dtype.hasobject else f"dtype {dataset.dtype}"
+    except TypeError:
+        return "a type that numpy does not have"
 
 
 def _text(name: str | bytes) -> str:

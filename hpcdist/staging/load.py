@@ -90,12 +90,13 @@ def load(
 
     Returns:
         On each rank its part: a contiguous tensor that it owns (or `out`), of the dtype that was saved and of native
-        byte order; a nested dict of these if there are several, or `name` is a group.
+        byte order; a nested dict of these if `name` is a group, or if it is None and the file holds anything but one
+        tensor "data". What no tensor can hold, such as text, is left out.
 
     Raises:
         RankError: on every rank: no such regular file, of another format, a tensor whose data are in another file,
-            incomplete, truncated, damaged, no such tensor, an argument that is wrong on one rank or does not agree. The
-            job can go on.
+            incomplete, truncated, damaged, no such tensor, only data that no tensor can hold, an argument that is wrong
+            on one rank or does not agree. The job can go on.
 
     Example, on 3 ranks::
 

@@ -12,9 +12,10 @@ from functools import partial
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, coded, listed
-from hpcdist.files import raw
+from hpcdist.files import raw, safetensors
 from hpcdist.files.regular import open_regular
 from hpcdist.staging.catalog import Catalog, Stored, describe
+from hpcdist.staging.links import not_tensors
 from hpcdist.staging.sharded_files import PARTS, files_of, is_sharded
 from hpcdist.staging.wants import Arguments
 
@@ -50,6 +51,8 @@ def _describe(path: str, name: str | None) -> list[Catalog]:
     else:
         catalogs = [describe(path, name=name)]
         catalogs[0].require(name or "")
+    if not any(_is_in(key, name or key) for catalog in catalogs for key in catalog.datasets):
+        _check_others(path, name or "")
     if name is None:
         return catalogs
     chosen = [
@@ -61,6 +64,13 @@ def _describe(path: str, name: str | None) -> list[Catalog]:
         has = listed(key for catalog in catalogs for key in catalog.datasets)
         raise FileError("HD408", f"{path}: holds no tensor {name!r}; it has: {has}")
     return chosen
+
+
+def _check_others(path: str, name: str) -> None:
+    """Raise a FileError if an HDF5 file holds something of this name, or anything, that is no tensor."""
+    others = "" if is_sharded(path) or path.endswith(safetensors.SUFFIX) else not_tensors(path, name)
+    if others:
+        raise FileError("HD408", f"{path}: holds no tensor{f' {name!r}' if name else ''}, but {others}")
 
 
 def _is_in(key: str, name: str) -> bool:

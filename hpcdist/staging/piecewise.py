@@ -23,7 +23,7 @@ from hpcdist.files.raw import memory
 from hpcdist.files.regular import open_regular
 from hpcdist.layout import Box
 from hpcdist.runtime import world
-from hpcdist.staging.arguments import agreed, positive, shape_and_dtype
+from hpcdist.staging.arguments import agreed, hdf5_path, positive, shape_and_dtype
 from hpcdist.staging.catalog import Stored, describe
 from hpcdist.staging.in_flight import wait_for
 from hpcdist.staging.links import hard_path
@@ -37,6 +37,7 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import row_major, written
 from hpcdist.validation import local
+from hpcdist.validation.shown import not_a_tensor
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
@@ -229,7 +230,7 @@ class WriteFile:
             specs = {name: shape_and_dtype(name, spec, limit) for name, spec in flatten(tensors or {}).items()}
             check_attrs(attrs, specs)
             given = {name: dict(values) for name, values in (attrs or {}).items()}
-            return {"path": os.fsdecode(path), "window": limit, "tensors": specs}, given
+            return {"path": hdf5_path(path), "window": limit, "tensors": specs}, given
 
         with agreed(team, VERB, check) as (mine, given):
             same = digests.same(team.comm, VERB, mine, mine, objects.first_difference)
@@ -260,12 +261,15 @@ class WriteFile:
             offset: where it begins in the whole, an entry for every dim.
 
         Raises:
-            FileError: no such tensor; OSError: it cannot be written; ValueError: it does not fit, the file is closed.
+            FileError: no such tensor; OSError: it cannot be written; ValueError: it does not fit, the file is closed;
+            TypeError: `x` is not a tensor.
         """
         if not self._open:
             raise refusal(ValueError, "HD422", "the file is closed")
         if name not in self._index:
             raise FileError("HD408", f"{self._saving.map.path}: has no tensor {name!r}; it has: {listed(self._index)}")
+        if not isinstance(x, Tensor):
+            raise refusal(TypeError, "HD201", not_a_tensor(x, "x"))
         i = self._index[name]
         dataset = self._saving.datasets[i]
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))

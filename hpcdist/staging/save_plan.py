@@ -24,7 +24,7 @@ from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import Ints
 from hpcdist.staging import drivers
-from hpcdist.staging.arguments import count, positive
+from hpcdist.staging.arguments import count, hdf5_path, positive
 from hpcdist.staging.names import check_attrs, check_safetensors, flatten
 from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
 from hpcdist.staging.sharded_files import shard_size
@@ -92,7 +92,7 @@ def check(
     filters, chunk = _filters(compression, chunks)
     check_attrs(attrs, given)
     same: dict[str, Any] = {
-        "path": os.fsdecode(path), "compression": filters, "chunks": chunk,
+        "path": hdf5_path(path), "compression": filters, "chunks": chunk,
         "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer, filters, hints),
         "window": positive("window", window), "align": None if align is None else positive("align", align),
         "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),

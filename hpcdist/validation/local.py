@@ -31,6 +31,7 @@ from hpcdist.validation.call import (
     except_dim,
     show_shape,
 )
+from hpcdist.validation.shown import not_a_tensor, show, show_repr
 
 __all__ = [
     "WrongError",
@@ -107,7 +108,7 @@ def structure_call(op: StructureArgs, team: Team) -> Call:
             call.root = _root(op.root, team.size)
         call.route = _route(op.route)
         if op.out is not None:
-            raise WrongError("HD211", f"out is given, but x is not a tensor: {_show(op.x)}")
+            raise WrongError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
         call.tree, contents = _tree(op.x, op.allow_pickle)
         call.header = encode(call.tree.spec, contents)
         call.extent = len(call.header)
@@ -148,7 +149,7 @@ def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
         call.options = (("allow_pickle", bool(op.allow_pickle)),)
         if rank == call.root and not isinstance(op.x, Tensor) and op.x is not None:
             if op.out is not None:
-                raise WrongError("HD211", f"out is given, but x is not a tensor: {_show(op.x)}")
+                raise WrongError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
             call.kind = MemoryKind.CUDA if has_cuda else MemoryKind.CPU
             call.trees = _cut(_tree(op.x, op.allow_pickle)[0], call, size)
             call.counts = "block" if call.counts is None else call.counts
@@ -186,7 +187,7 @@ def layout_call(op: LayoutArgs) -> Call:
         for name, value in (("src", op.src), ("dst", op.dst)):
             if not isinstance(value, (layout.Split, layout.Block, layout.Replicate, layout.Boxes)):
                 raise WrongError(
-                    "HD213", f"{name} must be a layout (Split, Block, Replicate, Boxes), got {_show(value)}"
+                    "HD213", f"{name} must be a layout (Split, Block, Replicate, Boxes), got {show(value)}"
                 )
         call.x = _part(op.x, "x")
         call.options = (("src", op.src), ("dst", op.dst))
@@ -196,7 +197,7 @@ def layout_call(op: LayoutArgs) -> Call:
         call.route = _route(op.route)
         if op.out is not None:
             if not isinstance(op.out, Tensor) or op.out.dim() != op.x.dim():
-                raise WrongError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {_show(op.out)}")
+                raise WrongError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {show(op.out)}")
             call.out = _part(op.out, "out")
             _check_like(call.out, call.x)
     except Exception as error:  # as above
@@ -242,8 +243,7 @@ def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
 def ready(x: Any, name: str) -> Tensor:
     """Return `x` ready to be sent, or to be written if its name is "out"; raise an WrongError if it cannot be."""
     if not isinstance(x, Tensor):
-        hint = " (torch.from_numpy converts an array)" if type(x).__module__ == "numpy" else ""
-        raise WrongError("HD201", f"{name} must be a torch.Tensor, got {_show(x)}{hint}")
+        raise WrongError("HD201", not_a_tensor(x, name))
     problem = storage.problem(x)
     if problem is not None:
         raise WrongError("HD202", f"{name} {problem}")
@@ -307,7 +307,7 @@ def _root(root: Any, size: int) -> int:
 
 def _route(route: Any) -> str:
     if not isinstance(route, str) or route not in ROUTES:
-        raise WrongError("HD207", f"route is {_repr(route)}, expected one of {', '.join(ROUTES)}")
+        raise WrongError("HD207", f"route is {show_repr(route)}, expected one of {', '.join(ROUTES)}")
     if route in ("gloo", "nccl") and not dist.is_initialized():
         raise WrongError("HD207", f"route {route} needs torch.distributed, but destroy_process_group() was called here")
     return route
@@ -319,7 +319,7 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
     try:
         return tuple(int(index(c)) for c in counts)
     except TypeError:
-        raise WrongError("HD212", f"counts must be integers, the name of a rule or None, got {_show(counts)}") from None
+        raise WrongError("HD212", f"counts must be integers, the name of a rule or None, got {show(counts)}") from None
 
 
 def _check_counts(call: Call, size: int) -> None:
@@ -335,15 +335,5 @@ def _int(value: Any, name: str) -> int:
     with suppress(TypeError):
         if not isinstance(value, (bool, Tensor)):
             return int(index(value))
-    raise WrongError("HD205", f"{name} must be an int, got {_show(value)}")
-
-
-def _show(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else f"{type(value).__name__} {_repr(value)}"[:100]
-
-
-def _repr(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:  # not the error to report
-        return "(its repr fails)"
+    hint = " (a communicator is given as group=)" if type(value).__module__.startswith("mpi4py") else ""
+    raise WrongError("HD205", f"{name} must be an int, got {show(value)}{hint}")

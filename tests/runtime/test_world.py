@@ -320,6 +320,20 @@ def test_a_wrong_size_of_the_pool() -> None:
     )
 
 
+def test_mpi_that_mpi4py_was_told_not_to_start() -> None:
+    done = mpirun(
+        2,
+        code="""
+    import mpi4py
+    mpi4py.rc.initialize = False
+    import hpcdist as hd
+    world = hd.init()
+    print(hd.concat([world.rank]))
+    """,
+    )
+    assert (done.status, done.out.splitlines()) == (0, ["[0, 1]"] * 2), done.err
+
+
 def test_a_communicator_without_this_rank_is_refused() -> None:
     lines = job(
         2,

@@ -39,6 +39,18 @@ def mistakes(rank: int, size: int) -> dict[str, tuple[Callable[[bool, Path], Any
 
     return {
         "not a tensor": (lambda w, p: save(w, p, [1] if w else X), "data must be a torch.Tensor, got list"),
+        "an array": (
+            lambda w, p: save(w, p, np.ones((3, 2), ">f8") if w else X.double()),
+            "data must be a torch.Tensor, got ndarray of shape (3, 2) and dtype >f8 "
+            "(torch.from_numpy(a.astype('float64')) converts",
+        ),
+        "suffix": (lambda w, p: staging.save(p / ("x.npz" if w else "x.h5"), X), "but an HDF5 file is written"),
+        "NumPy's dtype": (
+            lambda w, p: staging.open(p / "x.h5", "w", {"x": ((0,), np.float64 if w else torch.float64)}).__exit__(
+                None, None, None
+            ),
+            "'x' has dtype <class 'numpy.float64'>, expected a torch.dtype",
+        ),
         "dim": (lambda w, p: save(w, p, dim=2), "dim is 2, expected -2 to 1"),
         "name": (lambda w, p: save(w, p, {"a//b" if w else "a": X}), "'a//b' cannot be a name in an HDF5 file"),
         "our name": (lambda w, p: save(w, p, {"_hpcdist/x" if w else "a": X}), "are hpcdist's own"),
@@ -143,6 +155,28 @@ def test_files_that_cannot_be_loaded(kwargs: dict[str, Any], world: hd.World, fo
     assert_on_all_ranks(world.comm, "holds no tensor 'weight'; it has: data" in str(error), error)
     staging.load(folder / "flipped.h5", dim=1, verify=False)
     staging.load(folder / "good.h5")
+
+
+def test_what_no_tensor_can_hold_is_named(world: hd.World, folder: Path) -> None:
+    """Not an empty dict, and not "it has: nothing"."""
+    if world.rank == 0:
+        with h5py.File(folder / "x.h5", "w") as file:
+            file["a"] = np.ones(4, np.longdouble)
+            file["b/c"] = np.ones(4, [("x", "f8"), ("y", "i4")])
+            file["d"] = ["text"]
+    world.comm.Barrier()
+    texts = {
+        "a": f"holds no tensor 'a', but a (dtype {np.dtype(np.longdouble)})",
+        "b": "holds no tensor 'b', but b/c (dtype [('x', '<f8'), ('y', '<i4')])",
+        "d": "holds no tensor 'd', but d (text or references)",
+        "e": "holds no tensor 'e'; it has: nothing",
+        None: "x.h5: holds no tensor, but a (dtype ",
+    }
+    for name, text in texts.items():
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda n=name: staging.load(folder / "x.h5", n))
+        assert_on_all_ranks(world.comm, text in str(error), error)
+    staging.save(folder / "none.h5", {})
+    assert_on_all_ranks(world.comm, staging.load(folder / "none.h5") == {})
 
 
 def test_folders_that_cannot_be_written(world: hd.World, folder: Path) -> None:
@@ -353,6 +387,8 @@ def test_piecewise(world: hd.World, folder: Path) -> None:
             file.write("one", torch.tensor(2.5, dtype=torch.float64), ())
         with pytest.raises(ValueError, match="is not in shape"):
             file.write("x/a", whole[:1], (0, 1))
+        with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got ndarray"):
+            file.write("x/a", np.ones((1, 5)), (0, 0))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"x has dtype torch\.float32"):
             file.write("x/a", whole[:1].float(), (0, 0))
     with staging.open(folder / "x.h5", window=30) as file:

@@ -164,3 +164,10 @@ def test_counts_of_any_kind_of_integer_are_the_same_counts() -> None:
 def test_show_shape() -> None:
     assert show_shape((3, -1, 4)) == "(3, *, 4)"
     assert show_shape((-1,)) == "(*,)"
+
+
+def test_a_communicator_in_the_place_of_dim_is_told_its_keyword() -> None:
+    comm = type("Intracomm", (), {"__module__": "mpi4py.MPI"})()
+    problem = _concat(torch.zeros(2), dim=comm).problem
+    assert problem is not None and problem.startswith("dim must be an int, got Intracomm"), problem
+    assert "(a communicator is given as group=)" in problem
