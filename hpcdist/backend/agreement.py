@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 from torch import Tensor, split
 
+from hpcdist import callsite
 from hpcdist.backend.memory import UnusableError, nbytes
 from hpcdist.control import digests, objects
 from hpcdist.errors import RankError, coded
@@ -47,9 +48,10 @@ def checked(team: Communicator, verb: str, step: Step, same: Alike | Pairs) -> S
         return step
     sizes = [f"{x.numel()} x {x.dtype}" for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
     shown = ", ".join([*sizes, *map(str, same[1:])])
+    at = _line(verb)
 
     def comparing(team: Communicator, *args: Any) -> None:
-        _compare(team, verb, shown)
+        _compare(team, verb, shown, at)
         step(team, *args)
 
     return comparing
@@ -80,29 +82,37 @@ class Pairs:
         sends, recvs = (
             {rank: f"{x.numel()} x {x.dtype}" for rank, x in xs.items()} for xs in (self._sends, self._recvs)
         )
+        at = _line(verb)
 
         def comparing(team: Communicator, *args: Any) -> None:
             ranks = range(team.size)
             mine = [sends.get(rank) for rank in ranks], [recvs.get(rank) for rank in ranks]
-            _compare(team, verb, "")
+            _compare(team, verb, "", at)
             objects.raise_problems(verb, dict(_problems(objects.all_gather_object(team.comm, mine, verb))))
             step(team, *args)
 
         return comparing
 
 
-def _compare(team: Communicator, verb: str, shown: str) -> None:
-    """Raise a RankError on every rank if the calls differ."""
+def _line(verb: str) -> str:
+    """Return where the user's code makes this call, as in "train.py:57". In the thread that makes it."""
+    return callsite.where(verb, 2).decode(errors="replace").removeprefix(f"{verb}() at ")
+
+
+def _compare(team: Communicator, verb: str, shown: str, at: str) -> None:
+    """Raise a RankError on every rank if the calls differ, wherever `at` they are."""
     text = f"{verb}() of {shown}" if shown else f"{verb}()"
     mine = blake2b(text.encode(), digest_size=_DIGEST).digest()
     found = bytearray(_DIGEST * team.size)
     team.comm.Allgather([mine, MPI.BYTE], [found, _DIGEST, MPI.BYTE])
     if found != mine * team.size:
-        digests.same(team.comm, verb, text, text, _difference)
+        digests.same(team.comm, verb, text, (text, at), _difference)
 
 
-def _difference(first: str, mine: str) -> str | None:
-    return None if mine == first else coded("HD703", f"is in {mine}, and rank 0 in {first}")
+def _difference(first: tuple[str, str], mine: tuple[str, str]) -> str | None:
+    if mine[0] == first[0]:
+        return None
+    return coded("HD703", f"is in {mine[0]} at {mine[1]}, and rank 0 in {first[0]} at {first[1]}")
 
 
 def _problems(every: Sequence[Any]) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,14 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
         TypeError: if `comm` is not a communicator, or does not hold this rank.
     """
     try:
+        misfit = _start(environ)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             "HD101", f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI"
         ) from error
+    if misfit is not None:
+        raise LaunchError("HD106", misfit)
     if MPI.Is_finalized():
         raise LaunchError("HD103", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
     if not MPI.Is_initialized():  # mpi4py.rc.initialize is false
@@ -37,7 +41,7 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
         raise refusal(TypeError, "HD114", f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
     if comm is None:
         comm = MPI.COMM_WORLD
-        alone = launcher.alone(environ, comm.size, MPI.Get_library_version().split("\n")[0].strip("\0 "))
+        alone = launcher.alone(environ, comm.size, _library(MPI.Get_library_version()))
         if alone is not None:
             raise LaunchError("HD106", alone)
     return comm
@@ -49,3 +53,39 @@ def _end() -> None:
 
     if not MPI.Is_finalized():
         MPI.Finalize()
+
+
+def _start(environ: Mapping[str, str]) -> str | None:
+    """Start MPI as importing mpi4py does, unless MPI_Init would abort for "unsupported PMI version PMIx".
+
+    Returns:
+        What is wrong and what to do, in that case; else None.
+    """
+    import mpi4py
+
+    rc = mpi4py.rc
+    if "PMIX_NAMESPACE" not in environ or "mpi4py.MPI" in sys.modules or not rc.initialize or not rc.threads:
+        return None
+    before, rc.initialize = rc.finalize, False
+    rc.finalize = before is None or before  # as None means where mpi4py itself starts MPI
+    try:
+        from mpi4py import MPI
+    finally:
+        rc.initialize, rc.finalize = True, before
+    misfit = launcher.unsupported(environ, _library(MPI.Get_library_version()), _maps())
+    if misfit is None and not MPI.Is_initialized():
+        level = environ.get("MPI4PY_RC_THREAD_LEVEL", rc.thread_level)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
+    return misfit
+
+
+def _library(version: str) -> str:
+    return " ".join(version.split("\n")[0].strip("\0 ").split())
+
+
+def _maps() -> str:
+    try:
+        with open("/proc/self/maps", errors="surrogateescape") as maps:
+            return maps.read()
+    except OSError:
+        return ""

@@ -18,7 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["VARIABLES", "Launcher", "alone", "has_rank", "nearest", "number", "on_node", "without_launcher"]
+__all__ = [
+    *("VARIABLES", "Launcher", "alone", "has_rank", "nearest", "number", "on_node", "unsupported"),
+    "without_launcher",
+]
 
 _OWN_MPIRUN = (
     "Use the launcher that belongs to it: the mpirun of the same installation (for the PyPI wheels, the one in the "
@@ -80,6 +83,8 @@ _TORCHRUN = Launcher(
     fix=_NOT_MPI,
     mpi=False,
 )
+# The shell of a batch job or of salloc: nothing has started ranks.
+_BATCH = Launcher("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1")
 
 # The nearest to a process first: mpirun may run in a task of srun, and both have set their variables.
 _LAUNCHERS = (
@@ -97,7 +102,7 @@ _LAUNCHERS = (
     _PALS,  # after Flux and Slurm, which set its variables for Cray MPICH, too
     Launcher("an mpirun with PMI (or srun --mpi=pmi2)", "PMI_SIZE", "PMI_RANK", fix=f"{_OWN_MPIRUN}. {_SLURM}"),
     Launcher("aprun", "", "ALPS_APP_PE", one="aprun -n 1"),
-    Launcher("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1"),
+    _BATCH,
     _TORCHRUN,  # or variables that a script has derived from those above
     Launcher("prterun", "", "PMIX_RANK"),
 )
@@ -189,7 +194,14 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
         return None
     launcher, variable, value = found
     many = f"{value} processes" if variable == launcher.size else "others, too"
-    head = f"this process is alone in its MPI world, but {variable}={value}: {launcher.name} started {many}"
+    alone_but = f"this process is alone in its MPI world, but {variable}={value}"
+    head = f"{alone_but}: {launcher.name} started {many}"
+    if launcher is _BATCH:
+        return (
+            f"{alone_but}: Slurm allocated {value} tasks, and this process was started without srun, so that there is "
+            f"one of it. Write srun before python in the job script. The library is {library}. "
+            f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
+        )
     if not launcher.mpi:
         return (
             f"{head}, and MPI knows nothing of them. hpcdist's ranks are MPI's: start the "
@@ -200,6 +212,26 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
         f"{head}, and the MPI library that mpi4py uses does not know of them. The library is {library}. "
         f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
     )
+
+
+def unsupported(environ: Mapping[str, str], library: str, libraries: str) -> str | None:
+    """Find a launch of MPICH that ends in MPI_Init, with "unsupported PMI version PMIx": one by PMIx alone.
+
+    Args:
+        environ: variables of this process.
+        library: the MPI library as it calls itself.
+        libraries: the libraries that are loaded, as /proc/self/maps has them. An MPICH built for PMIx loads libpmix.
+
+    Returns:
+        What is wrong and what to do, or None.
+    """
+    if not library.startswith("MPICH") or "PMIX_NAMESPACE" not in environ or "libpmix" in libraries:
+        return None
+    if any(name in environ for name in ("PMI_FD", "PMI_PORT")):  # a Hydra inside a step of PMIx
+        return None
+    found = nearest(environ)
+    name, fix = (found[0].name, found[0].fix) if found is not None else ("prterun", _OWN_MPIRUN)
+    return f"{name} started this process with PMIx, which its MPI library was built without: {library}. {fix}."
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:

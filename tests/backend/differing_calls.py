@@ -31,8 +31,15 @@ if sys.argv[1:]:
     dist.barrier()
     print("survived")
 x = torch.ones(2 if odd else 1)
-refused(lambda: dist.all_reduce(x), r"rank 1: is in all_reduce\(\) of 2 x torch.float32, SUM, and rank 0 in")
-refused(lambda: dist.barrier() if odd else dist.all_reduce(x), r"rank 1: is in barrier\(\), and rank 0 in all_reduce")
+AT = r"at \S*differing_calls.py:\d+"
+refused(
+    lambda: dist.all_reduce(x),
+    rf"rank 1: is in all_reduce\(\) of 2 x torch.float32, SUM {AT}, and rank 0 in all_reduce\(\) of 1 x .* {AT}",
+)
+refused(
+    lambda: dist.barrier() if odd else dist.all_reduce(x),
+    rf"rank 1: is in barrier\(\) {AT}, and rank 0 in all_reduce\(\) of 1 x .* {AT}",
+)
 refused(
     lambda: dist.gather(x, [torch.ones(1) for _ in range(size)] if rank == 0 else None),
     r"rank 0: expects 1 x torch.float32 from rank 1, which sends 2 x torch.float32",

@@ -168,6 +168,18 @@ def test_n_worlds_of_one_for_real() -> None:
     assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
 
 
+def test_mpich_under_pmix_for_real() -> None:
+    """As under ``srun --mpi=pmix``: init() refuses before MPI_Init aborts. Open MPI looks for the server, and ends."""
+    from mpi4py import MPI
+
+    environ = {"PMIX_NAMESPACE": "none", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    done = run([sys.executable, "-c", "import hpcdist; hpcdist.init()"], env=environ)
+    assert done.status != 0
+    if MPI.get_vendor()[0] == "MPICH":
+        assert "srun started this process with PMIx, which its MPI library was built without: MPICH" in done.err
+        assert "unsupported PMI version" not in done.err
+
+
 @pytest.mark.once
 def test_torchrun_for_real(tmp_path: Path) -> None:
     """Both processes stop, also where they have started torch.distributed; one world each only on purpose."""
