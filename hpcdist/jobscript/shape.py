@@ -183,6 +183,8 @@ def _check_options(shape: Shape, scheduler: Scheduler) -> None:
     for name in scheduler.refuses:
         value = getattr(shape, name)
         _require(not value, name, value, f"--scheduler {shape.scheduler} has no such option")
+    needless = f"--scheduler {shape.scheduler} has no such option: it is one of srun"
+    _require(shape.mpi == "auto" or shape.scheduler == "slurm", "mpi", shape.mpi, needless)
     for name in ("mem", "constraint") if shape.start() == "jsrun" else ():
         value = getattr(shape, name)
         _require(not value, name, value, "jsrun's nodes are whole; it is for --launcher mpirun")
@@ -217,7 +219,7 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def _require(right: bool, option: str, value: object, problem: str) -> None:
     if not right:
-        raise InputError("HD801", f"--{option} {value}: {problem}")
+        raise InputError("HD801", f"--{option} {value}".rstrip() + f": {problem}")
 
 
 def seconds(time: str) -> int:
