@@ -13,6 +13,7 @@ from pathlib import Path
 from hpcdist.errors import FileError, reason
 from hpcdist.files.commit import sync
 from hpcdist.files.safetensors import SUFFIX
+from hpcdist.staging.sharded_files import index_of
 
 __all__ = ["remove_old_form", "withdraw_index"]
 
@@ -21,7 +22,7 @@ def withdraw_index(path: str, files: Sequence[str]) -> None:
     """Remove the index of an earlier save, if one of `files`, which are complete, replaces one of its own: whatever
     dies before the new index is there, no index names old and new ones. A FileError if it cannot be removed."""
     if len(files) > 1 and any(map(os.path.lexists, files)):
-        _remove(f"{path}.index.json")
+        _remove(index_of(path))
 
 
 def remove_old_form(path: str, files: Sequence[str]) -> None:
@@ -30,7 +31,7 @@ def remove_old_form(path: str, files: Sequence[str]) -> None:
     The several files that such an index names stay. A FileError if it cannot be removed.
     """
     if path.endswith(SUFFIX):
-        _remove(path if len(files) > 1 else f"{path}.index.json")
+        _remove(path if len(files) > 1 else index_of(path))
 
 
 def _remove(name: str) -> None:
