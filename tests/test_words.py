@@ -11,6 +11,8 @@ import pytest
 
 import hpcdist
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(hpcdist.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 

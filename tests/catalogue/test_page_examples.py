@@ -14,6 +14,8 @@ from launch import commands, mpirun
 
 from hpcdist import catalogue
 
+pytestmark = pytest.mark.once
+
 _BLOCK = re.compile(r"(?:^(Before|After|Example):\n\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ (?:mpirun -n 2 )?python -m (hpcdist\.\w+)(.*)$", re.MULTILINE)
 

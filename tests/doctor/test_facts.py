@@ -17,6 +17,8 @@ from hpcdist import cgroups, memory
 from hpcdist.comm import rendezvous
 from hpcdist.doctor import cores, fabric, files, filesystems, quotas, software
 
+pytestmark = pytest.mark.once
+
 # The files of a process's control groups: /proc/self/cgroup, and those below /sys/fs/cgroup.
 VERSION_1 = (
     "9:name=systemd:/\n4:memory:/slurm/job_7/step_0\n2:cpu,cpuacct:/slurm/job_7/step_0\n0::/\n",

@@ -12,6 +12,8 @@ from hpcdist.doctor.examine import SECTIONS, judge
 from hpcdist.doctor.findings import Facts, Finding, report, status
 from hpcdist.runtime.cli import ranks_text
 
+pytestmark = pytest.mark.once
+
 
 def test_healthy_facts_of_two_nodes_with_gpus() -> None:
     findings = judge(healthy())

@@ -223,7 +223,9 @@ def test_nccl_without_gpus_is_refused_on_all_ranks() -> None:
     except hd.LaunchError as error: say(f"{error}")
     """,
     )
-    assert lines == ["backend 'nccl' needs a GPU for every rank and a torch with NCCL; none on ranks [0, 1] [HD108]"] * 2
+    assert (
+        lines == ["backend 'nccl' needs a GPU for every rank and a torch with NCCL; none on ranks [0, 1] [HD108]"] * 2
+    )
 
 
 WRONG = {

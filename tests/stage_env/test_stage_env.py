@@ -26,6 +26,8 @@ from hpcdist.stage_env.environment import Relocation
 from hpcdist.stage_env.stage import Options, Staged
 from hpcdist.stage_env.unpack import Unpacker
 
+pytestmark = pytest.mark.once
+
 NOTHING = Relocation({}, None, "x")
 LARGE = bytes(range(256)) * 5000  # bytes: more than what is held in memory to be corrected
 

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from hpcdist.staging.dcp.planning import plan_file
 
+pytestmark = pytest.mark.once
+
 PROGRAM = """
     import itertools, sys, warnings
     import torch
