@@ -208,7 +208,8 @@ def test_the_ranks_use_a_copy_of_the_environment(launcher: str, slurm: Slurm, fo
     """On their node's own disk, which is removed at the end: /tmp of a host is its own."""
     venv.create(folder / "small", symlinks=True)
     (purelib,) = (folder / "small").glob("lib/*/site-packages")
-    (purelib / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    places = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
+    (purelib / "others.pth").write_text("\n".join(places))
     (folder / "who.py").write_text(f"import sys\nprint(sys.prefix, file=sys.stderr)\n{WHO}")
     shape = Shape(
         ntasks_per_node=2, cpus_per_task=3, venv=str(folder / "small"), stage_env=True, launcher=launcher,
