@@ -444,5 +444,6 @@ def test_no_folder_for_temporary_files() -> None:
         """,
         env={"HPCDIST_STAGING": ""},
     )
-    said = "the staging folder: the folder is not writable (/tmp; set another by HPCDIST_STAGING or init(staging=...))"
+    advice = "(/tmp; set another by HPCDIST_STAGING or init(staging=...))"
+    said = f"the staging folder: the folder is not writable [HD410] {advice}"
     assert lines == ["4", "4", f"rank 0: {said}", f"rank 0: {said}"]
