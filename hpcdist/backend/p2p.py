@@ -56,7 +56,8 @@ class Transfer(Waiting):
         self._team, self._verb, self._peer = team, verb, peer
         self._requests, self._memory, self._out, self._expected = requests, memory, out, expected
         self._later = later
-        self._events = [] if expected is None else gpu_events([out])  # of the stream of recv(), if wait() has another
+        # Of the stream of recv(), if wait() has another; what is received in place needs none.
+        self._events = [] if out is None or out is memory else gpu_events([out])
         self._tensors = [memory if out is None else out]
         self._status = MPI.Status()
         self._received = 0

@@ -5,6 +5,7 @@ It needs neither torch nor MPI: ``python -m hpcdist.explain`` works where these 
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 __all__ = ["FOLDER", "GROUPS", "page", "titles"]
@@ -25,6 +26,7 @@ GROUPS = {
 """What the codes that begin so are about."""
 
 
+@cache
 def titles() -> dict[str, str]:
     """Return the title of each code's page, in the order of the codes."""
     return {path.stem: _title(path.stem, path.read_text()) for path in sorted(FOLDER.glob("HD*.md"))}

@@ -28,10 +28,10 @@ from hpcdist.staging.boxes import Corners, Listed
 from hpcdist.staging.catalog import Catalog, describe
 from hpcdist.staging.dcp.record import Record
 from hpcdist.staging.reader import DatasetReader
-from hpcdist.staging.sharded_files import INDEX, PARTS, files_of, is_sharded
+from hpcdist.staging.sharded_files import INDEX, PARTS, check_index, files_of, is_sharded
 from hpcdist.tensors.storage import DTYPES
 
-__all__ = ["Checkpoint", "Scattered", "find", "is_checkpoint", "opened"]
+__all__ = ["Checkpoint", "Scattered", "find", "opened"]
 
 _DCP, _SHARDED, _FILE, _HDF5 = "DCP folder", "safetensors folder", "safetensors file", "HDF5 file"
 
@@ -87,11 +87,6 @@ class Checkpoint:
         return repr([(path, size, os.stat(path).st_mtime_ns) for path, size in self.files])
 
 
-def is_checkpoint(path: str) -> bool:
-    """Whether a name can only be that of a checkpoint: a folder, or the index of one."""
-    return is_sharded(path)
-
-
 def find(path: str) -> Checkpoint:
     """Describe a checkpoint, without its data.
 
@@ -144,11 +139,7 @@ def _safetensors(path: str, kind: str, files: Sequence[str], where: dict[str, st
             dtypes[name] = raw.dtype
             offset = (0,) * len(raw.shape) if offsets is None else offsets[name]
             parts.setdefault(name, []).append((offset, raw.shape, (k, raw.offset, 0)))
-    gone = None if where is None else next((name for name in where if name not in parts), None)
-    if where is not None and gone is not None:
-        raise FileError(
-            "HD510", f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says"
-        )
+    check_index(path, where, parts)
     tensors = []
     for name, of in parts.items():
         ends = zip(*([o + n for o, n in zip(offset, shape, strict=True)] for offset, shape, _ in of), strict=True)

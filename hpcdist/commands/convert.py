@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.commands import dcp_output
-from hpcdist.commands.checkpoint_inputs import Checkpoint, find, is_checkpoint
+from hpcdist.commands.checkpoint_inputs import Checkpoint, find
 from hpcdist.commands.checkpoint_outputs import Copy
 from hpcdist.commands.formats import FORMATS
 from hpcdist.commands.steps import shortened, show, speed
@@ -24,7 +24,7 @@ from hpcdist.runtime.cli import plural, show_bytes
 from hpcdist.runtime.world import World
 from hpcdist.staging.names import flatten
 from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
-from hpcdist.staging.sharded_files import shard_size
+from hpcdist.staging.sharded_files import is_sharded, shard_size
 from hpcdist.validation.local import WrongError
 
 __all__ = ["convert", "is_wanted"]
@@ -35,7 +35,7 @@ _OUTPUTS = (safetensors.SUFFIX, ".h5")
 def is_wanted(args: argparse.Namespace) -> bool:
     """Whether a command line is about all tensors of a checkpoint, and not about arrays to join."""
     folder = args.output is not None and _is_folder(args.output)
-    return bool(args.tensors or args.max_shard_size or folder or any(map(is_checkpoint, args.input)))
+    return bool(args.tensors or args.max_shard_size or folder or any(map(is_sharded, args.input)))
 
 
 def _is_folder(path: str) -> bool:

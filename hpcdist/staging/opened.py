@@ -16,7 +16,7 @@ from hpcdist.files import raw, safetensors
 from hpcdist.files.regular import open_regular
 from hpcdist.staging.catalog import Catalog, Stored, describe
 from hpcdist.staging.links import not_tensors
-from hpcdist.staging.sharded_files import PARTS, files_of, is_sharded
+from hpcdist.staging.sharded_files import PARTS, check_index, files_of, is_sharded
 from hpcdist.staging.wants import Arguments
 
 __all__ = ["Opened", "opened_by_all"]
@@ -100,11 +100,7 @@ def _sharded(path: str) -> list[Catalog]:
             raise FileError("HD510", f"{file}: {twice} is in another file of the folder, too: {seen[twice]}")
         seen |= dict.fromkeys(mine, file)
         found.append(replace(catalog, datasets=mine))
-    gone = next((key for key in where or () if key not in seen), None)
-    if where is not None and gone is not None:
-        raise FileError(
-            "HD510", f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says"
-        )
+    check_index(path, where, seen)
     return found
 
 

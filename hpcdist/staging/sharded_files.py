@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,18 @@ from hpcdist.files.regular import check_regular
 from hpcdist.files.safetensors import SUFFIX
 from hpcdist.validation.local import WrongError
 
-__all__ = ["INDEX", "PARTS", "divide", "files_of", "index_of", "is_sharded", "read_index", "shard_size", "write_index"]
+__all__ = [
+    "INDEX",
+    "PARTS",
+    "check_index",
+    "divide",
+    "files_of",
+    "index_of",
+    "is_sharded",
+    "read_index",
+    "shard_size",
+    "write_index",
+]
 
 INDEX = f"{SUFFIX}.index.json"  # the end of the name of an index
 PARTS = "DCP_SHARDING_INFO"  # in the text of files that torch's HuggingFaceStorageWriter has not consolidated
@@ -106,6 +117,15 @@ def files_of(path: str) -> tuple[list[str], dict[str, str] | None]:
             "HD509", f"{path}: is a folder that holds no checkpoint, or an incomplete one: there is no {kinds}"
         )
     return found, None
+
+
+def check_index(path: str, where: Mapping[str, str] | None, found: Container[str]) -> None:
+    """Raise a FileError if an index names a tensor that is not among those `found` in its files."""
+    gone = next((name for name in where or () if name not in found), None)
+    if where is not None and gone is not None:
+        raise FileError(
+            "HD510", f"{path}: incomplete: {gone} is not in {os.path.basename(where[gone])}, where the index says"
+        )
 
 
 def read_index(path: str) -> tuple[list[str], dict[str, str]]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,3 +20,13 @@ def gpu_world() -> hd.World:
 
     shared = MPI.COMM_WORLD.size > torch.cuda.device_count()
     return hd.init(backend="gloo") if shared else hd.init()
+
+
+@pytest.fixture
+def folder(gpu_world: hd.World) -> Iterator[Path]:
+    """A folder that all ranks see."""
+    path = Path(gpu_world.comm.bcast(tempfile.mkdtemp() if gpu_world.rank == 0 else None))
+    yield path
+    gpu_world.comm.Barrier()
+    if gpu_world.rank == 0:
+        shutil.rmtree(path)

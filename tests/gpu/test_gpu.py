@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,15 +94,6 @@ def test_cpu_and_gpu_ranks_together(gpu_world: hd.World) -> None:
 def test_whether_mpi_takes_gpu_memory_is_found_without_harm(gpu_world: hd.World) -> None:
     assert cuda_aware.mpi_takes_gpu_memory(gpu_world.team) in (True, False)
     assert torch.ones(3, device=gpu_world.device).sum().item() == 3
-
-
-@pytest.fixture
-def folder(gpu_world: hd.World) -> Iterator[Path]:
-    path = Path(gpu_world.comm.bcast(tempfile.mkdtemp() if gpu_world.rank == 0 else None))
-    yield path
-    gpu_world.comm.Barrier()
-    if gpu_world.rank == 0:
-        shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("window", [2**28, 100])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,15 +38,6 @@ def group(gpu_world: hd.World) -> dist.ProcessGroup:
     """Backend "mpi", which takes GPU memory through host memory."""
     found: dist.ProcessGroup = dist.new_group(backend="mpi")
     return found
-
-
-@pytest.fixture
-def folder(gpu_world: hd.World) -> Iterator[Path]:
-    path = Path(gpu_world.comm.bcast(tempfile.mkdtemp() if gpu_world.rank == 0 else None))
-    yield path
-    gpu_world.comm.Barrier()
-    if gpu_world.rank == 0:
-        shutil.rmtree(path)
 
 
 def _mine(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
