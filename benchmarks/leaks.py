@@ -81,7 +81,7 @@ def state(world: hd.World) -> State:
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
         communicators=communicators(world.comm),
-        objects=len(gc.get_objects()),
+        objects=len(gc.get_objects()) + gc.get_freeze_count(),
         records=_records(world),
     )
 

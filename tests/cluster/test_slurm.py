@@ -290,11 +290,14 @@ def test_a_launcher_that_is_none_is_refused(slurm: Slurm, folder: Path) -> None:
     assert "HPCDIST_LAUNCHER=pigeon: expected srun or mpirun" in ended.out
 
 
-# hpcdist.gather, which stops half way in the first run of the job, and notes which pieces a run has written.
+# hpcdist.gather, which stops half way in the first run of the job, and notes which pieces a run has written. The second
+# one has time enough, on a machine of any load.
 SLOW = """
-import os, runpy, time
+import os, runpy, subprocess, time
 from hpcdist.staging import saving
 record, run, rows = saving.Saving.record, os.environ.get("SLURM_RESTART_COUNT", "0"), []
+if run != "0":
+    subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "TimeLimit=10"], check=True)
 def slow(self, i, row, checksum):
     record(self, i, row, checksum)
     rows.append(row)

@@ -304,7 +304,7 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
         ("staging", [], "the following arguments are required: ls|verify"),
         ("staging", ["ls"], "the following arguments are required: FILE"),
         ("staging", ["list", "x.h5"], "invalid choice: 'list'"),
-        ("jobscript", ["-o", ""], "-o/--output: expected a name, got an empty one"),
+        ("jobscript", ["-o", ""], "-o/--script: expected a name, got an empty one"),
         ("jobscript", ["--nodes", "x"], "invalid int value: 'x'"),
         *(("doctor", ["--limit", v], f"--limit: expected seconds, more than 0, got '{v}'") for v in ("x", "-1", "nan")),
         ("doctor", ["--staging", ""], "--staging: expected a name, got an empty one"),
