@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,11 +68,6 @@ class Run:
             return f"{self.mpi}-{self.on}"
         return f"{self.mpi}-np{self.np}" if self.np else f"{self.mpi}-plain"
 
-    @property
-    def lane(self) -> str:
-        """Those of one lane run one by one."""
-        return self.on if self.cluster else "ranks" if self.np else "plain"
-
     def missing(self) -> str | None:
         """Why it cannot run here."""
         needed = CLUSTER if self.cluster else MOUNTS.get(self.on, ())
@@ -86,7 +82,7 @@ class Run:
         if self.cluster:
             return [*pytest, "--durations=25", "-m", "cluster"]
         if self.np == 0:
-            return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "openmpi" else "not mpi and not once"]
+            return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "mpich" else "not mpi and not once"]
         own = bin_ / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
         launch = [mpirun, "-n", str(self.np)]
@@ -118,20 +114,23 @@ SOME = tuple(
 )
 SLURM = "tests/cluster/test_slurm.py"  # which waits as long as all others on several hosts: beside them
 ALL = "HPCDIST_TEST_ALL" in os.environ
-RUNS = [
-    *(Run("mpich", np, large=ALL) for np in (0, 1, 2, *((3, 5) if ALL else ()))),
-    Run("floor", 0, paths=tuple(f"tests/{name}" for name in FILE_TESTS)),
-    Run("floor", 2, large=False),
-    Run("openmpi", 0),
-    Run("openmpi", 1, paths=() if ALL else ("tests/staging",)),
-    Run("openmpi", 2, paths=() if ALL else SOME, large=ALL),
-    Run("openmpi", 3, large=ALL),
-    Run("openmpi", 5, paths=() if ALL else SOME),
-    Run("openmpi", 2, on="clients", paths=("tests/staging/test_clients.py",)),
-    *(Run("openmpi", 2, on=kind, paths=("tests/staging",)) for kind in ("xfs", "btrfs")),
-    Run("openmpi", 2, on="tmpfs", paths=("tests/staging/full.py",)),
+RUNS = [  # the long ones first
     Run("openmpi", 0, cluster=True, on="hosts", paths=(f"--ignore={SLURM}",)),
     Run("openmpi", 0, cluster=True, on="slurm", paths=(SLURM,)),
+    Run("mpich", 0),
+    Run("openmpi", 0),
+    Run("openmpi", 3, large=ALL),
+    Run("mpich", 2, large=ALL),
+    Run("floor", 2, large=False),
+    Run("mpich", 1, large=ALL),
+    *(Run("mpich", np) for np in ((3, 5) if ALL else ())),
+    Run("openmpi", 5, paths=() if ALL else SOME),
+    Run("openmpi", 2, paths=() if ALL else SOME, large=ALL),
+    *(Run("openmpi", 2, on=kind, paths=("tests/staging",)) for kind in ("xfs", "btrfs")),
+    Run("openmpi", 1, paths=() if ALL else ("tests/staging",)),
+    Run("floor", 0, paths=tuple(f"tests/{name}" for name in FILE_TESTS)),
+    Run("openmpi", 2, on="clients", paths=("tests/staging/test_clients.py",)),
+    Run("openmpi", 2, on="tmpfs", paths=("tests/staging/full.py",)),
 ]
 
 
@@ -255,10 +254,10 @@ def main(names: list[str]) -> int:
     left_out: list[str] = []
     environments = Environments(runs)
 
-    def one_by_one(lane: list[Run]) -> None:
-        for run in lane:
-            if _stopped.is_set():
-                return
+    def one_by_one(lane: deque[Run], cores: set[int]) -> None:
+        os.sched_setaffinity(0, cores)  # this thread's, and that of what it starts
+        while lane and not _stopped.is_set():
+            run = lane.popleft()
             environments.wait_for(run.mpi)
             if missing := run.missing():
                 left_out.append(f"{run.name}: {missing}")
@@ -266,10 +265,16 @@ def main(names: list[str]) -> int:
                 outcomes.append(execute(run))
                 report(run, outcomes[-1])
 
-    # Jobs over several hosts mostly wait, and so do those that hang: they run beside those that compute.
-    lanes = [[run for run in runs if run.lane == lane] for lane in dict.fromkeys(run.lane for run in runs)]
+    # Jobs over several hosts mostly wait: each such run goes beside the others. Of these, two run at a time, each with
+    # half of the cores: a rank that waits for another one keeps a core busy, and where two runs share the cores, it may
+    # be that on which the other rank would run.
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    computing = deque(run for run in runs if not run.cluster)
+    lanes = [(computing, set(cores[:half])), (computing, set(cores[-half:]))]
+    lanes += [(deque([run]), set(cores)) for run in runs if run.cluster]
     with ThreadPoolExecutor(len(lanes)) as pool:
-        for done in [pool.submit(one_by_one, lane) for lane in lanes]:
+        for done in [pool.submit(one_by_one, *lane) for lane in lanes]:
             done.result()
     left_out += [path.read_text().strip() for path in sorted(ROOT.glob(".venv/*/left-out"))]
     print("".join(f"left out: {what}\n" for what in left_out), end="")

@@ -203,7 +203,8 @@ def test_what_the_user_has_told_a_launcher_stays_for_children() -> None:
 
 def test_the_mpirun_of_this_environment_is_recognised() -> None:
     """MPICH's or Open MPI's; with make test-versions Intel MPI's and Open MPI 5's, too."""
-    code = f"import json, os; print(json.dumps({{n: v for n, v in os.environ.items() if n in {VARIABLES!r}}}))"
+    found = f"{{n: v for n, v in os.environ.items() if n in {VARIABLES!r}}}"
+    code = f"import json, os; os.write(1, json.dumps({found}).encode() + b'\\n')"  # at once: the ranks' lines may mix
     job = run([*launcher(2), sys.executable, "-S", "-c", code])
     assert job.status == 0, job.err
     seen = []

@@ -133,6 +133,7 @@ def test_every_layout_to_every_other(np_: int, made: Path, tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.once
 def test_dcp_loads_a_folder_on_any_number_of_ranks(made: Path, tmp_path: Path) -> None:
     (job,) = gather(2, [made / "whole.safetensors", "-o", f"{tmp_path}/c/", "--window", "1K"])
     assert job.status == 0, job.err
@@ -155,6 +156,7 @@ def test_dcp_loads_a_folder_on_any_number_of_ranks(made: Path, tmp_path: Path) -
     assert job.status == 0, job.err
 
 
+@pytest.mark.once
 def test_files_of_one_writer_and_index_and_strides(tmp_path: Path) -> None:
     """What one process writes with torch; an index named as INPUT; of its files only what it names."""
     state = {"model": {"w": torch.arange(12.0).view(3, 4).t(), "part": torch.arange(99)[3:7]}, "n": 5}
@@ -187,6 +189,7 @@ def _change(folder: Path, change: Callable[[Metadata], object]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(held))
 
 
+@pytest.mark.once
 def test_no_pickle_of_others_is_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner's own objects are passed over; what stands for a tensor is refused; in the archives, too."""
     monkeypatch.chdir(tmp_path)
@@ -279,6 +282,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.once
 def test_damaged_and_incomplete_folders_are_one_line(made: Path, tmp_path: Path) -> None:
     before = torch.arange(3)
     for i, (kind, damage, _) in enumerate(DAMAGES.values()):
@@ -299,6 +303,7 @@ def test_damaged_and_incomplete_folders_are_one_line(made: Path, tmp_path: Path)
     assert left == {str(i) for i in range(count)} | {f"{i}.safetensors" for i in range(count)}
 
 
+@pytest.mark.once
 def test_refusals_are_one_line(made: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
@@ -348,6 +353,7 @@ def test_refusals_are_one_line(made: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.once
 def test_a_name_holds_one_file_or_several(made: Path, tmp_path: Path) -> None:
     """Not an old index beside the new file, nor the reverse; a name that begins like the input's is another one."""
     source, path = tmp_path / "model-fp32.safetensors", tmp_path / "model.safetensors"
@@ -383,6 +389,7 @@ KILLED = """
 """
 
 
+@pytest.mark.once
 def test_killed_jobs(made: Path, tmp_path: Path) -> None:
     """With --resume, what is there is kept; a folder is no checkpoint until it is complete, and is taken over."""
     wholes = {"a": torch.arange(8192), "b": torch.rand(1000, 3)}  # of more pages than the ranks share
@@ -404,12 +411,13 @@ def test_killed_jobs(made: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "c").iterdir())) == 3
 
 
+@pytest.mark.once
 def test_each_byte_is_read_once_within_the_window(tmp_path: Path) -> None:
     """96 MiB in a DCP folder, and from a file with checksums: bytes read by all ranks, and what is resident."""
     state = {"a": torch.arange(2**22), "b": torch.rand(12288, 1024), "c": torch.ones(2**21, dtype=torch.float64)}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     code = """
-        import re, sys, hpcdist as hd
+        import json, re, hpcdist as hd
         from hpcdist.commands import gather
         peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
         chars = lambda: int(re.search(r"rchar: (\\d+)", open("/proc/self/io").read())[1])
@@ -419,16 +427,16 @@ def test_each_byte_is_read_once_within_the_window(tmp_path: Path) -> None:
             for line in lines:
                 before = peak(), chars()
                 gather.main(world, gather.parser().parse_args([*line, "--window", "4M"]))
-                print(f"<{peak() - before[0]} {chars() - before[1]}> ")
+                found = world.comm.gather((peak() - before[0], chars() - before[1]))
+                if found: print(json.dumps(found))
     """
     job = mpirun(2, code=code, cwd=tmp_path)
     assert job.status == 0, job.err
-    found = [(int(grown), int(count)) for grown, count in re.findall(r"<(\d+) (\d+)>", job.out)]
-    assert len(found) == 8
-    assert max(grown for grown, _ in found) < 40 * 1024, f"KiB: {found}"
+    lines = [json.loads(line) for line in job.out.splitlines() if line.startswith("[[")]
+    assert len(lines) == 4
     data = sum(x.nbytes for x in state.values())
-    for i in range(4):
-        count = sum(count for _, count in found[2 * i : 2 * i + 2])
-        assert data < count < 1.15 * data, f"{i}: {count / data}: {found}"
+    for found in lines:
+        assert max(grown for grown, _ in found) < 40 * 1024, f"KiB: {lines}"
+        assert data < sum(count for _, count in found) < 1.15 * data, lines
     assert torch.equal(read(tmp_path / "y.safetensors")["b"], state["b"])
     assert read(tmp_path / "z.safetensors").keys() == state.keys()

@@ -140,6 +140,7 @@ def test_bf16_through_every_format_that_has_it(tmp_path: Path) -> None:
     assert "a .npy file cannot hold torch.bfloat16; use one of .pt, .safetensors, .h5" in job.err
 
 
+@pytest.mark.once
 def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     """A gather dies half way; the next one writes only the rest."""
     np.save(tmp_path / "x.npy", WHOLE)
@@ -280,6 +281,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.once
 def test_a_wrong_option_is_one_line_and_status_2(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", WHOLE[:6])
     job = run(2, "gather", "x.npy", "-o", "y.npy", "--window", "much", cwd=tmp_path)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from launch import mpirun
 
 DOC = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 
 
+@pytest.mark.once
 def test_the_conversions_of_the_page(tmp_path: Path) -> None:
     """In an order in which the files are there."""
     lines = re.findall(r"\| `mpirun -n 8 python (-m hpcdist\.gather [^`]*)` \|", DOC)

@@ -130,6 +130,7 @@ def test_the_column_parallel_layer_can_follow_itself() -> None:
     assert job.status == 0, job.err
 
 
+@pytest.mark.once
 def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
     """From the last complete save, which may be one before the save that was under way; without a checkpoint, too."""
     killed = mpirun(3, "-m", "hpcdist.examples.train_fsdp", "--die-after", "7", cwd=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ def leaks() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["leaks"] = module
     spec.loader.exec_module(module)
+    gc.collect()
+    gc.freeze()  # what other tests have imported: see conftest.py
     return module
 
 

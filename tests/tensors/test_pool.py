@@ -78,6 +78,7 @@ KEEPERS: dict[str, Callable[[Tensor], Any]] = {
 ARRAYS = ("a numpy array", "a view of a numpy array", "a memoryview")
 
 
+@pytest.mark.once
 def test_what_was_an_array_serves_where_nothing_is_resized(own: pool.Pool) -> None:
     for turn in range(4):
         x = pool.empty([MIB], torch.uint8, CPU, fixed=True)
@@ -88,6 +89,7 @@ def test_what_was_an_array_serves_where_nothing_is_resized(own: pool.Pool) -> No
     assert _new().resize_(3 * MIB).numel() == 3 * MIB and own.made == 2
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", KEEPERS)
 def test_what_keeps_a_block(own: pool.Pool, name: str) -> None:
@@ -107,6 +109,7 @@ def test_what_keeps_a_block(own: pool.Pool, name: str) -> None:
     assert own.reused == expected
 
 
+@pytest.mark.once
 def test_a_block_serves_again(own: pool.Pool) -> None:
     x = pool.empty((1024, 512), torch.float32, CPU)
     address = x.data_ptr()
@@ -122,12 +125,14 @@ def test_a_block_serves_again(own: pool.Pool) -> None:
     assert own.stats()["num_reuses"] == 1 and own.stats()["num_allocations"] == 1
 
 
+@pytest.mark.once
 def test_small_tensors_and_other_devices_are_torchs(own: pool.Pool) -> None:
     for x in (_new(MIB - 1), pool.empty((0, 5), torch.float32, "cpu"), pool.empty((MIB,), torch.float32, "meta")):
         assert x.is_contiguous()
     assert own.made == 0
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(own: pool.Pool, dtype: torch.dtype) -> None:
     n = 2 * MIB // dtype.itemsize
@@ -139,6 +144,7 @@ def test_every_dtype(own: pool.Pool, dtype: torch.dtype) -> None:
     assert (own.made, own.reused) == (1, 1)
 
 
+@pytest.mark.once
 def test_copies_in_row_major_order(own: pool.Pool) -> None:
     for dtype in (torch.float32, *sorted(BARE, key=str)):
         x = torch.arange(4 * MIB, dtype=torch.int32).view(torch.uint8).view(dtype).view(64, -1).t()
@@ -152,6 +158,7 @@ def test_copies_in_row_major_order(own: pool.Pool) -> None:
 # --- blocks that change hands ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "change",
     [
@@ -179,6 +186,7 @@ def _read(x: Tensor, answers: Any, go_on: Any) -> None:
     x.fill_(2)
 
 
+@pytest.mark.once
 def test_memory_that_another_process_reads(own: pool.Pool) -> None:
     """Shared in place, and read after it died here and its block's class was allocated again."""
     context = torch.multiprocessing.get_context("spawn")
@@ -196,6 +204,7 @@ def test_memory_that_another_process_reads(own: pool.Pool) -> None:
     assert child.exitcode == 0 and mine.item() == 2 and all(other.eq(9).all() for other in others)
 
 
+@pytest.mark.once
 def test_a_forked_child(own: pool.Pool) -> None:
     """Neither process disturbs the memory of the other; in the child the pool is empty."""
     held, idle = _new().fill_(1), _new().fill_(2)
@@ -223,6 +232,7 @@ def test_a_forked_child(own: pool.Pool) -> None:
     os.close(ours), os.close(theirs)
 
 
+@pytest.mark.once
 def test_a_child_that_is_forked_while_a_thread_has_the_lock() -> None:
     began, end = threading.Event(), threading.Event()
 
@@ -242,6 +252,7 @@ def test_a_child_that_is_forked_while_a_thread_has_the_lock() -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.once
 def test_threads(own: pool.Pool) -> None:
     """Each fills and checks its own tensors, while others sweep and clear."""
     end, wrong = time.monotonic() + 3, []
@@ -274,6 +285,7 @@ def test_threads(own: pool.Pool) -> None:
     assert own.total == own.stats()["idle_bytes"] + own.stats()["in_use_bytes"] <= own.limit
 
 
+@pytest.mark.once
 def test_a_signal_handler_that_interrupts_the_pool(own: pool.Pool) -> None:
     """It gets memory of its own, even if it comes between finding a block and making a tensor on it."""
     got: list[Tensor] = []
@@ -299,6 +311,7 @@ def test_a_signal_handler_that_interrupts_the_pool(own: pool.Pool) -> None:
 # --- sizes, bound, order ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_ragged_sizes_find_a_block(own: pool.Pool) -> None:
     sizes = [4 * MIB + 1000 * i for i in (3, 60, 17, 200, 4, 120)]  # all in one class
     for size in sizes:
@@ -309,6 +322,7 @@ def test_ragged_sizes_find_a_block(own: pool.Pool) -> None:
     assert all(n <= pool._class_of(n) < n * 17 / 16 for n in (1, 2, 3, 31, 32, 33, MIB, MIB + 1, 2**40 - 1, 2**40))
 
 
+@pytest.mark.once
 def test_one_size_has_no_slack(own: pool.Pool) -> None:
     """So that torch.save, which writes the whole storage, writes no more."""
     for i in range(3):
@@ -321,6 +335,7 @@ def test_one_size_has_no_slack(own: pool.Pool) -> None:
         assert torch.load(io.BytesIO(file.getbuffer())).eq(i).all()
 
 
+@pytest.mark.once
 def test_the_bound_drops_what_was_used_longest_ago(own: pool.Pool) -> None:
     first = _new(20 * MIB).fill_(1)
     second = _new(24 * MIB).fill_(2)
@@ -334,6 +349,7 @@ def test_the_bound_drops_what_was_used_longest_ago(own: pool.Pool) -> None:
     assert _new(65 * MIB).numel() == 65 * MIB and own.total == 50 * MIB  # larger than the pool
 
 
+@pytest.mark.once
 def test_empty_cache_and_stats(own: pool.Pool) -> None:
     x, y = _new(2 * MIB), _new(3 * MIB).fill_(3)
     del x
@@ -346,6 +362,7 @@ def test_empty_cache_and_stats(own: pool.Pool) -> None:
     assert y.eq(3).all()
 
 
+@pytest.mark.once
 def test_idle_blocks_are_freed_lazily(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some seconds, and never those in use; only the pages that are inside."""
     advised: list[tuple[int, int]] = []
@@ -369,6 +386,7 @@ def test_idle_blocks_are_freed_lazily(own: pool.Pool, monkeypatch: pytest.Monkey
     assert not own.unswept() and len(advised) == 3
 
 
+@pytest.mark.once
 def test_a_block_does_not_serve_while_the_kernel_frees_it(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may take a block meanwhile: what it writes must not be freed."""
     address, served = _new().data_ptr(), []
@@ -385,6 +403,7 @@ def test_a_block_does_not_serve_while_the_kernel_frees_it(own: pool.Pool, monkey
     assert address in [x.data_ptr() for x in later]
 
 
+@pytest.mark.once
 def test_the_kernel_takes_what_is_idle(own: pool.Pool) -> None:
     """The pages become ones that the kernel can take, and those in use stay what they are."""
     used, idle = _new(16 * MIB).fill_(1), _new(8 * MIB).fill_(2)
@@ -415,6 +434,7 @@ print(pool.memory_stats()["idle_bytes"], int(y[-1]))
 """
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("swept", [True, False])
 def test_a_control_group_with_a_limit(swept: bool) -> None:
     """It runs beyond its limit with memory that is idle in the pool, unless that has been swept."""
@@ -438,6 +458,7 @@ def test_a_control_group_with_a_limit(swept: bool) -> None:
         group.rmdir()
 
 
+@pytest.mark.once
 def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle blocks are freed before it is an error."""
     _new(8 * MIB), _new(4 * MIB)
@@ -458,6 +479,7 @@ def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -
     assert _new(32 * MIB).numel() == 32 * MIB
 
 
+@pytest.mark.once
 def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
     for count in (lambda handle: next(numbers), None):
@@ -476,6 +498,7 @@ def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reusable.problem() == ""
 
 
+@pytest.mark.once
 def test_the_limit() -> None:
     assert pool.limit_of(None, 2**30) == pool.limit_of("", 2**30) == 2**27
     assert [pool.limit_of(text, 1) for text in ("0", "100", "2G", "512MiB")] == [0, 100, 2**31, 2**29]
@@ -488,6 +511,7 @@ def test_the_limit() -> None:
 # --- huge pages ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_huge_pages_that_become_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow block continues in ordinary pages, and the next ones are made in these."""
     advised: list[int] = []
