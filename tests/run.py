@@ -82,7 +82,7 @@ class Run:
         if self.cluster:
             return [*pytest, "--durations=25", "-m", "cluster"]
         if self.np == 0:
-            return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "mpich" else "not mpi and not once"]
+            return [*pytest, "--durations=25", "-m", "not mpi" if self.mpi == "openmpi" else "not mpi and not once"]
         own = bin_ / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
         launch = [mpirun, "-n", str(self.np)]
@@ -117,8 +117,8 @@ ALL = "HPCDIST_TEST_ALL" in os.environ
 RUNS = [  # the long ones first
     Run("openmpi", 0, cluster=True, on="hosts", paths=(f"--ignore={SLURM}",)),
     Run("openmpi", 0, cluster=True, on="slurm", paths=(SLURM,)),
-    Run("mpich", 0),
     Run("openmpi", 0),
+    Run("mpich", 0),
     Run("openmpi", 3, large=ALL),
     Run("mpich", 2, large=ALL),
     Run("floor", 2, large=False),
