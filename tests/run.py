@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,6 +137,7 @@ class Environments:
     """The environments of the runs, which are made, or brought up to date, while other runs go on already."""
 
     def __init__(self, runs: list[Run]) -> None:
+        self._choosing = threading.Lock()
         self._makers = {mpi: self._make(mpi, venvs) for mpi, venvs in {run.mpi: run.venvs for run in runs}.items()}
 
     def _make(self, mpi: str, venvs: str) -> subprocess.Popen[bytes]:
@@ -147,6 +147,14 @@ class Environments:
 
     def _log(self, mpi: str) -> Path:
         return LOGS / f"environment-{mpi}.log"
+
+    def first_ready(self, runs: list[Run]) -> Run | None:
+        """Take out the first run whose environment is there; the first of all if none is, None if there are none."""
+        with self._choosing:
+            run = next((run for run in runs if self._makers[run.mpi].poll() is not None), runs[0] if runs else None)
+            if run is not None:
+                runs.remove(run)
+            return run
 
     def wait_for(self, mpi: str) -> None:
         """Until it is there; a SystemExit with the reason if it cannot be made."""
@@ -254,10 +262,9 @@ def main(names: list[str]) -> int:
     left_out: list[str] = []
     environments = Environments(runs)
 
-    def one_by_one(lane: deque[Run], cores: set[int]) -> None:
+    def one_by_one(lane: list[Run], cores: set[int]) -> None:
         os.sched_setaffinity(0, cores)  # this thread's, and that of what it starts
-        while lane and not _stopped.is_set():
-            run = lane.popleft()
+        while not _stopped.is_set() and (run := environments.first_ready(lane)) is not None:
             environments.wait_for(run.mpi)
             if missing := run.missing():
                 left_out.append(f"{run.name}: {missing}")
@@ -270,9 +277,9 @@ def main(names: list[str]) -> int:
     # be that on which the other rank would run.
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    computing = deque(run for run in runs if not run.cluster)
+    computing = [run for run in runs if not run.cluster]
     lanes = [(computing, set(cores[:half])), (computing, set(cores[-half:]))]
-    lanes += [(deque([run]), set(cores)) for run in runs if run.cluster]
+    lanes += [([run], set(cores)) for run in runs if run.cluster]
     with ThreadPoolExecutor(len(lanes)) as pool:
         for done in [pool.submit(one_by_one, *lane) for lane in lanes]:
             done.result()
