@@ -34,7 +34,9 @@ __all__ = [
 Fetch = Callable[[int, memoryview], None]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-BLOCK = 2**19  # bytes: half of a second-level cache, so that a block is still there to be copied when it is hashed
+# Bytes that are written at once: half of a second-level cache, so that a block is still there to be hashed. Nor does the
+# page cache take memory in larger pieces then, for which a virtual machine may have to wait: see benchmarks/README.md.
+BLOCK = 2**19
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
 
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
@@ -96,9 +98,9 @@ def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = Non
     Raises:
         OSError: it cannot be written; how much of it was is unknown.
     """
-    done, step = 0, len(data) if digest is None else BLOCK
+    done = 0
     while done < len(data):
-        block = data[done : done + step]
+        block = data[done : done + BLOCK]
         put = os.pwrite(fd, block, offset + done)
         if digest is not None:
             digest.update(block[:put])
