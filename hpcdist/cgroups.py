@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["cpus", "memory"]
+__all__ = ["cpus", "identity", "memory"]
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
@@ -39,6 +39,12 @@ def cpus() -> list[tuple[Path, float]]:
             if quota > 0 and period > 0:
                 found.append((folder, quota / period))
     return found
+
+
+def identity(folder: Path) -> str:
+    """Return what is the same for a group wherever it is seen: each container may show its own group by one path."""
+    found = folder.stat()
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:

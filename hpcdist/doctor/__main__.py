@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from io import TextIOWrapper
 
 from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
@@ -68,5 +69,7 @@ def parser() -> Parser:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of folders and hosts need not fit its encoding
     with printing("hpcdist.doctor"):
         sys.exit(main())

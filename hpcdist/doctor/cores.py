@@ -40,6 +40,7 @@ def gather() -> Facts:
         "domains": {str(domain): len(inside) for domain, inside in domains.items()},
         "cpu_quota": limits[0][1] if limits else None,
         "cpu_group": str(limits[0][0]) if limits else None,
+        "cpu_group_id": cgroups.identity(limits[0][0]) if limits else None,
     }
 
 
@@ -126,9 +127,11 @@ def _places(ranks: Ranks) -> str:
     """Describe the cores that the ranks of each node are bound to."""
     texts = {}
     for node in by_node(ranks):
-        cores = {tuple(facts["cores"]) for facts in node}
-        text = f"bound to {sum(map(len, cores)) / len(node):g} each"
-        if len(cores) == 1:
+        groups = _bound(node)
+        counts = sorted({len(facts["cores"]) for facts in node})
+        most = max(map(len, groups))
+        text = f"bound to {' or '.join(map(str, counts))} each" + (f", shared by {most}" if most > 1 else "")
+        if len(groups) == 1:
             text = f"{plural(len(node), 'rank')} on {show_cores(node[0]['cores'])}"
             text += ", not bound to one each" if len(node) > 1 else ""
         texts[node[0]["node"]] = text
@@ -187,7 +190,7 @@ def _numa(ranks: Ranks) -> Verdict:
 def _quota(ranks: Ranks) -> Verdict:
     """Judge control groups that limit the CPU time of the ranks in them, which torch does not see."""
     limited = [facts for facts in ranks if facts.get("cpu_quota") is not None and facts["cpu_quota"] < facts["cpus"]]
-    for group in grouped(limited, lambda facts: (facts["node"], facts["cpu_group"])):
+    for group in grouped(limited, lambda facts: (facts["node"], facts["cpu_group_id"])):
         first, quota = group[0], group[0]["cpu_quota"]
         threads = sum(facts["threads"] for facts in group)
         if threads > quota:

@@ -1,8 +1,8 @@
 """Examine a job: the steps of the examination, in order, on every rank.
 
-The facts of a rank: rank, node (its lowest rank), host, environ; what gather() of each module returns; reach, pairs,
-staging and sees_lock on one rank of each node; quotas on rank 0; sees, sees_current, worker, init, file, cuda_aware,
-routes and nccl_network. `python -m hpcdist.doctor --json` prints them.
+The facts of a rank: rank, id, node (its lowest rank), host, environ; what gather() of each module returns; reach,
+pairs, staging and sees_lock on one rank of each node; quotas on rank 0; sees, sees_current, worker, init, file,
+cuda_aware, routes and nccl_network. `python -m hpcdist.doctor --json` prints them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SECTIONS", "examine", "judge", "started"]
 
+# Stages in which a rank may hang alone: name, and what may help.
+_STAGING_FOLDER = "staging folder", "a file system that does not respond: df FOLDER; export HPCDIST_STAGING=another"
+_CURRENT_FOLDER = "current folder", "a file system that does not respond: df .; cd to another folder"
+
 
 def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: float) -> None:
     """Examine this rank, and the job if MPI connects the ranks. Runs in a process of its own.
@@ -62,7 +66,7 @@ def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: fl
         return
     _gather(line, facts)
     if comm is None or not joined:
-        _stage_folder(line)
+        line.stage(*_STAGING_FOLDER)
         facts["staging"] = files.try_folder(folder or world.staging_folder(1))
         _ask_quotas(facts)
         line.facts([facts])
@@ -123,29 +127,31 @@ def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | No
 
 def _share(line: Line, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
     """Return the facts of all ranks, which rank 0 reports even if the next step hangs. Collective."""
-    line.stage("all ranks together", "look for a rank that is stopped, or a node that is overloaded", together=True)
+    _together(line)
     everyone: list[Facts] = objects.all_gather_object(comm, facts)
     if comm.rank == 0:
         line.facts(everyone)
     return everyone
 
 
-def _stage_folder(line: Line) -> None:
-    line.stage("staging folder", "a file system that does not respond: df FOLDER; export HPCDIST_STAGING=another")
+def _together(line: Line) -> None:
+    """Begin a stage in which the ranks wait for each other, after one in which a rank may hang alone."""
+    line.stage("all ranks together", "look for a rank that is stopped, or a node that is overloaded", together=True)
 
 
 def _try_staging(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str, leads: bool) -> None:
     """Write to the folder on one rank of each node; look on all ranks for the file of rank 0. Collective."""
-    _stage_folder(line)
+    line.stage(*_STAGING_FOLDER)
     if leads:
         facts["staging"] = files.try_folder(folder)
     if comm.rank == 0:
         _ask_quotas(facts)
-    facts["sees"] = _look(comm, facts, folder, leads)
+    facts["sees"] = _look(line, _STAGING_FOLDER, comm, facts, folder, leads)
+    _together(line)
     current = objects.all_gather_object(comm, facts["current"].get("folder"))[0]
     if current not in (None, folder):
-        line.stage("current folder", "a file system that does not respond: df .; cd to another folder")
-        facts["sees_current"] = _look(comm, facts, current, False)
+        line.stage(*_CURRENT_FOLDER)
+        facts["sees_current"] = _look(line, _CURRENT_FOLDER, comm, facts, current, False)
 
 
 def _ask_quotas(facts: Facts) -> None:
@@ -157,15 +163,24 @@ def _ask_quotas(facts: Facts) -> None:
     facts["quotas"] = found
 
 
-def _look(comm: MPI.Intracomm, facts: Facts, folder: str, locks: bool) -> bool | None:
-    """Return whether this rank sees a file that rank 0 makes; if `locks`, note whether it sees a lock. Collective."""
-    made = objects.all_gather_object(comm, files.put(folder) if comm.rank == 0 else None)[0]
-    held = files.hold(made) if comm.rank == 0 else None
-    comm.Barrier()
+def _look(
+    line: Line, stage: tuple[str, str], comm: MPI.Intracomm, facts: Facts, folder: str, locks: bool
+) -> bool | None:
+    """Return whether this rank sees a file that rank 0 makes; if `locks`, note whether it sees a lock. Collective.
+
+    The caller has begun `stage`, in which a rank that hangs in the folder hangs alone; the ranks wait in another one.
+    """
+    mine = files.put(folder) if comm.rank == 0 else None
+    held = files.hold(mine)
+    _together(line)
+    made = objects.all_gather_object(comm, mine)[0]
+    line.stage(*stage)
     seen = files.look(made)
     if locks and facts["node"] != 0:
         facts["sees_lock"] = files.sees_lock(made)
+    _together(line)
     comm.Barrier()
+    line.stage(*stage)
     if held is not None:
         os.close(held)
     if comm.rank == 0 and made is not None:

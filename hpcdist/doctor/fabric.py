@@ -89,7 +89,7 @@ def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> str | None:
     """
     if "NCCL_DEBUG" in environ:
         return None
-    path = os.path.join(tempfile.gettempdir(), f"hpcdist-doctor-nccl-{facts['host']}-{facts['pid']}.log")
+    path = os.path.join(tempfile.gettempdir(), f"hpcdist-doctor-nccl-{facts['id']}.log")
     environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=path)
     return path
 

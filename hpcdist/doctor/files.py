@@ -25,7 +25,7 @@ _MIN_SHM = 2**24  # bytes a rank, for the messages of an MPI library within a no
 _GOOD_SHM = 2**27  # bytes a rank, enough for the batches of a DataLoader's workers as well
 _TRIAL = 2**16  # bytes written to the staging folder
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
-_OFF = ("FALSE", "0")  # of HDF5_USE_FILE_LOCKING
+_OFF = ("FALSE", "0")  # of HDF5_USE_FILE_LOCKING; HDF5 ignores any other value, such as "false"
 _KNOWN = ("TRUE", "1", *_OFF, "BEST_EFFORT")
 
 
@@ -234,7 +234,7 @@ def _file(ranks: Ranks) -> Verdict:
 def _locking(ranks: Ranks) -> Verdict:
     setting = ranks[0]["environ"].get("HDF5_USE_FILE_LOCKING")
     off = "export HDF5_USE_FILE_LOCKING=FALSE"
-    if setting is not None and setting.upper() not in _KNOWN:
+    if setting is not None and setting not in _KNOWN:
         text = f"HDF5_USE_FILE_LOCKING={setting}: HDF5 accepts {', '.join(_KNOWN)}"
         return "warning", text, f"{off}, or unset it"
     tried = [facts["staging"] for facts in ranks if "locks" in facts.get("staging", {})]
@@ -242,12 +242,12 @@ def _locking(ranks: Ranks) -> Verdict:
         return None
     without = next((staging for staging in tried if staging["locks"]), None)
     if without is None:
-        off_by_hand = setting is not None and setting.upper() in _OFF
+        off_by_hand = setting is not None and setting in _OFF
         return (None if off_by_hand else _local(ranks)) or ("ok", "files in the staging folder can be locked")
     text = f"{without['folder']}: {without['locks']}"
     if setting is None:
         return "warning", f"{text}; hpcdist needs no locks, but h5py.File fails on such files", off
-    if setting.upper() in (*_OFF, "BEST_EFFORT"):
+    if setting in (*_OFF, "BEST_EFFORT"):
         return "ok", f"{text}, and HDF5_USE_FILE_LOCKING={setting} does not need it"
     return "broken", f"{text}, and HDF5_USE_FILE_LOCKING={setting} requires it", off
 

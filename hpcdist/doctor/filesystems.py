@@ -107,7 +107,7 @@ def _systems(ranks: Ranks) -> Verdict:
     staging = ranks[0].get("staging", {})
     if staging.get("mount"):
         text += f"; staging folder {staging['folder']} ({describe(staging['mount'])})"
-    unwritable = sorted({f["host"] for f in ranks if f["current"] and not f["current"]["writable"]})
+    unwritable = sorted({f["host"] for f in ranks if f["current"] and not f["current"].get("writable")})
     gone = sorted({facts["host"] for facts in ranks if not facts["current"]})
     if gone:
         return "broken", f"the current folder is not there on {', '.join(gone)}", "cd to a folder that all nodes have"

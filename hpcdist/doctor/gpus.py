@@ -176,7 +176,7 @@ def _near(ranks: Ranks) -> Verdict:
         f"{ranks_text(f['rank'] for f, _ in far)} run far from their GPUs: rank {facts['rank']} on {facts['host']} has "
     )
     text += f"{show_cores(facts['cores'])}, and its GPU is near {show_cores(members(gpu['near']))}"
-    node = sorted((f["local_rank"], g["numa"]) for f, g in known if f["node"] == facts["node"])
+    node = sorted((f.get("local_rank", 0), g["numa"]) for f, g in known if f["node"] == facts["node"])
     domains = ",".join(str(numa) for _, numa in node)
     fix = f"srun --cpu-bind=map_ldom:{domains}, or --gpu-bind=closest; mpirun --map-by numa --bind-to numa; "
     return "warning", text, f"{fix}nvidia-smi topo -m shows it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.supervisor import Line
-from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, by_node, each, error_of, topic
+from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, by_node, each, error_of, incomplete, topic
 from hpcdist.errors import reason
 from hpcdist.procstat import started
 from hpcdist.runtime.cli import plural, ranks_text
@@ -48,6 +49,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         "rank": launcher.number(environ),
         "node": 0,
         "host": socket.gethostname(),
+        "id": secrets.token_hex(8),  # of this rank alone: host and pid are the same in several containers
         "pid": os.getpid(),
         "start": time.clock_gettime(time.CLOCK_BOOTTIME) - started(os.getpid()) / os.sysconf("SC_CLK_TCK"),
         "environ": {
@@ -114,7 +116,9 @@ def _misplaced(facts: Facts, ranks: Ranks) -> str | None:
     """Compare a rank's place on its node, by which it takes a GPU, with the launcher's."""
     number, count = launcher.on_node(facts["environ"])
     seen = sum(other["node"] == facts["node"] for other in ranks)
-    if "local_rank" not in facts or (number in (None, facts["local_rank"]) and count in (None, seen)):
+    if incomplete(ranks) or "local_rank" not in facts:
+        return None
+    if number in (None, facts["local_rank"]) and count in (None, seen):
         return None
     told = f"number {number} of {count}" if count else f"number {number}"
     return (
@@ -124,7 +128,7 @@ def _misplaced(facts: Facts, ranks: Ranks) -> str | None:
 
 @topic("world", "mpi.size")
 def _world(ranks: Ranks) -> Verdict:
-    if ranks[0]["mpi"]["alone"]:
+    if ranks[0]["mpi"]["alone"] or incomplete(ranks):
         return None
     nodes = by_node(ranks)
     parts = [f"{node[0]['host']} ({ranks_text(f['rank'] for f in node)})" for node in nodes]

@@ -26,7 +26,8 @@ def gather() -> Facts:
         "memory": {
             "host": host,
             "limit": limit if limit < host else None,
-            "group": str(folder) if limit < host else None,
+            "group": str(folder) if folder and limit < host else None,
+            "group_id": cgroups.identity(folder) if folder and limit < host else None,
             "available": memory.available(),
         },
         "limits": {
@@ -53,7 +54,7 @@ def _memory(ranks: Ranks) -> Verdict:
     """Judge the memory that is left for each rank, by the node and by the control groups."""
     fix = "fewer ranks a node; srun --mem=0 (all memory of the node), --mem-per-cpu=4G; docker run --memory=64g"
     verdicts: list[tuple[float, str]] = []
-    for group in grouped(ranks, lambda facts: (facts["node"], facts["memory"]["group"])):
+    for group in grouped(ranks, lambda facts: (facts["node"], facts["memory"]["group_id"])):
         first, found = group[0], group[0]["memory"]
         share = min(facts["memory"]["available"] for facts in group) / len(group)
         text = f"{first['host']}: {show_bytes(found['available'])} free of {show_bytes(found['host'])}"

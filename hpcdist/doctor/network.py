@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.findings import Facts
-from hpcdist.doctor.topics import Ranks, Section, Verdict, each, per_node, some, topic
+from hpcdist.doctor.topics import Ranks, Section, Verdict, each, incomplete, per_node, some, topic
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -128,6 +128,8 @@ def _without_ipv4(nodes: Sequence[Facts]) -> list[Facts]:
 def _ipv6(ranks: Ranks) -> Verdict:
     """Judge nodes that have addresses of IPv6 alone: hpcdist.init() connects the nodes by IPv4."""
     nodes = per_node(ranks)
+    if incomplete(ranks):
+        return None
     if len(nodes) == 1:
         return "ok", "one node: the loopback interface"
     without = _without_ipv4(nodes)
@@ -142,6 +144,8 @@ def _ipv6(ranks: Ranks) -> Verdict:
 @topic("network", "interfaces")
 def _pairs(ranks: Ranks) -> Verdict:
     nodes = per_node(ranks)
+    if incomplete(ranks):
+        return None
     good = good_interfaces(nodes)
     if len(nodes) == 1:
         return "ok", "one node: the loopback interface"

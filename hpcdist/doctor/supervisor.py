@@ -88,16 +88,13 @@ class Outcome:
 
     def take(self, message: dict[str, Any]) -> None:
         """Process a message of the examining process."""
-        new = {_who(facts): facts for facts in message.get("facts", [])}
-        self.facts = [new.pop(_who(facts), facts) for facts in self.facts] + list(new.values())
+        # Not by the rank, which may only be known later.
+        new = {facts["id"]: facts for facts in message.get("facts", [])}
+        self.facts = [new.pop(facts["id"], facts) for facts in self.facts] + list(new.values())
         self.done = message.get("done", self.done)
         if "stage" in message:
             self.stage, self.fix = message["stage"]
             self.deadline = time.monotonic() + message["seconds"]
-
-
-def _who(facts: Facts) -> tuple[str, int]:
-    return facts["host"], facts["pid"]  # the rank may only be known later
 
 
 def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcome:

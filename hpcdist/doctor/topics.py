@@ -10,8 +10,8 @@ from hpcdist.doctor.findings import Facts, Finding
 from hpcdist.runtime.cli import ranks_text
 
 __all__ = [
-    *("Ranks", "Section", "Topic", "Verdict", "agree", "by_node", "each", "error_of", "grouped", "per_node", "some"),
-    "topic",
+    *("Ranks", "Section", "Topic", "Verdict", "agree", "by_node", "each", "error_of", "grouped", "incomplete"),
+    *("per_node", "some", "topic"),
 ]
 
 Ranks = Sequence[Facts]
@@ -73,6 +73,12 @@ def grouped(ranks: Ranks, value: Callable[[Facts], Hashable]) -> list[list[Facts
 def by_node(ranks: Ranks) -> list[list[Facts]]:
     """Return the ranks of each node."""
     return grouped(ranks, lambda facts: facts["node"])
+
+
+def incomplete(ranks: Ranks) -> bool:
+    """Whether other ranks of the world have not told their facts: how many a node has, and how many nodes there are, is
+    not known then."""
+    return int(ranks[0].get("mpi", {}).get("size", 1)) > len(ranks)
 
 
 def per_node(ranks: Ranks) -> list[Facts]:

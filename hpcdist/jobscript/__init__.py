@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 
 import jinja2
 
-from hpcdist.jobscript.schedulers import OTHER_PMIS, PMIS, SCHEDULERS
+from hpcdist.jobscript.schedulers import OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS
 from hpcdist.jobscript.shape import BINDINGS, KINDS, LAUNCHERS, Shape, check, seconds
 
 __all__ = ["BINDINGS", "KINDS", "LAUNCHERS", "SCHEDULERS", "Shape", "write"]
@@ -54,6 +54,8 @@ def write(shape: Shape) -> str:
         "per_node": shape.ranks(),
         "cpus": shape.cpus(),
         "seconds": seconds(shape.time),
+        "array": shape.indices(),
+        "warning": shape.notice(),
         "launcher": shape.start(),
         "bind": shape.binding(),
         "modules": shlex.join(shape.modules),
@@ -68,6 +70,7 @@ def write(shape: Shape) -> str:
         "own_local_rank": scheduler.local_rank,
         "pmis": PMIS,
         "other_pmis": OTHER_PMIS,
+        "pmi_of_images": PMI_OF_IMAGES,
     }
     return _TEMPLATES.get_template("plain.j2" if shape.plain else f"kinds/{shape.kind}.j2").render(values)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 
 from hpcdist.errors import InputError, reason
@@ -22,16 +25,16 @@ def main(words: list[str]) -> None:
     given["command"] = tuple(given["command"]) or None
     shape = Shape(**given)
     if shape.plain and (shape.scheduler, shape.mpi) == ("slurm", "auto"):
-        given["mpi"] = here.pmi()
+        shape = replace(shape, mpi=here.pmi(shape))
     try:
-        text = write(Shape(**given))
+        text = write(shape)
     except InputError as error:
         p.error(str(error))
     if script is None:
         print(text, end="", flush=True)
         return
     try:
-        Path(script).write_text(text)
+        Path(script).write_bytes(os.fsencode(text))
     except OSError as error:
         p.error(f"{script}: cannot be written: {reason(error)}")
 
@@ -64,7 +67,7 @@ def _shape(p: Parser) -> None:
         help="GPUs of a node; Slurm takes their type, too (default 4 for kind gpu, else none)",
     )
     p.add_argument("--cpus-per-task", type=int, metavar="N", help="cores of a rank (default 8 with a GPU, else 1)")
-    p.add_argument("--array", metavar="INDICES", help="for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3)")
+    p.add_argument("--array", metavar="INDICES", help="for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)")
     p.add_argument("--warning", type=int, metavar="SECONDS", help="for kind requeue: before the limit (default 120)")
 
 
@@ -113,5 +116,7 @@ def _launch(p: Parser) -> None:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed; the words come back as the bytes that they were
+        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
     with printing("hpcdist.jobscript"):
         main(sys.argv[1:])

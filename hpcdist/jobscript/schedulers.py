@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OTHER_PMIS", "PMIS", "SCHEDULERS", "Scheduler"]
+__all__ = ["OTHER_PMIS", "PMIS", "PMI_OF_IMAGES", "SCHEDULERS", "Scheduler"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,4 @@ SCHEDULERS = {
 # What srun can offer (srun --mpi=list) and an MPI library, by mpi4py's name for it, understands; the better first.
 PMIS = {"Open MPI": ("pmix",), "Intel MPI": ("pmi2", "pmix"), "Cray MPICH": ("cray_shasta", "pmi2")}
 OTHER_PMIS = ("pmi2",)  # MPICH, and what is made of it
+PMI_OF_IMAGES = "pmix"  # of Pyxis: NVIDIA's have Open MPI

@@ -43,8 +43,9 @@ class Shape:
         exclusive: whether the nodes are for this job alone.
         output: file for what the job prints, with the scheduler's own patterns.
         name: name of the job; hpcdist-KIND if None.
-        array: indices of the kind "array" in Slurm's notation: "0-3", "1,5,7", "0-99%10".
-        warning: for the kind "requeue": seconds before the limit at which the job ends its step and leaves.
+        array: for the kind "array": indices in Slurm's notation: "1,5,7", "0-99%10"; by default 0-3, or 1-4 for LSF.
+        warning: for the kind "requeue": seconds before the limit at which the job ends its step and leaves; by default
+            120.
         launcher: what starts the ranks, one of the scheduler's; its first if None. Under Slurm HPCDIST_LAUNCHER
             overrides it when the job is submitted.
         mpi: PMI of srun: "pmix", "pmi2", ...; "default", that of the cluster; "auto" chooses in the job, from mpi4py's
@@ -77,8 +78,8 @@ class Shape:
     exclusive: bool = False
     output: str | None = None
     name: str | None = None
-    array: str = "0-3"
-    warning: int = 120
+    array: str | None = None
+    warning: int | None = None
     launcher: str | None = None
     mpi: str = "auto"
     bind: str | None = None
@@ -105,6 +106,14 @@ class Shape:
     def cpus(self) -> int:
         """Return the cores of a rank."""
         return (8 if self.gpus() else 1) if self.cpus_per_task is None else self.cpus_per_task
+
+    def indices(self) -> str:
+        """Return the indices of an array."""
+        return ("1-4" if self.scheduler == "lsf" else "0-3") if self.array is None else self.array
+
+    def notice(self) -> int:
+        """Return how many seconds before the limit a job of the kind "requeue" leaves."""
+        return 120 if self.warning is None else self.warning
 
     def start(self) -> str:
         """Return what starts the ranks."""
@@ -134,9 +143,7 @@ def check(shape: Shape) -> None:
     _check_names(shape)
     _check_options(shape, scheduler)
     _check_array(shape)
-    limit = seconds(shape.time)
-    within = f"expected {_MIN_WARNING} seconds at least, and less than the time limit of {limit} seconds"
-    _require(shape.kind != "requeue" or _MIN_WARNING <= shape.warning < limit, "warning", shape.warning, within)
+    _check_warning(shape)
 
 
 def _check_numbers(shape: Shape) -> None:
@@ -157,11 +164,12 @@ def _check_numbers(shape: Shape) -> None:
 
 
 def _check_names(shape: Shape) -> None:
+    blank, no_spaces = (r"\n", "") if shape.scheduler == "lsf" else (r"\s", " and spaces: a&b")  # LSF's line has quotes
     for name, pattern, expected in (
         *((name, r"[\w.,+@%-]+", "letters, digits and .,+@%-_") for name in ("partition", "account", "qos", "name")),
         ("mpi", r"\w+", "auto, default, or a name that srun --mpi=list shows"),
         ("mem", r"[1-9]\d*[KMGT]" + ("?|0" if shape.scheduler == "slurm" else ""), "a number with K, M, G or T"),
-        ("constraint", r"""[^\n"'\\$`]+""", "the scheduler's words, without quotes"),
+        ("constraint", rf"""[^{blank}"'\\$`]+""", f"the scheduler's words, without quotes{no_spaces}"),
         ("output", r"""[^\s"'\\]+""", "a path without spaces and quotes"),
     ):
         value = getattr(shape, name)
@@ -200,6 +208,10 @@ def _check_options(shape: Shape, scheduler: Scheduler) -> None:
     problem = "not for containers, --plain and kind interactive"
     _require(at_hand or not shape.stage_env, "stage-env", "", problem)
     _require(not shape.plain or shape.bind is None, "bind", shape.bind, "--plain leaves it to the cluster")
+    by_srun = not shape.plain or shape.scheduler != "slurm" or shape.start() == "srun"
+    _require(by_srun, "launcher", shape.launcher, "with --plain srun starts the ranks")
+    batch = shape.kind != "interactive"
+    _require(batch or not shape.output, "output", shape.output, "salloc, of kind interactive, has no such option")
 
 
 def _check_array(shape: Shape) -> None:
@@ -207,10 +219,18 @@ def _check_array(shape: Shape) -> None:
     pattern, example = rf"{numbers}(,{numbers})*(%[1-9]\d*)?", "0-3, 1,5,7 or 0-99%10"
     if shape.scheduler == "pbs":
         pattern, example = r"\d+-\d+(:\d+)?(%[1-9]\d*)?", "0-3 or 0-99%10"
-    right = re.fullmatch(pattern, shape.array)
-    _require(bool(right), "array", shape.array, f"expected indices such as {example}")
-    zero = shape.scheduler == "lsf" and shape.kind == "array" and re.search(r"(^|,)0+(-|,|%|$)", shape.array)
-    _require(not zero, "array", shape.array, "LSF counts from 1: 1-4")
+    given = shape.indices()
+    _require(shape.array is None or shape.kind == "array", "array", given, "it is an option of --kind array")
+    _require(bool(re.fullmatch(pattern, given)), "array", given, f"expected indices such as {example}")
+    zero = shape.scheduler == "lsf" and re.search(r"(^|,)0+(-|,|%|$)", given)
+    _require(not zero, "array", given, "LSF counts from 1: 1-4")
+
+
+def _check_warning(shape: Shape) -> None:
+    limit, given = seconds(shape.time), shape.notice()
+    _require(shape.warning is None or shape.kind == "requeue", "warning", given, "it is an option of --kind requeue")
+    within = f"expected {_MIN_WARNING} seconds at least, and less than the time limit of {limit} seconds"
+    _require(shape.kind != "requeue" or _MIN_WARNING <= given < limit, "warning", given, within)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

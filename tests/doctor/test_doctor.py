@@ -88,9 +88,9 @@ BROKEN: dict[str, tuple[int, dict[str, str], str, str, str]] = {
     ),
     "a staging folder that is none": (
         0,
-        {"HPCDIST_STAGING": "/dev/null"},
+        {"HPCDIST_STAGING": "/dev/null/\udcff", "PYTHONIOENCODING": "utf-8:strict"},  # its name is not text
         "staging folder",
-        "Not a directory",
+        "/dev/null/\\udcff",
         "export HPCDIST_STAGING=FOLDER",
     ),
 }

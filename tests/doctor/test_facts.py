@@ -7,7 +7,10 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +18,8 @@ from facts import mount
 
 from hpcdist import cgroups, memory
 from hpcdist.comm import rendezvous
-from hpcdist.doctor import cores, fabric, files, filesystems, quotas, software
+from hpcdist.control import objects
+from hpcdist.doctor import cores, examine, fabric, files, filesystems, quotas, software, supervisor
 
 pytestmark = pytest.mark.once
 
@@ -65,6 +69,8 @@ def test_limits_of_control_groups(
     assert memory.capacity()[0] == min(host, 2**32)
     found = cores.gather()
     assert (found["cpu_quota"], found["cpu_group"]) == (2.5, str(tmp_path / "fs" / of_cpu))
+    own_group = (tmp_path / "fs" / of_cpu).stat()
+    assert found["cpu_group_id"] == f"{own_group.st_dev}:{own_group.st_ino}"
 
 
 MOUNTINFO = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro
@@ -185,7 +191,7 @@ def test_the_network_in_ncclss_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     environ: dict[str, str] = {}
-    path = fabric.log_nccl(environ, {"host": "a", "pid": 7})
+    path = fabric.log_nccl(environ, {"id": "a7"})
     assert path is not None
     assert environ["NCCL_DEBUG_FILE"] == path
     assert fabric.read_nccl_log(path) is None
@@ -193,7 +199,7 @@ def test_the_network_in_ncclss_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fabric.read_nccl_log(path) == "Socket"
     assert not os.path.exists(path)
     asked = {"NCCL_DEBUG": "WARN"}  # by the user, who reads it
-    assert fabric.log_nccl(asked, {"host": "a", "pid": 7}) is None
+    assert fabric.log_nccl(asked, {"id": "a7"}) is None
     assert asked == {"NCCL_DEBUG": "WARN"}
 
 
@@ -213,6 +219,49 @@ def test_the_lock_of_another_process(tmp_path: Path) -> None:
         assert files.sees_lock(made) is True
         assert files.hold(made) is None
     assert files.sees_lock(None) is None
+
+
+class _Line(supervisor.Line):
+    """Keeps the stage, and whether the ranks wait for each other in it."""
+
+    def __init__(self) -> None:
+        self.now = "", False
+
+    def stage(self, name: str, fix: str, together: bool = False) -> None:
+        self.now = name, together
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_no_rank_waits_for_others_in_a_stage_of_its_own(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a folder that hangs on one node makes every supervisor run out of time, and rank 0 may be blamed."""
+    line, called = _Line(), []
+    alone = ("try_folder", "put", "hold", "look", "sees_lock")
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            called.append(name)
+            assert line.now[1] is (name not in alone), (name, line.now)
+            return function(*args)
+
+        return call
+
+    for name in alone:
+        monkeypatch.setattr(files, name, noted(name, getattr(files, name)))
+    monkeypatch.setattr(objects, "all_gather_object", noted("gather", lambda comm, x: [x if first else None]))
+    comm: Any = SimpleNamespace(rank=0 if first else 1, Barrier=noted("Barrier", lambda: None))
+    (tmp_path / "current").mkdir()
+    (tmp_path / "staging").mkdir()
+    facts = {"node": comm.rank, "current": {"folder": str(tmp_path / "current")}, "mounts": {}}
+    examine._try_staging(line, comm, facts, str(tmp_path / "staging"), True)
+    folder = ["hold", "gather", "look", "Barrier"]
+    if first:
+        assert called == ["try_folder", "put", *folder, "gather", "put", *folder]
+        assert facts["sees"] is facts["sees_current"] is True
+    else:
+        assert called == ["try_folder", "hold", "gather", "look", "sees_lock", "Barrier", "gather"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["current", "staging"]
 
 
 def test_the_sources_of_hpcdist_by_their_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from facts import GIB, change, healthy, ill, mount, port, quota, rank
 from hpcdist.doctor import cores, fabric, files, gpus, launch, limits, links, network, timing
 from hpcdist.doctor.examine import SECTIONS, judge
 from hpcdist.doctor.findings import Facts, Finding, report, status
+from hpcdist.doctor.supervisor import Outcome
 from hpcdist.runtime.cli import ranks_text
 
 pytestmark = pytest.mark.once
@@ -133,6 +134,12 @@ MADE_UP = {
         ("environ.HDF5_USE_FILE_LOCKING", "no"),
         "file locking",
         "warning: HDF5_USE_FILE_LOCKING=no",
+        "unset",
+    ),
+    "locking in lower case": (
+        ("environ.HDF5_USE_FILE_LOCKING", "false"),
+        "file locking",
+        "warning: HDF5_USE_FILE_LOCKING=false: HDF5 accepts TRUE, 1, FALSE",
         "unset",
     ),
     "Python": (
@@ -277,6 +284,12 @@ MADE_UP = {
     ),
     "read-only": (
         ("current.writable", False, 2, 3),
+        "file systems",
+        "warning: the current folder /scratch/me cannot be written to on b",
+        "cd $SCRATCH",
+    ),
+    "a current folder that does not answer": (
+        ("current", {"folder": "/scratch/me"}, 2, 3),
         "file systems",
         "warning: the current folder /scratch/me cannot be written to on b",
         "cd $SCRATCH",
@@ -555,6 +568,53 @@ def test_every_finding_that_can_be_ill_has_been_so() -> None:
 def test_facts_that_are_not_there_are_not_judged() -> None:
     """A process that could not even start MPI, as the doctor's report of its end judges it."""
     assert ill(judge([launch.gather({"PMI_RANK": "3"})])) == {}
+
+
+def test_ranks_that_have_not_told_are_not_taken_for_absent() -> None:
+    """Rank 0 of 8 has its own facts alone if another rank hangs or crashes before it tells its own."""
+    local = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    first = rank(0, environ=local)
+    first["mpi"]["size"] = 8
+    for name in ("reach", "pairs", "sees_current", "init", "routes", "file", "nccl_network"):  # of later steps
+        del first[name]
+    found = judge([first])
+    assert ill(found) == {}
+    texts = {finding.name: finding.text for finding in found}
+    assert texts["launcher"] == "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=8"
+    assert not {"world", "IPv6", "network"} & texts.keys()
+
+
+def test_a_world_of_one_whose_gpu_is_far() -> None:
+    """MPI has not told its place on the node."""
+    lonely = rank(0)
+    lonely["mpi"].update(size=1, alone="this process is alone")
+    del lonely["local_rank"]
+    lonely["cores"] = [8]
+    assert "rank 0 on a has core 8" in ill(gpus.judge([lonely]))["GPU affinity"]
+
+
+def test_one_container_a_rank() -> None:
+    """Each shows its own control group by the same path; host and pid may be the same, too."""
+    ranks = healthy()
+    for facts in ranks:
+        facts.update(host="a", pid=1, cpu_quota=8.0, cpu_group="/sys/fs/cgroup", cpu_group_id=f"27:{facts['rank']}")
+        facts["memory"].update(group="/sys/fs/cgroup", group_id=f"27:{facts['rank']}", available=int(1.5 * GIB))
+    assert ill([*cores.judge(ranks), *limits.judge(ranks)]) == {}
+    for facts in ranks:
+        facts["cpu_group_id"] = facts["memory"]["group_id"] = "27:7"
+    assert set(ill([*cores.judge(ranks), *limits.judge(ranks)])) == {"CPU quota", "memory"}
+    outcome = Outcome([ranks[0]])
+    outcome.take({"facts": ranks})
+    assert [facts["rank"] for facts in outcome.facts] == [0, 1, 2, 3]
+    assert launch.gather({})["id"] != launch.gather({})["id"]
+
+
+def test_cores_that_are_shared_by_as_many() -> None:
+    """Two ranks on cores 0-7 and two on 8-15; then ranks of different numbers of cores."""
+    ranks = [{**rank(i, local_rank=i // 2), "threads": 4} for i in range(4)]
+    assert cores._places(ranks) == "bound to 8 each, shared by 2"
+    ranks = change("cores", list(range(8, 12)), 1)[:2]
+    assert cores._places(ranks) == "bound to 4 or 8 each"
 
 
 def test_the_report() -> None:

@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 from hpcdist.errors import InputError
-from hpcdist.jobscript import KINDS, Shape, write
+from hpcdist.jobscript import KINDS, Shape, here, write
 from hpcdist.jobscript.__main__ import main
 from hpcdist.jobscript.schedulers import OTHER_PMIS, PMIS
 
@@ -116,6 +116,55 @@ def test_plain_decides_when_it_is_written(
     assert not [line for line in written(capsys, ["--plain"]).splitlines() if "SLURM_MPI_TYPE" in line]
 
 
+def test_plain_with_a_container_does_not_ask_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The image brings the MPI library."""
+    monkeypatch.setattr(here, "_printed", lambda command: "Cray MPICH" if "srun" not in command else "cray_shasta")
+    for words, decided in (
+        ("--plain", ["export SLURM_MPI_TYPE=cray_shasta"]),
+        ("--plain --pyxis x", ["export SLURM_MPI_TYPE=pmix"]),
+        ("--plain --pyxis x --mpi pmi2", ["export SLURM_MPI_TYPE=pmi2"]),
+        ("--plain --apptainer x", []),
+    ):
+        lines = written(capsys, words.split()).splitlines()
+        assert [line for line in lines if "SLURM_MPI_TYPE" in line] == decided, words
+
+
+def test_arrays_of_lsf() -> None:
+    """It counts from 1, and has the number of jobs at a time outside of the brackets."""
+    assert '#BSUB -J "hpcdist-array[1-4]"\n' in write(Shape(kind="array", scheduler="lsf"))
+    text = write(Shape(kind="array", scheduler="lsf", array="1-99%10", name="sweep"))
+    assert '#BSUB -J "sweep[1-99]%10"\n' in text
+    assert "#BSUB -o sweep.%J.%I.out\n" in text
+    assert "#BSUB -o hpcdist-cpu.%J.out\n" in write(Shape(scheduler="lsf"))
+    assert '#BSUB -R "select[a && b]"\n' in write(Shape(scheduler="lsf", launcher="mpirun", constraint="a && b"))
+
+
+def test_the_host_is_not_asked_for_what_is_in_a_container_of_pyxis() -> None:
+    """Its python may lack mpi4py and hpcdist, and the script would end."""
+    for kind in ("cpu", "train", "staged", "array", "requeue"):
+        assert "python -c" not in write(Shape(kind=kind, pyxis="x")), kind
+
+
+def test_salloc_gets_the_options_as_sbatch_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "salloc").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "salloc").chmod(0o755)
+    script = tmp_path / "job"
+    directives = ("p=debug", 'comment="two words"', "hold", "mail-user='a b'")
+    script.write_text(write(Shape(kind="interactive", directives=directives)))
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    command = ["bash", str(script), "python", "a b.py"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    end = ["-p", "debug", "--comment=two words", "--hold", "--mail-user=a b", "bash", str(script), "python", "a b.py"]
+    words = done.stdout.splitlines()
+    assert words[-len(end) :] == end
+    assert words[:2] == ["--job-name=hpcdist-interactive", "--nodes=2"]
+    script.write_text(script.read_text().replace("'a b'", "'a b"))
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
 def test_shellcheck_finds_nothing() -> None:
     path = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert path is not None
@@ -148,6 +197,9 @@ MISTAKES = {
     "--scheduler pbs --mem 0": "--mem '0': expected a number with K, M, G or T",
     "--output 'a b'": "--output 'a b': expected a path without spaces and quotes",
     "--constraint 'a`b'": "expected the scheduler's words, without quotes",
+    "--constraint 'a & b'": "--constraint 'a & b': expected the scheduler's words, without quotes and spaces: a&b",
+    "--scheduler flux --constraint 'a & b'": "without quotes and spaces: a&b",
+    "--scheduler pbs --constraint 'a & b'": "without quotes and spaces: a&b",
     "--sbatch=--hold": "--directive '--hold': expected KEY=VALUE or KEY, KEY without dashes before it",
     "--directive 'a=b\nc'": "expected KEY=VALUE or KEY",
     "--mpi 'pmi 2'": "--mpi 'pmi 2': expected auto, default, or a name that srun --mpi=list shows",
@@ -169,7 +221,11 @@ MISTAKES = {
     "--scheduler pbs --qos a": "--qos a: --scheduler pbs has no such option",
     "--scheduler pbs --launcher srun": "--launcher srun: expected one of mpirun, pals",
     "--scheduler pbs --kind array --array 1,5": "--array 1,5: expected indices such as 0-3 or 0-99%10",
-    "--scheduler lsf --kind array": "--array 0-3: LSF counts from 1: 1-4",
+    "--scheduler lsf --kind array --array 0-3": "--array 0-3: LSF counts from 1: 1-4",
+    "--array 0-3": "--array 0-3: it is an option of --kind array",
+    "--kind train --warning 300": "--warning 300: it is an option of --kind requeue",
+    "--plain --launcher mpirun": "--launcher mpirun: with --plain srun starts the ranks",
+    "--kind interactive --output x": "--output x: salloc, of kind interactive, has no such option",
     "--name 'x\n#SBATCH --nodes=9'": "expected letters",
     "--venv 'x\nrm'": "a line break cannot be in a job script's line",
     "--kind tpu": "argument --kind: invalid choice: 'tpu'",
@@ -214,3 +270,14 @@ def test_the_command_writes_a_file_and_needs_no_mpi(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "x.sbatch").read_text() == write(Shape(nodes=3))
+
+
+def test_words_that_are_not_text_come_back_as_the_bytes_that_they_were(tmp_path: Path) -> None:
+    """Whatever the encoding of standard output."""
+    environ = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-m", "hpcdist.jobscript", "--", "python", b"a\xff.py", "\u00e9".encode()]
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True)
+    assert b"program=(python 'a\xff.py' '\xc3\xa9')\n" in done.stdout
+    path = tmp_path / "x.sbatch"
+    main(["-o", str(path), "--", "python", os.fsdecode(b"a\xff.py")])
+    assert b"program=(python 'a\xff.py')\n" in path.read_bytes()
