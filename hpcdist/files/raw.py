@@ -34,8 +34,8 @@ __all__ = [
 Fetch = Callable[[int, memoryview], None]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-# Bytes that are written at once: half of a second-level cache, so that a block is still there to be hashed. Nor does the
-# page cache take memory in larger pieces then, for which a virtual machine may have to wait: see benchmarks/README.md.
+# Bytes that are written at once: half of a second-level cache, so that a block is still there to be hashed. Nor does
+# the page cache take memory in larger pieces then, for which a virtual machine may wait: see benchmarks/README.md.
 BLOCK = 2**19
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
 
