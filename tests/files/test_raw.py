@@ -8,6 +8,7 @@ import os
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,24 @@ def test_a_checksum_is_of_the_bytes_in_order(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(EOFError, match="the file ends at byte 103"):
         raw.read_at(fd, 14, memoryview(into))
     os.close(fd)
+
+
+@pytest.mark.parametrize("digest", [None, hashlib.sha256()], ids=["no checksum", "checksum"])
+def test_files_are_written_in_blocks(digest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on where the last one ended, also if the system took a part of it."""
+    pwrite, blocks = os.pwrite, []
+
+    def part(fd: int, block: memoryview, offset: int) -> int:
+        blocks.append(len(block))
+        return pwrite(fd, block[:5], offset)
+
+    monkeypatch.setattr(raw, "BLOCK", 7)
+    monkeypatch.setattr(os, "pwrite", part)
+    data, fd = bytes(range(100)), os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+    raw.write_at(fd, 3, memoryview(data), digest)
+    os.close(fd)
+    assert (tmp_path / "x").read_bytes()[3:] == data
+    assert set(blocks) == {7, 5}  # the last one is what is left
 
 
 def test_short_runs_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
