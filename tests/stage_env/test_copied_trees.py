@@ -268,7 +268,7 @@ def _corrected(text: str, old: str, new: str) -> str:
     return relocation.corrected("env/bin/tool", text.encode()).decode()
 
 
-@pytest.mark.parametrize("folder", ["with blank", "long" * 40])
+@pytest.mark.parametrize("folder", ["with blank", "long" * 60])
 @pytest.mark.parametrize(
     "first", ["#!{}/bin/python3 -I", "#! {}/bin/python3.13", "#!/bin/sh\n'''exec' {}/bin/python3 \"$0\" \"$@\"\n' '''"]
 )
