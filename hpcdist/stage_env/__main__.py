@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from hpcdist.comm import launcher
 from hpcdist.comm.job import job
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, listed
+from hpcdist.errors import HpcdistError, InputError, listed
 from hpcdist.files.regular import shown
 from hpcdist.process import exits, streams
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, line, path, plural, show_bytes
@@ -97,7 +97,7 @@ def _stage(args: argparse.Namespace, name: str) -> int:
         if comm.size > 1:
             exits.install()
         private = comm.Dup()
-        limit = objects.broadcast(private, VERB, lambda: deadline(None, os.environ.get("HPCDIST_TIMEOUT")))
+        limit = objects.broadcast(private, VERB, _limit)
         request = Request(args.source, args.archive or "", args.with_base, tuple(args.also), not args.no_scan)
         options = Options(args.to, name, args.readers, args.verify, limit)
         done = stage(private, request, options, _note, lambda total: _bar(rank, total))
@@ -111,6 +111,13 @@ def _stage(args: argparse.Namespace, name: str) -> int:
         _report(done)
         print(done.path, flush=True)
     return 0
+
+
+def _limit() -> float:
+    try:
+        return deadline(None, os.environ.get("HPCDIST_TIMEOUT"))
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _note(text: str) -> None:
