@@ -151,15 +151,15 @@ def test_each_task_of_an_array_has_a_claim_of_its_own(environ: dict[str, str], n
     assert command._job(environ) == name
 
 
-@pytest.mark.parametrize("settings", [{}, {"PYTHONIOENCODING": "ascii"}])
-def test_a_path_of_any_bytes_is_printed(settings: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_a_path_of_any_bytes_is_printed(encoding: str, tmp_path: Path) -> None:
     source, local = tmp_path / "data", os.fsencode(tmp_path / "lo\N{LATIN SMALL LETTER C WITH CEDILLA}") + b"\xff"
     source.mkdir()
     (source / "file").write_text("one")
     os.mkdir(local)
     words = [sys.executable, "-m", "hpcdist.stage_env", str(source), "--to", os.fsdecode(local)]
     with open(tmp_path / "out", "wb") as out:
-        job = run(["bash", "-c", f'exec "$@" > {out.name}', "-", *words], env=settings)
+        job = run(["bash", "-c", f'exec "$@" > {out.name}', "-", *words], env={"PYTHONIOENCODING": encoding})
     assert job.status == 0, job.err
     path = Path(os.fsdecode((tmp_path / "out").read_bytes().removesuffix(b"\n")))
     assert (path / "file").read_text() == "one" and os.fsencode(path).startswith(local)
