@@ -81,8 +81,12 @@ def test_folders_may_be_named_by_symbolic_links(tmp_path: Path) -> None:
     (data / "whole").symlink_to(more)
     (data / "own").symlink_to(data / "file")
     (data / "up").symlink_to("../more/file")
+    (data / "conda-meta").mkdir()
+    (data / "more.pth").write_text(f"{tmp_path}/real/more\n")
     source = prepared(data, also=(str(more),))
     assert source.outside == ()
+    paths = {"data": (data, tmp_path / "real" / "data"), "with-0-more": (more, tmp_path / "real" / "more")}
+    assert dict(source.prefixes) == {str(path): name for name, both in paths.items() for path in both}
     copy = unpacked(source, tmp_path / "local")
     (tmp_path / "real").rename(tmp_path / "away")
     for name in ("by name", "by path", "up", "whole/file"):
