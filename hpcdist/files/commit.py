@@ -38,7 +38,7 @@ PATIENCE = 5.0  # seconds that a shared file system's caches of names, attribute
 _NAP = 0.1  # seconds between two attempts
 _GRACE = 60  # seconds in which the creator of a file may not have locked it yet
 _KEPT = ("user.", "system.posix_acl_access")  # extended attributes that a file takes over from the one that it replaces
-_UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
+_UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # no locks; NFS: open for reading only
 _UNSYNCABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)  # of a folder
 
 
@@ -102,14 +102,18 @@ def private_folder(base: str) -> str:
 
 def sync(path: Path, forget: bool = False) -> None:
     """Bring a file, or the entries of a folder, to the disk; to `forget`, also drop it from the system's cache, which
-    could hide what others write."""
-    fd = os.open(path, os.O_RDONLY)
+    could hide what others write. Not every folder can be opened, or synced: that is no error."""
     try:
-        os.fsync(fd)
-        if forget:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            if forget:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in _UNSYNCABLE or not path.is_dir():
+            raise
 
 
 def patiently(look: Callable[[], T | None]) -> T | None:
@@ -217,11 +221,12 @@ class Commit:
                 os.close(fd)
         return fd if taken else None
 
-    def finish(self) -> None:
-        """Put the complete file in place. The caller has synced what other processes wrote."""
-        self._old = _old(self.target) or self._old
-        if self._old is not None:
-            _look_like(self._lock, self._old, self.target)
+    def finish(self, mode: int | None = None) -> None:
+        """Put the complete file in place, with `mode` if given. The caller has synced what other processes wrote."""
+        if (old := _old(self.target) or self._old) is not None:
+            _look_like(self._lock, old, self.target)
+        if mode is not None:
+            os.fchmod(self._lock, mode)
         os.fsync(self._lock)
         self.journal.unlink(missing_ok=True)
         try:
@@ -230,15 +235,10 @@ class Commit:
             text = f"{self.target}: {self.part} is gone: another process has taken or removed it"
             raise FileError("HD414", text) from error
         self._unlock()  # immediately: HDF5 does not read a file that is locked
-        try:
-            sync(self.target.parent)
-        except OSError as error:  # the file has its name, and not every folder can be opened, or synced
-            if error.errno not in _UNSYNCABLE:
-                raise
+        sync(self.target.parent)
 
     def discard(self, keep: bool = False) -> None:
-        """Give up; what was written is removed, or kept for another try. The target is as it was. After finish(), or a
-        second time, it does nothing."""
+        """Give up; what was written is removed, or kept for another try. After finish(), or again, it does nothing."""
         if self._lock >= 0:
             if not keep:
                 self.journal.unlink(missing_ok=True)

@@ -59,7 +59,8 @@ def _nowhere() -> TextIO:
 def printing(name: str) -> Iterator[None]:
     """A context in which a command goes on if the reader of its output has gone, with its own exit status.
 
-    If standard output fails in another way, as on a full disk, a command that succeeds exits with FAILED.
+    If standard output fails in another way, as on a full disk, or with text that it cannot encode, a command that
+    succeeds exits with FAILED.
 
     Args:
         name: name of the command.
@@ -74,7 +75,7 @@ def printing(name: str) -> Iterator[None]:
             if end.code:
                 raise
         out.flush()
-        if isinstance(out.error, OSError) and not isinstance(out.error, BrokenPipeError):
+        if isinstance(out.error, (OSError, UnicodeError)) and not isinstance(out.error, BrokenPipeError):
             text = coded("HD410", f"standard output: {reason(out.error)}")
             err.write(f"{name}: error: {text}\n")
             err.flush()

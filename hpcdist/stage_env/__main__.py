@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hpcdist.comm import launcher
 from hpcdist.comm.job import job
+from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError, listed
 from hpcdist.files.regular import shown
 from hpcdist.process import exits, streams
@@ -18,11 +20,13 @@ from hpcdist.runtime.commandline import BAD_INPUT, Parser, line, path, plural, s
 from hpcdist.stage_env import copies
 from hpcdist.stage_env.archive import Request
 from hpcdist.stage_env.stage import Options, Staged, stage
+from hpcdist.stage_env.transfer import VERB
 from hpcdist.watch.deadlines import deadline
 
 _NAME = "hpcdist.stage_env"
 # Where batch systems say which job this is: a copy may serve several jobs.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "JOB_ID")
+_TASKS = {"LSB_JOBID": "LSB_JOBINDEX", "JOB_ID": "SGE_TASK_ID"}  # where all jobs of an array have one number
 
 
 def parser() -> Parser:
@@ -59,9 +63,17 @@ def main(words: list[str]) -> int:
         p.error("expected SOURCE, or --cleanup PATH")
     if args.readers < 1:
         p.error(f"--readers {args.readers}: expected 1 at least")
-    name = args.job or next((os.environ[name] for name in _JOBS if os.environ.get(name)), "none")
-    name = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "none"  # it becomes a file's
+    name = re.sub(r"[^\w.-]", "_", args.job or _job(os.environ)).lstrip(".") or "none"  # it becomes a file's
     return _cleanup(args.cleanup, name) if args.source is None else _stage(args, name)
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    """What the batch system calls this job, or this task of an array; "none" without one."""
+    name = next((name for name in _JOBS if environ.get(name)), None)
+    if name is None:
+        return "none"
+    task = environ.get(_TASKS.get(name, ""), "")
+    return f"{environ[name]}_{task}" if task.strip("0").isdigit() else environ[name]  # else "0", or "undefined"
 
 
 def _cleanup(path: str, job: str) -> int:
@@ -84,13 +96,10 @@ def _stage(args: argparse.Namespace, name: str) -> int:
         rank = comm.rank
         if comm.size > 1:
             exits.install()
-        try:
-            limit = deadline(None, os.environ.get("HPCDIST_TIMEOUT"))
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        private = comm.Dup()
+        limit = objects.broadcast(private, VERB, _limit)
         request = Request(args.source, args.archive or "", args.with_base, tuple(args.also), not args.no_scan)
         options = Options(args.to, name, args.readers, args.verify, limit)
-        private = comm.Dup()
         done = stage(private, request, options, _note, lambda total: _bar(rank, total))
         private.Free()
     except HpcdistError as error:
@@ -102,6 +111,13 @@ def _stage(args: argparse.Namespace, name: str) -> int:
         _report(done)
         print(done.path, flush=True)
     return 0
+
+
+def _limit() -> float:
+    try:
+        return deadline(None, os.environ.get("HPCDIST_TIMEOUT"))
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _note(text: str) -> None:
@@ -132,6 +148,13 @@ def _report(done: Staged) -> None:
         _note(f"still read from where it is: {listed(source.outside)}; --with-base, --with DIR take it along")
 
 
+def _print_paths_as_they_are() -> None:
+    """A path may have any bytes: standard output has them as the file system has."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed
+        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
+
+
 if __name__ == "__main__":
+    _print_paths_as_they_are()
     with streams.printing(_NAME):
         sys.exit(main(sys.argv[1:]))

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import xxhash
 
-from hpcdist.errors import FileError, InputError, reason
-from hpcdist.files.commit import Commit, lock
+from hpcdist.errors import FileError, InputError, listed, reason
+from hpcdist.files.commit import lock
 from hpcdist.files.regular import check_regular, kind
+from hpcdist.files.text import write_text
 from hpcdist.stage_env import environment, trees
 from hpcdist.stage_env.environment import BASE, Environment
 from hpcdist.stage_env.packer import WINDOW, Packed
@@ -28,7 +29,7 @@ from hpcdist.stage_env.trees import Tree
 
 __all__ = ["Request", "Source", "prepare"]
 
-_FORMAT = 1  # of the archive and its description: another one is packed again
+_FORMAT = 2  # of the archive and its description: another one is packed again
 _NAP = 0.5  # seconds between two looks whether another job has packed the archive
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -61,6 +62,7 @@ class Source:
         origin: its path.
         prefixes: old path -> name in the copy.
         base: prefix of the base interpreter if it is in the copy.
+        also: paths of the other folders in the copy.
         outside: paths that the copy still leads to.
         packed: seconds that it took to pack the archive; None if it was there.
         files: number of files, links and folders.
@@ -79,6 +81,7 @@ class Source:
     origin: str
     prefixes: tuple[tuple[str, str], ...]
     base: str
+    also: tuple[str, ...]
     outside: tuple[str, ...]
     packed: float | None
     files: int
@@ -130,6 +133,7 @@ def _single(origin: str) -> Source:
         origin=origin,
         prefixes=(),
         base="",
+        also=(),
         outside=(),
         packed=None,
         files=1,
@@ -144,6 +148,7 @@ def _folder(origin: str, request: Request, moved: Callable[[], object], note: Ca
             raise FileError(
                 "HD401", f"{archive}: there is no archive, or it is damaged: without --no-scan it is packed"
             )
+        _check_holds(archive, known, origin, request)
         return known
     here = environment.described(origin)
     all_ = _trees(origin, request, here)
@@ -165,6 +170,20 @@ def _folder(origin: str, request: Request, moved: Callable[[], object], note: Ca
         if trees.digest(trees.scan(all_)) != state:
             raise FileError("HD407", f"{origin}: was changed while it was packed: try again")
         return _describe(archive, packed, origin, request, here, state)
+
+
+def _check_holds(archive: Path, known: Source, origin: str, request: Request) -> None:
+    """Raise an InputError if an archive that is taken as it is does not hold what is asked for."""
+    also = tuple(map(os.path.abspath, request.also))
+    if os.path.realpath(known.origin) != os.path.realpath(origin):
+        text = f"it holds {known.origin}, not {origin}"
+    elif request.with_base and not known.base:
+        text = "it holds no base interpreter"
+    elif known.also[: len(also)] != also:  # the place in this list is part of the path in the copy
+        text = f"--with {listed(also)}: it holds {listed(known.also)}"
+    else:
+        return
+    raise InputError("HD505", f"{archive}: {text}: without --no-scan it is packed again")
 
 
 def _trees(origin: str, request: Request, here: Environment) -> list[Tree]:
@@ -195,7 +214,7 @@ def _described(archive: Path, state: str | None) -> Source | None:
             return None
         if [found.st_size, int(found.st_mtime)] != [known["size"], known["written"]]:
             return None
-        for name in ("sums", "outside"):
+        for name in ("sums", "also", "outside"):
             known[name] = tuple(known[name])
         known["prefixes"] = tuple((old, at) for old, at in known["prefixes"])
         return Source(**known, path=str(archive), head=b"", packed=None)
@@ -208,7 +227,7 @@ def _alone(archive: Path, moved: Callable[[], object], note: Callable[[str], Non
     """A context in which no other job packs the archive, where the file system has locks."""
     path = archive.with_name(f".{archive.name}.lock")
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = _opened(path)
     except OSError as error:
         text = f"{archive}: cannot be written: {reason(error)}: --archive names another place for it"
         raise FileError("HD402", text) from error
@@ -223,15 +242,27 @@ def _alone(archive: Path, moved: Callable[[], object], note: Callable[[str], Non
         os.close(fd)
 
 
+def _opened(path: Path) -> int:
+    """Open a file to be locked; a colleague's may be readable only."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    except PermissionError:
+        if not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY | flags)
+
+
 def _describe(archive: Path, packed: Packed, origin: str, request: Request, here: Environment, state: str) -> Source:
     """Write the description of an archive, and return what is to be sent."""
     prefixes = [(old, packed.trees[0].at) for old in here.prefixes]
     if prefixes:
-        prefixes += [(tree.root, tree.at) for tree in packed.trees[1:] if tree.at != BASE]
+        prefixes += [(root, tree.at) for tree in packed.trees[1:] if tree.at != BASE for root in tree.roots]
     base = here.base if request.with_base else ""
     outside = list(packed.outside)
     if here.base and not base:
-        outside = [here.base, *(path for path in outside if not path.startswith(f"{here.base}/"))]
+        within = (f"{here.base}/", f"{os.path.realpath(here.base)}/")
+        outside = [here.base, *(path for path in outside if not path.startswith(within))]
     source = Source(
         path=str(archive),
         size=packed.nbytes,
@@ -246,12 +277,11 @@ def _describe(archive: Path, packed: Packed, origin: str, request: Request, here
         origin=origin,
         prefixes=tuple(prefixes),
         base=base,
+        also=tuple(tree.root for tree in packed.trees if tree.at not in (packed.trees[0].at, BASE)),
         outside=tuple(outside),
         packed=packed.seconds,
         files=packed.files,
     )
     known = {name: value for name, value in asdict(source).items() if name not in ("path", "head", "packed")}
-    commit = Commit(_description(archive))
-    commit.part.write_text(json.dumps({"format": _FORMAT, **known}))
-    commit.finish()
+    write_text(_description(archive), json.dumps({"format": _FORMAT, **known}))
     return source

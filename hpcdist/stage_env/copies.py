@@ -75,17 +75,22 @@ class Copy:
 
     def users(self, job: str | None) -> list[str]:
         """Return who uses it but `job`: other jobs, by their claims, and processes that run from it."""
+        jobs = [f"job {other}" for other in self.jobs(job)]
+        return jobs + [f"process {pid}" for pid in _processes(self.folder)]
+
+    def jobs(self, job: str | None) -> list[str]:
+        """Return the jobs but `job` that have a claim on it."""
         found = []
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             for claim in sorted(os.scandir(self._claims), key=lambda entry: entry.name):
                 if claim.name != job and time.time() - claim.stat().st_mtime < _CLAIM:
-                    found.append(f"job {claim.name}")
-        return found + [f"process {pid}" for pid in _processes(self.folder)]
+                    found.append(claim.name)
+        return found
 
 
 def _processes(folder: Path) -> list[int]:
     """The processes of this user, but for those of this command, that have files of a folder open, or are in it."""
-    inside = os.fsencode(f"{folder}/")
+    inside = os.fsencode(f"{os.path.realpath(folder)}/")  # as /proc has it
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # another user's, or gone by now
@@ -184,18 +189,34 @@ class Store:
             return Part(folder, fd)
 
     def finish(self, part: Part, record: Record, job: str) -> Copy:
-        """Give a part its name, with a claim of this job. If another job was faster, use what that has made."""
+        """Give a part its name, with a claim of this job. If another job was faster, use what that has made.
+
+        A copy whose record is gone is replaced; who has a claim on it keeps that.
+        """
         copy = Copy(self.path(record.digest))
         record.write(part.folder)
         Copy(part.folder).claim(job)
+        trash: Path | None = None
         with self.alone():
             known = Record.read(copy.folder)
             if known is None:
+                if os.path.lexists(copy.folder):
+                    for other in copy.jobs(job):
+                        Copy(part.folder).claim(other)
+                    trash = self._withdraw(copy.folder)
                 os.rename(part.folder, copy.folder)
             else:
                 copy.claim(job)
         part.close(remove=known is not None)
+        if trash is not None:
+            shutil.rmtree(trash, ignore_errors=True)
         return copy
+
+    def _withdraw(self, folder: Path) -> Path:
+        """Take a folder's name away; return the one under which it can be removed while others go on."""
+        trash = self.folder / f".trash-{secrets.token_hex(8)}"
+        os.rename(folder, trash)
+        return trash
 
     def remove(self, copy: Copy, job: str | None) -> list[str]:
         """Remove a copy unless others than `job` use it; return who does. The claim of `job` is gone in any case."""
@@ -203,28 +224,38 @@ class Store:
             if job is not None:
                 copy.release(job)
             users = copy.users(job)
-            if users or Record.read(copy.folder) is None:
+            if users or not os.path.lexists(copy.folder):
                 return users
-            trash = self.folder / f".trash-{secrets.token_hex(8)}"
-            os.rename(copy.folder, trash)
-        shutil.rmtree(trash)
+            trash = self._withdraw(copy.folder)
+        while trash.exists():
+            with suppress(FileNotFoundError):  # another job sweeps, too
+                shutil.rmtree(trash)
         return []
 
     def sweep(self, keep: str) -> None:
-        """Remove what nobody uses any more, but for the copy and the parts of the digest `keep`."""
+        """Remove what nobody uses any more, but for the copy and the parts of the digest `keep`.
+
+        What cannot be removed stays: the job that sweeps does without it.
+        """
         for path in self.folder.iterdir():
             if path.name.startswith(".trash-"):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.startswith(".part-") and not path.name.startswith(f".part-{keep[:16]}-{_boot()}-"):
                 self._sweep_part(path)
             elif re.fullmatch(r"[0-9a-f]{16}", path.name) and path != self.path(keep):
-                self.remove(Copy(path), None)
+                with suppress(OSError):
+                    self.remove(Copy(path), None)
 
     def _sweep_part(self, path: Path) -> None:
         with self.alone():
             fd = _locked(path)
-            if fd is not None:
-                Part(path, fd).close(remove=True)
+            if fd is None:
+                return
+            try:
+                trash = self._withdraw(path)
+            finally:
+                os.close(fd)
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def _boot() -> str:

@@ -16,6 +16,10 @@ __all__ = ["BASE", "Environment", "Relocation", "base_tree", "described", "elsew
 BASE = "base"  # name of the base interpreter in the copy
 _TEXT = 2**20  # bytes: larger files are no scripts
 _CONFIG = "pyvenv.cfg"
+_LINE = 127  # bytes of a #! line that every system takes
+_PROGRAM = re.compile(rb"#![ \t]*(/[^\s]+)[ \t]*([^\r\n]*)")
+_PYTHON = re.compile(rb"(python|pypy)[\d.]*t?")
+_UNQUOTED = re.compile(rb"(#!/bin/sh\n'''exec' )(/[^\s\"']+)")  # as pip writes it if the path has no blanks
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,11 @@ class Relocation:
         self._inside = f"{inside}/"
         self._new = {os.fsencode(old): os.fsencode(new) for old, new in moved.items()}
         longest_first = sorted(self._new, key=len, reverse=True)
-        # A path that continues before or after it is another one: /env2 is not /env.
+        # A path that continues before or after it is another one: /env2 is not /env. But -I/env/include names it.
         either = b"|".join(map(re.escape, longest_first))
-        self._pattern = re.compile(rb"(?<![\w.+-])(?:" + either + rb")(?![\w.+-])") if self._new else None
+        self._pattern = (
+            re.compile(rb"(?:(?<![\w.+-])|(?<=-[BFILR]))(?:" + either + rb")(?![\w.+-])") if self._new else None
+        )
         self._config = f"{inside}/{_CONFIG}"
         self._base = base
 
@@ -113,5 +119,28 @@ class Relocation:
         if name == self._config and self._base is not None:
             old, new_base = (os.fsencode(f"{prefix}/") for prefix in self._base)
             data = data.replace(old, new_base)
-        new = self._pattern.sub(lambda match: self._new[match[0]], data)
-        return data if new == data else new
+        first = _PROGRAM.match(data)
+        if first is not None and (program := self._replaced(first[1])) != first[1]:
+            return _started(program, first[2].rstrip()) + self._replaced(data[first.end() :])
+        new = self._replaced(_UNQUOTED.sub(rb'\1"\2"', data))
+        return data if self._replaced(data) == data else new
+
+    def _replaced(self, data: bytes) -> bytes:
+        assert self._pattern is not None
+        return self._pattern.sub(lambda match: self._new[match[0]], data)
+
+
+def _started(program: bytes, argument: bytes) -> bytes:
+    """Return the #! line for a program, without its end.
+
+    Where the system takes no such line, as it is long or the path has a blank: of Python, the lines that pip writes, in
+    which both sh and Python find what they need; of another program, the one that PATH names, as conda does.
+    """
+    line = b"#!" + b" ".join(filter(None, (program, argument)))
+    if len(line) < _LINE and not re.search(rb"\s", program):
+        return line
+    name = program.rpartition(b"/")[2]
+    if _PYTHON.fullmatch(name):
+        words = b" ".join(filter(None, (b'"' + program + b'"', argument, b'"$0" "$@"')))
+        return b"#!/bin/sh\n'''exec' " + words + b"\n' '''"
+    return b" ".join(filter(None, (b"#!/usr/bin/env", b"-S" if argument else b"", name, argument)))

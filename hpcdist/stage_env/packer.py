@@ -91,11 +91,13 @@ class Packed:
         self._links = trees.links(all_, entries)
         self.outside = dict.fromkeys(self._links[name].target for name in self._links if self._links[name].outside)
         self._first: dict[tuple[int, int], str] = {}  # name of each file that has several
-        mode = _mode(entries)
         commit = Commit(archive)
         try:
             fd = os.open(commit.part, os.O_WRONLY | os.O_CLOEXEC)
             try:
+                with suppress(OSError):  # nothing to be replaced, or a group that this user is not in
+                    os.fchown(fd, -1, os.stat(archive).st_gid)
+                mode = _mode(all_, entries, os.fstat(fd).st_gid)
                 os.fchmod(fd, mode)
                 summed = _Summed(fd, moved)
                 with tarfile.open(fileobj=summed, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -105,9 +107,7 @@ class Packed:
             finally:
                 os.close(fd)
             self.sums = summed.finish()
-            with suppress(FileNotFoundError):
-                os.chmod(archive, mode)  # a file that is replaced hands on its mode
-            commit.finish()
+            commit.finish(mode)
         except OSError as error:
             commit.discard()
             raise FileError(
@@ -137,22 +137,29 @@ class Packed:
                     tar.addfile(info, file)
             else:
                 for path in environment.elsewhere(entry.name, data, self._prefixes):
-                    if not any(f"{path}/".startswith(f"{tree.root}/") for tree in self.trees):
+                    if not any(f"{path}/".startswith(f"{root}/") for tree in self.trees for root in tree.roots):
                         self.outside[path] = None
                 tar.addfile(info, io.BytesIO(data))
             return
         tar.addfile(info)
 
 
-def _mode(entries: Sequence[Entry]) -> int:
-    """The mode of an archive: who cannot read all that is in it cannot read the archive."""
-    mode = 0o666 & ~umask()
+def _mode(all_: Sequence[Tree], entries: Sequence[Entry], gid: int) -> int:
+    """The mode of an archive of group `gid`: who cannot read all that is in it cannot read the archive."""
+    above = {folder for tree in all_ for folder in Path(os.path.realpath(tree.root)).parents}
+    allowed = {(status.st_mode << 2 | 0o022, status.st_gid) for status in map(os.stat, above)}  # to be entered
     for entry in entries:
         if stat.S_ISDIR(entry.mode):
-            mode &= 0o600 | entry.mode & entry.mode << 2  # to be entered, and listed
+            allowed.add((entry.mode & (entry.mode << 2 | 0o022), entry.gid))  # and listed
         elif stat.S_ISREG(entry.mode):
-            mode &= 0o600 | entry.mode
-    return mode & 0o666
+            allowed.add((entry.mode, entry.gid))
+    mode = 0o666 & ~umask()
+    for given, group in allowed:
+        if group != gid:  # a member of one group may be one of the others for the other, and the other way round
+            given &= given >> 3 & 0o007
+            given |= given << 3
+        mode &= 0o600 | given
+    return mode
 
 
 def _ahead(entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes | None]]:

@@ -85,6 +85,7 @@ def stage(
     """
     from mpi4py import MPI
 
+    options = objects.broadcast(comm, VERB, lambda: options)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     leaders: MPI.Intracomm = comm.Split(  # type: ignore[assignment]
         0 if node.rank == 0 else MPI.UNDEFINED, comm.rank

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import xxhash
 
 from hpcdist.errors import FileError, reason
 
-__all__ = ["Entry", "Link", "Tree", "digest", "links", "scan"]
+__all__ = ["Entry", "Link", "Tree", "compiled", "digest", "links", "scan"]
 
 _THREADS = 16  # a shared file system answers each request late, but many at once
 _SYSTEM = ("/usr/", "/lib", "/bin/", "/sbin/", "/etc/", "/proc/", "/dev/", "/sys/")  # a node has them by itself
-_COMPILED = ".pyc"
 
 
 def _all(_: str) -> bool:
@@ -33,11 +33,16 @@ class Tree:
         root: its absolute path.
         at: its name in the copy, without a "/".
         keep: whether an entry, whose name is relative to `root`, is copied, and what lies in it.
+        roots: `root`, and the path without symbolic links if that is another one.
     """
 
     root: str
     at: str
     keep: Callable[[str], bool] = _all
+
+    @cached_property
+    def roots(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.root, os.path.realpath(self.root))))
 
 
 class Entry(NamedTuple):
@@ -46,6 +51,7 @@ class Entry(NamedTuple):
     name: str
     path: str
     mode: int
+    gid: int
     size: int
     mtime: int  # seconds: more is not kept
     inode: tuple[int, int] | None  # of a file that has several names
@@ -63,7 +69,7 @@ def scan(trees: Sequence[Tree]) -> list[Entry]:
     """Return all entries of the trees: files and links by name, then folders, those within others first.
 
     A folder comes after all that it holds, so that its time and mode stay as they are set. Sockets, FIFOs and devices
-    are left out.
+    are left out. A tree's own folder may be a symbolic link: what it leads to is copied.
 
     Raises:
         FileError: a folder cannot be read.
@@ -71,7 +77,7 @@ def scan(trees: Sequence[Tree]) -> list[Entry]:
     found: list[Entry] = []
     with ThreadPoolExecutor(_THREADS) as threads:
         for tree in trees:
-            level = [_entry(tree.at, tree.root, os.lstat(tree.root))]
+            level = [_entry(tree.at, tree.root, os.stat(tree.root))]
             found += level
             while level:
                 inside = [entry for entries in threads.map(lambda e, t=tree: _list(t, e), level) for entry in entries]
@@ -100,17 +106,23 @@ def _entry(name: str, path: str, status: os.stat_result) -> Entry:
     mode = status.st_mode
     inode = (status.st_dev, status.st_ino) if stat.S_ISREG(mode) and status.st_nlink > 1 else None
     target = os.readlink(path) if stat.S_ISLNK(mode) else ""
-    return Entry(name, path, mode, status.st_size if stat.S_ISREG(mode) else 0, int(status.st_mtime), inode, target)
+    size = status.st_size if stat.S_ISREG(mode) else 0
+    return Entry(name, path, mode, status.st_gid, size, int(status.st_mtime), inode, target)
+
+
+def compiled(name: str) -> bool:
+    """Whether a file is one that a program writes as it runs, and does without: .pyc, and all in a __pycache__."""
+    return name.endswith(".pyc") or "/__pycache__/" in name
 
 
 def digest(entries: Iterable[Entry]) -> str:
     """Return a digest of names, kinds, modes, sizes, times and targets: it differs if a file was written since.
 
-    Compiled Python files do not count, nor when a folder was changed: programs that run from the folder write them.
+    Compiled files do not count, nor when a folder was changed: programs that run from the folder write them.
     """
     made = xxhash.xxh3_128()
     for entry in entries:
-        if not entry.name.endswith(_COMPILED) and not entry.name.endswith("/__pycache__"):
+        if not compiled(entry.name) and not entry.name.endswith("/__pycache__"):
             mtime = 0 if stat.S_ISDIR(entry.mode) else entry.mtime
             key = (entry.name, entry.path, entry.mode, entry.size, mtime, entry.target)
             made.update(repr(key).encode(errors="surrogateescape"))
@@ -128,16 +140,23 @@ def links(trees: Sequence[Tree], entries: Sequence[Entry]) -> dict[str, Link]:
 
 
 def _link(trees: Sequence[Tree], names: set[str], entry: Entry) -> Link:
-    here = os.path.dirname(entry.path)
-    leads = os.path.normpath(os.path.join(here, entry.target))
+    leads = _followed(entry)
+    roots = [(tree, root) for tree in trees for root in tree.roots]
     broken = False  # within its own tree
-    for path in (leads, os.path.normpath(os.path.join(os.path.realpath(here), entry.target))):
-        for tree in trees:
-            if path == tree.root or path.startswith(tree.root + "/"):
-                name = tree.at + path[len(tree.root) :]
+    for path in dict.fromkeys((leads, os.path.realpath(leads))):
+        for tree, root in roots:
+            if path == root or path.startswith(root + "/"):
+                name = tree.at + path[len(root) :]
                 if name in names:
                     return Link(os.path.relpath(name, os.path.dirname(entry.name)), False)
                 broken = broken or entry.name.startswith(f"{tree.at}/")
-    if broken and not entry.target.startswith("/"):
+    absolute = entry.target.startswith("/")
+    if broken and not absolute:
         return Link(entry.target, False)
-    return Link(leads, not broken and not leads.startswith(_SYSTEM))
+    return Link(entry.target if absolute else leads, not broken and not leads.startswith(_SYSTEM))
+
+
+def _followed(entry: Entry) -> str:
+    """The path that a link names, from the real folder on, as the system follows it; the last name is not followed."""
+    folder, _, last = os.path.join(os.path.dirname(entry.path), entry.target).rpartition("/")
+    return os.path.normpath(os.path.join(os.path.realpath(f"{folder}/"), last))

@@ -21,12 +21,12 @@ import xxhash
 from hpcdist.errors import FileError, reason
 from hpcdist.files.regular import shown
 from hpcdist.stage_env.environment import Relocation
+from hpcdist.stage_env.trees import compiled
 
 __all__ = ["Journal", "Unpacker", "changed"]
 
 _CHUNK = 2**20  # bytes of a large file that are written at once
 _MANIFEST, _JOURNAL = "manifest", "journal"
-_COMPILED = ".pyc"  # Python writes them anew, and does without them
 
 
 class Stream(Protocol):
@@ -195,6 +195,8 @@ class Unpacker:
         """Complete the file in the middle of which the unpacking stopped."""
         journal = self.journal
         path = self._inside(_checked(journal.name))
+        if stat.S_ISREG(os.lstat(path).st_mode):  # it may have been complete, and read-only
+            os.chmod(path, 0o600)
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             digest, done, written = xxhash.xxh3_64(), 0, journal.size - journal.left
@@ -234,7 +236,7 @@ class Unpacker:
     def _list(self, name: str, size: int | None, mtime: int | None, content: str) -> None:
         """Add an entry to the manifest; `content` is the checksum of a file, "" if another name of it has that, or what
         a link holds."""
-        if not name.endswith(_COMPILED):
+        if not compiled(name):
             self._manifest.write(json.dumps([name, size, mtime, content]).encode() + b"\n")
 
 

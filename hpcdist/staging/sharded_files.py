@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import FileError, listed, reason
-from hpcdist.files.commit import Commit
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.regular import check_regular
 from hpcdist.files.safetensors import SUFFIX
+from hpcdist.files.text import write_text
 from hpcdist.validation.local import WrongError
 
 __all__ = [
@@ -83,12 +83,7 @@ def write_index(path: str, datasets: Sequence[Dataset], files: Sequence[tuple[st
     """Write ``NAME.safetensors.index.json``: which file holds each tensor. A FileError if it cannot be written."""
     names = {datasets[i].name: Path(file).name for file, rows in files for i in rows}
     index = {"metadata": {"total_size": sum(dataset.nbytes() for dataset in datasets)}, "weight_map": names}
-    commit = Commit(index_of(path))
-    try:
-        commit.part.write_text(json.dumps(index, indent=2) + "\n")
-        commit.finish()
-    finally:
-        commit.discard()  # does nothing after finish()
+    write_text(index_of(path), json.dumps(index, indent=2) + "\n")
 
 
 def is_sharded(path: str) -> bool:

@@ -230,14 +230,22 @@ def test_the_name_is_gone_before_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES])
 def test_a_folder_that_cannot_be_synced(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise OSError(code, os.strerror(code))
+    """That is no error; of a file, it is."""
+    refused, fsync = [stat.S_ISDIR], os.fsync
 
-    monkeypatch.setattr(commit, "sync", refuse)
+    def refuse(fd: int) -> None:
+        if any(is_kind(os.fstat(fd).st_mode) for is_kind in refused):
+            raise OSError(code, os.strerror(code))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
     one = Commit(tmp_path / "x")
     one.part.write_text("new")
     one.finish()
     assert (tmp_path / "x").read_text() == "new"
+    refused.append(stat.S_ISREG)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        commit.sync(tmp_path / "x")
 
 
 def mode(path: Path) -> int:

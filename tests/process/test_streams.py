@@ -36,6 +36,14 @@ def test_a_command_goes_on_when_nobody_reads_it(command: str, tmp_path: Path) ->
     assert job.err == f"hpcdist.{command}: error: standard output: No space left on device [HD410]\n" * full
 
 
+def test_what_cannot_be_encoded_is_an_error() -> None:
+    """It is not lost with status 0."""
+    code = "from hpcdist.process import streams\nwith streams.printing('x'): print('a\\udcff'); print('b')"
+    job = mpirun(0, code=code)
+    assert (job.status, job.out) == (1, ""), job
+    assert job.err.startswith("x: error: standard output: 'utf-8' codec can't encode") and "[HD410]" in job.err, job.err
+
+
 JOB = """
     import os, sys
     import torch

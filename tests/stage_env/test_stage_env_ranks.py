@@ -141,14 +141,32 @@ def test_what_is_damaged_on_its_way_is_not_unpacked(
     assert_on_all_ranks(comm, "the archive was damaged on its way, at byte 0" in str(error), error)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_the_options_of_rank_0_count(world: World, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    class Noting(Watchdog):
+        def __init__(self, seconds: float) -> None:
+            seen.append(seconds)
+            super().__init__(seconds)
+
+    monkeypatch.setattr(stage, "Watchdog", Noting)
+    options = Options(str(shared) if world.rank == 0 else "nowhere", "1", timeout=60 + world.rank)
+    done = stage.stage(world.comm, Request(str(shared / "data")), options, _nothing, lambda _: _nothing)
+    assert_on_all_ranks(world.comm, seen == [60] and done.path.startswith(f"{shared}/hpcdist-"), (seen, done.path))
+
+
 @pytest.mark.once
 def test_a_disk_that_hangs_ends_the_job(tmp_path: Path) -> None:
+    """After the time that rank 0 was given; what the others were does not matter."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "file").write_bytes(BYTES)
     code = """
-        import sys, time
+        import os, sys, time
+        from mpi4py import MPI
         from hpcdist.stage_env import unpack
         from hpcdist.stage_env.__main__ import main
+        if MPI.COMM_WORLD.rank: os.environ["HPCDIST_TIMEOUT"] = "soon"
         unpack._write = lambda fd, data: time.sleep(600)
         sys.exit(main(["data", "--to", "."]))
     """
