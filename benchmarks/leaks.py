@@ -72,9 +72,10 @@ def state(world: hd.World) -> State:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
+    world.comm.Barrier()  # memory that ranks share counts by how many of them have it
     rollup = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     in_use = os.statvfs("/dev/shm")
-    return State(
+    found = State(
         resident=_kib(rollup["Anonymous"]),
         shared=_kib(rollup.get("Pss_Shmem", "0 kB")),
         devshm=(in_use.f_blocks - in_use.f_bfree) * in_use.f_frsize / _MIB,
@@ -84,6 +85,8 @@ def state(world: hd.World) -> State:
         objects=len(gc.get_objects()) + gc.get_freeze_count(),
         records=_records(world),
     )
+    world.comm.Barrier()  # no rank goes on while another one looks at /dev/shm
+    return found
 
 
 def _kib(text: str) -> float:
