@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from io import TextIOWrapper
 
 from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
 from hpcdist.doctor.findings import report, status
 from hpcdist.doctor.supervisor import watch
-from hpcdist.process.streams import printing
+from hpcdist.process.streams import escape, printing
 from hpcdist.runtime.cli import Parser, path
 from hpcdist.runtime.world import environ, is_first
 from hpcdist.watch.deadlines import deadline
@@ -69,7 +68,6 @@ def parser() -> Parser:
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of folders and hosts need not fit its encoding
+    escape()  # names of folders and hosts
     with printing("hpcdist.doctor"):
         sys.exit(main())

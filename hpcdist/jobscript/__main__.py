@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 
 from hpcdist.errors import InputError, reason
 from hpcdist.jobscript import BINDINGS, KINDS, LAUNCHERS, SCHEDULERS, Shape, here, write
-from hpcdist.process.streams import printing
+from hpcdist.process.streams import pass_bytes_on, printing
 from hpcdist.runtime.cli import Parser, path
 
 
@@ -116,7 +115,6 @@ def _launch(p: Parser) -> None:
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed; the words come back as the bytes that they were
-        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
+    pass_bytes_on()
     with printing("hpcdist.jobscript"):
         main(sys.argv[1:])

@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from hpcdist.errors import coded, reason
 
-__all__ = ["printing", "reserve"]
+__all__ = ["escape", "pass_bytes_on", "printing", "reserve"]
 
 FAILED = 1  # exit status of a command that has done its work, but could not print the result
 
@@ -23,6 +24,24 @@ def reserve() -> None:
             os.fstat(fd)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free descriptor
+
+
+def escape() -> None:
+    """Let standard output, which a person reads, show what its encoding lacks as an escape: names may have any bytes.
+
+    Before :func:`printing`.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def pass_bytes_on() -> None:
+    """Let standard output, which a program reads, have names and words as the bytes that they were.
+
+    Before :func:`printing`.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
 
 
 class _Stream:

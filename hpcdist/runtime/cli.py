@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from hpcdist import memory
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import exits
-from hpcdist.process.streams import printing
+from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path, plural, show_bytes
 from hpcdist.runtime.world import World
@@ -40,8 +39,7 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
     `main` is collective. It reports bad input as an InputError (or another HpcdistError) on every rank, which rank 0
     prints in one line. Any other exception on any rank ends the job with its traceback.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold any bytes
+    escape()  # names of files
     with printing(parser.prog):
         _warn_of_small_shm(parser.prog)  # before MPI starts, which a bus error may end without a message
         args = parser.parse_args()

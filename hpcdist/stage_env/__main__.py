@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import re
 import socket
@@ -148,13 +147,7 @@ def _report(done: Staged) -> None:
         _note(f"still read from where it is: {listed(source.outside)}; --with-base, --with DIR take it along")
 
 
-def _print_paths_as_they_are() -> None:
-    """A path may have any bytes: standard output has them as the file system has."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed
-        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
-
-
 if __name__ == "__main__":
-    _print_paths_as_they_are()
+    streams.pass_bytes_on()
     with streams.printing(_NAME):
         sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,7 +91,7 @@ BROKEN: dict[str, tuple[int, dict[str, str], str, str, str]] = {
         0,
         {"HPCDIST_STAGING": "/dev/null/\udcff", "PYTHONIOENCODING": "utf-8:strict"},  # its name is not text
         "staging folder",
-        "/dev/null/\\udcff",
+        f"/dev/null/\\udcff on {socket.gethostname()}: Not a directory",
         "export HPCDIST_STAGING=FOLDER",
     ),
 }
