@@ -82,7 +82,7 @@ def state(world: hd.World) -> State:
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
         communicators=communicators(world.comm),
-        objects=len(gc.get_objects()) + gc.get_freeze_count(),
+        objects=len(gc.get_objects()),
         records=_records(world),
     )
     world.comm.Barrier()  # no rank goes on while another one looks at /dev/shm

@@ -13,7 +13,7 @@ from typing import Any
 from hpcdist.commands import dcp_output
 from hpcdist.commands.checkpoint_inputs import Checkpoint, find
 from hpcdist.commands.checkpoint_outputs import Copy
-from hpcdist.commands.formats import FORMATS
+from hpcdist.commands.formats import FORMATS, names_folder
 from hpcdist.commands.steps import shortened, show, speed
 from hpcdist.control import objects
 from hpcdist.errors import InputError
@@ -24,22 +24,12 @@ from hpcdist.runtime.cli import plural, show_bytes
 from hpcdist.runtime.world import World
 from hpcdist.staging.names import flatten
 from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
-from hpcdist.staging.sharded_files import is_sharded, shard_size
+from hpcdist.staging.sharded_files import shard_size
 from hpcdist.validation.local import WrongError
 
-__all__ = ["convert", "is_wanted"]
+__all__ = ["convert"]
 
 _OUTPUTS = (safetensors.SUFFIX, ".h5")
-
-
-def is_wanted(args: argparse.Namespace) -> bool:
-    """Whether a command line is about all tensors of a checkpoint, and not about arrays to join."""
-    folder = args.output is not None and _is_folder(args.output)
-    return bool(args.tensors or args.max_shard_size or folder or any(map(is_sharded, args.input)))
-
-
-def _is_folder(path: str) -> bool:
-    return path.endswith("/") or os.path.isdir(path)
 
 
 def convert(world: World, args: argparse.Namespace) -> int:
@@ -58,7 +48,7 @@ def convert(world: World, args: argparse.Namespace) -> int:
         "verb": "gather", "ranks": world.world_size, "nodes": world.nodes, "input": args.input[0], "kind": held.kind,
         "files": len(held.files), "tensors": len(held.tensors), "bytes": held.nbytes(), "left_out": held.left_out,
     }  # fmt: skip
-    folder = objects.broadcast(comm, "gather", lambda: _is_folder(args.output))
+    folder = objects.broadcast(comm, "gather", lambda: names_folder(args.output))
     report |= copy.write_folder() if folder else copy.write_files()
     report["seconds"] = max(objects.all_gather_object(comm, time.perf_counter() - started))
     report["output"] = args.output
@@ -108,7 +98,7 @@ def _check_output(held: Checkpoint, args: argparse.Namespace) -> int | None:
     """
     path: str = args.output
     _check_tensors(held, args.window)
-    if _is_folder(path):
+    if names_folder(path):
         if args.max_shard_size or args.resume:
             raise InputError("HD505", f"{path}: a folder of torch's DCP has no --max-shard-size, and no --resume")
         dcp_output.check_output(path, held.nbytes())

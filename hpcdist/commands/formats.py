@@ -32,7 +32,7 @@ from hpcdist.staging.catalog import Stored, describe
 from hpcdist.staging.reader import DatasetReader, Reader
 from hpcdist.tensors.storage import BARE, DTYPES
 
-__all__ = ["FORMATS", "open_raw", "stored_in"]
+__all__ = ["FORMATS", "names_folder", "open_raw", "stored_in"]
 
 _NPY_HEADER = 2**16  # bytes; numpy itself takes 10,000
 _PT = {d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d))}  # torch.load has no others
@@ -175,3 +175,8 @@ FORMATS = {
     ".safetensors": Format(_open_safetensors, safetensors.KINDS, safetensors.lay_out),
     ".h5": Format(_open_h5, set(DTYPES), None),
 }
+
+
+def names_folder(output: str) -> bool:
+    """Whether an output is a folder, which has the parts of a checkpoint."""
+    return output.endswith("/") or os.path.isdir(output)

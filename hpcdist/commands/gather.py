@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hpcdist.commands.convert import convert, is_wanted
+from hpcdist.commands.formats import names_folder
 from hpcdist.commands.join import Join
 from hpcdist.commands.options import Options, join_parser
 from hpcdist.commands.steps import run
@@ -12,11 +12,14 @@ from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.runtime.cli import Parser
 from hpcdist.runtime.world import World
+from hpcdist.staging.sharded_files import is_sharded
 
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Gather the inputs on the ranks of the world; return the exit status. Collective."""
-    if objects.broadcast(world.team.comm, "gather", lambda: is_wanted(args)):
+    if objects.broadcast(world.team.comm, "gather", lambda: _is_of_a_checkpoint(args)):
+        from hpcdist.commands.convert import convert  # which imports torch's DCP and DTensor: as long as all of torch
+
         return convert(world, args)
     options = Options.of("concat" if args.everywhere else "gather", args)
     if not 0 <= options.root < world.world_size:
@@ -28,6 +31,12 @@ def main(world: World, args: argparse.Namespace) -> int:
             "HD506", f"{options.output}: gather writes one file; a pattern is for hpcdist.concat and hpcdist.split"
         )
     return run(Join(world, options))
+
+
+def _is_of_a_checkpoint(args: argparse.Namespace) -> bool:
+    """Whether a command line is about all tensors of a checkpoint, and not about arrays to join."""
+    folder = args.output is not None and names_folder(args.output)
+    return bool(args.tensors or args.max_shard_size or folder or any(map(is_sharded, args.input)))
 
 
 def parser() -> Parser:

@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from launch import DEADLINE, Job, communicate
+from launch import python as forked
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -224,9 +225,10 @@ class Hosts:
         code: str = "",
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        python: str | Path = sys.executable,
+        python: str | Path | None = None,
     ) -> Started:
-        """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs."""
+        """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs. Without it the
+        ranks are forks that have imported torch, see helpers/forkserver.py."""
         own = Path(sys.executable).with_name("mpirun")
         mpirun = str(own) if own.exists() else str(shutil.which("mpirun"))
         machines = {}
@@ -240,7 +242,7 @@ class Hosts:
             "HYDRA_HOST_FILE": str(machines[":"]),
         }
         args = ("-c", textwrap.dedent(code)) if code else args
-        command = [mpirun, "-n", str(sum(ranks)), python, *args]
+        command = [mpirun, "-n", str(sum(ranks)), *([python] if python else forked()), *args]
         return self.start(self.names[0], command, cwd, {**self.mpi_environment(), **files, **(env or {})})
 
     def mpi_environment(self) -> dict[str, str]:

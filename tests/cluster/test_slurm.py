@@ -16,6 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from launch import python
 from slurm import GPUS, Ended, Slurm
 
 from hpcdist.jobscript import SCHEDULERS, Shape, write
@@ -51,8 +52,12 @@ def _shards(where: Path, whole: np.ndarray) -> None:
 
 def _environment(slurm: Slurm, launcher: str, bin_: Path = OPENMPI) -> dict[str, str]:
     """Of somebody who has activated an environment and chosen a launcher."""
-    path = f"{bin_}:{os.environ['PATH']}"
-    return {**slurm.mpi_environment(), "PATH": path, "HPCDIST_LAUNCHER": launcher}
+    return {**slurm.mpi_environment(), "PATH": _path(bin_), "HPCDIST_LAUNCHER": launcher}
+
+
+def _path(bin_: Path) -> str:
+    """As an environment that is activated sets it; its python has imported torch already."""
+    return f"{python(str(bin_ / 'python'))[-1]}:{bin_}:{os.environ['PATH']}"
 
 
 def _run(
@@ -102,7 +107,8 @@ def test_each_script_says_what_it_chose_and_gathers(kind: str, launcher: str, sl
     before = ["python", "-m", "hpcdist.gather"] if kind == "interactive" else []
     after = ["--route", "mpi"] if kind == "gpu" else []  # no GPU here, but for Slurm
     options = [f"--gpus-per-node={ntasks}"] if kind == "gpu" else []
-    ended = _run(slurm, folder, kind, launcher, *before, *ASK, *after, ntasks=ntasks, options=options)
+    true = {"PATH": f"{OPENMPI}:{os.environ['PATH']}"} if kind == "staged" else {}  # which imports torch
+    ended = _run(slurm, folder, kind, launcher, *before, *ASK, *after, ntasks=ntasks, options=options, **true)
     report = _report(ended)
     assert (report["ranks"], report["nodes"]) == (2 * ntasks, 2)
     assert np.array_equal(_written(folder / "whole.h5"), WHOLE)
@@ -119,8 +125,7 @@ def test_each_script_says_what_it_chose_and_gathers(kind: str, launcher: str, sl
 @pytest.mark.parametrize("bin_", MPIS, ids=[bin_.parent.name for bin_ in MPIS])
 def test_a_training_starts(bin_: Path, launcher: str, slurm: Slurm, folder: Path) -> None:
     """Over two nodes, with hpcdist's own backend; the program sees to it that one process learns the same."""
-    path = f"{bin_}:{os.environ['PATH']}"
-    ended = _run(slurm, folder, "train", launcher, "--epochs", "2", ntasks=2, PATH=path)
+    ended = _run(slurm, folder, "train", launcher, "--epochs", "2", ntasks=2, PATH=_path(bin_))
     assert (ended.state, ended.status) == ("COMPLETED", 0), ended.out
     assert "train: job " in ended.out
     assert "4 ranks, backend mpi: each has 6 of the 24 samples of a step\n" in ended.out
@@ -150,8 +155,7 @@ def test_an_array_is_a_job_for_each_index(launcher: str, slurm: Slurm, folder: P
 
 @pytest.mark.parametrize("launcher", LAUNCHERS * MPICH.exists())
 def test_mpich_is_found(launcher: str, slurm: Slurm, folder: Path) -> None:
-    path = f"{MPICH}:{os.environ['PATH']}"
-    ended = _run(slurm, folder, "cpu", launcher, *ASK, PATH=path)
+    ended = _run(slurm, folder, "cpu", launcher, *ASK, PATH=_path(MPICH))
     report = _report(ended)
     assert (report["ranks"], report["nodes"]) == (2, 2)
     assert "MPI: MPICH; " + _launch(launcher, 2, "pmi2") in ended.out
@@ -175,8 +179,8 @@ def test_ranks_are_placed_evenly_and_have_the_environment(
     bin_: Path, launcher: str, slurm: Slurm, folder: Path
 ) -> None:
     (folder / "who.py").write_text(WHO)
-    path, options = f"{bin_}:{os.environ['PATH']}", ["--cpus-per-task=3"]
-    ended = _run(slurm, folder, "interactive", launcher, "python", "who.py", ntasks=2, options=options, PATH=path)
+    command, options = ("python", "who.py"), ["--cpus-per-task=3"]
+    ended = _run(slurm, folder, "interactive", launcher, *command, ntasks=2, options=options, PATH=_path(bin_))
     assert ended.state == "COMPLETED", ended.out
     assert HERE in ended.out
 
@@ -230,7 +234,7 @@ def test_a_pmi_that_the_cluster_lacks_is_left_to_its_default(bin_: Path, slurm: 
     real = slurm.run(["sh", "-c", "command -v srun"]).out.strip()
     (folder / "srun").write_text(f'#!/bin/sh\n[ "$1" != --mpi=list ] || exec echo none\nexec {real} "$@"\n')
     (folder / "srun").chmod(0o755)
-    ended = _run(slurm, folder, "cpu", "srun", *ASK, PATH=f"{folder}:{bin_}:{os.environ['PATH']}")
+    ended = _run(slurm, folder, "cpu", "srun", *ASK, PATH=f"{folder}:{_path(bin_)}")
     assert ended.state == "FAILED", ended.out
     assert "launched by: srun --ntasks=2 " in ended.out
     assert "alone in its MPI world, but SLURM_STEP_NUM_TASKS=2: srun started 2 processes" in ended.out
@@ -275,8 +279,7 @@ def test_nccl_without_gpus_fails_the_job_in_one_clear_line(slurm: Slurm, folder:
 @pytest.mark.parametrize("bin_", [MPICH] * MPICH.exists(), ids=["mpich"])
 def test_the_wrong_mpi_of_srun_is_found_and_told(bin_: Path, slurm: Slurm, folder: Path) -> None:
     """As many worlds of one rank as there are ranks: nobody is to believe that this is a job."""
-    path = f"{bin_}:{os.environ['PATH']}"
-    ended = _run(slurm, folder, "cpu", "srun", *ASK, HPCDIST_SRUN_MPI="none", PATH=path)
+    ended = _run(slurm, folder, "cpu", "srun", *ASK, HPCDIST_SRUN_MPI="none", PATH=_path(bin_))
     assert ended.state == "FAILED", ended.out
     assert "MPI: MPICH; " + _launch("srun", 2, "none") in ended.out
     assert "this process is alone in its MPI world, but SLURM_STEP_NUM_TASKS=2: srun started 2 processes" in ended.out

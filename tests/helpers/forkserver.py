@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ import struct
 import sys
 import tempfile
 import types
+import weakref
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -32,6 +34,10 @@ _IMPORTED = (
     *("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LC_", "LANG"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH_"),
 )
+_HERE = os.path.dirname(os.path.realpath(__file__))  # an import from here is nothing that has been done already
+# Of processes that can be forked for, and the flags of those that a fork can enter.
+_KINDS = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+_ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04000000}
 _LENGTH = struct.Struct("<q")
 
 
@@ -68,8 +74,9 @@ class Server:
             return None
         connection.settimeout(None)
         caller, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        own = (os.geteuid(), _decisive(os.environ), _spaces("self"))
-        if own != (uid, _decisive(task["environ"]), _spaces(caller)):
+        other = {kind for kind in _KINDS if _space("self", kind) != _space(caller, kind)}
+        same = (uid, _decisive(task["environ"])) == (os.geteuid(), _decisive(os.environ))
+        if not same or not other <= _ENTERED.keys() or (other and uid):
             connection.sendall(_LENGTH.pack(0))  # it starts a Python of its own
             connection.close()
             for fd in fds:
@@ -78,8 +85,10 @@ class Server:
         pid = os.fork()
         if pid == 0:
             self._selector.close()
-            for other in (listener, connection, *self.children):
-                other.detach()
+            for open_here in (listener, connection, *self.children):
+                open_here.detach()
+            if other:
+                _enter(caller, other)
             _take_over(task, fds)
             return task
         for fd in fds:
@@ -118,13 +127,22 @@ class Server:
 
 def _decisive(environ: Any) -> dict[str, str]:
     """The variables with other values of which the imports might have gone otherwise."""
-    return {name: value for name, value in environ.items() if name.startswith(_IMPORTED)}
+    found = {name: value for name, value in environ.items() if name.startswith(_IMPORTED)}
+    path = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _HERE)]
+    return {**found, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def _spaces(process: int | str) -> list[str]:
-    """The namespaces of a process: a fork is in those of the server."""
-    kinds = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
-    return [os.readlink(f"/proc/{process}/ns/{kind}") for kind in kinds]
+def _space(process: int | str, kind: str) -> str:
+    return os.readlink(f"/proc/{process}/ns/{kind}")
+
+
+def _enter(process: int, kinds: set[str]) -> None:
+    """Go into the namespaces of a process, such as those of a host of cluster/hosts.py."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.pidfd_open(process)
+    if libc.setns(fd, sum(_ENTERED[kind] for kind in kinds)):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(fd)
 
 
 def _kill(group: int) -> None:
@@ -162,6 +180,7 @@ def _take_over(task: dict[str, Any], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(task["environ"])
     tempfile.tempdir = None
+    importlib.reload(forks)  # its memory is shared by the forks of those who have imported it
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
@@ -191,6 +210,8 @@ def _prepare(arguments: list[str]) -> tuple[types.ModuleType, Any]:
     if arguments[0] == "-u":
         arguments = arguments[1:]
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if _HERE in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        sys.path.insert(1, _HERE)
     kind = arguments[0]
     if kind in ("-c", "-m"):
         sys.argv, sys.path[0] = [kind, *arguments[2:]], "" if kind == "-c" else os.getcwd()
@@ -203,10 +224,14 @@ def _prepare(arguments: list[str]) -> tuple[types.ModuleType, Any]:
 
 if __name__ == "__main__":
     atexit.register(_leave)  # first, so that it comes last
-    import torch.distributed  # noqa: F401  which is what takes the time; nothing here may load MPI
+    # What takes the time; nothing here may load MPI.
 
     _loaded |= {name: module for name, module in sys.modules.items() if name not in ("sys", "builtins", "__main__")}
     _loaded["_loaded"] = _loaded  # a cycle, which keeps them: no collection looks at what is frozen
+    from hpcdist.process import forks
+
+    for registered in weakref.finalize._registry:
+        registered.atexit = False
     gc.freeze()  # the collections at the end of a program do not go through all of torch
     # As deep in the stack as a program is: hpcdist looks at the outermost frame, and shows those of the user.
     server = Server(socket.socket(fileno=int(sys.argv[1])))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import forks
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -76,33 +76,10 @@ def commands(
 
 
 @functools.cache
-def python() -> list[str]:
-    """The words before a program's arguments: as sys.executable, but torch is imported already (see forkserver.py)."""
-    here, folder = Path(__file__).parent, Path(tempfile.mkdtemp(prefix="hpcdist-fork-", dir="/tmp"))  # a short path
-    for name in ("0", "1"):  # for even and odd ranks, whose hashes and addresses differ as those of true processes do
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(folder / name))
-            listener.listen(64)
-            server = subprocess.Popen(
-                [sys.executable, str(here / "forkserver.py"), str(listener.fileno())],
-                env={**without_launcher(os.environ), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C is for the tests, which end it
-            )
-        atexit.register(_end, server, folder)
-    return [sys.executable, "-SE", str(here / "forked.py"), str(folder)]
-
-
-def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
-    """It ends with its standard input."""
-    try:
-        server.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+def python(executable: str = sys.executable) -> list[str]:
+    """The words before a program's arguments: as `executable`, but torch is imported already: see forks.py. The last
+    of them is a folder with a command ``python`` that does the same."""
+    return forks.serve(executable, {**without_launcher(os.environ), "OMP_NUM_THREADS": "1"})
 
 
 def launcher(np: int) -> list[str]:

@@ -163,7 +163,7 @@ def test_compressed(filters: dict[str, object], writer: str, world: hd.World, fo
             world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", torch.ones(3), writer=writer, **filters)
         )
         assert_on_all_ranks(world.comm, "writer mpio does not compress" in str(refused), refused)
-        writer = "auto"
+        return
     for case, dim, dtype in itertools.product(EXTENTS, (0, 1), (torch.int16, torch.bfloat16, torch.bool)):
         extents = extents_of(case, world.world_size)
         shape = (sum(extents), 5) if dim == 0 else (5, sum(extents))

@@ -1,0 +1,52 @@
+"""Python processes that begin with torch imported: forks of a server, forkserver.py, which forked.py asks for them."""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+def serve(executable: str, environ: Mapping[str, str]) -> list[str]:
+    """Start the servers, until this process ends; returns the words before a program's arguments, in place of
+    `executable`. The last of them is a folder with a command ``python`` that does the same.
+
+    Args:
+        executable: a Python.
+        environ: with other values of what decides how imports go, such as PYTHONPATH, it is a true process that begins.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hpcdist-fork-", dir="/var/tmp"))  # a short path, which all hosts share
+    for name in ("0", "1"):  # for even and odd ranks, whose hashes and addresses differ as those of true processes do
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / name))
+            listener.listen(64)
+            server = subprocess.Popen(
+                [executable, str(_HERE / "forkserver.py"), str(listener.fileno())],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # Ctrl-C is for the tests, which end it
+            )
+        atexit.register(_end, server, folder)
+    words = [executable, "-SE", str(_HERE / "forked.py"), str(folder)]
+    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    (folder / "python").chmod(0o755)
+    return words
+
+
+def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
+    """It ends with its standard input."""
+    try:
+        server.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
