@@ -202,6 +202,16 @@ class Outcome:
     note: str
 
 
+def waiting_asleep() -> dict[str, str]:
+    """What makes the ranks of jobs sleep while they wait; nothing where there is no C compiler."""
+    library = LOGS.parent / "sched_yield.so"
+    source = ROOT / "tests" / "helpers" / "sched_yield.c"
+    with _starting:
+        if shutil.which("cc") and not library.exists():
+            subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return {"LD_PRELOAD": str(library)} if library.exists() else {}
+
+
 def execute(run: Run) -> Outcome:
     """Run pytest, with its output in a log; a run that ends badly counts as a failure."""
     log = LOGS / f"{run.name}.log"
@@ -213,7 +223,7 @@ def execute(run: Run) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=ENVIRON,
+            env={**ENVIRON, **({} if run.np else waiting_asleep())},
             start_new_session=True,
         )
         status, note = _wait_for(process, log)

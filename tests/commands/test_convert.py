@@ -418,7 +418,7 @@ def test_each_byte_is_read_once_within_the_window(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     code = """
         import json, re, hpcdist as hd
-        from hpcdist.commands import gather
+        from hpcdist.commands import convert, gather  # convert is imported by gather once it is wanted
         peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
         chars = lambda: int(re.search(r"rchar: (\\d+)", open("/proc/self/io").read())[1])
         with hd.init(device="cpu") as world:

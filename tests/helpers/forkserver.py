@@ -38,6 +38,11 @@ _HERE = os.path.dirname(os.path.realpath(__file__))  # an import from here is no
 # Of processes that can be forked for, and the flags of those that a fork can enter.
 _KINDS = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04000000}
+# What takes the time; nothing here may load MPI.
+_TORCH = (
+    *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
+    "torch.nn.parallel.distributed",
+)
 _LENGTH = struct.Struct("<q")
 
 
@@ -224,8 +229,8 @@ def _prepare(arguments: list[str]) -> tuple[types.ModuleType, Any]:
 
 if __name__ == "__main__":
     atexit.register(_leave)  # first, so that it comes last
-    # What takes the time; nothing here may load MPI.
-
+    for name in _TORCH:
+        importlib.import_module(name)
     _loaded |= {name: module for name, module in sys.modules.items() if name not in ("sys", "builtins", "__main__")}
     _loaded["_loaded"] = _loaded  # a cycle, which keeps them: no collection looks at what is frozen
     from hpcdist.process import forks
