@@ -142,11 +142,13 @@ LEAKS = () if ALL else ("--ignore=tests/runtime/test_leaks.py",)  # on 2 ranks o
 SLURM = "tests/cluster/test_slurm.py"
 # Jobs that mostly wait, for a deadline or for those that have hung: beside the others.
 WAITING = tuple(f"tests/{name}" for name in ("doctor", "process", "runtime", "watch"))
+COMMANDS = "tests/commands"
 RUNS = [  # the long ones first
     Run("openmpi", 0, cluster=True, on="hosts", paths=(f"--ignore={SLURM}",)),
     Run("openmpi", 0, cluster=True, on="slurm", paths=(SLURM,)),
-    Run("openmpi", 0, paths=tuple(f"--ignore={path}" for path in WAITING)),
+    Run("openmpi", 0, paths=tuple(f"--ignore={path}" for path in (*WAITING, COMMANDS))),
     Run("openmpi", 0, on="waiting", paths=WAITING),
+    Run("openmpi", 0, on="commands", paths=(COMMANDS,)),
     Run("openmpi", 3, large=ALL),
     Run("mpich", 0),
     Run("floor", 2, paths=LEAKS, large=False),
@@ -296,7 +298,7 @@ def main(names: list[str]) -> int:
     left_out: list[str] = []
     environments = Environments(runs)
 
-    def one_by_one(lane: list[Run], cores: set[int]) -> None:
+    def one_by_one(cores: set[int], lane: list[Run], *later: list[Run]) -> None:
         os.sched_setaffinity(0, cores)  # this thread's, and that of what it starts
         while not _stopped.is_set() and (run := environments.first_ready(lane)) is not None:
             environments.wait_for(run.mpi)
@@ -305,17 +307,19 @@ def main(names: list[str]) -> int:
             else:
                 outcomes.append(execute(run))
                 report(run, outcomes[-1])
+        if later:
+            one_by_one(cores, *later)
 
     # A rank that waits for another one keeps a core busy, and where two runs share the cores, it may be that on which
     # the other rank would run. So the runs on several ranks have half of the cores, one after the other. The other half
-    # is for what starts jobs, most of which wait for something: three such runs at a time.
+    # is for what starts jobs, many of which wait for something: three such runs at a time, and a fourth in the end.
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     of_ranks = [run for run in runs if run.np]
     of_hosts = [run for run in runs if run.cluster]
     of_jobs = [run for run in runs if not run.np and not run.cluster]
-    lanes = [(of_ranks, set(cores[:half]))]
-    lanes += [(runs, set(cores[-half:])) for runs in (of_jobs, of_jobs, of_hosts)]
+    first, second = set(cores[:half]), set(cores[-half:])
+    lanes = [(first, of_ranks, of_jobs), (second, of_jobs), (second, of_jobs), (second, of_hosts)]
     with ThreadPoolExecutor(len(lanes)) as pool:
         for done in [pool.submit(one_by_one, *lane) for lane in lanes]:
             done.result()

@@ -112,10 +112,19 @@ def test_layout_knows_neither_torch_nor_mpi() -> None:
 
 
 def test_importing_the_package_starts_no_mpi() -> None:
-    """In a process without a launcher and without its variables. Nor is the compiler imported, which takes seconds."""
-    code = "import sys, hpcdist; print({'mpi4py.MPI', 'h5py', 'torch._dynamo'} & set(sys.modules))"
+    """In a process without a launcher and without its variables. Nor are torch's compiler and DTensor imported, by a
+    command neither, which would take as long again as torch."""
+    commands = sorted(f"hpcdist.{path.parent.name}.__main__" for path in ROOT.glob("*/__main__.py"))
+    code = f"""
+import importlib, sys, hpcdist
+print({{"mpi4py.MPI", "h5py", "torch._dynamo"}} & set(sys.modules))
+for name in {commands}:
+    importlib.import_module(name)
+print({{"mpi4py.MPI", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"}} & set(sys.modules))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.strip(), done.returncode) == ("set()", 0), done.stderr
+    assert len(commands) > 6
+    assert (done.stdout.split(), done.returncode) == (["set()", "set()"], 0), done
 
 
 def _reads_environment(path: Path) -> list[str]:

@@ -19,6 +19,7 @@ def _program(name: str, folder: Path) -> str:
     return name
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("np", [0, 1, 2])
 def test_the_script_with_one_other_line(np: int, tmp_path: Path) -> None:
     job = mpirun(np, _program("train.py", tmp_path), cwd=tmp_path)

@@ -104,6 +104,7 @@ def assert_same(path: Path, wholes: dict[str, torch.Tensor] = WHOLES) -> None:
 INPUTS = ["dcp", "hf", "sharded", "whole.h5", "whole.safetensors"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("np_", [1, 2, 3])
 def test_every_layout_to_every_other(np_: int, made: Path, tmp_path: Path) -> None:
     lines: list[list[object]] = []
