@@ -96,6 +96,7 @@ class Started:
 
     process: subprocess.Popen[str]
     mark: str  # is in the environment of all that it starts, as _MARK
+    networks: frozenset[str]  # of the hosts: a fork has the environment of its server in /proc
 
     def wait(self, deadline: float = DEADLINE) -> Job:
         """How it ended; an AssertionError if it has not within `deadline` seconds, or more on a busy machine, after it
@@ -111,7 +112,11 @@ class Started:
     def pids(self) -> list[int]:
         """What is left of it on all hosts: none, if it has ended well."""
         mark = f"{_MARK}={self.mark}".encode()
-        return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0")]
+        return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0") or self._forked(pid)]
+
+    def _forked(self, pid: int) -> bool:
+        """Whether it is a fork that runs on one of the hosts."""
+        return b"forkserver.py" in _read(pid, "cmdline") and _network(pid) in self.networks
 
     def kill(self) -> None:
         """End it, and all that it has started."""
@@ -193,7 +198,7 @@ class Hosts:
             errors="replace",
             start_new_session=True,
         )
-        return Started(process, mark)
+        return Started(process, mark, frozenset(_network(holder.pid) for holder in self._holders.values()))
 
     def run(
         self,
@@ -214,9 +219,10 @@ class Hosts:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         deadline: float = DEADLINE,
+        python: str | Path | None = None,
     ) -> Job:
         """Run ``python *args`` (or ``python -c code``) by mpirun on node1, with ``ranks[i]`` ranks on host i."""
-        return self.start_mpirun(ranks, *args, code=code, cwd=cwd, env=env).wait(deadline)
+        return self.start_mpirun(ranks, *args, code=code, cwd=cwd, env=env, python=python).wait(deadline)
 
     def start_mpirun(
         self,
@@ -384,6 +390,14 @@ def _read(pid: int, what: str) -> bytes:
         return Path(f"/proc/{pid}/{what}").read_bytes()
     except OSError:
         return b""
+
+
+def _network(pid: int) -> str:
+    """The namespace; nothing, if it is gone."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ def venv(hosts: Hosts) -> Path:
 
 
 def _staged(hosts: Hosts, ranks: list[int], *words: str | Path) -> Job:
-    job = hosts.mpirun(ranks, *COMMAND, "venv", *words)
+    job = hosts.mpirun(ranks, *COMMAND, "venv", *words, python=sys.executable)
     assert job.status == 0, job.err
     return job
 
@@ -59,7 +59,7 @@ def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts: Hosts, v
     assert "sent to 1 node" in again.err and "2 nodes had it" in again.err
     assert got["node3"] > SIZE and got["node2"] < SIZE / 10, got
     assert hosts.run("node3", [f"{path}/bin/tool"]).out == f"{path}\n"
-    shared = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", hosts.folder)
+    shared = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", hosts.folder, python=sys.executable)
     assert shared.status == 2 and "is shared by the nodes" in shared.err, shared.err
     for name in hosts.names:
         cleaned = hosts.run(name, [sys.executable, *COMMAND, "--cleanup", path])
@@ -71,7 +71,7 @@ def test_after_a_kill_the_next_job_goes_on(hosts: Hosts, venv: Path) -> None:
     """It is sent what is missing. If a host's disk is full, all ranks say so, and no host keeps anything."""
     hosts.rate("160mbit")
     before = _received(hosts)
-    first = hosts.start_mpirun([1, 1], *COMMAND, "venv")
+    first = hosts.start_mpirun([1, 1], *COMMAND, "venv", python=sys.executable)
     end = time.monotonic() + DEADLINE
     while _received(hosts, before)["node2"] < 0.85 * SIZE:
         assert time.monotonic() < end and first.process.poll() is None
@@ -88,7 +88,7 @@ def test_after_a_kill_the_next_job_goes_on(hosts: Hosts, venv: Path) -> None:
         assert hosts.run(name, ["mkdir", "/tmp/small"]).status == 0
     mount = ["mount", "-t", "tmpfs", "-o", "size=60m,nr_inodes=20", "tmpfs", "/tmp/small"]
     assert hosts.run("node2", mount).status == 0
-    full = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", "/tmp/small")
+    full = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", "/tmp/small", python=sys.executable)
     assert full.status == 2 and full.err.count("error") == 1, full.err
     assert "error: node2: /tmp/small/" in full.err and "No space left on device" in full.err, full.err
     for name in hosts.names[:2]:

@@ -15,7 +15,7 @@ _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "S
 
 def main(server: str, arguments: list[str]) -> None:
     """Ask for a fork, pass signals on to it, and end as it has ended."""
-    if arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-u"):
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-u")):
         os.execv(sys.executable, [sys.executable, *arguments])
     ranks = [os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") if name in os.environ]
     connection = socket.socket(socket.AF_UNIX)

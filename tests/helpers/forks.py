@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shlex
 import shutil
 import socket
@@ -22,13 +23,15 @@ def serve(executable: str, environ: Mapping[str, str]) -> list[str]:
         executable: a Python.
         environ: with other values of what decides how imports go, such as PYTHONPATH, it is a true process that begins.
     """
-    folder = Path(tempfile.mkdtemp(prefix="hpcdist-fork-", dir="/var/tmp"))  # a short path, which all hosts share
+    # A short path, which all hosts share.
+    shared = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="hpcdist-fork-", dir=shared))
     for name in ("0", "1"):  # for even and odd ranks, whose hashes and addresses differ as those of true processes do
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / name))
             listener.listen(64)
             server = subprocess.Popen(
-                [executable, str(_HERE / "forkserver.py"), str(listener.fileno())],
+                [executable, str(_HERE / "forkserver.py"), str(listener.fileno()), str(folder)],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -43,7 +46,7 @@ def serve(executable: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
-    """It ends with its standard input."""
+    """It ends with its standard input, also when this process is killed, and removes the folder."""
     try:
         server.communicate(timeout=10)
     except subprocess.TimeoutExpired:

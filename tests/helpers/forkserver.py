@@ -1,9 +1,9 @@
-"""A process that has imported torch, from which the Python processes of jobs are forked: an import takes a second of
-CPU time, and the tests start hundreds of jobs. The end of a process that has loaded torch takes another quarter of a
-second, for which it frees what goes with it anyway: a fork ends as Python does, but leaves torch alone.
+"""A process that has imported torch and hpcdist, from which the Python processes of jobs are forked: the imports take
+seconds of CPU time, and the tests start hundreds of jobs. The end of a process that has loaded torch takes another
+quarter of a second, for which it frees what goes with it anyway: a fork ends as Python does, but leaves torch alone.
 
 The launcher starts forked.py, which hands over all that a process gets from its parent (arguments, environment, folder,
-descriptors, limits); the fork, which has neither MPI nor hpcdist yet, goes on as ``python ...`` would.
+descriptors, limits, the namespaces of a host); the fork, which has no MPI yet, goes on as ``python ...`` would.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import resource
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -32,7 +33,7 @@ _HIGH = 512  # descriptors from here on are ours while those of the caller are p
 # How the variables begin that are read when Python begins, or by imports.
 _IMPORTED = (
     *("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LC_", "LANG"),
-    *("OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH_"),
+    *("OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH", "PYTORCH_", "NPY_"),
 )
 _HERE = os.path.dirname(os.path.realpath(__file__))  # an import from here is nothing that has been done already
 # Of processes that can be forked for, and the flags of those that a fork can enter.
@@ -43,6 +44,7 @@ _TORCH = (
     *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
     "torch.nn.parallel.distributed",
 )
+_began_with = dict(os.environ)  # before the imports, which set some
 _LENGTH = struct.Struct("<q")
 
 
@@ -72,17 +74,21 @@ class Server:
     def _accept(self, listener: socket.socket) -> dict[str, Any] | None:
         connection, _ = listener.accept()
         connection.settimeout(5)
+        caller, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         try:
             task, fds = _receive(connection)
         except (OSError, struct.error, ValueError):  # it was killed meanwhile
             connection.close()
             return None
         connection.settimeout(None)
-        caller, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        other = {kind for kind in _KINDS if _space("self", kind) != _space(caller, kind)}
-        same = (uid, _decisive(task["environ"])) == (os.geteuid(), _decisive(os.environ))
+        try:
+            other = {kind for kind in _KINDS if _space("self", kind) != _space(caller, kind)}
+        except OSError:  # it was killed, or is not seen from here
+            other = set(_KINDS)
+        same = (uid, _decisive(task["environ"])) == (os.geteuid(), _decisive(_began_with))
         if not same or not other <= _ENTERED.keys() or (other and uid):
-            connection.sendall(_LENGTH.pack(0))  # it starts a Python of its own
+            with suppress(ConnectionError):
+                connection.sendall(_LENGTH.pack(0))  # it starts a Python of its own
             connection.close()
             for fd in fds:
                 os.close(fd)
@@ -96,6 +102,8 @@ class Server:
                 _enter(caller, other)
             _take_over(task, fds)
             return task
+        with suppress(OSError):  # as it does itself: whoever comes first
+            os.setpgid(pid, pid)
         for fd in fds:
             os.close(fd)
         ended = os.pidfd_open(pid)
@@ -127,6 +135,7 @@ class Server:
     def _end(self, _: int) -> None:
         for pid in self.children.values():
             _kill(pid)
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
         sys.exit()
 
 
@@ -182,8 +191,9 @@ def _take_over(task: dict[str, Any], fds: list[int]) -> None:
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
         *(_stream(0, "r"), _stream(1, "w"), _stream(2, "w")),
     )
+    imported = {name: value for name, value in os.environ.items() if _began_with.get(name) != value}
     os.environ.clear()
-    os.environ.update(task["environ"])
+    os.environ.update({**imported, **task["environ"]})
     tempfile.tempdir = None
     importlib.reload(forks)  # its memory is shared by the forks of those who have imported it
     if "numpy" in sys.modules:
@@ -233,10 +243,10 @@ if __name__ == "__main__":
         importlib.import_module(name)
     _loaded |= {name: module for name, module in sys.modules.items() if name not in ("sys", "builtins", "__main__")}
     _loaded["_loaded"] = _loaded  # a cycle, which keeps them: no collection looks at what is frozen
+    for registered in weakref.finalize._registry:  # what torch registered with itself, and would undo piece by piece
+        registered.atexit = False
     from hpcdist.process import forks
 
-    for registered in weakref.finalize._registry:
-        registered.atexit = False
     gc.freeze()  # the collections at the end of a program do not go through all of torch
     # As deep in the stack as a program is: hpcdist looks at the outermost frame, and shows those of the user.
     server = Server(socket.socket(fileno=int(sys.argv[1])))

@@ -75,10 +75,14 @@ def commands(
         return [Job(status, out, err) for status, (out, err) in zip(statuses, said, strict=True)]
 
 
-@functools.cache
 def python(executable: str = sys.executable) -> list[str]:
     """The words before a program's arguments: as `executable`, but torch is imported already: see forks.py. The last
     of them is a folder with a command ``python`` that does the same."""
+    return _servers(executable)
+
+
+@functools.cache
+def _servers(executable: str) -> list[str]:
     return forks.serve(executable, {**without_launcher(os.environ), "OMP_NUM_THREADS": "1"})
 
 
