@@ -6,7 +6,6 @@ HPCDIST_TEST_ALL in the environment: also what takes long, such as all points of
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
@@ -56,18 +55,9 @@ def environ() -> dict[str, str]:
     return found if NETWORKS.exists() or ALL else {"OMPI_MCA_pml": "ob1", **found}
 
 
-_starting = threading.Lock()
-
-
 def quick(python: Path) -> list[str]:
     """The words before a program's arguments in place of a Python: a fork that has imported torch, of one server for
     each environment. Each rank of each run would take five seconds for that."""
-    with _starting:
-        return _server(python)
-
-
-@functools.cache
-def _server(python: Path) -> list[str]:
     return forks.serve(str(python), environ())
 
 
@@ -209,12 +199,15 @@ class Outcome:
     note: str
 
 
+_compiling = threading.Lock()
+
+
 def waiting_asleep() -> dict[str, str]:
     """What makes the ranks of jobs sleep while they wait, unlike those of users, so not in make test-all; nothing where
     it cannot be compiled."""
     library = LOGS / "sched_yield.so"
     source = ROOT / "tests" / "helpers" / "sched_yield.c"
-    with _starting:
+    with _compiling:
         if shutil.which("cc") and not library.exists() and not ALL:
             made = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", f"{library}.new", str(source)], check=False)
             if made.returncode == 0:

@@ -9,20 +9,32 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 _HERE = Path(__file__).parent
 
 
+_serving = threading.Lock()
+_served: dict[str, list[str]] = {}  # by executable
+
+
 def serve(executable: str, environ: Mapping[str, str]) -> list[str]:
-    """Start the servers, until this process ends; returns the words before a program's arguments, in place of
-    `executable`. The last of them is a folder with a command ``python`` that does the same.
+    """Start the servers, if there are none yet, until this process ends; returns the words before a program's
+    arguments, in place of `executable`. The last of them is a folder with a command ``python`` that does the same.
 
     Args:
         executable: a Python.
         environ: with other values of what decides how imports go, such as PYTHONPATH, it is a true process that begins.
     """
+    with _serving:
+        if executable not in _served:
+            _served[executable] = _start(executable, environ)
+        return _served[executable]
+
+
+def _start(executable: str, environ: Mapping[str, str]) -> list[str]:
     # A short path, which all hosts share.
     shared = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="hpcdist-fork-", dir=shared))

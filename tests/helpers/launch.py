@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -78,11 +77,6 @@ def commands(
 def python(executable: str = sys.executable) -> list[str]:
     """The words before a program's arguments: as `executable`, but torch is imported already: see forks.py. The last
     of them is a folder with a command ``python`` that does the same."""
-    return _servers(executable)
-
-
-@functools.cache
-def _servers(executable: str) -> list[str]:
     return forks.serve(executable, {**without_launcher(os.environ), "OMP_NUM_THREADS": "1"})
 
 
