@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from collective import failures_elsewhere
+from halves import half_of
 from launch import slowness
 
 import hpcdist
@@ -51,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     size = 0 if _comm is None else _comm.size
     asked = "cluster" in config.getoption("markexpr")
     kept = [item for item in items if _can_run(item, size) and (asked or not item.get_closest_marker("cluster"))]
+    if half := os.environ.get("HPCDIST_TEST_HALF"):
+        kept = half_of(kept, int(half))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

@@ -50,15 +50,25 @@ NETWORKS = Path("/sys/class/infiniband")
 
 
 def environ() -> dict[str, str]:
-    """Of a run. Without networks Open MPI takes ob1 in the end, after 0.2 s in which it waits for them."""
+    """Of all runs. Without networks Open MPI takes ob1 in the end, after 0.2 s in which it waits for them."""
     found = {**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     return found if NETWORKS.exists() or ALL else {"OMPI_MCA_pml": "ob1", **found}
 
 
-def quick(python: Path) -> list[str]:
-    """The words before a program's arguments in place of a Python: a fork that has imported torch, of one server for
-    each environment. Each rank of each run would take five seconds for that."""
-    return forks.serve(str(python), environ())
+_compiling = threading.Lock()
+
+
+def asleep() -> dict[str, str]:
+    """Of the jobs of a run: their ranks sleep while they wait, unlike those of users, so not in make test-all; nothing
+    where it cannot be compiled."""
+    library, source = LOGS / "sched_yield.so", ROOT / "tests" / "helpers" / "sched_yield.c"
+    with _compiling:
+        if shutil.which("cc") and not library.exists() and not ALL:
+            made = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", f"{library}.new", str(source)], check=False)
+            if made.returncode == 0:
+                os.replace(f"{library}.new", library)
+    own = [str(library)] if library.exists() else []
+    return {"LD_PRELOAD": ":".join([*own, *filter(None, [os.environ.get("LD_PRELOAD")])])} if own else {}
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class Run:
     launcher, which for `cluster` starts jobs on hosts of its own. `paths` are the tests, all of them if there are none;
     `on` is the kind of file system on which they have their folders, else that of temporary files: see staging/on.sh.
     Without a launcher it is only a part of the name.
-    `large` says whether those that move gigabytes are among them.
+    `large` says whether those that move gigabytes are among them. `half`, 0 or 1: of the tests with parameters, only
+    that half of the cases; see helpers/halves.py.
     """
 
     mpi: str
@@ -76,6 +87,7 @@ class Run:
     on: str = ""
     paths: tuple[str, ...] = ()
     large: bool = True
+    half: int | None = None
     venvs: str = ".venv"
 
     @property
@@ -97,9 +109,19 @@ class Run:
         """Where its environment has its commands."""
         return ROOT / self.venvs / self.mpi / "bin"
 
+    def python(self) -> list[str]:
+        """The words before a program's arguments: a fork that has imported torch, for which each rank of each run would
+        take five seconds. One rank is a true process."""
+        own = str(self.bin / "python")
+        return [own] if self.np == 1 else forks.serve(own, environ() if self.np else {**environ(), **asleep()})
+
+    def environ(self) -> dict[str, str]:
+        half = {} if self.half is None or ALL else {"HPCDIST_TEST_HALF": str(self.half)}
+        jobs = {} if self.np else {**asleep(), forks.GIVEN: self.python()[-1]}  # those of one server, too
+        return {**environ(), **half, **jobs}
+
     def command(self) -> list[str]:
-        python = quick(self.bin / "python") if self.np > 1 else [str(self.bin / "python")]
-        pytest = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.paths]
+        pytest = [*self.python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.paths]
         if self.cluster:
             return [*pytest, "--durations=25", "-m", "cluster"]
         if self.np == 0:
@@ -126,13 +148,14 @@ SOME = () if ALL else tuple(
     for name in ("collectives/test_verbs", "collectives/test_redistribute", "p2p/test_sendrecv", "comm/test_context")
 )  # fmt: skip
 # What writes and reads files in every way, and so may differ by the kind of file system, and by the driver of HDF5.
-FILES = () if ALL else tuple(
+FILES = ("tests/staging",) if ALL else tuple(
     f"tests/staging/test_{name}.py"
     for name in (
         *("async_save", "clients", "edges", "errors", "host", "many", "old_files", "pages", "replaced"),
         *("safetensors", "save_load", "sharded_folders", "strange"),
     )
 )  # fmt: skip
+COMPILED = () if ALL else ("--ignore=tests/backend/ecosystem/test_functional_collectives.py",)  # on 1 and 2 ranks
 LEAKS = () if ALL else ("--ignore=tests/runtime/test_leaks.py",)  # on 2 ranks of MPICH, and 3 of Open MPI
 SLURM = "tests/cluster/test_slurm.py"
 # Jobs that mostly wait, for a deadline or for those that have hung: beside the others.
@@ -141,17 +164,18 @@ COMMANDS = "tests/commands"
 RUNS = [  # the long ones first
     Run("openmpi", 0, cluster=True, on="hosts", paths=(f"--ignore={SLURM}",)),
     Run("openmpi", 0, cluster=True, on="slurm", paths=(SLURM,)),
-    Run("openmpi", 0, paths=tuple(f"--ignore={path}" for path in (*WAITING, COMMANDS))),
-    Run("openmpi", 0, on="waiting", paths=WAITING),
-    Run("openmpi", 0, on="commands", paths=(COMMANDS,)),
-    Run("openmpi", 3, large=ALL),
-    Run("mpich", 0),
-    Run("floor", 2, paths=LEAKS, large=False),
-    Run("mpich", 2, large=ALL),
-    Run("openmpi", 5, paths=SOME),
-    *(Run("openmpi", 2, on=kind, paths=FILES or ("tests/staging",)) for kind in ("xfs", "btrfs")),
+    Run("openmpi", 0, paths=tuple(f"--ignore={path}" for path in (*WAITING, COMMANDS)), half=1),
+    Run("openmpi", 0, on="waiting", paths=WAITING, half=1),
+    Run("openmpi", 0, on="commands", paths=(COMMANDS,), half=1),
+    Run("openmpi", 3, paths=COMPILED, large=ALL, half=1),
+    Run("mpich", 0, half=0),
+    Run("floor", 2, paths=LEAKS, large=False, half=1),
+    Run("mpich", 2, large=ALL, half=0),
+    Run("openmpi", 5, paths=SOME, half=0),
+    Run("openmpi", 2, on="xfs", paths=FILES, half=0),
+    Run("openmpi", 2, on="btrfs", paths=FILES, half=1),
     Run("mpich", 1, paths=LEAKS, large=ALL),
-    Run("openmpi", 1, paths=FILES),
+    Run("openmpi", 1, paths=() if ALL else FILES, half=0),
     *([Run("openmpi", 2), *(Run("mpich", np) for np in (3, 5))] if ALL else []),
     Run("floor", 0, paths=tuple(f"tests/{name}" for name in FILE_TESTS)),
     Run("openmpi", 2, on="clients", paths=("tests/staging/test_clients.py",)),
@@ -199,23 +223,6 @@ class Outcome:
     note: str
 
 
-_compiling = threading.Lock()
-
-
-def waiting_asleep() -> dict[str, str]:
-    """What makes the ranks of jobs sleep while they wait, unlike those of users, so not in make test-all; nothing where
-    it cannot be compiled."""
-    library = LOGS / "sched_yield.so"
-    source = ROOT / "tests" / "helpers" / "sched_yield.c"
-    with _compiling:
-        if shutil.which("cc") and not library.exists() and not ALL:
-            made = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", f"{library}.new", str(source)], check=False)
-            if made.returncode == 0:
-                os.replace(f"{library}.new", library)
-    own = [str(library)] if library.exists() else []
-    return {"LD_PRELOAD": ":".join([*own, *filter(None, [os.environ.get("LD_PRELOAD")])])} if own else {}
-
-
 def execute(run: Run) -> Outcome:
     """Run pytest, with its output in a log; a run that ends badly counts as a failure."""
     log = LOGS / f"{run.name}.log"
@@ -227,7 +234,7 @@ def execute(run: Run) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**environ(), **({} if run.np else waiting_asleep())},
+            env=run.environ(),
             start_new_session=True,
         )
         status, note = _wait_for(process, log)
@@ -300,17 +307,19 @@ def main(names: list[str]) -> int:
     left_out: list[str] = []
     environments = Environments(runs)
 
-    def one_by_one(cores: set[int], lane: list[Run], *later: list[Run]) -> None:
+    def one_by_one(cores: set[int], *lanes: list[Run]) -> None:
         os.sched_setaffinity(0, cores)  # this thread's, and that of what it starts
-        while not _stopped.is_set() and (run := environments.first_ready(lane)) is not None:
-            environments.wait_for(run.mpi)
-            if missing := run.missing():
-                left_out.append(f"{run.name}: {missing}")
-            else:
-                outcomes.append(execute(run))
-                report(run, outcomes[-1])
-        if later:
-            one_by_one(cores, *later)
+        for lane in lanes:
+            while not _stopped.is_set() and (run := environments.first_ready(lane)) is not None:
+                environments.wait_for(run.mpi)
+                if missing := run.missing():
+                    left_out.append(f"{run.name}: {missing}")
+                else:
+                    # Ranks that share a core would take each other off it with each message.
+                    policy = os.SCHED_BATCH if run.np else os.SCHED_OTHER
+                    os.sched_setscheduler(0, policy, os.sched_param(0))
+                    outcomes.append(execute(run))
+                    report(run, outcomes[-1])
 
     # A rank that waits for another one keeps a core busy, and where two runs share the cores, it may be that on which
     # the other rank would run. So the runs on several ranks have half of the cores, one after the other. The other half

@@ -66,11 +66,10 @@ def test_operations_and_roots_are_compared(world: hd.World) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("np", [2, 3])
-def test_every_call_is_compared_if_asked(np: int) -> None:
-    job = mpirun(np, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_every_call_is_compared_if_asked() -> None:
+    job = mpirun(3, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert job.status == 0, job.err
-    assert job.out.count("survived") == np
+    assert job.out.count("survived") == 3
 
 
 @pytest.mark.once

@@ -6,6 +6,7 @@ python -m pytest -m cluster tests/cluster/test_hosts.py     # as root; under the
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from hosts import Hosts
 
@@ -272,7 +274,11 @@ def test_nothing_is_left_behind(end: str) -> None:
         hosts.close()
     """
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, forks.GIVEN: ""},  # with servers of its own
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         folder, servers = owner.stdout.readline().split()

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+GIVEN = "HPCDIST_TEST_FORKS"  # a folder of servers: those of one executable are used, not started again
 _HERE = Path(__file__).parent
 
-
 _serving = threading.Lock()
-_served: dict[str, list[str]] = {}  # by executable
+_served: dict[tuple[str, str | None], list[str]] = {}  # by executable, and what is loaded before it
 
 
 def serve(executable: str, environ: Mapping[str, str]) -> list[str]:
@@ -29,9 +29,25 @@ def serve(executable: str, environ: Mapping[str, str]) -> list[str]:
         environ: with other values of what decides how imports go, such as PYTHONPATH, it is a true process that begins.
     """
     with _serving:
-        if executable not in _served:
-            _served[executable] = _start(executable, environ)
-        return _served[executable]
+        key = (executable, environ.get("LD_PRELOAD"))
+        if key not in _served:
+            _served[key] = _given(executable) or _start(executable, environ)
+        return _served[key]
+
+
+def _given(executable: str) -> list[str] | None:
+    folder = Path(os.environ.get(GIVEN, ""))
+    words = _words(executable, folder)
+    command = folder / "python"
+    return words if command.is_file() and command.read_text() == _script(words) else None
+
+
+def _words(executable: str, folder: Path) -> list[str]:
+    return [executable, "-SE", str(_HERE / "forked.py"), str(folder)]
+
+
+def _script(words: list[str]) -> str:
+    return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
 
 
 def _start(executable: str, environ: Mapping[str, str]) -> list[str]:
@@ -51,8 +67,8 @@ def _start(executable: str, environ: Mapping[str, str]) -> list[str]:
                 start_new_session=True,  # Ctrl-C is for the tests, which end it
             )
         atexit.register(_end, server, folder)
-    words = [executable, "-SE", str(_HERE / "forked.py"), str(folder)]
-    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    words = _words(executable, folder)
+    (folder / "python").write_text(_script(words))
     (folder / "python").chmod(0o755)
     return words
 

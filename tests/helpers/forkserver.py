@@ -44,7 +44,8 @@ _TORCH = (
     *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
     "torch.nn.parallel.distributed",
 )
-_began_with = dict(os.environ)  # before the imports, which set some
+_began_with = dict(os.environ)
+_set: dict[str, str] = {}  # variables, by the imports
 _LENGTH = struct.Struct("<q")
 
 
@@ -57,6 +58,7 @@ class Server:
 
     def __init__(self, listener: socket.socket) -> None:
         self.children: dict[socket.socket, int] = {}
+        self._decisive = _decisive(_began_with)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(0, selectors.EVENT_READ, self._end)  # whoever has started this one has ended
@@ -85,7 +87,7 @@ class Server:
             other = {kind for kind in _KINDS if _space("self", kind) != _space(caller, kind)}
         except OSError:  # it was killed, or is not seen from here
             other = set(_KINDS)
-        same = (uid, _decisive(task["environ"])) == (os.geteuid(), _decisive(_began_with))
+        same = (uid, _decisive(task["environ"])) == (os.geteuid(), self._decisive)
         if not same or not other <= _ENTERED.keys() or (other and uid):
             with suppress(ConnectionError):
                 connection.sendall(_LENGTH.pack(0))  # it starts a Python of its own
@@ -140,8 +142,9 @@ class Server:
 
 
 def _decisive(environ: Any) -> dict[str, str]:
-    """The variables with other values of which the imports might have gone otherwise."""
-    found = {name: value for name, value in environ.items() if name.startswith(_IMPORTED)}
+    """The variables with other values of which the imports might have gone otherwise. Where a fork starts another one,
+    there are those that the imports have set."""
+    found = {name: value for name, value in environ.items() if name.startswith(_IMPORTED) and _set.get(name) != value}
     path = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _HERE)]
     return {**found, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -191,9 +194,8 @@ def _take_over(task: dict[str, Any], fds: list[int]) -> None:
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
         *(_stream(0, "r"), _stream(1, "w"), _stream(2, "w")),
     )
-    imported = {name: value for name, value in os.environ.items() if _began_with.get(name) != value}
     os.environ.clear()
-    os.environ.update({**imported, **task["environ"]})
+    os.environ.update({**_set, **task["environ"]})
     tempfile.tempdir = None
     importlib.reload(forks)  # its memory is shared by the forks of those who have imported it
     if "numpy" in sys.modules:
@@ -241,6 +243,7 @@ if __name__ == "__main__":
     atexit.register(_leave)  # first, so that it comes last
     for name in _TORCH:
         importlib.import_module(name)
+    _set |= {name: value for name, value in os.environ.items() if _began_with.get(name) != value}
     _loaded |= {name: module for name, module in sys.modules.items() if name not in ("sys", "builtins", "__main__")}
     _loaded["_loaded"] = _loaded  # a cycle, which keeps them: no collection looks at what is frozen
     for registered in weakref.finalize._registry:  # what torch registered with itself, and would undo piece by piece

@@ -122,12 +122,11 @@ PROGRAM = "import sys, torch, code, hpcdist as hd\nworld = hd.init()\n"
 @pytest.mark.parametrize(
     ("words", "program", "lines", "status"),
     [
-        ("-i", "", "1/0\n)(\nprint('alive')\n", 0),
+        ("-i", "raise ValueError", "1/0\n)(\nprint('alive')\n", 0),
         pytest.param(
-            "-i", "", "1/0\nprint('alive')\nif world.rank == 1: exit(3)\n\nhd.concat", 3, marks=pytest.mark.once
+            *("-i", "sys.exit(2)", "1/0\nprint('alive')\nif world.rank == 1: exit(3)\n\nhd.concat", 3),
+            marks=pytest.mark.once,
         ),
-        pytest.param("-i", "raise ValueError", "print('alive')\n", 0, marks=pytest.mark.once),
-        pytest.param("-i", "sys.exit(3)", "print('alive')\n", 0, marks=pytest.mark.once),
         pytest.param("", "code.interact(local=globals())", "1/0\nprint('alive')\n", 0, marks=pytest.mark.once),
         pytest.param(
             "",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "program.py"
-CHECKERS = {"mypy": ["mypy", "--strict", "--no-incremental"], "pyright": ["pyright", "--pythonpath", sys.executable]}
+CHECKERS = {"mypy": ["mypy", "--strict"], "pyright": ["pyright", "--pythonpath", sys.executable]}
 
 
 @pytest.mark.once

@@ -26,7 +26,7 @@ from hpcdist.staging import catalog, drivers
 from hpcdist.staging.reader import DatasetReader
 
 ALL = "HPCDIST_TEST_ALL" in os.environ
-POINTS = 300 if ALL else 12 if drivers.missing("mpio") is None else 6
+POINTS = 300 if ALL else 8 if drivers.missing("mpio") is None else 6
 KINDS = 6  # of turns: the writer, the dim and the number of ranks
 
 # The ranks save a file; those that are told a call, or a moment, kill themselves there.

@@ -59,7 +59,7 @@ def test_every_way_to_load(dim: int, world: hd.World, folder: Path) -> None:
     saved = extents_of("ragged", size)
     saved = tuple(layout.block(whole.shape[dim], size)) if sum(saved) != whole.shape[dim] else saved
     staging.save(folder / "x.h5", {"a": {"b": part(whole, dim, saved, world.rank)}}, dim, window=SMALL)
-    few = size > 3  # more ranks than cores: each call takes long
+    few = size > 2  # more ranks than cores: each call takes long
     ways = itertools.product((1,) if few else (0, 1, -1), (None, True, False), (None, 1), (50, 4096))
     for along, verify, readers, window in ways:
         extent = whole.shape[along]
@@ -156,9 +156,10 @@ FILTERS = [
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_compressed(filters: dict[str, object], writer: str, world: hd.World, folder: Path) -> None:
-    """Ranks with nothing to write take part; the checksums are of the data as they were given."""
+    """Ranks with nothing to write take part; the checksums are of what was given. The dtypes take turns."""
     findings = Findings(world.comm)
-    ways = [*itertools.product(EXTENTS, (0, 1), (torch.int16, torch.bfloat16, torch.bool))]
+    dtypes = itertools.cycle((torch.int16, torch.bfloat16, torch.bool))
+    ways = [(case, dim, next(dtypes)) for case, dim in itertools.product(EXTENTS, (0, 1))]
     if writer == "mpio":  # where ranks would write into each other's pages
         refused = raises_on_all_ranks(
             world.comm, hd.RankError, lambda: staging.save(folder / "x.h5", torch.ones(3), writer=writer, **filters)
