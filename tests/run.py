@@ -322,15 +322,15 @@ def main(names: list[str]) -> int:
                     report(run, outcomes[-1])
 
     # A rank that waits for another one keeps a core busy, and where two runs share the cores, it may be that on which
-    # the other rank would run. So the runs on several ranks have half of the cores, one after the other. The other half
-    # is for what starts jobs, many of which wait for something: three such runs at a time, and a fourth in the end.
+    # the other rank would run. So the runs on several ranks have half of the cores, one after the other, and then what
+    # starts jobs under MPICH. The other half is for jobs under Open MPI, many of which wait: three such runs at a time.
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    of_ranks = [run for run in runs if run.np]
-    of_hosts = [run for run in runs if run.cluster]
-    of_jobs = [run for run in runs if not run.np and not run.cluster]
     first, second = set(cores[:half]), set(cores[-half:])
-    lanes = [(first, of_ranks, of_jobs), (second, of_jobs), (second, of_jobs), (second, of_hosts)]
+    of_hosts = [run for run in runs if run.cluster]
+    of_jobs = [run for run in runs if run.mpi == "openmpi" and not run.np and not run.cluster]
+    others = sorted((run for run in runs if run not in of_jobs + of_hosts), key=lambda run: run.np == 0)
+    lanes = [(first, others, of_jobs), (second, of_jobs), (second, of_jobs), (second, of_hosts)]
     with ThreadPoolExecutor(len(lanes)) as pool:
         for done in [pool.submit(one_by_one, *lane) for lane in lanes]:
             done.result()
