@@ -1,7 +1,8 @@
 """Run the whole suite: without MPI, and on several numbers of ranks under each MPI; one clear result at the end.
 
 Usage: python tests/run.py [RUN ...]   (all runs if none is named; --list names them)
-HPCDIST_TEST_ALL in the environment: also what takes long, such as all points of a kill, more draws, gigabytes.
+HPCDIST_TEST_ALL in the environment: also what takes long, such as all points of a kill, more draws, gigabytes, and in
+each run all cases of the tests with parameters, of which most runs have half otherwise.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
-import forks  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
+import forks
+from settings import ALL, HALF, LOGS, ROOT, asleep, environ
 
-LOGS = ROOT / "build" / "test-logs"
 SILENCE = 3600  # seconds for one test, on a machine that may be busy; each has a shorter deadline of its own
 CLUSTER = ("unshare", "nsenter", "ip", "tc", "munged", "slurmctld", "slurmd", "sbatch", "salloc")
 MOUNTS = {  # what staging/on.sh needs
@@ -32,43 +32,6 @@ MOUNTS = {  # what staging/on.sh needs
     "btrfs": ("mkfs.btrfs",),
     "tmpfs": ("mount",),
 }
-
-# More ranks than cores, and root: what the two Open MPIs want to be told.
-OPENMPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-}
-ALL = "HPCDIST_TEST_ALL" in os.environ  # make test-all: everything on every number of ranks
-NETWORKS = Path("/sys/class/infiniband")
-
-
-def environ() -> dict[str, str]:
-    """Of all runs. Without networks Open MPI takes ob1 in the end, after 0.2 s in which it waits for them."""
-    found = {**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    return found if NETWORKS.exists() or ALL else {"OMPI_MCA_pml": "ob1", **found}
-
-
-_compiling = threading.Lock()
-
-
-def asleep() -> dict[str, str]:
-    """Of the jobs of a run: their ranks sleep while they wait, unlike those of users, so not in make test-all; nothing
-    where it cannot be compiled."""
-    library, source = LOGS / "sched_yield.so", ROOT / "tests" / "helpers" / "sched_yield.c"
-    with _compiling:
-        if shutil.which("cc") and not library.exists() and not ALL:
-            made = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", f"{library}.new", str(source)], check=False)
-            if made.returncode == 0:
-                os.replace(f"{library}.new", library)
-    own = [str(library)] if library.exists() else []
-    return {"LD_PRELOAD": ":".join([*own, *filter(None, [os.environ.get("LD_PRELOAD")])])} if own else {}
 
 
 @dataclass(frozen=True)
@@ -109,19 +72,19 @@ class Run:
         """Where its environment has its commands."""
         return ROOT / self.venvs / self.mpi / "bin"
 
-    def python(self) -> list[str]:
+    def words(self) -> list[str]:
         """The words before a program's arguments: a fork that has imported torch, for which each rank of each run would
         take five seconds. One rank is a true process."""
         own = str(self.bin / "python")
         return [own] if self.np == 1 else forks.serve(own, environ() if self.np else {**environ(), **asleep()})
 
     def environ(self) -> dict[str, str]:
-        half = {} if self.half is None or ALL else {"HPCDIST_TEST_HALF": str(self.half)}
-        jobs = {} if self.np else {**asleep(), forks.GIVEN: self.python()[-1]}  # those of one server, too
+        half = {} if self.half is None or ALL else {HALF: str(self.half)}
+        jobs = {} if self.np else {**asleep(), forks.GIVEN: self.words()[-1]}  # those of one server, too
         return {**environ(), **half, **jobs}
 
     def command(self) -> list[str]:
-        pytest = [*self.python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.paths]
+        pytest = [*self.words(), "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.paths]
         if self.cluster:
             return [*pytest, "--durations=25", "-m", "cluster"]
         if self.np == 0:
@@ -142,7 +105,7 @@ FILE_TESTS = (
     *("test_readme.py", "test_versions.py"),
 )
 
-# Where the number of ranks matters most: on 5, as everything runs on 2 of MPICH and on 3 of Open MPI.
+# Where the number of ranks matters most: on 5, as the others run on 2 of MPICH and on 3 of Open MPI.
 SOME = () if ALL else tuple(
     f"tests/{name}.py"
     for name in ("collectives/test_verbs", "collectives/test_redistribute", "p2p/test_sendrecv", "comm/test_context")
@@ -156,7 +119,7 @@ FILES = ("tests/staging",) if ALL else tuple(
     )
 )  # fmt: skip
 COMPILED = () if ALL else ("--ignore=tests/backend/ecosystem/test_functional_collectives.py",)  # on 1 and 2 ranks
-LEAKS = () if ALL else ("--ignore=tests/runtime/test_leaks.py",)  # on 2 ranks of MPICH, and 3 of Open MPI
+LEAKS = () if ALL else ("--ignore=tests/runtime/test_leaks.py",)  # half on 2 ranks of MPICH, and half on 3 of Open MPI
 SLURM = "tests/cluster/test_slurm.py"
 # Jobs that mostly wait, for a deadline or for those that have hung: beside the others.
 WAITING = tuple(f"tests/{name}" for name in ("doctor", "process", "runtime", "watch"))
@@ -164,11 +127,12 @@ COMMANDS = "tests/commands"
 RUNS = [  # the long ones first
     Run("openmpi", 0, cluster=True, on="hosts", paths=(f"--ignore={SLURM}",)),
     Run("openmpi", 0, cluster=True, on="slurm", paths=(SLURM,)),
-    Run("openmpi", 0, paths=tuple(f"--ignore={path}" for path in (*WAITING, COMMANDS)), half=1),
-    Run("openmpi", 0, on="waiting", paths=WAITING, half=1),
-    Run("openmpi", 0, on="commands", paths=(COMMANDS,), half=1),
+    Run("openmpi", 0, paths=tuple(f"--ignore={path}" for path in (*WAITING, COMMANDS))),
+    Run("openmpi", 0, on="waiting", paths=WAITING),
+    Run("openmpi", 0, on="commands", paths=(COMMANDS,)),
     Run("openmpi", 3, paths=COMPILED, large=ALL, half=1),
-    Run("mpich", 0, half=0),
+    Run("mpich", 0, paths=() if ALL else tuple(f"--ignore={path}" for path in WAITING), half=0),
+    *([] if ALL else [Run("mpich", 0, on="waiting", paths=WAITING)]),
     Run("floor", 2, paths=LEAKS, large=False, half=1),
     Run("mpich", 2, large=ALL, half=0),
     Run("openmpi", 5, paths=SOME, half=0),
@@ -317,20 +281,22 @@ def main(names: list[str]) -> int:
                 else:
                     # Ranks that share a core would take each other off it with each message.
                     policy = os.SCHED_BATCH if run.np else os.SCHED_OTHER
-                    os.sched_setscheduler(0, policy, os.sched_param(0))
+                    with suppress(OSError):  # it only takes longer
+                        os.sched_setscheduler(0, policy, os.sched_param(0))
                     outcomes.append(execute(run))
                     report(run, outcomes[-1])
 
     # A rank that waits for another one keeps a core busy, and where two runs share the cores, it may be that on which
-    # the other rank would run. So the runs on several ranks have half of the cores, one after the other, and then what
-    # starts jobs under MPICH. The other half is for jobs under Open MPI, many of which wait: three such runs at a time.
+    # the other rank would run. So the runs on several ranks have half of the cores, one after the other. The other half
+    # is for what starts jobs, many of which wait: three such runs at a time. What is left in the end is for both.
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     first, second = set(cores[:half]), set(cores[-half:])
     of_hosts = [run for run in runs if run.cluster]
     of_jobs = [run for run in runs if run.mpi == "openmpi" and not run.np and not run.cluster]
-    others = sorted((run for run in runs if run not in of_jobs + of_hosts), key=lambda run: run.np == 0)
-    lanes = [(first, others, of_jobs), (second, of_jobs), (second, of_jobs), (second, of_hosts)]
+    of_ranks = [run for run in runs if run.np]
+    others = [run for run in runs if run not in of_hosts + of_jobs + of_ranks]
+    lanes = [(first, of_ranks, others, of_jobs), *[(second, of_jobs, others)] * 2, (second, of_hosts)]
     with ThreadPoolExecutor(len(lanes)) as pool:
         for done in [pool.submit(one_by_one, *lane) for lane in lanes]:
             done.result()

@@ -6,7 +6,10 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+import backend_versions
+import forks
 import pytest
+import run as run_tests
 from halves import half_of
 
 
@@ -50,6 +53,7 @@ def test_each_value_is_in_both_halves_and_each_two_in_one() -> None:
         [Case("test_x", ("a",)), Case("test_y", ("a",))],
         [Case("test_x", (name,), once=True) for name in "abc"],
         [Case("test_x", ("a",)), *(Case("test_x", (name,), once=True) for name in "bcd")],
+        [Case("test_x", (route, "a")) for route in ("hdf5", "mpio")],
     ],
 )
 def test_what_cannot_be_divided_is_in_both(cases: list[Case]) -> None:
@@ -65,3 +69,19 @@ def test_other_tests_with_the_same_values_count_by_themselves() -> None:
     even, odd = halves([Case("test_x", ("a",)), Case("test_x", ("b",)), Case("test_y", ("b",)), Case("test_y", ("c",))])
     assert [case.nodeid for case in even] == ["test_x[a]", "test_y[b]"]
     assert [case.nodeid for case in odd] == ["test_x[b]", "test_y[c]"]
+
+
+def test_both_halves_are_run() -> None:
+    """Of what runs on several ranks, with the newest libraries; what does not is whole under Open MPI."""
+    on_ranks = [run for run in run_tests.RUNS if run.np > 1 and run.mpi != "floor" and not run.on]
+    everything = [run for run in on_ranks if set(run.paths) <= {*run_tests.COMPILED, *run_tests.LEAKS}]
+    assert {run.half for run in everything} >= {0, 1}
+    assert all(run.half is None for run in run_tests.RUNS if run.mpi == "openmpi" and not run.np)
+
+
+def test_every_run_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "serve", lambda executable, environ: [executable, "folder of servers"])
+    for run in (*run_tests.RUNS, backend_versions.BackendRun("mpich", 0, python="python")):
+        assert "pytest" in run.command()
+        half = None if run_tests.ALL or run.half is None else str(run.half)
+        assert run.environ().get("HPCDIST_TEST_HALF") == half

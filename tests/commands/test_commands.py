@@ -153,7 +153,7 @@ def test_names_that_no_terminal_can_print(env: dict[str, str], tmp_path: Path) -
     np.save(tmp_path / "b\né.npy", np.arange(4, 6))
     h5, npy, none = (os.fsdecode(name + b"\xff\n\xc3\xa9." + kind) for name, kind in NAMES)
     gathering = ("hpcdist.gather", "[ab]*.npy", "--verify", "-o")
-    job = mpirun(1, "-m", *gathering, h5, cwd=tmp_path, env=env)
+    job = mpirun(2, "-m", *gathering, h5, cwd=tmp_path, env=env)
     assert job.status == 0, job.err
     assert r"written: out\udcff\n" in job.out
     assert "equal to the inputs" in job.out.splitlines()[-1]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 GIVEN = "HPCDIST_TEST_FORKS"  # a folder of servers: those of one executable are used, not started again
+OWNER = "HPCDIST_TEST_OWNER"  # a process with which the forks that have this in their environment end, at the latest
 _HERE = Path(__file__).parent
 
 _serving = threading.Lock()
@@ -36,9 +37,8 @@ def serve(executable: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def _given(executable: str) -> list[str] | None:
-    folder = Path(os.environ.get(GIVEN, ""))
-    words = _words(executable, folder)
-    command = folder / "python"
+    folder = Path(os.environ.get(GIVEN) or os.devnull)
+    words, command = _words(executable, folder), folder / "python"
     return words if command.is_file() and command.read_text() == _script(words) else None
 
 

@@ -29,6 +29,7 @@ import weakref
 from contextlib import suppress
 from typing import Any, TextIO
 
+_OWNER = "HPCDIST_TEST_OWNER"  # in an environment: a process with which the fork ends
 _HIGH = 512  # descriptors from here on are ours while those of the caller are put into their places
 # How the variables begin that are read when Python begins, or by imports.
 _IMPORTED = (
@@ -58,6 +59,7 @@ class Server:
 
     def __init__(self, listener: socket.socket) -> None:
         self.children: dict[socket.socket, int] = {}
+        self._owned: dict[str, set[int]] = {}  # the children that end with a process, by its number
         self._decisive = _decisive(_began_with)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -89,13 +91,11 @@ class Server:
             other = set(_KINDS)
         same = (uid, _decisive(task["environ"])) == (os.geteuid(), self._decisive)
         if not same or not other <= _ENTERED.keys() or (other and uid):
-            with suppress(ConnectionError):
-                connection.sendall(_LENGTH.pack(0))  # it starts a Python of its own
-            connection.close()
-            for fd in fds:
-                os.close(fd)
-            return None
-        pid = os.fork()
+            return self._refuse(connection, fds)
+        try:
+            pid = os.fork()
+        except OSError:  # not now: no memory, or too many processes
+            return self._refuse(connection, fds)
         if pid == 0:
             self._selector.close()
             for open_here in (listener, connection, *self.children):
@@ -112,9 +112,37 @@ class Server:
         self.children[connection] = pid
         self._selector.register(connection, selectors.EVENT_READ, self._lost)
         self._selector.register(ended, selectors.EVENT_READ, lambda _: self._ended(connection, pid, ended))
+        if owner := task["environ"].get(_OWNER):
+            self._end_with(owner, pid)
         with suppress(ConnectionError):  # it is lost in the next turn
             connection.sendall(_LENGTH.pack(pid))
         return None
+
+    def _refuse(self, connection: socket.socket, fds: list[int]) -> None:
+        """The caller starts a Python of its own."""
+        with suppress(ConnectionError):
+            connection.sendall(_LENGTH.pack(0))
+        connection.close()
+        for fd in fds:
+            os.close(fd)
+
+    def _end_with(self, owner: str, pid: int) -> None:
+        """A child ends, at the latest, when the process `owner` ends, in whatever way."""
+        if owner not in self._owned:
+            try:
+                ended = os.pidfd_open(int(owner))
+            except OSError:  # it has ended
+                _kill(pid)
+                return
+            self._owned[owner] = set()
+            self._selector.register(ended, selectors.EVENT_READ, lambda _: self._owner_ended(owner, ended))
+        self._owned[owner].add(pid)
+
+    def _owner_ended(self, owner: str, ended: int) -> None:
+        self._selector.unregister(ended)
+        os.close(ended)
+        for pid in self._owned.pop(owner) & set(self.children.values()):
+            _kill(pid)
 
     def _lost(self, connection: socket.socket) -> None:
         """The caller was killed: so is its child, and what that has forked."""

@@ -1,9 +1,12 @@
-// LD_PRELOAD: a rank that waits, which calls this again and again, sleeps in it and leaves its core to others, for
-// longer the longer it waits. Messages take longer, which jobs that send few of them do not feel.
+// LD_PRELOAD: a rank that waits, which calls this again and again, sleeps in it and leaves its core to others; for
+// longer if it has waited for some milliseconds. Messages take longer, which jobs that send few of them do not feel.
+#include <errno.h>
 #include <sys/prctl.h>
 #include <time.h>
 
-enum { SHORTEST = 50000, LONGEST = 1000000, SAME = 100000 };  // ns; between two calls of the same wait
+enum { SHORT = 50000, LONG = 1000000 };  // nanoseconds of a sleep
+enum { MANY = 100 };  // calls of one wait, after which it sleeps longer
+enum { SAME = 100000 };  // nanoseconds between two calls of one wait
 
 static long long now(void) {
     struct timespec time;
@@ -13,12 +16,14 @@ static long long now(void) {
 
 int sched_yield(void) {
     static __thread long long last;
-    static __thread long pause;
+    static __thread long calls;
+    const int error = errno;
     if (!last)
         prctl(PR_SET_TIMERSLACK, 1000UL);
-    pause = now() - last > SAME ? SHORTEST : 2 * pause < LONGEST ? 2 * pause : LONGEST;
-    const struct timespec moment = {0, pause};
+    calls = now() - last > SAME ? 0 : calls + 1;
+    const struct timespec moment = {0, calls < MANY ? SHORT : LONG};
     nanosleep(&moment, 0);
     last = now();
+    errno = error;
     return 0;
 }
