@@ -271,9 +271,9 @@ def main(names: list[str]) -> int:
     left_out: list[str] = []
     environments = Environments(runs)
 
-    def one_by_one(cores: set[int], *lanes: list[Run]) -> None:
-        os.sched_setaffinity(0, cores)  # this thread's, and that of what it starts
-        for lane in lanes:
+    def one_by_one(*lanes: tuple[set[int], list[Run]]) -> None:
+        for cores, lane in lanes:
+            os.sched_setaffinity(0, cores)  # this thread's, and that of what it starts
             while not _stopped.is_set() and (run := environments.first_ready(lane)) is not None:
                 environments.wait_for(run.mpi)
                 if missing := run.missing():
@@ -288,15 +288,15 @@ def main(names: list[str]) -> int:
 
     # A rank that waits for another one keeps a core busy, and where two runs share the cores, it may be that on which
     # the other rank would run. So the runs on several ranks have half of the cores, one after the other. The other half
-    # is for what starts jobs, many of which wait: three such runs at a time. What is left in the end is for both.
+    # is for the long runs that start jobs, many of which wait: three at a time. The short ones come last, on all cores.
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    first, second = set(cores[:half]), set(cores[-half:])
-    of_hosts = [run for run in runs if run.cluster]
-    of_jobs = [run for run in runs if run.mpi == "openmpi" and not run.np and not run.cluster]
+    first, second, both = set(cores[:half]), set(cores[-half:]), set(cores)
     of_ranks = [run for run in runs if run.np]
-    others = [run for run in runs if run not in of_hosts + of_jobs + of_ranks]
-    lanes = [(first, of_ranks, others, of_jobs), *[(second, of_jobs, others)] * 2, (second, of_hosts)]
+    of_hosts = [run for run in runs if run.cluster]
+    short = [run for run in runs if not run.np and (run.mpi != "openmpi" or run.on == "commands")]
+    of_jobs = [run for run in runs if run not in of_ranks + of_hosts + short]
+    lanes = [((first, of_ranks), (both, short)), ((second, of_hosts),), *[((second, of_jobs), (both, short))] * 2]
     with ThreadPoolExecutor(len(lanes)) as pool:
         for done in [pool.submit(one_by_one, *lane) for lane in lanes]:
             done.result()
