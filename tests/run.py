@@ -76,12 +76,16 @@ class Run:
         """The words before a program's arguments: a fork that has imported torch, for which each rank of each run would
         take five seconds. One rank is a true process."""
         own = str(self.bin / "python")
-        return [own] if self.np == 1 else forks.serve(own, environ() if self.np else {**environ(), **asleep()})
+        return [own] if self.np == 1 else forks.serve(own, self.surroundings())
+
+    def surroundings(self) -> dict[str, str]:
+        """The variables of its servers, and of all that it starts."""
+        return environ() if self.np else {**environ(), **asleep()}
 
     def environ(self) -> dict[str, str]:
         half = {} if self.half is None or ALL else {HALF: str(self.half)}
-        jobs = {} if self.np else {**asleep(), forks.GIVEN: self.words()[-1]}  # those of one server, too
-        return {**environ(), **half, **jobs}
+        servers = {} if self.np else {forks.GIVEN: self.words()[-1]}  # its jobs are forks of the same
+        return {**self.surroundings(), **half, **servers}
 
     def command(self) -> list[str]:
         pytest = [*self.words(), "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.paths]

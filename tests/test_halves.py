@@ -11,6 +11,7 @@ import forks
 import pytest
 import run as run_tests
 from halves import half_of
+from settings import HALF
 
 
 @dataclass(eq=False)
@@ -84,4 +85,4 @@ def test_every_run_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in (*run_tests.RUNS, backend_versions.BackendRun("mpich", 0, python="python")):
         assert "pytest" in run.command()
         half = None if run_tests.ALL or run.half is None else str(run.half)
-        assert run.environ().get("HPCDIST_TEST_HALF") == half
+        assert run.environ().get(HALF) == half

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import random
 import struct
 import sys
@@ -29,6 +28,7 @@ import torch
 from cases import STRIDES, copy_of, part, same_bits, whole_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
+from settings import ALL
 from strategies import (
     BACKEND,
     Redistribution,
@@ -60,7 +60,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 FIXED = 20_250_701
 RANKS = 3  # with so many, all examples; in other runs a few
 FEW = 30
-PART = 1 if "HPCDIST_TEST_ALL" in os.environ else 5  # of the examples, one in so many is tried
+PART = 1 if ALL else 5  # of the examples, one in so many is tried
 SECONDS = 60  # until a call that goes on in the background counts as one that hangs
 
 Body = Callable[[hd.World, Any], str | None]

@@ -29,7 +29,7 @@ import weakref
 from contextlib import suppress
 from typing import Any, TextIO
 
-_OWNER = "HPCDIST_TEST_OWNER"  # in an environment: a process with which the fork ends
+_OWNER = "HPCDIST_TEST_OWNER"  # as forks.OWNER, which is not imported: the forks would have it
 _HIGH = 512  # descriptors from here on are ours while those of the caller are put into their places
 # How the variables begin that are read when Python begins, or by imports.
 _IMPORTED = (

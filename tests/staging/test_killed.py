@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Job, mpirun
+from settings import ALL
 
 from hpcdist.files.commit import Commit
 from hpcdist.files.regular import open_regular
@@ -25,7 +26,6 @@ from hpcdist.layout import whole
 from hpcdist.staging import catalog, drivers
 from hpcdist.staging.reader import DatasetReader
 
-ALL = "HPCDIST_TEST_ALL" in os.environ
 POINTS = 300 if ALL else 8 if drivers.missing("mpio") is None else 6
 KINDS = 6  # of turns: the writer, the dim and the number of ranks
 
