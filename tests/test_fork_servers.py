@@ -24,3 +24,24 @@ def test_a_fork_ends_with_the_tests_that_have_started_it() -> None:
             assert job.wait(DEADLINE * slowness()) == -signal.SIGKILL
     with open(f"/proc/{server}/cmdline") as command:
         assert "forkserver.py" in command.read()
+
+
+@pytest.mark.once
+def test_a_fork_begins_as_a_process_of_its_caller() -> None:
+    """With its scheduling policy, and the level that torch reads from the environment when it is imported."""
+    code = """if True:
+        import os
+        import torch.distributed as dist
+        forked = "forkserver.py" in open("/proc/self/cmdline").read()
+        print(forked, os.sched_getscheduler(0) == os.SCHED_BATCH, dist.get_debug_level().name)
+    """
+    for level in ("DETAIL", "INFO"):
+        done = subprocess.run(
+            [*python(), "-c", code],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": level},
+            preexec_fn=lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE * slowness(),
+        )
+        assert done.stdout == f"True True {level}\n", done

@@ -6,12 +6,11 @@ python -m pytest -m cluster tests/cluster/test_doctor_hosts.py     # as root; un
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from launch import Job
+from launch import Job, python
 from slurm import Slurm
 
 pytestmark = pytest.mark.cluster
@@ -132,7 +131,7 @@ def test_the_wrong_mpi_of_srun(slurm: Slurm) -> None:
     from mpi4py import MPI
 
     wrong = "pmix" if "MPICH" in MPI.Get_library_version() else "pmi2"
-    command = ["srun", "-N2", "-n2", f"--mpi={wrong}", sys.executable, "-m", "hpcdist.doctor", "--json"]
+    command = ["srun", "-N2", "-n2", f"--mpi={wrong}", *python(), "-m", "hpcdist.doctor", "--json"]
     job = slurm.run(command, cwd=slurm.folder, env=slurm.mpi_environment())
     verdict, text, fix = finding(job, "MPI_Init")
     assert verdict == "broken"

@@ -30,6 +30,7 @@ def main(server: str, arguments: list[str]) -> None:
             "environ": dict(os.environ),
             "fds": [*fds, -1],
             "cores": list(os.sched_getaffinity(0)),
+            "policy": os.sched_getscheduler(0),
             "umask": umask,
             "limits": [(name, resource.getrlimit(name)) for name in names],
         }

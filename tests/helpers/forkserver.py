@@ -36,6 +36,8 @@ _IMPORTED = (
     *("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LC_", "LANG"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH", "PYTORCH_", "NPY_"),
 )
+# But these are read later, or again.
+_LATER = ("PYTHON_EXEC", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG")
 _HERE = os.path.dirname(os.path.realpath(__file__))  # an import from here is nothing that has been done already
 # Of processes that can be forked for, and the flags of those that a fork can enter.
 _KINDS = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
@@ -43,7 +45,7 @@ _ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04
 # What takes the time; nothing here may load MPI.
 _TORCH = (
     *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
-    "torch.nn.parallel.distributed",
+    *("torch.distributed.optim", "torch.nn.parallel.distributed"),
 )
 _began_with = dict(os.environ)
 _set: dict[str, str] = {}  # variables, by the imports
@@ -172,7 +174,8 @@ class Server:
 def _decisive(environ: Any) -> dict[str, str]:
     """The variables with other values of which the imports might have gone otherwise. Where a fork starts another one,
     there are those that the imports have set."""
-    found = {name: value for name, value in environ.items() if name.startswith(_IMPORTED) and _set.get(name) != value}
+    read = [name for name in environ if name.startswith(_IMPORTED) and not name.startswith(_LATER)]
+    found = {name: environ[name] for name in read if _set.get(name) != environ[name]}
     path = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _HERE)]
     return {**found, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -218,6 +221,8 @@ def _take_over(task: dict[str, Any], fds: list[int]) -> None:
     for name, limits in task["limits"]:
         resource.setrlimit(name, limits)
     os.sched_setaffinity(0, task["cores"])
+    with suppress(OSError):  # one that has a priority of its own
+        os.sched_setscheduler(0, task["policy"], os.sched_param(0))
     os.umask(task["umask"])
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
         *(_stream(0, "r"), _stream(1, "w"), _stream(2, "w")),
@@ -226,8 +231,8 @@ def _take_over(task: dict[str, Any], fds: list[int]) -> None:
     os.environ.update({**_set, **task["environ"]})
     tempfile.tempdir = None
     importlib.reload(forks)  # its memory is shared by the forks of those who have imported it
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].distributed.set_debug_level_from_env()
 
 
 def _stream(fd: int, mode: str) -> TextIO | None:

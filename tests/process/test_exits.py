@@ -119,21 +119,16 @@ def typed(tmp_path: Path, words: str, lines: str) -> Job:
 PROGRAM = "import sys, torch, code, hpcdist as hd\nworld = hd.init()\n"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("words", "program", "lines", "status"),
     [
         ("-i", "raise ValueError", "1/0\n)(\nprint('alive')\n", 0),
-        pytest.param(
-            *("-i", "sys.exit(2)", "1/0\nprint('alive')\nif world.rank == 1: exit(3)\n\nhd.concat", 3),
-            marks=pytest.mark.once,
-        ),
-        pytest.param("", "code.interact(local=globals())", "1/0\nprint('alive')\n", 0, marks=pytest.mark.once),
-        pytest.param(
-            "",
-            "code.interact(local=globals())\nif world.rank == 1: raise ValueError\nhd.concat(torch.ones(1))",
-            "print('alive')\n",
-            1,
-            marks=pytest.mark.once,
+        ("-i", "sys.exit(2)", "1/0\nprint('alive')\nif world.rank == 1: exit(3)\n\nhd.concat", 3),
+        ("", "code.interact(local=globals())", "1/0\nprint('alive')\n", 0),
+        (
+            *("", "code.interact(local=globals())\nif world.rank == 1: raise ValueError\nhd.concat(torch.ones(1))"),
+            *("print('alive')\n", 1),
         ),
     ],
 )
@@ -147,6 +142,7 @@ def test_an_error_at_a_prompt_does_not_end_the_job(
     assert job.out.count("alive") == 2
 
 
+@pytest.mark.once
 def test_a_program_on_standard_input_is_no_prompt(tmp_path: Path) -> None:
     job = typed(tmp_path, "-", PROGRAM + "if world.rank == 1: 1/0\nhd.concat(torch.ones(1))\n")
     assert job.status == 1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from launch import mpirun, run
+from launch import mpirun, python, run
 
 from hpcdist.comm.devices import shared_gpu
 
@@ -163,7 +162,7 @@ def test_two_jobs_at_the_same_moment_do_not_collide(tmp_path: Path) -> None:
 
 def test_n_worlds_of_one_for_real() -> None:
     """A launcher that this MPI library knows nothing of: every process stops with the explanation."""
-    done = run([sys.executable, "-c", "import hpcdist; hpcdist.init()"], env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+    done = run([*python(), "-c", "import hpcdist; hpcdist.init()"], env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert done.status == 1
     assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
 
@@ -173,7 +172,7 @@ def test_mpich_under_pmix_for_real() -> None:
     from mpi4py import MPI
 
     environ = {"PMIX_NAMESPACE": "none", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    done = run([sys.executable, "-c", "import hpcdist; hpcdist.init()"], env=environ)
+    done = run([*python(), "-c", "import hpcdist; hpcdist.init()"], env=environ)
     assert done.status != 0
     if MPI.get_vendor()[0] == "MPICH":
         assert "srun started this process with PMIx, which its MPI library was built without: MPICH" in done.err
@@ -198,7 +197,8 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
         dist.destroy_process_group()
         """)
     )
-    done = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)])
+    words = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    done = run(words, env={"PYTHON_EXEC": f"{python()[-1]}/python"})
     assert done.status == 0, done.err
     assert done.out.count("alone in its MPI world, but WORLD_SIZE=2: torchrun") == 2
     assert done.out.count("torch.distributed was started before hpcdist.init() with 2 ranks, where MPI has 1.") == 2
