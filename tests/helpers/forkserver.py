@@ -45,7 +45,7 @@ _ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04
 # What takes the time; nothing here may load MPI.
 _TORCH = (
     *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
-    *("torch.distributed.optim", "torch.nn.parallel.distributed"),
+    "torch.nn.parallel.distributed",
 )
 _began_with = dict(os.environ)
 _set: dict[str, str] = {}  # variables, by the imports
