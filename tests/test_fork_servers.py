@@ -1,4 +1,4 @@
-"""The servers from which the tests' jobs are forked, helpers/forkserver.py, end what they have started."""
+"""The servers from which the tests' jobs are forked, helpers/forkserver.py: how forks begin, and when they end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 
 import forks
 import pytest
-from launch import DEADLINE, python, slowness
+from launch import DEADLINE, python, run, slowness
 
 
 @pytest.mark.once
@@ -36,12 +36,5 @@ def test_a_fork_begins_as_a_process_of_its_caller() -> None:
         print(forked, os.sched_getscheduler(0) == os.SCHED_BATCH, dist.get_debug_level().name)
     """
     for level in ("DETAIL", "INFO"):
-        done = subprocess.run(
-            [*python(), "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": level},
-            preexec_fn=lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE * slowness(),
-        )
-        assert done.stdout == f"True True {level}\n", done
+        job = run(["chrt", "--batch", "0", *python(), "-c", code], env={"TORCH_DISTRIBUTED_DEBUG": level})
+        assert job.out == f"True True {level}\n", job

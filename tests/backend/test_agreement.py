@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import mpirun
-from settings import ALL
 from torch import Tensor
 
 import hpcdist as hd
@@ -67,7 +66,7 @@ def test_operations_and_roots_are_compared(world: hd.World) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("np", [2, 3] if ALL else [3])
+@pytest.mark.parametrize("np", [2, 3])
 def test_every_call_is_compared_if_asked(np: int) -> None:
     job = mpirun(np, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert job.status == 0, job.err
