@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import TextIO
 
 from hpcdist.doctor import launch
 from hpcdist.doctor.examine import examine, judge, started
@@ -17,8 +18,9 @@ from hpcdist.watch.deadlines import deadline
 
 _LIMIT = 60.0  # seconds
 _FIRST_SECONDS = 3  # a rank that fails waits so long for rank 0 to report first: it may have failed in the same way
-_LAST_SECONDS = 1  # rank 0 must end first: MPICH's mpirun ends the others with its status
-_FORWARD_SECONDS = 0.2  # launchers lose what is printed just before the end of a job
+_LAST_SECONDS = 2  # rank 0 must end first: MPICH's mpirun ends the others with its status
+_FORWARD_SECONDS = 0.2  # launchers lose what is printed just before the end of a job that fails,
+_FORWARD_RATE = 2**16  # and need this much longer for this many characters; nor do they hold more than these
 _ABOUT = """
 Examine the job, or the process, that this command runs in: launcher, MPI, cores, GPUs, network, shared memory, HDF5,
 staging folder, and each route. Every finding is ok, a warning (it works, but slowly or not for everything) or broken
@@ -42,16 +44,20 @@ def main() -> int:
     outcome = watch(lambda line: examine(line, facts, args.staging, first, args.limit), facts, args.limit)
     if first:
         findings = [*judge(outcome.facts), *outcome.findings]
-        print(report(findings, outcome.facts, args.json, args.verbose), flush=True)
-        time.sleep(_FORWARD_SECONDS)
+        _print(report(findings, outcome.facts, args.json, args.verbose), sys.stdout)
         return status(findings)
     if outcome.done or outcome.terminated:
         time.sleep(_LAST_SECONDS)
         return int(outcome.terminated)
     time.sleep(min(_FIRST_SECONDS, args.limit / 2))  # before rank 0, which waits for this one, runs out of time
-    print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False, True), file=sys.stderr, flush=True)
-    time.sleep(_FORWARD_SECONDS)
+    _print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False, True), sys.stderr)
     return 1
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Print it, and give the launcher time to read it."""
+    print(text, file=stream, flush=True)
+    time.sleep(_FORWARD_SECONDS + min(len(text) / _FORWARD_RATE, 1))
 
 
 def parser() -> Parser:

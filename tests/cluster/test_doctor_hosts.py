@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 def finding(job: Job, name: str) -> tuple[str, str, str]:
     """(verdict, text, fix) of one finding of ``--json``."""
-    assert job.out.startswith("{"), job.out + job.err
+    assert job.out.startswith("{") and job.out.endswith("}\n"), job.out + job.err
     told = json.loads(job.out)
     found = next((f for f in told["findings"] if f["name"] == name), None)
     assert found is not None, job.out

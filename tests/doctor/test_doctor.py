@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from launch import Job, launcher, mpirun, python, run
+
+from hpcdist.doctor import __main__ as command
 
 DOCTOR = ("-m", "hpcdist.doctor")
 
@@ -226,3 +230,16 @@ def test_help_is_printed_once() -> None:
     assert job.status == 0
     assert job.out.count("usage: hpcdist.doctor") == 1
     assert "The exit status is 1" in " ".join(job.out.split())
+
+
+def test_the_launcher_gets_time_to_read_a_long_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the other ranks wait for longer than rank 0, however much it prints."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for length in (0, 2**15, 2**24):
+        command._print("x" * length, sys.stdout)
+        assert len(capsys.readouterr().out) == length + 1
+    assert waits == [0.2, 0.7, 1.2]
+    assert max(waits) < command._LAST_SECONDS
