@@ -122,7 +122,7 @@ def _check_output(held: Checkpoint, args: argparse.Namespace) -> int | None:
         if x.dtype not in FORMATS[suffix].dtypes:
             raise InputError("HD418", f"{path}: a {suffix} file cannot hold {x.dtype}, which {x.name} has")
     _check_inputs(path, args.input[0], [file for file, _ in held.files], limit)
-    check_target(Path(path), 0 if args.resume else held.nbytes())
+    check_target(path, 0 if args.resume else held.nbytes())
     return limit
 
 

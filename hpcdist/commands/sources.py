@@ -160,7 +160,7 @@ def check_output(path: str, dtype: torch.dtype, nbytes: int, inputs: Sequence[st
         if os.path.exists(path) and os.path.samefile(path, path_of(spec)):
             raise InputError("HD507", f"{path}: is also an input, which it would replace")
     try:
-        check_target(target, nbytes)
+        check_target(path, nbytes)
     except FileError as error:
         raise InputError("HD402", str(error)) from error
 

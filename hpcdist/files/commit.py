@@ -42,12 +42,18 @@ _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # no 
 _UNSYNCABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)  # of a folder
 
 
-def check_target(target: Path, nbytes: int) -> None:
-    """Check before anything is written that a file of `nbytes` can be written at `target`.
+def check_target(path: str | Path, nbytes: int) -> None:
+    """Check before anything is written that a file of `nbytes` can be written at `path`.
+
+    Args:
+        path: as the user has given it. ``x.npy/`` names no file, and as a Path it would name ``x.npy``.
 
     Raises:
-        FileError: no such folder, no regular file in its place, not writable, or no space.
+        FileError: the name of a folder, no such folder, no regular file in its place, not writable, or no space.
     """
+    if os.fspath(path).endswith(("/", "/.")):
+        raise FileError("HD411", f"{path}: is the name of a folder")
+    target = Path(path)
     old = _old(target)
     real = Path(os.path.realpath(target)).parent
     if not target.parent.is_dir():  # without a folder, there is no ".." either
@@ -169,7 +175,7 @@ class Commit:
 
     def __init__(self, path: str | Path, keep: bool = False) -> None:
         self.target = Path(os.path.realpath(path))
-        check_target(Path(path), 0)
+        check_target(path, 0)
         self._old = _old(self.target)
         self.part = self.target.with_name(_part_name(self.target.name))
         try:

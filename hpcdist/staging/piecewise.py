@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from operator import index
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -236,9 +235,7 @@ class WriteFile:
             same = digests.same(team.comm, VERB, mine, mine, objects.first_difference)
             target, limit, specs = same["path"], same["window"], same["tensors"]
             nbytes = sum(layout.whole(shape).size() * dtype.itemsize for shape, dtype in specs.values())
-            objects.broadcast(
-                team.comm, VERB, lambda: check_target(Path(target), nbytes)
-            )  # before the pieces are listed
+            objects.broadcast(team.comm, VERB, lambda: check_target(target, nbytes))  # before the pieces are listed
             datasets = []
             for name, (shape, dtype) in specs.items():
                 pieces = list(layout.boxes(layout.whole(shape), max(1, min(PIECE, limit) // dtype.itemsize)))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,7 +176,7 @@ def plan(
         wholes[name] = Sharded(shape, dtype, dim, along, chunks)
     contiguous = [x for x in wholes.values() if x.chunks is None and not same["resume"]]
     nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in contiguous)
-    objects.broadcast(team.comm, VERB, lambda: check_target(Path(same["path"]), nbytes))  # before pieces are counted
+    objects.broadcast(team.comm, VERB, lambda: check_target(same["path"], nbytes))  # before pieces are counted
     datasets: list[Dataset] = []
     plans: list[PiecePlan] = []
     for name, x in wholes.items():

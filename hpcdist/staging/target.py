@@ -56,7 +56,7 @@ class Target:
 
     def __init__(self, path: str, datasets: Sequence[Dataset], options: SaveOptions) -> None:
         self._resume = options.resume and not any(d.chunks for d in datasets)  # HDF5 moves chunks as it writes them
-        self._path = Path(path)
+        self._path = path
         self._datasets = datasets
         self._options = options
         self._commit: Commit | None = None

@@ -340,6 +340,7 @@ def test_refusals_are_one_line(made: Path, tmp_path: Path) -> None:
         ([tmp_path / "odd.h5", "-o", out, "--tensors"], "cannot hold torch.complex128, which z has"),
         ([made / "whole.safetensors", "-o", out], "hpcdist.gather --tensors copies all"),
         ([tmp_path / "sharded", "-o", tmp_path / "sharded" / "model.safetensors"], "would replace an input"),
+        ([made / "whole.safetensors", "-o", f"{made}/whole.safetensors/.", "--tensors"], "is the name of a folder"),
         (
             [tmp_path / "bare", "-o", tmp_path / "bare" / "model.safetensors", "--max-shard-size", "1KB"],
             "would replace an input",

@@ -139,6 +139,17 @@ def test_only_a_regular_file_is_replaced(kind: str, tmp_path: Path) -> None:
     assert sorted(set(os.listdir(tmp_path)) - {"own"}) == ["there", "x"]
 
 
+@pytest.mark.parametrize("end", ["/", "//", "/.", "/./"])
+def test_a_name_that_ends_as_that_of_a_folder_is_refused(end: str, tmp_path: Path) -> None:
+    """There is no such file, so it would not be taken for the one that it replaced."""
+    (tmp_path / "there").write_text("old")
+    for name in ("there", "new"):
+        with pytest.raises(FileError, match=f"{name}{end}: is the name of a folder"):
+            Commit(f"{tmp_path}/{name}{end}")
+    assert os.listdir(tmp_path) == ["there"]
+    assert (tmp_path / "there").read_text() == "old"
+
+
 def test_what_appears_in_the_meantime_is_not_replaced_either(tmp_path: Path) -> None:
     one = Commit(tmp_path / "x")
     os.mkfifo(tmp_path / "x")

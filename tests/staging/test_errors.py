@@ -182,8 +182,14 @@ def test_what_no_tensor_can_hold_is_named(world: hd.World, folder: Path) -> None
 def test_folders_that_cannot_be_written(world: hd.World, folder: Path) -> None:
     (folder / "x.h5").mkdir(exist_ok=True)
     world.comm.Barrier()
-    for path, text in {"none/x.h5": "no such folder", "x.h5": "is a folder"}.items():
-        error = raises_on_all_ranks(world.comm, hd.RankError, lambda p=path: staging.save(folder / p, X))
+    wrong = {"none/x.h5": "no such folder", "x.h5": "is a folder"}
+    wrong |= dict.fromkeys(("y.h5/", "y.h5/.", "y.safetensors/", "y.pt/"), "is the name of a folder")
+    specs = {"x": ((3,), torch.float32)}
+    for name, text in wrong.items():
+        path = f"{folder}/{name}"
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda p=path: staging.save(p, X))
+        assert_on_all_ranks(world.comm, text in str(error) and list(error.problems) == [0], error)
+        error = raises_on_all_ranks(world.comm, hd.RankError, lambda p=path: staging.open(p, "w", specs))
         assert_on_all_ranks(world.comm, text in str(error) and list(error.problems) == [0], error)
     huge = torch.empty(1, dtype=torch.int8).expand(2**42 // world.world_size)
     error = raises_on_all_ranks(world.comm, hd.RankError, lambda: staging.save(folder / "y.h5", huge))
