@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
+import struct
 import subprocess
 
 import forks
@@ -38,3 +41,17 @@ def test_a_fork_begins_as_a_process_of_its_caller() -> None:
     for level in ("DETAIL", "INFO"):
         job = run(["chrt", "--batch", "0", *python(), "-c", code], env={"TORCH_DISTRIBUTED_DEBUG": level})
         assert job.out == f"True True {level}\n", job
+
+
+@pytest.mark.once
+def test_a_caller_that_dies_while_it_asks_leaves_no_stream_open() -> None:
+    """Else whoever reads the output of a killed job would wait for its end for as long as the server lives."""
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(f"{python()[-1]}/0")
+        socket.send_fds(caller, [struct.pack("<q", 100)], [writing])
+        caller.sendall(b"{")
+    os.close(writing)
+    assert select.select([reading], [], [], DEADLINE * slowness())[0]
+    assert os.read(reading, 1) == b""
+    os.close(reading)

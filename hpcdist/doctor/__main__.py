@@ -19,8 +19,9 @@ from hpcdist.watch.deadlines import deadline
 _LIMIT = 60.0  # seconds
 _FIRST_SECONDS = 3  # a rank that fails waits so long for rank 0 to report first: it may have failed in the same way
 _LAST_SECONDS = 2  # rank 0 must end first: MPICH's mpirun ends the others with its status
-_FORWARD_SECONDS = 0.2  # launchers lose what is printed just before the end of a job that fails,
-_FORWARD_RATE = 2**16  # and need this much longer for this many characters; nor do they hold more than these
+_FORWARD_SECONDS = 0.2  # launchers lose what is printed just before the end of a job that fails
+_FORWARD_RATE = 2**16  # characters a second, read by a launcher on a busy machine
+_FORWARD_MOST = 1.0  # seconds: a pipe or terminal holds no more than 64 KiB, and the rest has been read when print ends
 _ABOUT = """
 Examine the job, or the process, that this command runs in: launcher, MPI, cores, GPUs, network, shared memory, HDF5,
 staging folder, and each route. Every finding is ok, a warning (it works, but slowly or not for everything) or broken
@@ -57,7 +58,7 @@ def main() -> int:
 def _print(text: str, stream: TextIO) -> None:
     """Print it, and give the launcher time to read it."""
     print(text, file=stream, flush=True)
-    time.sleep(_FORWARD_SECONDS + min(len(text) / _FORWARD_RATE, 1))
+    time.sleep(_FORWARD_SECONDS + min(len(text) / _FORWARD_RATE, _FORWARD_MOST))
 
 
 def parser() -> Parser:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpcdist.errors import FileError, coded, reason
-from hpcdist.files.regular import kind
+from hpcdist.files.regular import status_of_old
 
 __all__ = ["Commit", "check_folder", "check_target", "lock", "patiently", "private_folder", "sweep", "sync", "umask"]
 
@@ -54,27 +54,13 @@ def check_target(path: str | Path, nbytes: int) -> None:
     if os.fspath(path).endswith(("/", "/.")):
         raise FileError("HD411", f"{path}: is the name of a folder")
     target = Path(path)
-    old = _old(target)
+    old = status_of_old(target)
     real = Path(os.path.realpath(target)).parent
     if not target.parent.is_dir():  # without a folder, there is no ".." either
         raise FileError("HD409", f"{target}: no such folder: {target.parent}")
     check_folder(real, nbytes, str(target))
     if old is not None and not os.access(target, os.W_OK):
         raise FileError("HD410", f"{target}: is there already, and read-only")
-
-
-def _old(target: Path) -> os.stat_result | None:
-    """The status of the file to be replaced, all symbolic links followed; a FileError if it is not regular."""
-    try:
-        old = os.stat(target)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise FileError("HD410", f"{target}: cannot be written: {reason(error)}") from error
-    if (what := kind(old.st_mode)) is not None:
-        more = "" if what == "folder" else ": only a regular file is replaced"
-        raise FileError("HD411", f"{target}: is a {what}{more}")
-    return old
 
 
 def check_folder(folder: Path, nbytes: int, target: str) -> None:
@@ -176,7 +162,7 @@ class Commit:
     def __init__(self, path: str | Path, keep: bool = False) -> None:
         self.target = Path(os.path.realpath(path))
         check_target(path, 0)
-        self._old = _old(self.target)
+        self._old = status_of_old(self.target)
         self.part = self.target.with_name(_part_name(self.target.name))
         try:
             self._lock, self.resumed = self._open_part(path, keep)
@@ -229,7 +215,7 @@ class Commit:
 
     def finish(self, mode: int | None = None) -> None:
         """Put the complete file in place, with `mode` if given. The caller has synced what other processes wrote."""
-        if (old := _old(self.target) or self._old) is not None:
+        if (old := status_of_old(self.target) or self._old) is not None:
             _look_like(self._lock, old, self.target)
         if mode is not None:
             os.fchmod(self._lock, mode)

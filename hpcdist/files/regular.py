@@ -6,10 +6,11 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hpcdist.errors import FileError, reason
 
-__all__ = ["check_regular", "kind", "open_regular", "shown", "utf8_path"]
+__all__ = ["check_regular", "kind", "open_regular", "shown", "status_of_old", "utf8_path"]
 
 _KINDS = {
     stat.S_IFDIR: "folder",
@@ -40,6 +41,24 @@ def check_regular(path: str) -> os.stat_result:
         raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     _require(path, found.st_mode)
     return found
+
+
+def status_of_old(target: Path) -> os.stat_result | None:
+    """The status of the file to be replaced, at the end of all symbolic links; None without a file there.
+
+    Raises:
+        FileError: it is not a regular file, or cannot be looked at.
+    """
+    try:
+        old = os.stat(target)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FileError("HD410", f"{target}: cannot be written: {reason(error)}") from error
+    if (what := kind(old.st_mode)) is not None:
+        more = "" if what == "folder" else ": only a regular file is replaced"
+        raise FileError("HD411", f"{target}: is a {what}{more}")
+    return old
 
 
 @contextmanager

@@ -200,9 +200,14 @@ def _kill(group: int) -> None:
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 253)
-    (length,) = _LENGTH.unpack(head)
-    with connection.makefile("rb") as stream:
-        return json.loads(stream.read(length)), list(fds)
+    try:
+        (length,) = _LENGTH.unpack(head)
+        with connection.makefile("rb") as stream:
+            return json.loads(stream.read(length)), list(fds)
+    except BaseException:  # else what the caller was about to print to would never be closed
+        for fd in fds:
+            os.close(fd)
+        raise
 
 
 def _take_over(task: dict[str, Any], fds: list[int]) -> None:

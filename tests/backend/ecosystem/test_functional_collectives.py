@@ -91,6 +91,7 @@ def _listed(x: object) -> list[Tensor]:
     return [y + 0 for y in (x if isinstance(x, list) else [x])]  # which waits
 
 
+@pytest.mark.once  # not on 3 ranks, so whole on 2
 @pytest.mark.parametrize("members", ["all", "some"])
 def test_what_each_gives(world: hd.World, members: str) -> None:
     """In the default group, and in one of some ranks, the last of which comes first."""
@@ -119,6 +120,7 @@ def test_several_at_once(world: hd.World) -> None:
     findings.settle()
 
 
+@pytest.mark.once  # not on 3 ranks, so whole on 2
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(world: hd.World, backend: str) -> None:
     """In one graph with what comes before and after."""
