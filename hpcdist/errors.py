@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 __all__ = [
-    *("FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError"),
+    *("SHOWN", "FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError"),
     *("coded", "codes", "described", "hint", "labelled", "listed", "reason", "refusal", "with_hint", "without_hint"),
 ]
 
 E = TypeVar("E", bound=BaseException)
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines
-_NAMES_SHOWN = 6
+SHOWN = 6  # names that are listed at most
 # The system's error in a message of HDF5, between names, times and addresses.
 _HDF5 = re.compile(r"\(([^(:,]+)[^(]*errno = \d+, error message = '([^']*)'")
 _CODE = re.compile(r"(?<!\S)\[(HD[1-9][0-9]{2})\](?![\w.])")  # a word of its own, and no part of a file's name
@@ -45,8 +45,8 @@ def listed(names: Iterable[object]) -> str:
         >>> listed("abcdefgh")
         'a, b, c, d, e, f, ...'
     """
-    shown = [str(name) for name, _ in zip(names, range(_NAMES_SHOWN + 1), strict=False)]
-    return ", ".join([*shown[:_NAMES_SHOWN], *["..."] * (len(shown) > _NAMES_SHOWN)]) or "nothing"
+    shown = [str(name) for name, _ in zip(names, range(SHOWN + 1), strict=False)]
+    return ", ".join([*shown[:SHOWN], *["..."] * (len(shown) > SHOWN)]) or "nothing"
 
 
 def coded(code: str, text: str) -> str:

@@ -1,138 +1,171 @@
-"""Whether the ranks of a process group make the same call: compared before data move, if that costs little, or always.
+"""Whether the ranks of a process group make the same call: compared in each collective before its data move.
 
 MPI does not look: a longer message than expected may be written beyond the tensor, a shorter one leaves its end as it
-was. A comparison is a message of some bytes, which is nothing beside data of `LEAST` and more; for less it is made
-with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+was, and different collectives wait for each other. So each collective begins with one Allgather of two numbers a rank:
+
+- a digest of what must be the same on all ranks: call, dtype, root, operation, and the sizes that all ranks know;
+- the balance of what only pairs of ranks know: each rank adds ``key(me, dest) * elements`` for each message that it
+  sends, and subtracts ``key(source, me) * elements`` for each one that it expects. If all pairs agree, the balances of
+  all ranks add up to 0 modulo 2^64. The keys are pseudo-random and odd: else they do so once in some 2^60 calls.
+
+All ranks have the same numbers, so all find the same. Only if these differ, the ranks tell each other what they call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from struct import Struct
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
-from torch import Tensor, split
+from torch import Tensor, dtype
 
-from hpcdist import callsite
-from hpcdist.backend.memory import UnusableError, nbytes
-from hpcdist.control import digests, objects
-from hpcdist.errors import RankError, coded
+from hpcdist import activity
+from hpcdist.backend.memory import UnusableError
+from hpcdist.control import objects
+from hpcdist.errors import SHOWN, RankError, coded, listed
 from hpcdist.process import abort
 
 if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
 
-__all__ = ["Alike", "Pairs", "checked", "fail"]
+__all__ = ["Call", "checked", "fail", "sizes"]
 
-LEAST = 2**15  # bytes of a rank's tensors
-_DIGEST = 8  # bytes
+Sizes = tuple[tuple[int, dtype], ...]  # elements and dtype of tensors
 
-Step = Callable[..., None]
-
-
-Alike = tuple[Any, ...]
-"""What must be the same on all ranks: number of elements and dtype of the first entry, a tensor or a list of them, and
-the other entries. A tuple, since one is made in every call."""
+_HEADER = Struct("<QQ")  # digest, balance
+_RANGE = 2**64
+_NONE: dict[int, int] = {}
 
 
-def checked(team: Communicator, verb: str, step: Step, same: Alike | Pairs) -> Step:
-    """Return a step of a call that compares first, if that costs little or is asked for.
+class Call(NamedTuple):
+    """What a rank calls.
 
-    It raises a RankError on every rank if there is a difference.
-    """
-    if isinstance(same, Pairs):
-        return same.before(step, verb) if team.compares else step
-    tensors = same[0]
-    if not team.compares and (tensors.nbytes if isinstance(tensors, Tensor) else nbytes(tensors)) < LEAST:
-        return step
-    sizes = [f"{x.numel()} x {x.dtype}" for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
-    shown = ", ".join([*sizes, *map(str, same[1:])])
-    at = _line(verb)
-
-    def comparing(team: Communicator, *args: Any) -> None:
-        _compare(team, verb, shown, at)
-        step(team, *args)
-
-    return comparing
-
-
-class Pairs:
-    """What each pair of ranks must agree on: the tensors that this rank sends, and those that it expects, by rank.
-
-    Compared on demand only: the size of the data differs from rank to rank.
+    Attributes:
+        verb: name of the call.
+        sizes: those of the tensors that have the same sizes on all ranks.
+        rest: what else must be the same: the operation, the root, the dtype of messages.
+        sends, recvs: for pairs of ranks: elements that this rank sends to a rank, or expects from it.
     """
 
-    def __init__(self, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-        self._sends, self._recvs = sends, recvs
-
-    @classmethod
-    def of_rows(
-        cls, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], size: int
-    ) -> Pairs:
-        """Return what the rows of an all_to_all_single amount to."""
-        parts = [
-            dict(enumerate(split(x, list(splits) or [x.shape[0] // size] * size)))
-            for x, splits in ((input, input_splits), (output, output_splits))
-        ]
-        return cls(*parts)
-
-    def before(self, step: Step, verb: str) -> Step:
-        """Return a step that compares first."""
-        sends, recvs = (
-            {rank: f"{x.numel()} x {x.dtype}" for rank, x in xs.items()} for xs in (self._sends, self._recvs)
-        )
-        at = _line(verb)
-
-        def comparing(team: Communicator, *args: Any) -> None:
-            ranks = range(team.size)
-            mine = [sends.get(rank) for rank in ranks], [recvs.get(rank) for rank in ranks]
-            _compare(team, verb, "", at)
-            objects.raise_problems(verb, dict(_problems(objects.all_gather_object(team.comm, mine, verb))))
-            step(team, *args)
-
-        return comparing
+    verb: str
+    sizes: Sizes = ()
+    rest: tuple[Any, ...] = ()
+    sends: Mapping[int, int] = _NONE
+    recvs: Mapping[int, int] = _NONE
 
 
-def _line(verb: str) -> str:
-    """Return where the user's code makes this call, as in "train.py:57". In the thread that makes it."""
-    return callsite.where(verb, 2).decode(errors="replace").removeprefix(f"{verb}() at ")
+def sizes(*tensors: Tensor) -> Sizes:
+    return tuple((x.numel(), x.dtype) for x in tensors)
 
 
-def _compare(team: Communicator, verb: str, shown: str, at: str) -> None:
-    """Raise a RankError on every rank if the calls differ, wherever `at` they are."""
-    text = f"{verb}() of {shown}" if shown else f"{verb}()"
-    mine = blake2b(text.encode(), digest_size=_DIGEST).digest()
-    found = bytearray(_DIGEST * team.size)
-    team.comm.Allgather([mine, MPI.BYTE], [found, _DIGEST, MPI.BYTE])
-    if found != mine * team.size:
-        digests.same(team.comm, verb, text, (text, at), _difference)
+def checked(team: Communicator, call: Call, step: Callable[..., None], *args: Any) -> None:
+    """Run the step of a call, if all ranks make the same call.
+
+    Raises:
+        RankError: on every rank, if they do not.
+    """
+    if team.size > 1:
+        _compare(team, call)
+    step(team, *args)
 
 
-def _difference(first: tuple[str, str], mine: tuple[str, str]) -> str | None:
-    if mine[0] == first[0]:
-        return None
-    return coded("HD703", f"is in {mine[0]} at {mine[1]}, and rank 0 in {first[0]} at {first[1]}")
+def _compare(team: Communicator, call: Call) -> None:
+    digest, balance = _digest(call.verb, call.sizes, call.rest), 0
+    if call.sends or call.recvs:
+        to, of = _keys(team.rank, team.size)
+        balance = sum(to[rank] * count for rank, count in call.sends.items())
+        balance -= sum(of[rank] * count for rank, count in call.recvs.items())
+    mine = _HEADER.pack(digest, balance % _RANGE)
+    found = bytearray(_HEADER.size * team.size)
+    team.comm.Allgather([mine, MPI.BYTE], [found, _HEADER.size, MPI.BYTE])
+    if found == mine * team.size and not balance:
+        return
+    digests, balances = zip(*_HEADER.iter_unpack(found), strict=True)
+    if set(digests) != {digest} or sum(balances) % _RANGE:
+        _raise_difference(team, call)
 
 
-def _problems(every: Sequence[Any]) -> list[tuple[int, str]]:
-    """(rank, problem) for each rank that does not expect what is sent to it."""
-    return [
-        (
-            rank,
-            coded(
-                "HD703",
-                f"expects {expected[source] or 'nothing'} from rank {source}, which sends {sent[rank] or 'nothing'}",
-            ),
-        )
-        for rank, (_, expected) in enumerate(every)
-        for source, (sent, _) in enumerate(every)
-        if sent[rank] != expected[source]
-    ]
+@lru_cache(maxsize=1024)  # a program repeats its calls
+def _digest(verb: str, sizes: Sizes, rest: tuple[Any, ...]) -> int:
+    text = repr((verb, [(count, str(kind)) for count, kind in sizes], list(map(str, rest))))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _sends(what: str | None) -> str:
-    return f"which sends {what or 'nothing'}"
+@lru_cache(maxsize=64)
+def _keys(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the keys of messages to each rank, and from each rank."""
+    return [_key(rank, other) for other in range(size)], [_key(other, rank) for other in range(size)]
+
+
+def _key(source: int, dest: int) -> int:
+    """Mix two ranks into an odd number of 64 bits: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    z = ((source << 32) + dest + 1) * 0x9E3779B97F4A7C15 % _RANGE
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % _RANGE
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % _RANGE
+    return (z ^ z >> 31) | 1
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others of its call: a Call as text, with its messages by rank, and where it is made."""
+
+    verb: str
+    tensors: list[str]
+    rest: list[str]
+    place: str
+    sends: list[int]
+    recvs: list[int]
+    several_threads: bool
+
+    def shown(self, first: int) -> str:
+        """Describe the call, with the tensors from number `first` on."""
+        tensors = [listed(self.tensors[first:])] if self.tensors else []
+        of = ", ".join([*([f"{first} tensors"] if first else []), *tensors, *self.rest])
+        return " ".join(filter(None, [f"{self.verb}()", of and f"of {of}", self.place and f"at {self.place}"]))
+
+
+def _raise_difference(team: Communicator, call: Call) -> None:
+    """Raise the same RankError on every rank."""
+    tensors, rest = [f"{count} x {kind}" for count, kind in call.sizes], list(map(str, call.rest))
+    messages = [[counts.get(rank, 0) for rank in range(team.size)] for counts in (call.sends, call.recvs)]
+    told = _Told(call.verb, tensors, rest, _place(), messages[0], messages[1], team.several_threads)
+    every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
+    problems = dict(_other_calls(every)) or dict(_unmatched(every))
+    for rank in [rank for rank, told in enumerate(every) if told.several_threads]:
+        text = "calls this group from several threads, and their order differs between ranks: give each its new_group()"
+        problems[rank] = "; it ".join(filter(None, [problems.get(rank), text]))
+    objects.raise_problems(every[0].verb, {rank: coded("HD703", text) for rank, text in problems.items()})
+
+
+def _place() -> str:
+    """Return where the user's code makes the call that this thread is in, as in "train.py:57"."""
+    own = activity.thread_calls()
+    call = None if own is None else own.record.current()
+    return "" if call is None else call.text.partition(" at ")[2]
+
+
+def _other_calls(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:
+    """(rank, problem) for each rank whose call is not that of rank 0."""
+    first = every[0]
+    for rank, other in enumerate(every):
+        if other[:3] != first[:3]:
+            pairs = enumerate(zip_longest(first.tensors, other.tensors))
+            at = next((i for i, (one, another) in pairs if one != another), 0)
+            at = at if at >= SHOWN else 0  # of a long list, show where it differs
+            yield rank, f"is in {other.shown(at)}, and rank 0 in {first.shown(at)}"
+
+
+def _unmatched(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:
+    """(rank, problem) for each rank that does not expect what another one sends to it."""
+    for rank, told in enumerate(every):
+        for source, other in enumerate(every):
+            if other.sends[rank] != told.recvs[source]:
+                sent, expected = (f"{count} x {told.rest[0]}" for count in (other.sends[rank], told.recvs[source]))
+                text = f"expects {expected} from rank {source}, which sends {sent}"
+                yield rank, f"{text}; they are at {told.place} and {other.place}"
 
 
 def fail(error: BaseException, verb: str, size: int) -> None:
@@ -140,10 +173,5 @@ def fail(error: BaseException, verb: str, size: int) -> None:
 
     Does nothing for an error that all ranks raise alike, for one of the arguments, and for a rank alone.
     """
-    if size == 1 or isinstance(error, (RankError, UnusableError)):
-        return
-    if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
-        error.add_note(
-            "The ranks' tensors differ in size or dtype: TORCH_DISTRIBUTED_DEBUG=DETAIL compares them in each call."
-        )
-    abort.fail(error, f"{verb}() failed in the middle of a transfer")
+    if size > 1 and not isinstance(error, (RankError, UnusableError)):
+        abort.fail(error, f"{verb}() failed in the middle of a transfer")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("SUM", "alike", "exchanged", "gathered", "multiple", "rank", "rooted", "single", "single_list", "splits", "sums"),
-    "tag",
+    *("tag", "writable"),
 ]
 
 SUM: Any = ReduceOp.SUM
@@ -37,6 +37,16 @@ def single(verb: str, tensors: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _refuse_layout(verb: str, x: Tensor) -> None:
     raise refusal(ValueError, "HD202", f"{verb}: expected a dense tensor, got layout {x.layout}")
+
+
+def writable(verb: str, outputs: Any) -> None:
+    """Check that tensors, in lists of any depth, have a place for each element."""
+    for x in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+        if isinstance(x, (list, tuple)):
+            writable(verb, x)
+        elif x.layout is torch.strided and not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
+            text = f"several elements of a tensor of shape {tuple(x.shape)}, as from expand(), lie in one place: clone() it"
+            raise refusal(ValueError, "HD202", f"{verb}: {text}")
 
 
 def sums(verb: str, opts: Any) -> None:

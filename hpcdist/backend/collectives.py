@@ -15,6 +15,7 @@ from torch import Tensor, split
 from hpcdist import layout, limits
 from hpcdist.backend import shared
 from hpcdist.backend.memory import (
+    Spans,
     address,
     bytes_of,
     flat,
@@ -44,7 +45,7 @@ PACKED = 2**16  # bytes of all messages up to which they are copied into one pie
 
 
 def barrier(team: Communicator) -> None:
-    team.comm.Barrier()
+    """Do nothing more: the comparison before each call has a message from every rank."""
 
 
 def broadcast(team: Communicator, x: Tensor, root: int) -> None:
@@ -82,24 +83,17 @@ def all_gather(team: Communicator, outs: Sequence[Tensor], x: Tensor) -> None:
 
 def gather(team: Communicator, outs: Sequence[Tensor], x: Tensor, root: int) -> None:
     """Gather the tensor of rank i into ``outs[i]`` of the root; `outs` is empty elsewhere."""
-    if team.rank == root:
-        copyto(outs[root], x)
-    receive = {i: out for i, out in enumerate(outs) if i != root}
-    exchange(team, {} if team.rank == root else {root: x}, receive)
+    exchange(team, {root: x}, dict(enumerate(outs)))
 
 
 def scatter(team: Communicator, out: Tensor, xs: Sequence[Tensor], root: int) -> None:
     """Scatter ``xs[i]`` of the root into `out` of rank i; `xs` is empty elsewhere."""
-    if team.rank == root:
-        copyto(out, xs[root])
-    exchange(team, {i: x for i, x in enumerate(xs) if i != root}, {} if team.rank == root else {root: out})
+    exchange(team, dict(enumerate(xs)), {root: out})
 
 
 def all_to_all(team: Communicator, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Send ``xs[i]`` to rank i, into its ``outs`` at this rank."""
-    copyto(outs[team.rank], xs[team.rank])
-    others = [rank for rank in range(team.size) if rank != team.rank]
-    exchange(team, {rank: xs[rank] for rank in others}, {rank: outs[rank] for rank in others})
+    exchange(team, dict(enumerate(xs)), dict(enumerate(outs)))
 
 
 def all_to_all_single(
@@ -108,7 +102,7 @@ def all_to_all_single(
     """Send consecutive rows of `x` to the ranks, and receive rows of `out`; equal parts without splits."""
     with writable(out, read=False) as whole:
         send = readable(x)
-        if send.data_ptr() == whole.data_ptr():
+        if Spans([whole]).meet(send):
             send = send.clone()
         sends, recvs = _parts(send, splits, team.size), _parts(whole, out_splits, team.size)
         recvs[team.rank][:] = sends[team.rank]
@@ -133,20 +127,33 @@ def copyto(out: Tensor, x: Tensor) -> None:
 
 
 def exchange(team: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    """Send and receive separate tensors, at most one for each pair of ranks and direction."""
+    """Send and receive separate tensors, at most one for each pair of ranks and direction; copy this rank's own.
+
+    The result is that of sends from copies, and of receives in the order of the ranks, whatever memory they share.
+    """
+    me = team.rank
+    own = recvs.get(me)
+    written = Spans(out for rank, out in recvs.items() if rank != me)  # while tensors may still be sent
+    apart = written.disjoint and (own is None or not written.meet(own))
     into = {
-        rank: out if out.is_cpu and out.is_contiguous() else scratch(out.numel(), out.dtype)
+        rank: out if apart and is_plain(out) else scratch(out.numel(), out.dtype)
         for rank, out in recvs.items()
+        if rank != me
     }
+    ready = {id(x): readable(x.detach().clone() if written.meet(x) else x) for x in sends.values()}
     _route.exchange(
         team,
-        [(rank, bytes_of(readable(x))) for rank, x in sends.items() if x.numel()],
+        [(rank, bytes_of(ready[id(x)])) for rank, x in sends.items() if rank != me and x.numel()],
         [(rank, bytes_of(x)) for rank, x in into.items() if x.numel()],
         0,
     )
-    for rank, x in into.items():
-        if x is not recvs[rank]:
-            copyto(recvs[rank], x.view(recvs[rank].shape))
+    if own is not None:
+        mine = into[me] = ready[id(sends[me])]
+        if Spans([own]).meet(mine) and not (own.is_contiguous() and own.data_ptr() == mine.data_ptr()):
+            into[me] = mine.detach().clone()
+    for rank, out in recvs.items():
+        if into[rank] is not out:
+            copyto(out, into[rank])
 
 
 def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:

@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from hpcdist import activity
 from hpcdist.backend.queue import Queue
@@ -51,7 +50,7 @@ class Communicator:
         queue: collectives that were called with async_op, in their order.
         transfers: messages that are sent or received; their memory is kept until they are done.
         limit: deadline of its calls, in seconds.
-        compares: whether the ranks compare every call before data move; else they compare those with large data.
+        several_threads: whether several threads of this rank have called collectives.
         most_tag: largest tag of a message.
     """
 
@@ -67,7 +66,8 @@ class Communicator:
         self.peers = list(peers)
         self._node_of = node_of
         self.most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
-        self.compares = get_debug_level() == DebugLevel.DETAIL
+        self.several_threads = False
+        self._caller = 0
         self.queue = Queue()
         self.transfers: deque[Pending] = deque()
         self._keeping = threading.Lock()
@@ -93,6 +93,12 @@ class Communicator:
         """Return the number of a collective of this group that begins now."""
         self._begun += 1
         return self._begun
+
+    def note_thread(self) -> None:
+        """Note that this thread calls a collective."""
+        caller = threading.get_ident()
+        if caller != self._caller:
+            self.several_threads, self._caller = self._caller != 0, caller
 
     @property
     def one_node(self) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from math import inf
 from typing import Any
 
 import torch
@@ -15,13 +18,47 @@ from hpcdist.errors import refusal
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem
 
-__all__ = ["UnusableError", "address", "flat", "packed", "pieces", "readable", "scratch", "writable"]
+__all__ = ["Spans", "UnusableError", "address", "flat", "packed", "pieces", "readable", "scratch", "writable"]
 
 _from_address = MPI.buffer.fromaddress
 
 
 class UnusableError(ValueError):
     """A tensor has no memory that MPI could use: an error of this rank's call, found before data move."""
+
+
+class Spans:
+    """The memory that a call writes: each tensor's from its first to its last element."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._spans = sorted(_span(x) for x in tensors if x.numel())
+        self._ends = list(accumulate((end for _, end in self._spans), max))  # the furthest so far
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no two of the tensors share memory."""
+        return all(end <= start for end, (start, _) in zip(self._ends, self._spans[1:], strict=False))
+
+    def meet(self, x: Tensor) -> bool:
+        """Whether a tensor shares memory with any of them."""
+        start, end = _span(x)
+        before = bisect_left(self._spans, (end,))
+        return before > 0 and self._ends[before - 1] > start and x.numel() > 0
+
+    def hold(self, x: Tensor) -> bool:
+        """Whether a tensor lies within one of them, which are disjoint."""
+        start, end = _span(x)
+        before = bisect_right(self._spans, (start, inf))
+        return before > 0 and self._spans[before - 1][1] >= end
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor and behind its last one."""
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
+    last = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.itemsize
 
 
 def address(x: Tensor) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.backend import agreement, checks, collectives, p2p, sparse
-from hpcdist.backend.agreement import Alike, Pairs
-from hpcdist.backend.memory import gpu_events
+from hpcdist.backend.agreement import Call, sizes
+from hpcdist.backend.memory import Spans, gpu_events
 from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
@@ -46,27 +47,18 @@ class Operations:
     def _set_sequence_number_for_group(self) -> None:
         return None  # all ranks count from 0
 
-    def _run(
-        self,
-        verb: str,
-        opts: Any,
-        tensors: Any,
-        step: Callable[..., None],
-        *args: Any,
-        same: Alike | Pairs | None = None,
-    ) -> dist.Work:
+    def _run(self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
         """Run a collective, now or in its turn.
 
         Args:
+            call: what is compared over all ranks first.
             opts: torch's options: `asyncOp`: the caller does not block; `timeout`: the call's deadline, if
                 it is above 0, instead of the group's.
             tensors: what its future will hold.
             step, args: what to run, after the communicator as its first argument.
-            same: what is compared over all ranks first, if that costs little.
         """
-        team = self._team
-        if same is not None:
-            step = agreement.checked(team, verb, step, same)
+        team, verb = self._team, call.verb
+        checks.writable(verb, tensors)
         self._calls += 1
         if _holds_inference(args):
             step, args = _on_inference, (step, *args)
@@ -75,11 +67,14 @@ class Operations:
             limit = opts.timeout.total_seconds()
             activity.expect_limit(limit)
         # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
-        if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
+        inside = team.queue.inside
+        if not inside:
+            team.note_thread()
+        if inside or ((blocks or team.size == 1) and team.queue.idle):
             with activity.InCall(verb, team, limit=limit):
                 try:
                     with team.queue.running:
-                        step(team, *args)
+                        agreement.checked(team, call, step, *args)
                 except BaseException as error:
                     agreement.fail(error, verb, team.size)
                     raise
@@ -89,6 +84,7 @@ class Operations:
             done.number = self._calls
             return done
         events = gpu_events(args)
+        step, args = agreement.checked, (call, step, *args)
         if events:
             step, args = _after, (events, step, *args)
         work = Queued(verb, team, limit, step, args, tensors)
@@ -99,32 +95,34 @@ class Operations:
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         x, root = checks.single("broadcast", tensors), 0 if opts is None else opts.rootRank
         checks.rank("broadcast", root, self._team.size)
-        return self._run("broadcast", opts, tensors, collectives.broadcast, x, root, same=(x, root))
+        return self._run(Call("broadcast", sizes(x), (root,)), opts, tensors, collectives.broadcast, x, root)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
             checks.sums("all_reduce", opts)
-            return self._run("all_reduce", opts, tensors, sparse.all_reduce, tensors[0])
+            x = tensors[0]
+            call = Call("all_reduce", sizes(x), (x.sparse_dim(), "sparse SUM"))
+            return self._run(call, opts, tensors, sparse.all_reduce, x)
         x = checks.single("all_reduce", tensors)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, x.dtype)
-        return self._run("all_reduce", opts, tensors, collectives.all_reduce, x, op, same=(x, op.name))
+        return self._run(Call("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         checks.alike("all_reduce_coalesced", tensors)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
-        same = (tensors, op.name)
-        return self._run("all_reduce_coalesced", opts, tensors, collectives.coalesced, tensors, op, same=same)
+        call = Call("all_reduce_coalesced", sizes(*tensors), (op.name,))
+        return self._run(call, opts, tensors, collectives.coalesced, tensors, op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         x, root = checks.single("reduce", tensors), opts.rootRank
         checks.rank("reduce", root, self._team.size)
         op = reduction(opts.reduceOp, x.dtype)
-        return self._run("reduce", opts, tensors, collectives.reduce, x, op, root, same=(x, op.name, root))
+        return self._run(Call("reduce", sizes(x), (op.name, root)), opts, tensors, collectives.reduce, x, op, root)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         outs, x = checks.single_list("all_gather", outputs), checks.single("all_gather", inputs)
         checks.gathered("all_gather", outs, x, self._team)
-        return self._run("all_gather", opts, outputs, collectives.all_gather, outs, x, same=(outs,))
+        return self._run(Call("all_gather", sizes(*outs)), opts, outputs, collectives.all_gather, outs, x)
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         if len(output_lists) != self._team.size:
@@ -136,50 +134,49 @@ class Operations:
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outs, x in zip(columns, inputs, strict=True):
             checks.gathered("all_gather_coalesced", outs, x, self._team)
-        same = ([out for outs in columns for out in outs],)
-        args = collectives.all_gather, columns, inputs
-        return self._run("all_gather_coalesced", opts, output_lists, _each, *args, same=same)
+        call = Call("all_gather_coalesced", sizes(*(out for outs in columns for out in outs)))
+        return self._run(call, opts, output_lists, _each, collectives.all_gather, columns, inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         checks.multiple("all_gather_single", output, input, self._team.size)
-        args = output, input
-        return self._run("all_gather_single", opts, output, collectives.all_gather_single, *args, same=(output,))
+        call = Call("all_gather_single", sizes(output))
+        return self._run(call, opts, output, collectives.all_gather_single, output, input)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "all_gather_single_coalesced"
         for output, x in zip(outputs, inputs, strict=True):
             checks.multiple(verb, output, x, self._team.size)
-        args = collectives.all_gather_single, outputs, inputs
-        return self._run(verb, opts, outputs, _each, *args, same=(outputs,))
+        call = Call(verb, sizes(*outputs))
+        return self._run(call, opts, outputs, _each, collectives.all_gather_single, outputs, inputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         x, root = checks.single("gather", inputs), opts.rootRank
         outs = checks.rooted("gather", outputs, root, self._team)
         if outs:
             checks.gathered("gather", outs, x, self._team)
-        same = Pairs({root: x}, dict(enumerate(outs)))
-        return self._run("gather", opts, outputs, collectives.gather, outs, x, root, same=same)
+        call = Call("gather", (), (x.dtype, root), {root: x.numel()}, _counts(outs))
+        return self._run(call, opts, outputs, collectives.gather, outs, x, root)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         out, root = checks.single("scatter", outputs), opts.rootRank
         xs = checks.rooted("scatter", inputs, root, self._team)
         if xs:
             checks.gathered("scatter", xs, out, self._team)
-        same = Pairs(dict(enumerate(xs)), {root: out})
-        return self._run("scatter", opts, outputs, collectives.scatter, out, xs, root, same=same)
+        call = Call("scatter", (), (out.dtype, root), _counts(xs), {root: out.numel()})
+        return self._run(call, opts, outputs, collectives.scatter, out, xs, root)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         out, xs = checks.single("reduce_scatter", outputs), checks.single_list("reduce_scatter", inputs)
         checks.gathered("reduce_scatter", xs, out, self._team)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, out.dtype)
-        same = (xs, op.name)
-        return self._run("reduce_scatter", opts, outputs, collectives.reduce_scatter, out, xs, op, same=same)
+        call = Call("reduce_scatter", sizes(*xs), (op.name,))
+        return self._run(call, opts, outputs, collectives.reduce_scatter, out, xs, op)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         checks.multiple("reduce_scatter_single", input, output, self._team.size)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, output.dtype)
-        args = collectives.reduce_scatter_single, output, input, op
-        return self._run("reduce_scatter_single", opts, output, *args, same=(input, op.name))
+        call = Call("reduce_scatter_single", sizes(input), (op.name,))
+        return self._run(call, opts, output, collectives.reduce_scatter_single, output, input, op)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "reduce_scatter_single_coalesced"
@@ -187,13 +184,13 @@ class Operations:
             checks.multiple(verb, x, output, self._team.size)
         kind = checks.SUM if opts is None else opts.reduceOp
         ops = [reduction(kind, output.dtype) for output in outputs]
-        args = collectives.reduce_scatter_single, outputs, inputs, ops
-        return self._run(verb, opts, outputs, _each, *args, same=(inputs, *(op.name for op in ops[:1])))
+        call = Call(verb, sizes(*inputs), tuple(op.name for op in ops[:1]))
+        return self._run(call, opts, outputs, _each, collectives.reduce_scatter_single, outputs, inputs, ops)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         checks.exchanged("all_to_all", outputs, inputs, self._team)
-        same = Pairs(dict(enumerate(inputs)), dict(enumerate(outputs)))
-        return self._run("all_to_all", opts, outputs, collectives.all_to_all, outputs, inputs, same=same)
+        call = Call("all_to_all", (), (inputs[0].dtype,), _counts(inputs), _counts(outputs))
+        return self._run(call, opts, outputs, collectives.all_to_all, outputs, inputs)
 
     def all_to_all_single(
         self,
@@ -205,12 +202,17 @@ class Operations:
     ) -> dist.Work:
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         checks.splits("all_to_all_single", output, input, *splits, self._team.size)
-        same = Pairs.of_rows(output, input, *splits, self._team.size) if self._team.compares else None
-        args = output, input, *splits
-        return self._run("all_to_all_single", opts, output, collectives.all_to_all_single, *args, same=same)
+        recvs, sends = (self._row_counts(x, rows) for x, rows in zip((output, input), splits, strict=True))
+        call = Call("all_to_all_single", (), (input.dtype,), sends, recvs)
+        return self._run(call, opts, output, collectives.all_to_all_single, output, input, *splits)
+
+    def _row_counts(self, x: Tensor, splits: Sequence[int]) -> dict[int, int]:
+        """Return the elements of the rows of each rank; equal parts without splits."""
+        row, size = x.shape[1:].numel(), self._team.size
+        return {rank: row * rows for rank, rows in enumerate(splits or [x.shape[0] // size] * size)}
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._run("barrier", opts, [], collectives.barrier, same=([],))
+        return self._run(Call("barrier"), opts, [], collectives.barrier)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; raise an error that names those that do not come within `timeout`.
@@ -273,9 +275,23 @@ def _after(team: Communicator, events: Sequence[torch.cuda.Event], step: Callabl
         torch.cuda.current_stream(event.device).synchronize()
 
 
-def _each(team: Communicator, step: Callable[..., None], *columns: Sequence[Any]) -> None:
-    """Run a collective once for each tensor of a list."""
-    for args in zip(*columns, strict=True):
+def _counts(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Return the number of elements of the tensor of each rank."""
+    return {rank: x.numel() for rank, x in enumerate(tensors)}
+
+
+def _each(
+    team: Communicator, step: Callable[..., None], outputs: Sequence[Any], inputs: Tensors, *columns: Sequence[Any]
+) -> None:
+    """Run a collective once for each input, as if all inputs had been copied before the first one writes its output."""
+    flat = [output if isinstance(output, list) else [output] for output in outputs]
+    written = Spans(chain.from_iterable(flat))
+    disjoint = written.disjoint
+    inputs = [
+        x if not written.meet(x) or (disjoint and Spans(own).hold(x)) else x.detach().clone()
+        for own, x in zip(flat, inputs, strict=True)
+    ]
+    for args in zip(outputs, inputs, *columns, strict=True):
         step(team, *args)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from hpcdist.backend.agreement import Call
 from hpcdist.backend.communicator import Communicator
 from hpcdist.backend.operations import Operations
 from hpcdist.tensors import eager
@@ -45,10 +46,8 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         self._backend_name = name
         self._group_name = self._group_desc = ""
 
-    def _run(
-        self, verb: str, opts: Any, tensors: Any, step: Callable[..., None], *args: Any, **options: Any
-    ) -> dist.Work:
-        return super()._run(verb, opts, tensors, step, *map(_own, args), **options)
+    def _run(self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
+        return super()._run(call, opts, tensors, step, *map(_own, args))
 
     def send(self, tensors: list[Tensor], dest: int, tag: int = 0) -> dist.Work:
         return super().send(_own(tensors), dest, tag)

@@ -2,81 +2,191 @@
 
 from __future__ import annotations
 
-import re
+import threading
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from collective import assert_on_all_ranks, raises_on_all_ranks
 from launch import mpirun
 from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.errors import RankError
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 PROGRAM = str(Path(__file__).with_name("differing_calls.py"))
-LARGE = 2**14  # elements of float32: 64 KiB, which is compared without being asked
+SIZES = [1, 2**14]  # elements: 64 KiB of float32, which MPI sends when the receiver is there
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "size": lambda x: torch.ones(len(x) + 1),
+    "dtype": lambda x: x.to(torch.float64),
+    "dtype of the same width": lambda x: x.to(torch.int32),
+}
 
 
-def _all_gather(x: Tensor) -> None:
-    dist.all_gather([torch.empty_like(x) for _ in range(dist.get_world_size())], x)
+def _lists(x: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x) for _ in range(dist.get_world_size())]
+
+
+def _at_root(x: Tensor, root: int) -> list[Tensor] | None:
+    return _lists(x) if dist.get_rank() == root else None
+
+
+def _single(old: str, new: str) -> Callable[..., object]:
+    return getattr(dist, new, None) or getattr(dist, old)  # type: ignore[no-any-return]
 
 
 CALLS: dict[str, Callable[[Tensor], object]] = {
     "all_reduce": dist.all_reduce,
+    "all_reduce with async_op": lambda x: dist.all_reduce(x, async_op=True).wait(),
     "broadcast": lambda x: dist.broadcast(x, 0),
     "reduce": lambda x: dist.reduce(x, 0),
-    "all_reduce with async_op": lambda x: dist.all_reduce(x, async_op=True).wait(),
-    "all_gather": _all_gather,
-    "all_gather_single": lambda x: dist.all_gather_into_tensor(x.repeat(dist.get_world_size()), x),
-    "reduce_scatter_single": lambda x: dist.reduce_scatter_tensor(x.clone(), x.repeat(dist.get_world_size())),
+    "all_gather": lambda x: dist.all_gather(_lists(x), x),
+    "all_gather_single": lambda x: _single("all_gather_into_tensor", "all_gather_single")(
+        x.repeat(dist.get_world_size()), x
+    ),
+    "reduce_scatter": lambda x: dist.reduce_scatter(x, _lists(x)),
+    "reduce_scatter_single": lambda x: _single("reduce_scatter_tensor", "reduce_scatter_single")(
+        x.clone(), x.repeat(dist.get_world_size())
+    ),
+    "gather": lambda x: dist.gather(x, _at_root(x, 0), 0),
+    "scatter": lambda x: dist.scatter(x, _at_root(x, 0), 0),
+    "all_to_all": lambda x: dist.all_to_all(_lists(x), _lists(x)),
+    "all_to_all_single": lambda x: dist.all_to_all_single(
+        x.repeat(dist.get_world_size()), x.repeat(dist.get_world_size())
+    ),
 }
+
+
+def _goes_on(world: hd.World) -> None:
+    y = torch.full((5,), float(world.rank))
+    dist.all_reduce(y)
+    assert_on_all_ranks(world.comm, y.tolist() == [sum(range(world.world_size))] * 5, y)
+
+
+def _refused(world: hd.World, call: Callable[[], object]) -> str:
+    error = raises_on_all_ranks(world.comm, RankError, call)
+    assert error.codes == ["HD703"]
+    _goes_on(world)
+    return str(error)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("verb", CALLS)
-@pytest.mark.parametrize("odd", [torch.ones(LARGE + 1), torch.ones(LARGE, dtype=torch.float64)], ids=["size", "dtype"])
-def test_large_tensors_are_compared(odd: Tensor, verb: str, world: hd.World) -> None:
+def test_sizes_and_dtypes(verb: str, world: hd.World) -> None:
     last = world.world_size - 1
-    x = odd.clone() if world.rank == last else torch.ones(LARGE)
-    shown = re.escape(f"rank {last}: is in {verb.split()[0]}() of ")
-    with pytest.raises(RankError, match=shown):
-        CALLS[verb](x)
-    y = torch.full((LARGE,), float(world.rank))
-    dist.all_reduce(y)  # the job goes on
-    assert torch.equal(y, torch.full((LARGE,), float(sum(range(world.world_size)))))
-
-
-def _differs(what: str, verb: str) -> str:
-    line = r"\S*test_agreement.py:\d+"
-    return rf"rank 1: is in {verb}\(\) of {what} at {line}, and rank 0 in {verb}\(\) of 16384 x .* at {line}"
+    for n in SIZES:
+        x = torch.ones(n)
+        for odd in OTHERS.values():
+            text = _refused(world, lambda: CALLS[verb](odd(x) if world.rank == last else x.clone()))  # noqa: B023
+            name = verb.split()[0]
+            named = f"rank {last}: is in {name}() of " in text or "which sends " in text
+            assert named, text
+            assert text.startswith(f"{name}() was refused on all ranks")
+            assert text.count("test_agreement.py:") >= 2, text
 
 
 @pytest.mark.mpi(min_size=2)
-def test_operations_and_roots_are_compared(world: hd.World) -> None:
-    x, odd = torch.ones(LARGE), world.rank == 1
-    with pytest.raises(RankError, match=_differs(r"16384 x torch.float32, MAX", "all_reduce")):
-        dist.all_reduce(x, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
-    with pytest.raises(RankError, match=_differs(r"16384 x torch.float32, 1", "broadcast")):
-        dist.broadcast(x, int(odd))
-    with pytest.raises(RankError, match=r"rank 1: is in broadcast\(\).*, and rank 0 in all_reduce\(\)"):
-        dist.broadcast(x, 0) if odd else dist.all_reduce(x)
-    assert torch.equal(x, torch.ones(LARGE))
+@pytest.mark.parametrize("n", SIZES)
+def test_every_two_operations(n: int, world: hd.World) -> None:
+    verbs = [verb for verb in CALLS if "async" not in verb] + ["barrier"]
+    for one, another in permutations(verbs, 2):
+        mine = another if world.rank == 1 else one
+        x = torch.ones(n)
+        call = dist.barrier if mine == "barrier" else lambda: CALLS[mine](x)  # noqa: B023
+        text = _refused(world, call)
+        assert text.startswith(f"{one}() was refused on all ranks\n  rank 1: is in {another}() "), text
+        assert f", and rank 0 in {one}() " in text
+        assert torch.equal(x, torch.ones(n))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("n", SIZES)
+def test_operations_and_roots(n: int, world: hd.World) -> None:
+    x, odd = torch.ones(n), world.rank == 1
+    op = dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
+    assert f"rank 1: is in all_reduce() of {n} x torch.float32, MAX at " in _refused(
+        world, lambda: dist.all_reduce(x, op)
+    )
+    assert f"rank 1: is in broadcast() of {n} x torch.float32, 1 at " in _refused(
+        world, lambda: dist.broadcast(x, int(odd))
+    )
+    assert "of torch.float32, 1 at " in _refused(world, lambda: dist.gather(x, _at_root(x, int(odd)), int(odd)))
+    assert "of torch.float32, 1 at " in _refused(world, lambda: dist.scatter(x, _at_root(x, int(odd)), int(odd)))
+    assert torch.equal(x, torch.ones(n))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sizes_of_every_pair_of_ranks(world: hd.World) -> None:
+    """Sizes that differ by pair, and are right; then one of them is not, also where the sums of all are the same."""
+    rank, size = world.rank, world.world_size
+    outs = [torch.zeros(100 * i + rank) for i in range(size)]
+    dist.all_to_all(outs, [torch.full((100 * rank + i,), float(rank)) for i in range(size)])
+    assert_on_all_ranks(world.comm, all(bool((out == i).all()) for i, out in enumerate(outs)), outs)
+    splits = [[1 + (source + dest) % 3 for dest in range(size)] for source in range(size)]
+    sent, expected = splits[rank], [splits[source][rank] for source in range(size)]
+    out = torch.zeros(sum(expected), 2)
+    dist.all_to_all_single(out, torch.full((sum(sent), 2), float(rank)), expected, sent)
+    assert_on_all_ranks(world.comm, out[:, 0].tolist() == [i for i in range(size) for _ in range(expected[i])], out)
+    if rank == 0:  # as many rows as before, for other ranks
+        sent = [sent[0] + 1, sent[1] - 1, *sent[2:]]
+    x = torch.zeros(sum(sent), 2)
+    own = [sent[0] if rank == 0 else expected[0], *expected[1:]]
+    text = _refused(
+        world, lambda: dist.all_to_all_single(torch.zeros(sum(own), 2), x, own, sent)
+    )
+    assert "rank 1: expects " in text
+    assert "from rank 0, which sends " in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_long_list_is_shown_where_it_differs(world: hd.World) -> None:
+    xs = [torch.ones(2) for _ in range(50)]
+    if world.rank == 1:
+        xs[40] = torch.ones(3)
+    text = _refused(world, lambda: dist.all_reduce_coalesced(xs))
+    assert "rank 1: is in all_reduce_coalesced() of 40 tensors, 3 x torch.float32, 2 x" in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_threads_that_call_in_different_order(world: hd.World) -> None:
+    group = dist.new_group()
+    calls = [lambda: dist.all_reduce(torch.ones(3), group=group), lambda: dist.broadcast(torch.ones(4), 0, group)]
+    said: list[str] = []
+
+    def call(number: int) -> None:
+        try:
+            calls[number]()
+        except RankError as error:
+            said.append(str(error))
+
+    for turn in (0, 1):
+        thread = threading.Thread(target=call, args=((turn + world.rank) % 2,))
+        thread.start()
+        thread.join()
+    assert_on_all_ranks(world.comm, len(said) == 2, said)
+    assert "; it calls this group from several threads" in said[1], said
+    assert "several threads" not in said[0]
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_result_needs_a_place_for_each_element(world: hd.World) -> None:
+    for call in (lambda x: dist.all_reduce(x), lambda x: dist.all_gather([x] * world.world_size, torch.ones(4))):
+        with pytest.raises(ValueError, match=r"as from expand\(\), lie in one place"):
+            call(torch.zeros(1).expand(4))
+    out = torch.zeros(world.world_size, 4)
+    dist.all_gather(list(out), torch.ones(1).expand(4))  # what is sent may be
+    assert_on_all_ranks(world.comm, bool((out == 1).all()), out)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("np", [2, 3])
-def test_every_call_is_compared_if_asked(np: int) -> None:
-    job = mpirun(np, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_also_in_torchs_own_wrapper(np: int, level: str) -> None:
+    job = mpirun(np, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": level})
     assert job.status == 0, job.err
     assert job.out.count("survived") == np
-
-
-@pytest.mark.once
-def test_without_being_asked_a_difference_of_small_calls_ends_the_job() -> None:
-    """Open MPI tells of a message that is too long; MPICH ends the job itself, in a function of its own."""
-    job = mpirun(2, PROGRAM, "small")
-    assert job.status != 0
-    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL compares them" in job.err or "Message truncated" in job.err, job.err
-    assert "survived" not in job.out
