@@ -13,11 +13,11 @@ All ranks have the same numbers, so all find the same. Only if these differ, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import zip_longest
-from struct import Struct
+from struct import Struct, unpack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
@@ -32,13 +32,13 @@ from hpcdist.process import abort
 if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
 
-__all__ = ["Call", "checked", "fail", "sizes"]
+__all__ = ["Call", "Counts", "checked", "fail", "sizes"]
 
 Sizes = tuple[tuple[int, dtype], ...]  # elements and dtype of tensors
+Counts = int | Mapping[int, int]  # elements for each rank: the same for all, or by rank
 
 _HEADER = Struct("<QQ")  # digest, balance
 _RANGE = 2**64
-_NONE: dict[int, int] = {}
 
 
 class Call(NamedTuple):
@@ -48,18 +48,18 @@ class Call(NamedTuple):
         verb: name of the call.
         sizes: those of the tensors that have the same sizes on all ranks.
         rest: what else must be the same: the operation, the root, the dtype of messages.
-        sends, recvs: for pairs of ranks: elements that this rank sends to a rank, or expects from it.
+        sends, recvs: elements that this rank sends to each rank, or expects from it, itself included.
     """
 
     verb: str
     sizes: Sizes = ()
     rest: tuple[Any, ...] = ()
-    sends: Mapping[int, int] = _NONE
-    recvs: Mapping[int, int] = _NONE
+    sends: Counts = 0
+    recvs: Counts = 0
 
 
 def sizes(*tensors: Tensor) -> Sizes:
-    return tuple((x.numel(), x.dtype) for x in tensors)
+    return tuple([(x.numel(), x.dtype) for x in tensors])
 
 
 def checked(team: Communicator, call: Call, step: Callable[..., None], *args: Any) -> None:
@@ -74,19 +74,26 @@ def checked(team: Communicator, call: Call, step: Callable[..., None], *args: An
 
 
 def _compare(team: Communicator, call: Call) -> None:
-    digest, balance = _digest(call.verb, call.sizes, call.rest), 0
-    if call.sends or call.recvs:
-        to, of = _keys(team.rank, team.size)
-        balance = sum(to[rank] * count for rank, count in call.sends.items())
-        balance -= sum(of[rank] * count for rank, count in call.recvs.items())
+    verb, sizes, rest, sends, recvs = call
+    digest, balance, size = _digest(verb, sizes, rest), 0, team.size
+    if sends or recvs:
+        to, of, all_to, all_of = _keys(team.rank, size)
+        if isinstance(sends, int) and isinstance(recvs, int):
+            balance = all_to * sends - all_of * recvs
+        else:
+            balance = sum([to[rank] * count for rank, count in _by_rank(sends, size)])
+            balance -= sum([of[rank] * count for rank, count in _by_rank(recvs, size)])
     mine = _HEADER.pack(digest, balance % _RANGE)
-    found = bytearray(_HEADER.size * team.size)
+    found = bytearray(_HEADER.size * size)
     team.comm.Allgather([mine, MPI.BYTE], [found, _HEADER.size, MPI.BYTE])
-    if found == mine * team.size and not balance:
-        return
-    digests, balances = zip(*_HEADER.iter_unpack(found), strict=True)
-    if set(digests) != {digest} or sum(balances) % _RANGE:
-        _raise_difference(team, call)
+    if balance or found != mine * size:
+        numbers = unpack(f"<{2 * size}Q", found)
+        if numbers[::2] != (digest,) * size or sum(numbers[1::2]) % _RANGE:
+            _raise_difference(team, call)
+
+
+def _by_rank(counts: Counts, size: int) -> Iterable[tuple[int, int]]:
+    return enumerate([counts] * size) if isinstance(counts, int) else counts.items()
 
 
 @lru_cache(maxsize=1024)  # a program repeats its calls
@@ -96,9 +103,10 @@ def _digest(verb: str, sizes: Sizes, rest: tuple[Any, ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _keys(rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Return the keys of messages to each rank, and from each rank."""
-    return [_key(rank, other) for other in range(size)], [_key(other, rank) for other in range(size)]
+def _keys(rank: int, size: int) -> tuple[list[int], list[int], int, int]:
+    """Return the keys of messages to each rank, and from each rank, and the sums of both."""
+    to, of = [_key(rank, other) for other in range(size)], [_key(other, rank) for other in range(size)]
+    return to, of, sum(to), sum(of)
 
 
 def _key(source: int, dest: int) -> int:
@@ -130,7 +138,10 @@ class _Told(NamedTuple):
 def _raise_difference(team: Communicator, call: Call) -> None:
     """Raise the same RankError on every rank."""
     tensors, rest = [f"{count} x {kind}" for count, kind in call.sizes], list(map(str, call.rest))
-    messages = [[counts.get(rank, 0) for rank in range(team.size)] for counts in (call.sends, call.recvs)]
+    messages = [
+        [dict(_by_rank(counts, team.size)).get(rank, 0) for rank in range(team.size)]
+        for counts in (call.sends, call.recvs)
+    ]
     told = _Told(call.verb, tensors, rest, _place(), messages[0], messages[1], team.several_threads)
     every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
     problems = dict(_other_calls(every)) or dict(_unmatched(every))

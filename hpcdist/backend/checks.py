@@ -45,7 +45,7 @@ def writable(verb: str, outputs: Any) -> None:
         if isinstance(x, (list, tuple)):
             writable(verb, x)
         elif x.layout is torch.strided and not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
-            text = f"several elements of a tensor of shape {tuple(x.shape)}, as from expand(), lie in one place: clone() it"
+            text = f"elements of the tensor of shape {tuple(x.shape)} lie in one place, as from expand(): clone() it"
             raise refusal(ValueError, "HD202", f"{verb}: {text}")
 
 

@@ -25,6 +25,7 @@ from hpcdist.backend.memory import (
     pieces,
     readable,
     scratch,
+    share_memory,
     unpack,
     writable,
 )
@@ -131,16 +132,21 @@ def exchange(team: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tens
 
     The result is that of sends from copies, and of receives in the order of the ranks, whatever memory they share.
     """
-    me = team.rank
-    own = recvs.get(me)
-    written = Spans(out for rank, out in recvs.items() if rank != me)  # while tensors may still be sent
-    apart = written.disjoint and (own is None or not written.meet(own))
+    me, own, direct = team.rank, recvs.get(team.rank), True
+    xs = {id(x): x for x in sends.values()}  # one may go to all ranks
+    if share_memory([*recvs.values(), *xs.values()]):
+        written = Spans(out for rank, out in recvs.items() if rank != me)  # while tensors may still be sent
+        direct = written.disjoint and (own is None or not written.meet(own))
+        xs = {
+            key: x.detach().clone() if written.meet(x) or (own is not None and _clash(own, x)) else x
+            for key, x in xs.items()
+        }
+    ready = {key: readable(x) for key, x in xs.items()}
     into = {
-        rank: out if apart and is_plain(out) else scratch(out.numel(), out.dtype)
+        rank: out if direct and is_plain(out) else scratch(out.numel(), out.dtype)
         for rank, out in recvs.items()
         if rank != me
     }
-    ready = {id(x): readable(x.detach().clone() if written.meet(x) else x) for x in sends.values()}
     _route.exchange(
         team,
         [(rank, bytes_of(ready[id(x)])) for rank, x in sends.items() if rank != me and x.numel()],
@@ -148,12 +154,16 @@ def exchange(team: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tens
         0,
     )
     if own is not None:
-        mine = into[me] = ready[id(sends[me])]
-        if Spans([own]).meet(mine) and not (own.is_contiguous() and own.data_ptr() == mine.data_ptr()):
-            into[me] = mine.detach().clone()
+        into[me] = ready[id(sends[me])]
     for rank, out in recvs.items():
         if into[rank] is not out:
             copyto(out, into[rank])
+
+
+def _clash(out: Tensor, x: Tensor) -> bool:
+    """Whether tensors of one size share memory, but not all of it."""
+    same = out.data_ptr() == x.data_ptr() and out.is_contiguous() and x.is_contiguous()
+    return not same and Spans([out]).meet(x)
 
 
 def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:

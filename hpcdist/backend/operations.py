@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.backend import agreement, checks, collectives, p2p, sparse
-from hpcdist.backend.agreement import Call, sizes
+from hpcdist.backend.agreement import Call, Counts, sizes
 from hpcdist.backend.memory import Spans, gpu_events
 from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
@@ -206,10 +206,10 @@ class Operations:
         call = Call("all_to_all_single", (), (input.dtype,), sends, recvs)
         return self._run(call, opts, output, collectives.all_to_all_single, output, input, *splits)
 
-    def _row_counts(self, x: Tensor, splits: Sequence[int]) -> dict[int, int]:
+    def _row_counts(self, x: Tensor, splits: Sequence[int]) -> Counts:
         """Return the elements of the rows of each rank; equal parts without splits."""
-        row, size = x.shape[1:].numel(), self._team.size
-        return {rank: row * rows for rank, rows in enumerate(splits or [x.shape[0] // size] * size)}
+        row = x.shape[1:].numel()
+        return {rank: row * rows for rank, rows in enumerate(splits)} if splits else x.numel() // self._team.size
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run(Call("barrier"), opts, [], collectives.barrier)
