@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -27,6 +28,7 @@ class Settings:
         node_of, memory: index of the node of each rank of the world, and its memory.capacity().
         staging: folder through which route "hdf5" moves data; rank 0's is used.
         child_environ: environment for a child process that runs MPI on its own, outside the job.
+        making_group: makes a context in which gloo and NCCL find their network interfaces.
     """
 
     device: torch.device
@@ -38,3 +40,4 @@ class Settings:
     memory: tuple[tuple[int, int], ...] = field(repr=False)
     staging: str
     child_environ: Mapping[str, str] = field(repr=False)
+    making_group: Callable[[], AbstractContextManager[None]] = field(repr=False)

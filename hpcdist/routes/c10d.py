@@ -39,7 +39,8 @@ class _C10d(Exchange):
             # A separate connection: a group that waits locks its connection, also for groups in other threads.
             own: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store = PrefixStore(f"hpcdist/{team.number}/{self.name}", own)
-            group = self.make(store, team, team.settings.timeout + _LATER)
+            with team.settings.making_group():
+                group = self.make(store, team, team.settings.timeout + _LATER)
             group._set_sequence_number_for_group()
             team.torch_groups[self.name] = group
         return group
@@ -90,6 +91,7 @@ class _Nccl(_C10d):
         options._timeout = timeout
         options.global_ranks_in_group = team.peers
         options.group_name = dist.GroupName(f"hpcdist/{team.number}")
+        # Not what torch 2.15 makes of "nccl": that takes no list of uneven sizes in all_gather.
         group = dist.ProcessGroupNCCL(store, team.rank, team.size, options)
         self.warm_up(group, team)
         return group

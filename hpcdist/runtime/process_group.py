@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from hpcdist.comm import rendezvous
@@ -18,7 +18,29 @@ from hpcdist.watch.deadlines import deadline
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree_on", "default_backend", "start"]
+__all__ = ["agree_on", "default_backend", "interfaces", "start"]
+
+BINDS = torch.__version__ >= "2.15"
+"""Whether torch binds every group of NCCL to a GPU: without device_id to LOCAL_RANK, else to the global rank modulo the
+visible GPUs, which is another one where places are cyclic, ranks fewer than GPUs, or init(device=) says so.
+
+Earlier ones take the GPU of the tensors, and with a bound one hang in new_group(some_ranks, backend="gloo" or "mpi"):
+the other ranks split NCCL's communicator (pytorch#145376).
+"""
+
+
+def interfaces(comm: MPI.Intracomm, meeting: rendezvous.Meeting) -> dict[str, str]:
+    """Return the variables that tell gloo and NCCL through which interface this rank reaches the others."""
+    from mpi4py import MPI
+
+    name = rendezvous.interface(meeting)
+    if name is None:
+        return {}  # gloo takes what the host's name resolves to, on Debian 127.0.1.1
+    found = {"GLOO_SOCKET_IFNAME": name}
+    # NCCL keeps its first interface until the process ends, and a world of more ranks may have several nodes.
+    if meeting.host == "127.0.0.1" and comm.size == MPI.COMM_WORLD.size:
+        found["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
+    return found
 
 
 def start(
@@ -26,24 +48,18 @@ def start(
     meeting: rendezvous.Meeting,
     backend: str | None,
     timeout: timedelta,
-    environ: MutableMapping[str, str],
+    gpu: torch.device | None,
 ) -> tuple[dist.ProcessGroup | None, bool]:
     """Start torch.distributed, unless it runs. Collective over `comm`.
 
     Args:
         backend: torch's; None if torch is making the group itself.
-        environ: environment, to which the interfaces for gloo and NCCL are added unless the user has set them.
+        gpu: this rank's own, if every rank has one.
 
     Returns:
         The group of all ranks, if there is one yet, and whether it was started here.
     """
     started = backend is not None and not dist.is_initialized()
-    if not dist.is_initialized():
-        interface = rendezvous.interface(meeting)
-        if interface is not None:  # else gloo takes what the host's name resolves to, on Debian 127.0.1.1
-            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            if meeting.host == "127.0.0.1":  # or NCCL's own rendezvous would listen on another one
-                environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if started:
         dist.init_process_group(
             backend,
@@ -51,6 +67,7 @@ def start(
             rank=comm.rank,
             world_size=comm.size,
             timeout=timeout,
+            device_id=gpu if BINDS and "nccl" in str(backend) else None,
         )
     elif meeting.listener is not None:
         meeting.listener.close()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -71,15 +73,53 @@ class Host:
     node_of: tuple[int, ...] = ()
     timeout: timedelta = torch_rendezvous.default_pg_timeout
     begin: Callable[[timedelta], None]
-    variables: Callable[[], Mapping[str, str]]
+    variables: Callable[[], MutableMapping[str, str]]
 
-    def open(self, comm: MPI.Intracomm, node_of: tuple[int, ...], timeout: timedelta) -> None:
-        """Let groups be made in a world."""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._making = 0  # contexts of making() that have begun, in all threads
+        self._interfaces: Mapping[str, str] = {}
+        self._added: list[str] = []
+
+    def open(
+        self, comm: MPI.Intracomm, node_of: tuple[int, ...], timeout: timedelta, interfaces: Mapping[str, str]
+    ) -> None:
+        """Let groups be made in a world; `interfaces` are its variables for gloo and NCCL."""
         self.comm, self.node_of, self.timeout = comm, node_of, timeout
+        with self._lock:
+            self._interfaces = interfaces
+            if self._making:  # a group whose first backend makes the world: torch makes others of it afterwards
+                self._add()
 
     def close(self) -> None:
         """Let no more groups be made: the world ends."""
-        self.comm = None
+        self.comm, self._interfaces = None, {}
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """A context in which torch makes a group, and gloo and NCCL find their interfaces in the environment.
+
+        Both read it there and then. A child process, a job that this one submits, or the next world would take what
+        stays there for the user's.
+        """
+        with self._lock:
+            self._making += 1
+            self._add()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._making -= 1
+                if not self._making:
+                    for name in self._added:
+                        self.variables().pop(name, None)
+                    self._added.clear()
+
+    def _add(self) -> None:
+        environ = self.variables()
+        for name in self._interfaces.keys() - environ.keys():  # the user's are kept
+            environ[name] = self._interfaces[name]
+            self._added.append(name)
 
 
 host = Host()
@@ -96,6 +136,9 @@ def register() -> None:
         backends.MPI = _Name(NAME)
     if PLUGINS:
         torch_groups.install()
+    module: Any = dist.distributed_c10d
+    if not hasattr(module._new_process_group_helper, "__wrapped__"):  # each group of torch is made there
+        module._new_process_group_helper = host.making()(module._new_process_group_helper)
     handlers = torch_rendezvous._rendezvous_handlers
     if handlers["env"] is torch_rendezvous._env_rendezvous_handler:
         handlers["env"] = _rendezvous

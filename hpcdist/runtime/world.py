@@ -304,10 +304,11 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
-            registration.host.open(private, tuple(node for node, _ in places), limit)
+            interfaces = process_group.interfaces(private, meeting)
+            registration.host.open(private, tuple(node for node, _ in places), limit, interfaces)
             undo.callback(registration.host.close)
             name = None if implicit else backend or process_group.default_backend(own_gpus)
-            group, owns_group = process_group.start(private, meeting, name, limit, os.environ)
+            group, owns_group = process_group.start(private, meeting, name, limit, chosen if own_gpus else None)
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own
@@ -321,6 +322,7 @@ def _make(
         memory=tuple(nbytes for _, nbytes in places),
         staging=os.path.abspath(staging or staging_folder(nodes.count)),
         child_environ=launcher.without_launcher(os.environ),
+        making_group=registration.host.making,
     )
     context = Context(private, comm, group, settings)
     background.prepare(context.team)

@@ -89,6 +89,36 @@ def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts: Hosts) -
     assert (job.status, job.out) == (0, "2 [0, 0, 1]\n" * 2), job.err
 
 
+def test_worlds_of_one_host_and_of_all_in_turn(hosts: Hosts) -> None:
+    """Each has gloo's interface of its own, also in the groups that the user makes, and leaves nothing to the next.
+    With DETAIL torch makes a group of gloo beside each of another backend."""
+    job = hosts.mpirun(
+        [2, 1],
+        code="""
+    import os
+    from mpi4py import MPI
+    import torch
+    import torch.distributed as dist
+    import hpcdist as hd
+    before = dict(os.environ)
+    local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    for comm in (local, None, local, None):
+        with hd.init(comm) as world:
+            x = torch.ones(1)
+            dist.all_reduce(x, group=dist.new_group(backend="gloo"))
+            assert x.item() == world.world_size == hd.concat(x, route="gloo").numel()
+            assert dict(os.environ) == before
+    dist.init_process_group("mpi")
+    dist.all_reduce(x, group=dist.new_group(backend="gloo"))
+    assert x.item() == 9 and dict(os.environ) == before
+    dist.barrier()
+    if dist.get_rank() == 0: print("right")
+    """,
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    )
+    assert (job.status, job.out) == (0, "right\n"), job.err
+
+
 def test_nodes_that_cannot_reach_rank_0_are_told_so_within_seconds(hosts: Hosts) -> None:
     """MPI talks, and node3 reaches none of the ports that are given out from then on, as behind a firewall."""
     rule = f"ip rule add ipproto tcp dport {PORTS[0]}-{PORTS[-1]} unreachable"

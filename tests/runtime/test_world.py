@@ -125,26 +125,62 @@ def test_library_traffic_does_not_meet_the_users() -> None:
     assert lines == ["ok", "ok"]
 
 
-def test_nothing_listens_beyond_loopback_on_one_node() -> None:
-    """The store and gloo open sockets on the loopback interface alone; what MPI itself has opened before is its own."""
+@pytest.mark.parametrize("start", ["hd.init()", "hd.init(backend='gloo')", "dist.init_process_group('mpi')"])
+def test_nothing_listens_beyond_loopback_on_one_node(start: str) -> None:
+    """The store and gloo, in the user's groups too, open sockets on the loopback interface alone; what MPI itself has
+    opened before is its own. With DETAIL torch makes a group of gloo beside each of another backend."""
     lines = job(
         2,
-        """
+        f"""
     def listening():
-        descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        own = {os.readlink(fd) for fd in descriptors if os.path.islink(fd)}
-        tables = [line.split() for name in ("tcp", "tcp6") for line in list(open(f"/proc/net/{name}"))[1:]]
-        return {row[1] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+        descriptors = [f"/proc/self/fd/{{fd}}" for fd in os.listdir("/proc/self/fd")]
+        own = {{os.readlink(fd) for fd in descriptors if os.path.islink(fd)}}
+        tables = [line.split() for name in ("tcp", "tcp6") for line in list(open(f"/proc/net/{{name}}"))[1:]]
+        return {{row[1] for row in tables if row[3] == "0A" and f"socket:[{{row[9]}}]" in own}}
     MPI.COMM_WORLD.Barrier()
     before = listening()
-    world = hd.init()
+    {start}
     hd.concat(torch.ones(9), route="gloo")
+    dist.all_reduce(torch.ones(9), group=dist.new_group(backend="gloo"))
     dist.barrier()
     for address in listening() - before: say(address.split(":")[0])
     dist.barrier()
     """,
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     )
     assert set(lines) == {"0100007F"}  # 127.0.0.1
+
+
+def test_the_environment_is_the_users() -> None:
+    """In the program and in what it starts, while the world is there and afterwards; what the user has set stays."""
+    lines = job(
+        2,
+        """
+    import subprocess
+    from hpcdist.runtime import registration
+    def variables():
+        child = subprocess.run(["env", "-0"], stdout=subprocess.PIPE, text=True, check=True).stdout
+        found = dict(entry.split("=", 1) for entry in child.split("\\0") if entry)
+        assert {name: found[name] for name in os.environ} == dict(os.environ)
+        return found
+    for given in ({}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"}):
+        os.environ.update(given)
+        before = variables()
+        for _ in range(2):
+            world = hd.init()
+            hd.concat(torch.ones(1), route="gloo")
+            assert variables() == before
+            with registration.host.making():
+                assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+                dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+                assert os.environ["NCCL_SOCKET_IFNAME"] == given.get("NCCL_SOCKET_IFNAME", "lo")
+            assert variables() == before
+            world.finalize()
+            with registration.host.making(): assert variables() == before
+    say("ok")
+    """,
+    )
+    assert lines == ["ok", "ok"]
 
 
 def test_two_jobs_at_the_same_moment_do_not_collide(tmp_path: Path) -> None:
