@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING
+import socket
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from hpcdist.errors import LaunchError, refusal
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["choose", "nccl_version", "shared_gpu"]
+__all__ = ["choose", "identity", "nccl_version", "shared_gpu"]
 
 
 def choose(
@@ -44,18 +45,18 @@ def choose(
             device = torch.device("cuda", local_rank % gpus)
         if device.index is None or device.index >= gpus:
             raise refusal(ValueError, "HD109", f"device is {device}, but this process sees {gpus} GPUs")
-        return device, _uuid(device)
+        return device, identity(device.index)
 
     found = objects.all_gather(comm, "init", choose)
-    uuids = [uuid for _, uuid in found]
+    gpus = [gpu for _, gpu in found]
     wants_nccl = "nccl" in backend if backend else dist.is_nccl_available()
-    own_gpus = None not in uuids and dist.is_nccl_available()
+    own_gpus = None not in gpus and dist.is_nccl_available()
     if wants_nccl and backend and not own_gpus:
-        where = [rank for rank, uuid in enumerate(uuids) if uuid is None]
+        where = [rank for rank, gpu in enumerate(gpus) if gpu is None]
         raise LaunchError(
             "HD108", f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
         )
-    problem = shared_gpu(uuids)
+    problem = shared_gpu(gpus)
     if problem and not may_share:
         if wants_nccl:
             raise LaunchError("HD110", problem)
@@ -66,17 +67,23 @@ def choose(
     return device, own_gpus
 
 
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+def identity(index: int) -> str:
+    """Return what tells a GPU of this process from all others of the job.
+
+    UUIDs alone do not where a driver leaves them blank (seen on ROCm), nor addresses where one GPU is cut (MIG).
+    """
+    gpu: Any = torch.cuda.get_device_properties(index)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+    return f"{socket.gethostname()}, PCI {address}, UUID {gpu.uuid}"
 
 
-def shared_gpu(uuids: list[str | None]) -> str | None:
+def shared_gpu(gpus: list[str | None]) -> str | None:
     """Describe the problem and its fixes if two ranks have the same GPU; None otherwise."""
     first: dict[str, int] = {}
-    for rank, uuid in enumerate(uuids):
-        if uuid is not None and first.setdefault(uuid, rank) != rank:
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None and first.setdefault(gpu, rank) != rank:
             return (
-                f"ranks {first[uuid]} and {rank} share one GPU (UUID {uuid}), which NCCL refuses. Start at most one "
+                f"ranks {first[gpu]} and {rank} share one GPU ({gpu}), which NCCL refuses. Start at most one "
                 "rank a GPU (mpirun --map-by ppr:GPUS:node, srun --ntasks-per-node=GPUS), check CUDA_VISIBLE_DEVICES, "
                 "or let ranks share it without NCCL: hpcdist.init(backend='gloo'), or stay off it: device='cpu'"
             )

@@ -38,7 +38,8 @@ def gather() -> Facts:
         count = torch.cuda.device_count()
         properties = [torch.cuda.get_device_properties(i) for i in range(count)]
         gpu["gpus"] = [
-            {"name": p.name, "uuid": str(p.uuid), "bytes": p.total_memory, **_affinity(p)} for p in properties
+            {"name": p.name, "id": devices.identity(i), "bytes": p.total_memory, **_affinity(p)}
+            for i, p in enumerate(properties)
         ]
         gpu["peers"] = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
@@ -102,8 +103,7 @@ def _gpus(ranks: Ranks) -> Verdict:
     without = [facts for facts, gpu in zip(ranks, mine, strict=True) if gpu is None]
     if len(without) == len(ranks):
         return _unseen(ranks)
-    uuids = [None if gpu is None else str(gpu["uuid"]) for gpu in mine]
-    problem = devices.shared_gpu(uuids)
+    problem = devices.shared_gpu([None if gpu is None else str(gpu["id"]) for gpu in mine])
     if problem and any(facts["gpu"]["nccl"] for facts in ranks):
         visible = {facts["environ"].get("CUDA_VISIBLE_DEVICES") for facts in ranks}
         if len(visible) == 1 and None not in visible:
@@ -114,7 +114,7 @@ def _gpus(ranks: Ranks) -> Verdict:
         text = f"none on {ranks_text(facts['rank'] for facts in without)}, which work on the CPU"
         fix = "srun --gpus-per-node=N for all nodes; nvidia-smi on that node; look at CUDA_VISIBLE_DEVICES"
         return "warning", text, fix
-    shown = [f"rank {f['rank']}: {g['name']} {g['uuid']}" for f, g in zip(ranks, mine, strict=True) if g]
+    shown = [f"rank {f['rank']}: {g['name']}, {g['id']}" for f, g in zip(ranks, mine, strict=True) if g]
     return "ok", some(shown, 16, "ranks")
 
 
@@ -151,8 +151,8 @@ def _isolated(ranks: Ranks) -> Verdict:
     """Judge ranks of a node that may use one GPU each: CUDA then cannot pass GPU memory from one to the other."""
     for node in by_node(ranks):
         alone = [f for f in node if "openable" in f["gpu"] and f["gpu"]["openable"] <= len(f["gpu"]["gpus"])]
-        uuids = {gpu["uuid"] for facts in node for gpu in facts["gpu"]["gpus"]}
-        if len(node) > 1 and alone and len(uuids) > len(alone[0]["gpu"]["gpus"]):
+        seen = {gpu["id"] for facts in node for gpu in facts["gpu"]["gpus"]}
+        if len(node) > 1 and alone and len(seen) > len(alone[0]["gpu"]["gpus"]):
             gpu, count = alone[0]["gpu"], len(node)
             text = f"{ranks_text(f['rank'] for f in alone)} on {alone[0]['host']} may use {gpu['openable']} of the "
             text += (

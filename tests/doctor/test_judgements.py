@@ -24,7 +24,7 @@ def test_healthy_facts_of_two_nodes_with_gpus() -> None:
     assert texts["MPI library"] == "Open MPI v5.0.7, mpi4py 4.1.0"
     assert texts["CUDA-aware MPI"] == "tried: route mpi moves GPU memory itself"
     assert texts["cores"] == "bound to 8 each"
-    assert "rank 3: H200 GPU-b1" in texts["GPUs"]
+    assert "rank 3: H200, b, UUID GPU-b1" in texts["GPUs"]
     assert texts["peer access"] == "between all 2 GPUs of a node"
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in texts["network"]
     assert texts["staging folder"] == "/scratch: written and read, shared by 2 nodes, 512.0 TiB free"
@@ -53,9 +53,9 @@ MADE_UP = {
     "no NCCL": (("gpu.nccl", None), "NCCL", "warning: torch without NCCL", "torch built for CUDA"),
     "NCCL versions": (("gpu.nccl", "2.30.7", 0), "NCCL", "broken: NCCL 2.30.7 (rank 0); NCCL 2.28.9", "same"),
     "one GPU for two": (
-        ("gpu.gpus", [{"name": "H200", "uuid": "GPU-x", "bytes": 1}], 0, 1),
+        ("gpu.gpus", [{"name": "H200", "id": "a, UUID GPU-x", "bytes": 1}], 0, 1),
         "GPUs",
-        "broken: ranks 0 and 1 share one GPU (UUID GPU-x)",
+        "broken: ranks 0 and 1 share one GPU (a, UUID GPU-x)",
         "one rank a GPU",
     ),
     "a node without": (("gpu.gpus", [], 2, 3), "GPUs", "warning: none on ranks 2-3", "--gpus-per-node"),

@@ -240,12 +240,87 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
     assert done.out.count("torch.distributed was started before hpcdist.init() with 2 ranks, where MPI has 1.") == 2
 
 
+# Ranks on two nodes in turn, with 2 GPUs each, which have addresses; NCCL's group is one of gloo.
+GPUS = """
+    from types import SimpleNamespace
+    from hpcdist.comm import rendezvous
+    from hpcdist.runtime import background, process_group
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    uuid, node, count = "", f"node{rank % 2}", 2
+    def properties(index):
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=index, pci_device_id=0, uuid=uuid)
+    class Nodes(rendezvous.Nodes):
+        def __init__(self, comm):
+            super().__init__(comm)
+            self.local_rank = rank // 2
+    socket.gethostname, rendezvous.Nodes, dist.is_nccl_available = lambda: node, Nodes, lambda: True
+    torch.cuda.device_count, torch.cuda.get_device_properties = lambda: count, properties
+    current, bound, make = [], [], dist.init_process_group
+    torch.cuda.set_device = current.append
+    background.leave_all = lambda teams: []  # which asks the GPU for a stream
+    def made(backend, device_id=None, **options):
+        bound.append((backend, device_id))
+        make("gloo", **options)
+    dist.init_process_group = made
+"""
+
+
+def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
+    """Where torch would bind it to another one: places are cyclic, ranks are fewer than GPUs, the program chooses."""
+    lines = job(
+        3,
+        GPUS
+        + """
+    process_group.BINDS, uuid = True, f"GPU-{rank}"
+    def check(index, backend=None, **device):
+        with hd.init(backend=backend, **device) as world:
+            assert world.device == current[-1] == torch.device("cuda", index), world.device
+            asked, device = bound.pop()
+            assert asked.endswith("cuda:nccl") if backend is None else asked == backend
+            assert device == (world.device if "nccl" in asked else None), (asked, device)
+    check([0, 0, 1][rank])
+    count = 4
+    check([0, 0, 1][rank])
+    check([2, 3, 1][rank], device=f"cuda:{[2, 3, 1][rank]}")
+    check([0, 0, 1][rank], backend="cpu:gloo,cuda:nccl")
+    check([0, 0, 1][rank], backend="gloo")
+    process_group.BINDS = False  # torch takes the GPU of the tensors, and would hang in new_group(..., backend="gloo")
+    with hd.init(): assert bound.pop()[1] is None
+    say("ok")
+    """,
+    )
+    assert lines == ["ok"] * 3
+
+
+def test_gpus_are_told_apart_by_host_address_and_uuid() -> None:
+    """Blank UUIDs are no reason to refuse a job, nor is one address of two GPUs; ranks that do share one are named."""
+    lines = job(
+        3,
+        GPUS
+        + """
+    def starts(expected):
+        try: hd.init().finalize()
+        except hd.LaunchError as error: assert expected and expected in str(error), error
+        else: assert not expected
+    starts("")
+    uuid = "GPU-a"
+    starts("")
+    node, count = "node1", 1
+    starts("ranks 0 and 1 share one GPU (node1, PCI 0000:00:00, UUID GPU-a), which NCCL refuses")
+    uuid = f"MIG-{rank}"
+    starts("")
+    hd.init(backend="gloo").finalize()
+    say("ok")
+    """,
+    )
+    assert lines == ["ok"] * 3
+
+
 def test_ranks_that_share_a_gpu_are_named() -> None:
-    """By the GPUs' UUIDs, wherever the ranks are: the same index on two nodes is not the same GPU."""
     assert shared_gpu(["GPU-a", "GPU-b", None]) is None
     text = shared_gpu(["GPU-a", "GPU-b", "GPU-a"])
     assert text is not None
-    assert "ranks 0 and 2 share one GPU (UUID GPU-a)" in text
+    assert "ranks 0 and 2 share one GPU (GPU-a)" in text
     assert "backend='gloo'" in text
 
 
