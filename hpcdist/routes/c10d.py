@@ -41,7 +41,6 @@ class _C10d(Exchange):
             store = PrefixStore(f"hpcdist/{team.number}/{self.name}", own)
             with team.settings.making_group():
                 group = self.make(store, team, team.settings.timeout + _LATER)
-            group._set_sequence_number_for_group()
             team.torch_groups[self.name] = group
         return group
 

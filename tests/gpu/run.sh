@@ -2,6 +2,7 @@
 # All GPU checks, on a machine with a GPU and an environment that has torch with CUDA, mpi4py, pytest and pytest-mpi:
 #   tests/gpu/run.sh [PYTHON] [MPIRUN]
 # One rank with NCCL; 2 and 4 ranks, which share the GPUs if there are fewer; the whole suite's CPU part is not run.
+# With torch 2.15 and with an earlier one: NCCL's groups are other ones.
 # With NCCL 2.30.3 or later, NCCL_MULTI_RANK_GPU_ENABLE=1 runs the ragged NCCL paths with 2 ranks on one GPU.
 set -u
 cd "$(dirname "$0")/../.."
@@ -21,10 +22,16 @@ done
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 echo "== primitives, $gpus ranks"
 timeout 300 "$mpirun" -n "$gpus" "$python" -m pytest -q --capture=sys --with-mpi -m "mpi and gpu" tests/collectives/test_primitives.py || status=1
+# Also on fewer ranks than GPUs; with torch 2.15 and later NCCL's groups are bound to a GPU.
+for np in $(seq "$gpus"); do
+    echo "== worlds one after the other, $np ranks"
+    timeout 120 "$mpirun" -n "$np" "$python" tests/gpu/worlds.py || status=1
+done
 if [ "$(printf '%s\n' 2.30.3 "$nccl" | sort -V | head -1)" = 2.30.3 ]; then
     echo "== 2 ranks on one GPU with NCCL"
     NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
         timeout 300 "$mpirun" -n 2 "$python" -m pytest -q --capture=sys --with-mpi -m "mpi and gpu" tests/gpu || status=1
+    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 timeout 120 "$mpirun" -n 2 "$python" tests/gpu/worlds.py || status=1
 fi
 echo "== the examples, $gpus ranks"
 folder=$(mktemp -d)

@@ -1,0 +1,81 @@
+"""Worlds one after the other, each with NCCL on every rank's own GPU: ``mpirun -n N python tests/gpu/worlds.py``.
+
+The GPU of its local rank, and with ``init(device=)`` the others the other way round; groups of some ranks and of each
+backend, which with torch 2.15 and later are bound to that GPU; ragged data over route nccl. All on one node.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+import hpcdist as hd
+from hpcdist.runtime.process_group import BINDS
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+def listening() -> set[str]:
+    """Address and port of each socket of this process that listens, as the kernel writes them."""
+    descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    own = {os.readlink(fd) for fd in descriptors if os.path.islink(fd)}
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with open(f"/proc/net/{name}") as table:
+            rows = [line.split() for line in table][1:]
+        found |= {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+    return found
+
+
+def check(world: hd.World) -> None:
+    """All groups compute on this rank's GPU."""
+    rank, size = world.rank, world.world_size
+    assert torch.cuda.current_device() == world.device.index
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD.bound_device_id == (world.device if BINDS else None)
+    total = size * (size + 1) / 2
+
+    def mine() -> torch.Tensor:
+        return torch.full((3,), rank + 1.0, device=world.device)
+
+    x = mine()
+    dist.all_reduce(x)
+    assert x.tolist() == [total] * 3, x
+    for backend in (None, "nccl", "mpi", "gloo"):
+        for ranks in (list(range(size)), [0], [size - 1]):
+            group = dist.new_group(ranks, backend=backend)
+            if rank in ranks:
+                x = mine()
+                dist.all_reduce(x, group=group)
+                assert x.tolist() == [sum(r + 1.0 for r in ranks)] * 3, (backend, ranks, x)
+                dist.barrier(group)
+    if BINDS:  # before, torch splits only a group that the program has bound
+        halves = [half for half in (list(range(0, size, 2)), list(range(1, size, 2))) if half]
+        x = mine()
+        dist.all_reduce(x, group=dist.split_group(split_ranks=halves))
+        assert x.tolist() == [sum(r + 1.0 for r in halves[rank % 2])] * 3, x
+    for route in ("nccl", "gloo", "mpi"):
+        whole = hd.concat(torch.full((rank, 2), rank, device=world.device), route=route)
+        assert whole.is_cuda and whole[:, 0].tolist() == [r for r in range(size) for _ in range(r)], (route, whole)
+    dist.barrier()
+
+
+def main() -> None:
+    """Two worlds; the environment stays the user's."""
+    gpus, rank = torch.cuda.device_count(), MPI.COMM_WORLD.rank
+    MPI.COMM_WORLD.Barrier()
+    environ, before = dict(os.environ), listening()
+    for device in (None, f"cuda:{gpus - 1 - rank % gpus}"):
+        with hd.init(device=device) as world:
+            check(world)
+            assert dict(os.environ) == environ
+            if BINDS:  # before, NCCL starts when the program first needs it, and finds an interface by itself
+                beyond = {address for address in listening() - before if address.split(":")[0] not in LOOPBACK}
+                assert not beyond, beyond
+    os.write(1, f"rank {rank}: right\n".encode())
+
+
+main()
