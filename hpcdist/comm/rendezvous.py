@@ -25,7 +25,7 @@ from hpcdist.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Meeting", "Nodes", "in_torch_order", "interface", "interfaces", "job", "meet", "open_store"]
+__all__ = ["Meeting", "Nodes", "in_torch_order", "interfaces", "job", "meet", "open_store", "variables"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none was reached by all ranks
@@ -106,9 +106,18 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
     return stores[0] if stores else TCPStore(meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
 
 
-def interface(meeting: Meeting) -> str | None:
-    """Return the network interface by which this rank reaches rank 0; None if it is unknown."""
-    return next((name for name, own in interfaces().items() if own == meeting.own), None)
+def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
+    """Return what tells gloo and NCCL by which network interface this rank reaches rank 0; nothing if it is unknown."""
+    from mpi4py import MPI
+
+    name = next((name for name, own in interfaces().items() if own == meeting.own), None)
+    if name is None:
+        return {}  # gloo takes what the host's name resolves to, on Debian 127.0.1.1
+    found = {"GLOO_SOCKET_IFNAME": name}
+    # NCCL keeps its first interface until the process ends, and a world of more ranks may have several nodes.
+    if meeting.host == "127.0.0.1" and comm.size == MPI.COMM_WORLD.size:
+        found["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
+    return found
 
 
 class Nodes:

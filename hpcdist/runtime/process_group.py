@@ -18,7 +18,7 @@ from hpcdist.watch.deadlines import deadline
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree_on", "default_backend", "interfaces", "start"]
+__all__ = ["agree_on", "default_backend", "start"]
 
 BINDS = torch.__version__ >= "2.15"
 """Whether torch binds every group of NCCL to a GPU: without device_id to LOCAL_RANK, else to the global rank modulo the
@@ -29,32 +29,18 @@ the other ranks split NCCL's communicator (pytorch#145376).
 """
 
 
-def interfaces(comm: MPI.Intracomm, meeting: rendezvous.Meeting) -> dict[str, str]:
-    """Return the variables that tell gloo and NCCL through which interface this rank reaches the others."""
-    from mpi4py import MPI
-
-    name = rendezvous.interface(meeting)
-    if name is None:
-        return {}  # gloo takes what the host's name resolves to, on Debian 127.0.1.1
-    found = {"GLOO_SOCKET_IFNAME": name}
-    # NCCL keeps its first interface until the process ends, and a world of more ranks may have several nodes.
-    if meeting.host == "127.0.0.1" and comm.size == MPI.COMM_WORLD.size:
-        found["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
-    return found
-
-
 def start(
     comm: MPI.Intracomm,
     meeting: rendezvous.Meeting,
     backend: str | None,
     timeout: timedelta,
-    gpu: torch.device | None,
+    device: torch.device,
 ) -> tuple[dist.ProcessGroup | None, bool]:
     """Start torch.distributed, unless it runs. Collective over `comm`.
 
     Args:
         backend: torch's; None if torch is making the group itself.
-        gpu: this rank's own, if every rank has one.
+        device: this rank's; a GPU of its own, if the backend is NCCL's.
 
     Returns:
         The group of all ranks, if there is one yet, and whether it was started here.
@@ -67,7 +53,7 @@ def start(
             rank=comm.rank,
             world_size=comm.size,
             timeout=timeout,
-            device_id=gpu if BINDS and "nccl" in str(backend) else None,
+            device_id=device if BINDS and "nccl" in str(backend) else None,
         )
     elif meeting.listener is not None:
         meeting.listener.close()

@@ -82,12 +82,12 @@ class Host:
         self._added: list[str] = []
 
     def open(
-        self, comm: MPI.Intracomm, node_of: tuple[int, ...], timeout: timedelta, interfaces: Mapping[str, str]
+        self, comm: MPI.Intracomm, node_of: tuple[int, ...], timeout: timedelta, meeting: rendezvous.Meeting
     ) -> None:
-        """Let groups be made in a world; `interfaces` are its variables for gloo and NCCL."""
+        """Let groups be made in a world, through the interfaces by which its ranks have met."""
         self.comm, self.node_of, self.timeout = comm, node_of, timeout
         with self._lock:
-            self._interfaces = interfaces
+            self._interfaces = rendezvous.variables(comm, meeting)
             if self._making:  # a group whose first backend makes the world: torch makes others of it afterwards
                 self._add()
 

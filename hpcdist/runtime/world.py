@@ -37,7 +37,6 @@ from hpcdist.watch.watcher import Watch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-
 __all__ = ["World", "current", "environ", "finalize", "init", "is_first", "staging_folder"]
 
 
@@ -304,11 +303,10 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
-            interfaces = process_group.interfaces(private, meeting)
-            registration.host.open(private, tuple(node for node, _ in places), limit, interfaces)
+            registration.host.open(private, tuple(node for node, _ in places), limit, meeting)
             undo.callback(registration.host.close)
             name = None if implicit else backend or process_group.default_backend(own_gpus)
-            group, owns_group = process_group.start(private, meeting, name, limit, chosen if own_gpus else None)
+            group, owns_group = process_group.start(private, meeting, name, limit, chosen)
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own

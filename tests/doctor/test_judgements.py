@@ -24,7 +24,7 @@ def test_healthy_facts_of_two_nodes_with_gpus() -> None:
     assert texts["MPI library"] == "Open MPI v5.0.7, mpi4py 4.1.0"
     assert texts["CUDA-aware MPI"] == "tried: route mpi moves GPU memory itself"
     assert texts["cores"] == "bound to 8 each"
-    assert "rank 3: H200, b, UUID GPU-b1" in texts["GPUs"]
+    assert "rank 3: H200, b, GPU-b1" in texts["GPUs"]
     assert texts["peer access"] == "between all 2 GPUs of a node"
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in texts["network"]
     assert texts["staging folder"] == "/scratch: written and read, shared by 2 nodes, 512.0 TiB free"
