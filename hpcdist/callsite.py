@@ -1,4 +1,4 @@
-"""Where a program calls this library: the innermost line that is neither this library's, nor torch's, nor of a wrapper."""
+"""Where a program calls this library: the innermost line that is not this library's, torch's, or a wrapper's."""
 
 from __future__ import annotations
 

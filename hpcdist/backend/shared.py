@@ -1,9 +1,9 @@
 """Reductions and broadcasts through memory that the ranks of a node share.
 
-Each rank reduces a part of the data for all of them. A tensor passes through a window of the group in rounds. In each, every rank writes its data for the others into its
-slot, reduces its own part from all slots, and copies the others' parts of the result. Slots and result are small
-enough to stay in the caches. Of a round's two barriers, the first ends all use of the last round's result, and the
-second all use of the slots.
+Each rank reduces a part of the data for all of them. A tensor passes through a window of the group in rounds. In each,
+every rank writes its data for the others into its slot, reduces its own part from all slots, and copies the others'
+parts of the result. Slots and result are small enough to stay in the caches. Of a round's two barriers, the first ends
+all use of the last round's result, and the second all use of the slots.
 """
 
 from __future__ import annotations

@@ -146,9 +146,12 @@ class Gather(Repeatable):
         cut, shard, is_root = self._blocks, self._shard, team.rank == self._root
         sizes = [cut.nbytes if rank == self._root else 0 for rank in range(team.size)]
         route = INLINE if self.inline else self._route
-        take = (lambda: cut.recv_buffer(self._dest, shard.device)) if is_root else lambda: (shard, shard)
-        take_all = lambda: (*take(), row_major(shard, self._dest if is_root else None))  # noqa: E731
-        whole, buffer, mine = results.allocate(self.name, team, sizes, take_all, self._agreed)
+
+        def take() -> tuple[Tensor, Tensor, Tensor]:
+            whole, buffer = cut.recv_buffer(self._dest, shard.device) if is_root else (shard, shard)
+            return whole, buffer, row_major(shard, self._dest if is_root else None)
+
+        whole, buffer, mine = results.allocate(self.name, team, sizes, take, self._agreed)
         if not is_root:
             route.gatherv(team, mine, None, cut.counts, cut.displs, self._root)
             return shard.new_empty(0) if self.grad else None
