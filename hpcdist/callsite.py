@@ -1,4 +1,4 @@
-"""Where a program calls this library: the innermost line that is neither this library's nor torch's."""
+"""Where a program calls this library: the innermost line that is not this library's, torch's, or a wrapper's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ __all__ = ["LONGEST", "outside", "place", "where"]
 
 LONGEST = 400  # bytes of a description
 _PATH = 200  # characters of a path that are shown
-_TORCH = os.path.join("-packages", "torch", "")
-_HOME = os.path.dirname(__file__) + os.sep
+# Packages whose code is not the user's, by the name of their modules: torch may be installed anywhere, and loads what
+# it compiles from files in /tmp. Behind torch, those of Python in which its decorators are (@deprecated, for example).
+_INSIDE = {
+    *(__name__.partition(".")[0], "torch", "contextlib", "functools", "importlib", "typing_extensions", "warnings"),
+    "_py_warnings",
+}
 
 # Keyed by the ID of code objects, which are kept alive for that: hashing one takes longer than all the rest. Both are
 # bounded: a program may make its code as it runs.
 _MOST_PLACES = 4096
 _texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
-_inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is this library's or torch's
+_inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is in one of the packages above
 
 
 def where(verb: str, frames: int = 1) -> bytes:
@@ -40,17 +44,16 @@ def where(verb: str, frames: int = 1) -> bytes:
 
 
 def outside(frame: FrameType) -> FrameType:
-    """Return the innermost frame of the user's code; in a command of this library, the outermost frame."""
+    """Return the innermost frame of the user's code, or of a command; the outermost one of a thread without either."""
     while (back := frame.f_back) is not None:
         code = frame.f_code
         known = _inside.get(id(code))
         if known is None:
             if len(_inside) >= _MOST_PLACES:
                 _inside.clear()
-            path = code.co_filename
-            inside = path.startswith(_HOME) or _TORCH in path or path == contextlib.__file__
+            inside = str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE
             known = _inside[id(code)] = inside, code
-        if not known[0] or back.f_code.co_filename.startswith("<frozen"):  # what `python -m` runs
+        if not known[0]:
             break
         frame = back
     return frame

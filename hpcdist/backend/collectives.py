@@ -51,8 +51,10 @@ def barrier(team: Communicator) -> None:
 
 def broadcast(team: Communicator, x: Tensor, root: int) -> None:
     with writable(x) as whole:
-        for piece in pieces(address(whole)):
-            team.comm.Bcast([piece, MPI.BYTE], root)
+        memory = address(whole)
+        if len(memory) < shared.PIPELINED or not shared.broadcast(team, whole, root):
+            for piece in pieces(memory):
+                team.comm.Bcast([piece, MPI.BYTE], root)
 
 
 def all_gather_single(team: Communicator, out: Tensor, x: Tensor) -> None:

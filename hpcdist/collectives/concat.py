@@ -150,10 +150,10 @@ class Concat(Gather):
             if found is not None:
                 return found
         cut, shard = self._blocks, self._shard
-        take = lambda: cut.recv_buffer(self._dest, shard.device)  # noqa: E731
-        whole, buffer = results.allocate(self.name, team, [cut.nbytes] * team.size, take, self._agreed)
+        take = lambda: (*cut.recv_buffer(self._dest, shard.device), row_major(shard, self._dest))  # noqa: E731
+        whole, buffer, mine = results.allocate(self.name, team, [cut.nbytes] * team.size, take, self._agreed)
         route = INLINE if self.inline else self._route
-        route.allgatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs)
+        route.allgatherv(team, mine, buffer, cut.counts, cut.displs)
         cut.unpack(buffer, whole)
         return whole if self.out is None else self.out
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.collectives import results
 from hpcdist.collectives.run import Description
 from hpcdist.collectives.structures import by_kinds, check_classes, classes, routes
 from hpcdist.comm.team import Team
@@ -53,7 +54,8 @@ class Distribution:
         packed = [pack(tree.tensors, held) for tree, held in zip(call.trees, contents, strict=True)]
         small = _scatter(team, torch.cat(packed) if packed else None, schedule.packed, call.root)
         buffers = header.unpack(small, device)
-        buffers.update({i: header.recv_buffer(i, device) for i in header.large})
+        make = lambda: {i: header.recv_buffer(i, device) for i in header.large}  # noqa: E731
+        buffers.update(results.everywhere(call.verb, team, sum(map(sum, schedule.longest)), make))
         for on_gpu, route in self._routes.items():
             for round_, longest in enumerate(schedule.longest[on_gpu]):
                 sends, recvs = _messages(team.rank, call, contents, header, buffers, on_gpu, round_)

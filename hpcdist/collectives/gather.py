@@ -146,12 +146,16 @@ class Gather(Repeatable):
         cut, shard, is_root = self._blocks, self._shard, team.rank == self._root
         sizes = [cut.nbytes if rank == self._root else 0 for rank in range(team.size)]
         route = INLINE if self.inline else self._route
-        take = (lambda: cut.recv_buffer(self._dest, shard.device)) if is_root else lambda: (shard, shard)
-        whole, buffer = results.allocate(self.name, team, sizes, take, self._agreed)
+
+        def take() -> tuple[Tensor, Tensor, Tensor]:
+            whole, buffer = cut.recv_buffer(self._dest, shard.device) if is_root else (shard, shard)
+            return whole, buffer, row_major(shard, self._dest if is_root else None)
+
+        whole, buffer, mine = results.allocate(self.name, team, sizes, take, self._agreed)
         if not is_root:
-            route.gatherv(team, row_major(shard), None, cut.counts, cut.displs, self._root)
+            route.gatherv(team, mine, None, cut.counts, cut.displs, self._root)
             return shard.new_empty(0) if self.grad else None
-        route.gatherv(team, row_major(shard, self._dest), buffer, cut.counts, cut.displs, self._root)
+        route.gatherv(team, mine, buffer, cut.counts, cut.displs, self._root)
         cut.unpack(buffer, whole)
         return whole if self.out is None else self.out
 

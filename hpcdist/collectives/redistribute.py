@@ -131,7 +131,7 @@ class Redistribute(Plannable):
 
     def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
         assert x is not None
-        self._shard, self._dest = x, out
+        self._shard, self._dest, self._agreed = x, out, agreed
 
     def parts(self, team: Team) -> Parts:
         moves, x = self.moves, self._shard
@@ -151,9 +151,13 @@ class Redistribute(Plannable):
 
     def forward(self, team: Team) -> Tensor:
         shard, dest = self._shard, self._dest
-        make = lambda: pool.empty(self.moves.box.shape, shard.dtype, shard.device)  # noqa: E731
-        y = results.allocate(self.name, team, self.moves.sizes, make if dest is None else lambda: dest)
-        source = copyable(shard).clone() if dest is not None and overlap(dest, shard) else shard
+
+        def make() -> tuple[Tensor, Tensor]:
+            if dest is None:
+                return pool.empty(self.moves.box.shape, shard.dtype, shard.device), shard
+            return dest, copyable(shard).clone() if overlap(dest, shard) else shard
+
+        y, source = results.allocate(self.name, team, self.moves.sizes, make, self._agreed)
         if self.inline and self._parts is not None:
             self.moves.assemble(self._parts, y)
         else:

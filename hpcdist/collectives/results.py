@@ -15,30 +15,62 @@ from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 
-__all__ = ["allocate", "check_shared", "method"]
+__all__ = ["allocate", "check_shared", "everywhere", "method"]
 
 T = TypeVar("T")
 
-LARGE = 2**28  # bytes; for larger results, the ranks agree that all of them have the memory
+AGREED = 2**20  # bytes; of larger results, the ranks agree that all have been allocated, which takes microseconds
+LARGE = 2**28  # bytes; for larger ones, it is known before whether they exceed the memory
 
 
 def allocate(
     verb: str, team: Team, nbytes: Sequence[int], make: Callable[[], T], agreed: collective.Agreed | None = None
 ) -> T:
-    """Call `make`, which allocates this rank's result. Collective if a result is large.
+    """Call `make`, which allocates this rank's result, and copies of what it sends. Collective if a result is large.
 
     Args:
         nbytes: size of the result of each rank of the team; the same on all ranks.
-        agreed: headers of the ranks: those with `out`, or with data on a GPU, allocate no host memory.
+        agreed: headers of the ranks: results with `out`, or on a GPU, take no host memory.
 
     Raises:
         RankError: on every rank, if the results on a node exceed its memory, or `make` fails on any rank.
     """
-    if max(nbytes) >= LARGE and agreed is not None:
+    longest = max(nbytes)
+    if longest >= LARGE:
+        _check_memory(verb, team, nbytes, agreed)
+    return everywhere(verb, team, longest, make)
+
+
+def everywhere(verb: str, team: Team, nbytes: int, make: Callable[[], T]) -> T:
+    """Call `make`, which allocates this rank's result. Collective if the largest result has AGREED bytes.
+
+    Raises:
+        RankError: on every rank, if `make` fails on any rank.
+    """
+    if nbytes < AGREED:
+        return make()
+    made: list[T] = []
+    causes: list[Exception] = []
+    try:
+        made.append(make())
+    except Exception as error:
+        causes.append(error)
+    if not objects.everywhere(team.comm, not causes):
+
+        def fail() -> None:
+            made.clear()
+            if causes:
+                raise causes.pop()
+
+        objects.all_gather(team.comm, verb, fail)
+    return made[0]
+
+
+def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collective.Agreed | None) -> None:
+    """Raise a RankError on every rank, if the results on a node exceed its memory."""
+    if agreed is not None:
         ranks = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
         nbytes = [0 if extent >= 0 or kind == MemoryKind.CUDA else size for size, extent, kind in ranks]
-    if max(nbytes) < LARGE:
-        return make()
     settings = team.settings
     needed: dict[int, int] = {}
     for peer, size in zip(team.peers, nbytes, strict=True):
@@ -55,9 +87,6 @@ def allocate(
             together = f"its result has {size:,} bytes, and the results on its node have {on_node:,} bytes"
             problems[rank] = f"{together}, more than the {host:,} bytes of memory there"
     objects.raise_problems(verb, {rank: coded("HD310", text) for rank, text in problems.items()})
-    made: list[T] = []
-    objects.all_gather(team.comm, verb, lambda: made.append(make()))
-    return made[0]
 
 
 def check_shared(call: Call, shared: bool, x: Any) -> Call:

@@ -207,13 +207,18 @@ class Scatter(Repeatable):
             found = window.split(team, self._whole, [box for (box,) in cut.boxes], cut.dtype, self._root)
             if found is not None:
                 return found
-        take = (lambda: cut.empty_part(team.rank, self._device)) if dest is None else lambda: dest
-        part = results.allocate(self.name, team, cut.counts, take, self._agreed)
-        buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
-        if self.inline and self._place is not None and team.headers is not None:
-            team.headers.copy((self._place,), buffer)  # it has come behind the root's header
+        place = self._place if self.inline else None  # of what has come behind the root's header
+
+        def take() -> tuple[Tensor, Tensor, Tensor | None]:
+            part = cut.empty_part(team.rank, self._device) if dest is None else dest
+            buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
+            sends = place is None and self._whole is not None
+            return part, buffer, row_major(cut.pack(self._whole), dest) if sends else None  # type: ignore[arg-type]
+
+        part, buffer, messages = results.allocate(self.name, team, cut.counts, take, self._agreed)
+        if place is not None:
+            team.headers.copy((place,), buffer)  # type: ignore[union-attr]
         else:
-            messages = None if self._whole is None else row_major(cut.pack(self._whole), dest)
             self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
         if buffer is not part:
             copyable(part).copy_(copyable(buffer))

@@ -80,10 +80,15 @@ class JoinStructures(Operation):
         headers, receives, device = self._headers, self._root in (None, team.rank), team.settings.device
         nbytes = sum(sum(header.nbytes) for header in headers)
         sizes = [nbytes if self._root in (None, rank) else 0 for rank in range(team.size)]
-        make = lambda: [self._joined.buffers(rank, device) if receives else {} for rank in range(team.size)]  # noqa: E731
-        buffers = results.allocate(self.name, team, sizes, make)
+        packed = sum(header.packed for header in headers) if receives and not self.inline else 0
+
+        def make() -> tuple[list[dict[int, Tensor]], Tensor]:
+            found = [self._joined.buffers(rank, device) if receives else {} for rank in range(team.size)]
+            return found, pool.empty([packed], torch.uint8, "cpu", fixed=True)
+
+        buffers, messages = results.allocate(self.name, team, sizes, make)
         if not self.inline:
-            _gather_small(team, self._tree, headers, self._root, buffers, device)
+            _gather_small(team, self._tree, headers, self._root, buffers, messages, device)
         elif receives:
             for rank, (header, length) in enumerate(zip(headers, self._lengths, strict=True)):
                 buffers[rank].update(header.unpack(_behind(team, rank, length, header.packed), device))
@@ -204,6 +209,7 @@ def _gather_small(
     headers: Sequence[Header],
     root: int | None,
     buffers: Sequence[dict[int, Tensor]],
+    messages: Tensor,
     device: torch.device,
 ) -> None:
     """Gather the small tensors of all ranks, packed in one message per rank, over MPI."""
@@ -211,7 +217,6 @@ def _gather_small(
     starts, mpi = layout.displs(counts), select.load("mpi")
     packed = pack(tree.tensors, headers[team.rank])
     receives = root in (None, team.rank)
-    messages = pool.empty([sum(counts) if receives else 0], torch.uint8, "cpu", fixed=True)
     if sum(counts) and root is None:
         mpi.allgatherv(team, packed, messages, counts, starts)
     elif sum(counts) and root is not None:

@@ -81,7 +81,7 @@ class Transfer:
         shape: shape of the whole tensor.
         boxes, box: boxes of all ranks in the new layout, and this rank's.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
-        sizes: bytes of host memory for each rank's new part.
+        sizes: bytes of each rank's new part.
         longest, total: see :class:`hpcdist.routes.base.Alltoall`; the maximum of both directions.
         single: whether each pair of ranks exchanges at most one box in each direction.
         views: whether the route supports :class:`Views`, and all data are in host memory.
@@ -107,7 +107,7 @@ class Transfer:
         self.total = max(fact.total for fact in facts)
         self.single = all(fact.single for fact in facts)
         self.views = isinstance(route, Views) and all(fact.on_host for fact in facts)
-        self.sizes = [box.size() * fact.itemsize * fact.on_host for box, fact in zip(boxes, facts, strict=True)]
+        self.sizes = [box.size() * fact.itemsize for box, fact in zip(boxes, facts, strict=True)]
 
     @property
     def _at_once(self) -> bool:

@@ -129,7 +129,7 @@ class Windows:
             reason = None
         except OSError as error:
             reason = error.strerror or str(error)
-        if not self._everywhere(reason is None):
+        if not objects.everywhere(self._comm, reason is None):
             reasons = objects.all_gather_object(self._comm, reason)
             self.reason = next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None)
             if number >= 0 and self._me == 0:
@@ -209,20 +209,12 @@ class Windows:
                 made.allocate(0, nbytes)
         with suppress(OSError):
             self._control = self._open(made, nbytes)
-        if not self._everywhere(self._control is not None):
+        if not objects.everywhere(self._comm, self._control is not None):
             self.problem = self.reason = _NO_PROCESS
             return
         assert self._control is not None
         whole = self._control.memory()
         self._serials, self._in_use = whole[: 8 * SLOTS].cast("q"), whole[8 * SLOTS :]
-
-    def _everywhere(self, good: bool) -> bool:
-        """Whether it is good on all ranks of the team; collective, and a barrier."""
-        from mpi4py import MPI
-
-        found = array("q", [good])
-        self._comm.Allreduce(MPI.IN_PLACE, [found, MPI.INT64_T], MPI.MIN)
-        return bool(found[0])
 
     def _open(self, made: SharedBlock | None, nbytes: int) -> SharedBlock:
         """Open the block that the first rank has made, on the others. Collective over the node."""

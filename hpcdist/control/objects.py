@@ -18,7 +18,10 @@ from hpcdist.errors import HpcdistError, RankError, coded, described, without_hi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["all_gather", "all_gather_object", "broadcast", "broadcast_bytes", "first_difference", "raise_problems"]
+__all__ = [
+    *("all_gather", "all_gather_object", "broadcast", "broadcast_bytes", "everywhere", "first_difference"),
+    "raise_problems",
+]
 
 T = TypeVar("T")
 
@@ -94,6 +97,15 @@ def all_gather(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]
     activity.touch()
     raise_problems(what, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, causes)
     return [value for value, _ in outcomes]
+
+
+def everywhere(comm: MPI.Intracomm, good: bool) -> bool:
+    """Return whether it is good on all ranks. Collective over `comm`, and a barrier; one Allreduce."""
+    from mpi4py import MPI
+
+    found = bytearray([good])
+    comm.Allreduce(MPI.IN_PLACE, [found, MPI.BYTE], MPI.BAND)
+    return bool(found[0])
 
 
 def raise_problems(what: str, problems: dict[int, str], causes: list[Exception] | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from cases import copy_of, whole_of
-from collective import Findings
+from collective import Findings, assert_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
@@ -47,6 +47,8 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(collectives, "PACKED", 0)
         monkeypatch.setattr(shared, "LEAST", 0)
         monkeypatch.setattr(shared, "SLOT", 128)
+        monkeypatch.setattr(shared, "PIPELINED", 0)
+        monkeypatch.setattr(shared, "PIECE", 8)
 
 
 def _fold(step: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
@@ -286,6 +288,19 @@ def test_objects_and_groups(world: hd.World) -> None:
             findings.check(hd.concat(torch.tensor([rank]), group=group).tolist() == sorted(ranks), "verb in that group")
             dist.destroy_process_group(group)
     findings.settle()
+
+
+def test_broadcasts_that_follow_each_other(world: hd.World) -> None:
+    """The ranks use the same memory for each: a root that is early must not write what another rank still reads."""
+    wrong = []
+    for turn in range(60):
+        root, numel = turn % world.world_size, turn * 7 % 50
+        whole = torch.arange(numel) + 1000 * turn
+        x = whole.clone() if world.rank == root else torch.zeros(numel, dtype=torch.int64)
+        dist.broadcast(x, root)
+        if not torch.equal(x, whole):
+            wrong.append(turn)
+    assert_on_all_ranks(world.comm, not wrong, f"wrong in turns {wrong}")
 
 
 def test_functional_collectives_and_compiled_code(world: hd.World) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +25,7 @@ pytestmark = pytest.mark.mpi
 def low(monkeypatch: pytest.MonkeyPatch) -> None:
     """All results are large."""
     monkeypatch.setattr(results, "LARGE", 0)
+    monkeypatch.setattr(results, "AGREED", 0)
 
 
 CALLS: dict[str, Any] = {
@@ -65,6 +71,46 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
             error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(300)))
             findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)
     findings.check(hd.concat(torch.ones(300)).numel() == 300 * world.world_size, "the next call")
+    findings.settle()
+
+
+@contextmanager
+def less_than(nbytes: int) -> Iterator[None]:
+    """A context in which this process can have no more memory than `nbytes`, as after ``ulimit -v``."""
+    gc.collect()  # what an error of before still holds
+    hd.empty_cache()
+    size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (int(size.split()[1]) * 1024 + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("verb", [*CALLS, "columns", "parts of structures"])
+def test_memory_that_one_rank_cannot_have(world: hd.World, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the limits are as they are
+    findings = Findings(world.comm)
+    last = world.world_size - 1
+    calls = CALLS | {
+        "columns": lambda x, rank, plan: hd.concat(x, dim=1),
+        "gather": lambda x, rank, plan: hd.gather(x, root=last),
+        "parts of structures": lambda x, rank, plan: hd.split({"x": x} if rank == 0 else None),
+    }
+    call = calls[verb]
+    # Results of 80 MiB: malloc() keeps up to 64 MiB of what was freed, and reserves as much for a thread.
+    splits = verb in ("split", "parts of structures")
+    small, x = torch.ones(world.world_size, 10), torch.ones(1, 2**20 * (20 if splits else 10))
+    x = x.expand(world.world_size, -1) if splits else x
+    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    if verb != "plan":
+        call(small, world.rank, plan)
+    if world.world_size > 1:
+        with less_than(2**22) if world.rank == last else nullcontext():
+            error = raises_on_all_ranks(world.comm, hd.RankError, lambda: call(x, world.rank, plan))
+        findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)
+    findings.check(call(x, world.rank, plan) is not None or world.rank != last, "the next call")
     findings.settle()
 
 

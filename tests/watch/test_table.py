@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
+import functools
 import json
 import re
+import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import typing_extensions
 
 from hpcdist import activity, callsite
 from hpcdist.activity import ANYBODY, NOBODY, Entry, InCall, SharedRecord, ThreadStatus, start
@@ -225,3 +232,23 @@ def test_what_is_kept_for_each_place_is_bounded() -> None:
         assert text.decode() == f"concat() at made-{turn}.py:1"
     assert len(callsite._texts) <= callsite._MOST_PLACES
     assert len(callsite._inside) <= callsite._MOST_PLACES
+
+
+def test_the_line_is_the_users_behind_what_wraps_a_call() -> None:
+    """torch's deprecated functions, for example, whose decorator is neither torch's nor the user's."""
+    # As in a torch that was built from source, and in what it has compiled.
+    names = {"__name__": "torch.made", "where": callsite.where}
+    exec(compile("def verb(*args): return where('verb')", "/tmp/torchinductor_me/ab/cab.py", "exec"), names)
+    verb: Any = names["verb"]
+    calls: list[Callable[[], bytes]] = [
+        verb,
+        typing_extensions.deprecated("use another one", category=None)(verb),
+        typing_extensions.deprecated("use another one")(verb),
+        torch.no_grad()(verb),
+        contextlib.contextmanager(lambda: iter([None]))()(verb),
+        functools.partial(functools.singledispatch(verb), 0),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in calls:
+            assert call().decode() == f"verb() at {callsite.place(sys._getframe())}"
