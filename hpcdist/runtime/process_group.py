@@ -52,8 +52,8 @@ def start(
             world_size=comm.size,
             timeout=timeout,
         )
-    elif meeting.listener is not None:
-        meeting.listener.close()
+    else:
+        meeting.close()
     return dist.group.WORLD, started
 
 
