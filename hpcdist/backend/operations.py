@@ -76,7 +76,7 @@ class Operations:
             activity.expect_limit(limit)
         # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
         if team.queue.inside or ((blocks or team.size == 1) and team.queue.idle):
-            with activity.InCall(verb, team, limit=limit):
+            with activity.InCall(verb, team, limit=limit, tensors=args):
                 try:
                     with team.queue.running:
                         step(team, *args)
