@@ -253,8 +253,9 @@ def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
         return []
     rank, texts = found[0]
     text = (
-        f"{len(found)} ranks have several threads in calls of this group at once (rank {rank}: {texts}): threads may "
-        "call in another order on each rank. Give each thread a group of its own, or make one call after the other"
+        f"several threads of a rank are in calls of this group at once (of rank {rank}: {texts}), on {len(found)} of "
+        f"{len(reports)} ranks: they may call in another order on each. Give each thread a group of its own, or make "
+        "one call after the other"
     )
     return [coded("HD603", text)]
 

@@ -147,9 +147,9 @@ def test_threads_that_use_one_group() -> None:
     }
     text = verdict(reports[0].threads[0].call or CALL, [], reports)
     assert text.startswith(
-        "2 ranks have several threads in calls of this group at once (rank 0: gather() at a.py:1, all"
+        "several threads of a rank are in calls of this group at once (of rank 0: gather() at a.py:1, all"
     )
-    assert text.endswith("[HD603]") and "transfer" not in text
+    assert "on 2 of 2 ranks" in text and text.endswith("[HD603]") and "transfer" not in text
     reports = {0: Report(0, "h", 1, [thread(-1 - NOBODY, "gather().wait"), thread(5, "gather")])}
     assert "several threads" not in verdict(reports[0].threads[1].call or CALL, [], reports)
     for report in reports.values():
