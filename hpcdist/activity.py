@@ -52,6 +52,7 @@ class ThreadStatus:
         last: call that finished last, if any.
         ended: time at which `last` finished (seconds of the epoch).
         waited: seconds without progress in `call`, where its own rank has reported them.
+        tensors: number of elements and dtype of the tensors of `call`, where its own rank has reported them.
     """
 
     thread: int
@@ -59,6 +60,7 @@ class ThreadStatus:
     last: Entry | None
     ended: float
     waited: float = inf
+    tensors: str = ""
 
 
 class Process(NamedTuple):
@@ -81,6 +83,7 @@ class ThreadRecord:
         limit: its deadline in seconds, if it has one of its own.
         waited: seconds for which the call under way has made no progress.
         work: torch's handle of the call under way, if torch runs it in the background: it ends with that.
+        tensors: those of the call under way, among nested lists and other arguments.
     """
 
     def __init__(self, memory: memoryview, at: int) -> None:
@@ -93,6 +96,7 @@ class ThreadRecord:
         self.limit: float | None = None
         self.waited = 0.0
         self.work: Any = None
+        self.tensors: Any = None
         self._settling = threading.Lock()
         self._seen = (0, 0)  # begun and touched at the latest wait()
 
@@ -133,6 +137,7 @@ class ThreadRecord:
                 self.end()
 
     def end(self) -> None:
+        self.tensors = None
         self.finished = self.begun
         _LAST.pack_into(self._memory, self._at + _COUNT.size, self.begun, time.time())
 
@@ -142,8 +147,7 @@ class SharedRecord:
 
     def __init__(self, ranks: int, fd: int | None = None) -> None:
         self.fd = os.memfd_create("hpcdist", os.MFD_CLOEXEC) if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, _SLOT_SIZE * ranks)
+        os.ftruncate(self.fd, _SLOT_SIZE * ranks)
         self._memory = memoryview(mmap.mmap(self.fd, _SLOT_SIZE * ranks))
 
     def announce(self, local_rank: int, state: int) -> None:
@@ -272,6 +276,7 @@ class InCall:
             a call without a deadline, since it ends by itself.
         text: name and place of the call; by default the verb, and where the user's code called it.
         limit: deadline in seconds, if it is not that of all calls.
+        tensors: those of the call, among nested lists and other arguments; described only when a rank asks.
     """
 
     __slots__ = ("_own",)
@@ -283,6 +288,7 @@ class InCall:
         peer: int | None = None,
         text: bytes | None = None,
         limit: float | None = None,
+        tensors: Any = None,
     ) -> None:
         self._own = own = getattr(_mine, "own", None) or _own()  # as thread_calls() does, without a call
         if own is None:
@@ -291,6 +297,7 @@ class InCall:
             number = 0 if team is None else team.next_call() if peer is None else -1 - peer
             own.record.patient = peer == NOBODY
             own.record.limit = limit
+            own.record.tensors = tensors
             own.record.begin(0 if team is None else team.number, number, text or callsite.where(verb))
         own.depth += 1  # what raises above has begun no call
 

@@ -1,10 +1,14 @@
-"""What the system says of a process: when and as what it was started, and its state."""
+"""What the system says of a process: when and as what it was started, its state, and the files that it has open."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 
-__all__ = ["started", "started_module", "status"]
+__all__ = ["NOT_OPENED", "identity", "opened", "started", "started_module", "status"]
+
+NOT_OPENED = "its ranks cannot open each other's memory (/proc/PID/fd): processes with pids or users of their own"
 
 
 def started(pid: int) -> int:
@@ -23,6 +27,29 @@ def status(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def identity(fd: int) -> list[int]:
+    """Return what tells an open file from all others of this node."""
+    status = os.fstat(fd)
+    return [status.st_dev, status.st_ino]
+
+
+def opened(pid: int, fd: int, expected: Sequence[int]) -> int:
+    """Open a file that another process of this user has open, such as one without a name, to read and write.
+
+    Args:
+        pid, fd: process and its descriptor.
+        expected: identity of the file there.
+
+    Raises:
+        OSError: if the system does not let this process, or the file is another one.
+    """
+    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    if identity(found) != list(expected):  # the processes have pids of their own, as in containers
+        os.close(found)
+        raise OSError(NOT_OPENED)
+    return found
 
 
 def started_module() -> str:

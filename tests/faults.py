@@ -42,7 +42,7 @@ CAUSES = {
     "kill": r"rank {rank} \(\S+, pid {pid}\) is dead|process rank {rank} with PID .* exited on signal 9"
     r"|PID {pid} RUNNING",
     # With no other rank on its node, nobody can see what it is that keeps it from answering.
-    "stop": r"rank {rank} \(\S+, pid {pid}\) (is stopped|has not come: it is silent: it is stopped, or)",
+    "stop": r"rank {rank} \(\S+, pid {pid}\) (is stopped|does not answer: it is stopped,)",
     "hang": r"rank {rank} \(\S+, pid {pid}\) has not come: it is in Python, at \S+faulty.py:\d+ in commit",
     "argument": r"was refused on all ranks\n(\[rank\d+\]: )?  rank {rank}: (?!called)"
     r"|\[rank{rank}\]: ValueError: dest is 99",

@@ -71,7 +71,7 @@ class Operations:
         if not inside:
             team.note_thread()
         if inside or ((blocks or team.size == 1) and team.queue.idle):
-            with activity.InCall(verb, team, limit=limit):
+            with activity.InCall(verb, team, limit=limit, tensors=args):
                 try:
                     with team.queue.running:
                         agreement.checked(team, call, step, *args)

@@ -118,7 +118,7 @@ class Transfer(Waiting):
         """
         limit = seconds(timeout)
         if not self._completed:
-            with activity.InCall(self._verb, self._team, self._peer, limit=self._team.limit):
+            with activity.InCall(self._verb, self._team, self._peer, limit=self._team.limit, tensors=self._tensors):
                 if limit is None:
                     self._advance(block=True)
                 else:

@@ -150,7 +150,7 @@ class Queued(Waiting):
     def run(self) -> None:
         """Run the step; called once, by one thread."""
         try:
-            with activity.InCall(self.verb, self._team, text=self.where, limit=self._limit):
+            with activity.InCall(self.verb, self._team, text=self.where, limit=self._limit, tensors=self._args):
                 self._step(self._team, *self._args)
         except BaseException as error:  # wait() raises it
             agreement.fail(error, self.verb, self._team.size)
@@ -177,7 +177,9 @@ class Queued(Waiting):
         self.waited_for = True
         if not self._done.is_set():
             limit = seconds(timeout)
-            with activity.InCall(f"{self.verb}().wait", None, activity.NOBODY):  # the worker's call has the deadline
+            with activity.InCall(
+                f"{self.verb}().wait", self._team, activity.NOBODY
+            ):  # the worker's call has the deadline
                 if not self._done.wait(limit):
                     raise refusal(TimeoutError, "HD610", f"{self.where.decode()}: wait() timed out after {limit:g} s")
         _forget(self._tensors)

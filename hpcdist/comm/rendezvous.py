@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import socket
 import struct
@@ -16,10 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, with types
+from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's own, with types
 
 from hpcdist.comm.job import job
 from hpcdist.control import objects
+from hpcdist.control.node_file import node_file
 from hpcdist.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -38,23 +40,35 @@ class Meeting:
     Attributes:
         host: address of rank 0's host that every rank has connected to.
         own: address of this host in the same network, "127.0.0.1" on one node.
-        listener: on rank 0, the socket that accepted these connections.
+        listener: on rank 0, the socket that accepted these connections, if any.
+        file: descriptor of a file without a name that all ranks have open; None on several nodes.
     """
 
     host: str
     own: str
     listener: socket.socket | None
+    file: int | None = None
+
+    def close(self) -> None:
+        """Do without a store."""
+        if self.listener is not None:
+            self.listener.close()
+        if self.file is not None:
+            os.close(self.file)
 
 
 def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
     """Find an address of rank 0's host that all ranks reach. Collective over `comm`.
 
-    The kernel picks the port when rank 0 binds it, and the others get it over MPI: two jobs started at once on one
-    host cannot collide. On one node rank 0 listens on the loopback interface alone; else on all interfaces.
+    On one node they open a file without a name, and nobody listens; where the system does not let them, as between
+    containers, rank 0 listens on the loopback interface, and on several nodes on all interfaces. The kernel picks the
+    port when rank 0 binds it, and the others get it over MPI: two jobs started at once on one host cannot collide.
 
     Raises:
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
     """
+    if nodes == 1 and (file := node_file(comm)) is not None:
+        return Meeting("127.0.0.1", "127.0.0.1", None, file)
     listener: list[socket.socket] = []
 
     def serve() -> tuple[int, list[str], str]:
@@ -87,8 +101,17 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
 
 
 def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
-    """Open a TCPStore on rank 0 at the meeting's address, and connect every rank to it. Collective over `comm`."""
+    """Open torch's store. Collective over `comm`.
+
+    On one node it is a FileStore on the meeting's file, which no other user can open; else a TCPStore on rank 0 at the
+    meeting's address, to which every rank connects.
+    """
     stores: list[Store] = []
+    if meeting.file is not None:
+        # By this process's own table of descriptors: a child may close what it has inherited, and use the number.
+        stores.append(FileStore(f"/proc/{os.getpid()}/fd/{_placed(meeting.file)}", -1))
+        stores[0].set_timeout(timeout)
+        return stores[0]
 
     def serve() -> int:
         assert meeting.listener is not None
@@ -118,6 +141,24 @@ def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
     if meeting.host == "127.0.0.1" and comm.size == MPI.COMM_WORLD.size:
         found["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
     return found
+
+
+_placed_at: int | None = None
+
+
+def _placed(file: int) -> int:
+    """Give a file the descriptor of this process's earlier store, if there was one, and return that.
+
+    It is never closed: a group that the program keeps, or a thread of torch, may write to its store at any time, which
+    opens whatever file has that number then.
+    """
+    global _placed_at
+    if _placed_at is None:
+        _placed_at = file
+    else:
+        os.dup2(file, _placed_at, inheritable=False)
+        os.close(file)
+    return _placed_at
 
 
 class Nodes:

@@ -18,8 +18,9 @@ from torch import Tensor
 from hpcdist import memory
 from hpcdist.comm.topology import Topology
 from hpcdist.control import objects
+from hpcdist.procstat import NOT_OPENED, identity, opened
 from hpcdist.tensors import pool
-from hpcdist.tensors.shared_memory import SharedBlock, identity
+from hpcdist.tensors.shared_memory import SharedBlock
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,7 +31,6 @@ SLOTS = 64  # windows of a team and node that can exist at once: each takes thre
 KEPT = 2**30  # bytes of the windows that nobody holds, at most, beside the one in use
 SPARE = 8  # such windows, at most: programs may open 1,024 descriptors
 _FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last two if a child process may hold it, too
-_NO_PROCESS = "its ranks cannot open each other's memory (/proc/PID/fd): processes with pids or users of their own"
 _ALL_HELD = f"{SLOTS} windows are held already"
 
 
@@ -210,7 +210,7 @@ class Windows:
         with suppress(OSError):
             self._control = self._open(made, nbytes)
         if not objects.everywhere(self._comm, self._control is not None):
-            self.problem = self.reason = _NO_PROCESS
+            self.problem = self.reason = NOT_OPENED
             return
         assert self._control is not None
         whole = self._control.memory()
@@ -220,7 +220,7 @@ class Windows:
         """Open the block that the first rank has made, on the others. Collective over the node."""
         from mpi4py import MPI
 
-        told = array("q", [os.getpid(), made.fd, *made.identity()] if made is not None else bytes(32))
+        told = array("q", [os.getpid(), made.fd, *identity(made.fd)] if made is not None else bytes(32))
         self._topology.comm.Bcast([told, MPI.INT64_T])
         return made or _opened(told, nbytes)
 
@@ -239,7 +239,7 @@ class Windows:
                     number = self._choose(nbytes)
                 slot = self._slots[number]
                 told = array("q", [1, number, slot.serial, slot.block.nbytes, os.getpid(), slot.block.fd])
-                told.extend(slot.block.identity())
+                told.extend(identity(slot.block.fd))
             except OSError as error:
                 failed = error
         self._topology.comm.Bcast([told, MPI.INT64_T])
@@ -320,11 +320,7 @@ def _capacity(nbytes: int) -> int:
 def _opened(told: array[int], nbytes: int) -> SharedBlock:
     """Open the block that another process of this node has made."""
     pid, fd, *expected = told
-    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    if identity(found) != expected:  # the processes have pids of their own, as in containers
-        os.close(found)
-        raise OSError(_NO_PROCESS)
-    return SharedBlock(nbytes, found)
+    return SharedBlock(nbytes, opened(pid, fd, expected))
 
 
 _existing: weakref.WeakSet[Windows] = weakref.WeakSet()

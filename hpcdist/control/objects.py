@@ -63,7 +63,7 @@ def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int) -> bytes:
     return begin + bytes(rest)
 
 
-def broadcast(comm: MPI.Intracomm, what: str, step: Callable[[], T], root: int = 0) -> T:
+def broadcast(comm: MPI.Comm, what: str, step: Callable[[], T], root: int = 0) -> T:
     """Run `step` on the root and return its result on every rank. Collective over `comm`.
 
     Args:

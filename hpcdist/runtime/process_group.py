@@ -55,8 +55,8 @@ def start(
             timeout=timeout,
             device_id=device if BINDS and "nccl" in str(backend) else None,
         )
-    elif meeting.listener is not None:
-        meeting.listener.close()
+    else:
+        meeting.close()
     return dist.group.WORLD, started
 
 

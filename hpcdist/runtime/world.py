@@ -297,7 +297,7 @@ def _make(
             with rendezvous.Nodes(private) as nodes:
                 limit = process_group.agree_on(private, backend, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
-                watch = Watch(StatusQuery(private, nodes.local, meeting.own if nodes.count > 1 else None), limit)
+                watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
         undo.callback(watch.stop)
         with activity.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later

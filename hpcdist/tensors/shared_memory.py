@@ -55,10 +55,6 @@ class SharedBlock:
             os.close(self.fd)
             raise
 
-    def identity(self) -> list[int]:
-        """Return what tells it from all other files of this node."""
-        return identity(self.fd)
-
     def allocate(self, start: int, length: int) -> None:
         """Take memory for these bytes now: where it is short, that is an OSError here, and not a SIGBUS later."""
         # In pieces: until it is done, an older kernel begins anew after each signal, such as those of a profiler.
@@ -96,12 +92,6 @@ class SharedBlock:
         os.close(self.fd)
         self._private = None
         self._shared = memoryview(b"")
-
-
-def identity(fd: int) -> list[int]:
-    """Return what tells an open file from all others of this node."""
-    status = os.fstat(fd)
-    return [status.st_dev, status.st_ino]
 
 
 def _has_private_pages(start: int, nbytes: int) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.activity import ENDING, FINALIZED, RUNNING, Process, SharedRecord
 from hpcdist.control import objects
+from hpcdist.control.node_file import node_file
 from hpcdist.watch import procfs
 from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.table import WAITS, Report, of_json
@@ -21,8 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StatusQuery"]
 
-_SILENT = "running, but does not answer: native code that holds Python's lock, or no processor for it"
-_UNSEEN = "silent: it is stopped, or in native code that holds Python's lock, or its node is down or cut off"
+_SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
+_UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
+_SHOWN = 4  # sizes of tensors of a call
 
 
 class StatusQuery:
@@ -33,7 +37,7 @@ class StatusQuery:
     Args:
         comm: all ranks.
         local: the ranks of this node.
-        address: address of this host, where there are several nodes; None on one.
+        address: address of this host; None on one node whose processes can open each other's files.
 
     Attributes:
         rank: rank of this process.
@@ -48,10 +52,12 @@ class StatusQuery:
 
     def __init__(self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None) -> None:
         self.rank: int = comm.rank
-        self._record, self._slot = _shared_record(local)
+        file = node_file(local)
+        self._record = SharedRecord(1 if file is None else local.size, file)  # of its own, if the node cannot share it
+        self._slot = 0 if file is None else local.rank
         self.announce(RUNNING)
         key = objects.broadcast_bytes(comm, os.urandom(KEY) if comm.rank == 0 else b"", 0)
-        self.datagrams = Datagrams(key, f"hpcdist-{key[:8].hex()}-{comm.rank}", address)
+        self.datagrams = Datagrams(key, address)
         leader = int.from_bytes(objects.broadcast_bytes(local, comm.rank.to_bytes(8, "little"), 0), "little")
         me = {"address": self.datagrams.address, "host": socket.gethostname(), "pid": os.getpid()}
         self._peers = objects.all_gather_object(comm, {**me, "node": leader, "slot": self._slot})
@@ -111,6 +117,7 @@ class StatusQuery:
         report = self._report(self.rank, process)
         for thread, record in zip(report.threads, activity.thread_records, strict=False):
             thread.waited = record.waited
+            thread.tensors = _described(record.tensors) if thread.call is not None else ""
         first = process.threads[0].thread if process.threads else os.getpid()  # which is the main thread's ID
         main = first if first in frames else os.getpid()
         if main in frames:
@@ -196,38 +203,21 @@ class StatusQuery:
 
     def _unseen(self, rank: int, dead: bool) -> Report:
         peer = self._peers[rank]
-        return Report(rank, peer["host"], peer["pid"], doing="dead" if dead else _UNSEEN)
+        return Report(rank, peer["host"], peer["pid"], doing="dead" if dead else _UNSEEN, known=False)
 
     def _report(self, rank: int, process: Process) -> Report:
         peer = self._peers[rank]
         return Report(rank, peer["host"], peer["pid"], process.threads)
 
 
-def _identity(fd: int) -> list[int]:
-    status = os.fstat(fd)
-    return [status.st_dev, status.st_ino]
+def _described(call: Any) -> str:
+    """Describe the tensors among nested lists, "8192 x torch.float32": the number of elements and dtype of each."""
+    sizes = Counter(f"{x.numel()} x {x.dtype}" for x in _tensors(call))
+    texts = [f"{count} tensors of {size}" if count > 1 else size for size, count in sizes.items()]
+    return ", ".join(texts[:_SHOWN]) + (f", and {len(texts) - _SHOWN} other sizes" if len(texts) > _SHOWN else "")
 
 
-def _shared_record(local: MPI.Comm) -> tuple[SharedRecord, int]:
-    """Open the memory that the ranks of a node share; return it with this rank's slot. Collective over `local`.
-
-    It has no name: the others open it through the process of the first rank. Where the system does not let them, each
-    rank has a record of its own.
-    """
-    record = SharedRecord(local.size) if local.rank == 0 else None
-    mine = [os.getpid(), record.fd, _identity(record.fd)] if record is not None else None
-    pid, fd, identity = objects.all_gather_object(local, mine)[0]
-    if record is None:
-        with suppress(OSError):
-            found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-            if _identity(found) == identity:  # else the processes have pids of their own, as in containers
-                record = SharedRecord(local.size, found)
-            else:
-                os.close(found)
-    shared = all(objects.all_gather_object(local, record is not None))
-    if not shared:
-        if record is not None:
-            record.close()
-        return SharedRecord(1), 0
-    assert record is not None
-    return record, local.rank
+def _tensors(call: Any) -> list[Tensor]:
+    if isinstance(call, (list, tuple)):
+        return [x for part in call for x in _tensors(part)]
+    return [call] if isinstance(call, Tensor) else []

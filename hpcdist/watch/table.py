@@ -27,6 +27,7 @@ class Report:
         threads: threads that have called the library.
         doing: description: WAITS, "dead", "stopped", "in Python, at ...".
         stack: stack of its main thread, if its own rank has reported it.
+        known: whether its calls are known: neither it nor another rank of its node may be there to tell them.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Report:
     threads: list[ThreadStatus] = field(default_factory=list)
     doing: str = WAITS
     stack: list[str] = field(default_factory=list)
+    known: bool = True
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,11 +49,19 @@ class Report:
 def of_json(fields: Mapping[str, Any]) -> Report:
     """Restore a report from what :meth:`Report.json` returned."""
     threads = [
-        ThreadStatus(int(t["thread"]), _entry(t["call"]), _entry(t["last"]), float(t["ended"]), float(t["waited"]))
+        ThreadStatus(
+            int(t["thread"]),
+            _entry(t["call"]),
+            _entry(t["last"]),
+            float(t["ended"]),
+            float(t["waited"]),
+            str(t["tensors"]),
+        )
         for t in fields["threads"]
     ]
     doing, stack = str(fields["doing"]), [str(line) for line in fields["stack"]]
-    return Report(int(fields["rank"]), str(fields["host"]), int(fields["pid"]), threads, doing, stack)
+    known = bool(fields["known"])
+    return Report(int(fields["rank"]), str(fields["host"]), int(fields["pid"]), threads, doing, stack, known)
 
 
 def _entry(fields: Sequence[Any] | None) -> Entry | None:
@@ -77,6 +87,8 @@ def table(reports: Iterable[Report], now: float) -> str:
 
 def _rows(report: Report, now: float) -> list[list[str]]:
     who = [str(report.rank), report.host, str(report.pid)]
+    if not report.known:
+        return [[*who, "unknown", "unknown", "", report.doing]]
     busy = [thread for thread in report.threads if thread.call is not None]
     idle = sorted((t for t in report.threads if t.last is not None), key=lambda thread: thread.ended)
     rows = []
@@ -100,7 +112,7 @@ def _ago(seconds: float) -> str:
 
 
 def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) -> list[int]:
-    """Return the ranks that a call waits for: those of its team that have not come to it, or the one it receives from.
+    """Return the ranks that a call waits for: those of its team that have not come, or the peer of a message.
 
     Args:
         peers: the world's rank of each rank of the team.
@@ -143,24 +155,57 @@ def _has_come(report: Report, call: Entry) -> bool:
     return False
 
 
-def verdict(call: Entry, absent: Sequence[int], reports: Mapping[int, Report]) -> str:
+def verdict(
+    call: Entry,
+    absent: Sequence[int],
+    reports: Mapping[int, Report],
+    peers_of: Callable[[int], Sequence[int]] = lambda team: (),
+) -> str:
     """Describe which ranks keep a call waiting, and why.
 
     Args:
         absent: those ranks, see :func:`chain`.
+        peers_of: returns the world's ranks of a team; none of one that is not known.
     """
-    lines = [f"{reports[rank].who} {_why(reports[rank])}" for rank in absent if rank in reports]
-    lines += [odd for rank in absent if rank in reports and (odd := _odd_kind(reports[rank], call))]
+    absent = [rank for rank in absent if rank in reports]
+    done = _finished_by_others(call, [reports[rank] for rank in peers_of(call.team) if rank in reports])
+    lines = [f"{reports[rank].who} {_why(reports[rank], call, done)}" for rank in absent]
+    kinds = [odd for rank in absent if (odd := _odd_kind(reports[rank], call))]
+    lines += kinds
     if not absent and call.number == -1 - ANYBODY:
         lines = [coded("HD606", "no rank has sent what this call receives")]
     elif not absent:
         lines = _odd_calls(call, reports)
-        text = "all its ranks have come to this call: it is the transfer that hangs (network, or file system)"
-        lines = lines or [coded("HD602", text)]
+    if not kinds and all(reports[rank].doing == WAITS for rank in absent):  # else that is why all wait
+        lines += _circle(absent, peers_of, reports) + _threads_of(call, reports)
+    if not lines:
+        lines = _same_call(call, reports)
+    if not absent:
         lines += [f"{report.who} is {report.doing}" for report in reports.values() if report.doing.startswith(IO)]
-    for rank in [rank for rank in absent if rank in reports and reports[rank].stack][:_STACKS]:
+    for rank in [rank for rank in absent if reports[rank].stack][:_STACKS]:
         lines += [f"rank {rank} is here:", *reports[rank].stack]
     return "\n".join(lines)
+
+
+def _finished_by_others(call: Entry, reports: Sequence[Report]) -> str:
+    """Describe the last call of a team that all its ranks whose calls are known have finished; "" if none is known."""
+    texts: dict[int, str] = {0: ""}
+    latest: list[int] = []  # of each rank: the number of the last call that it has finished
+    for report in (report for report in reports if report.known):
+        lasts = [t.last for t in report.threads if t.last is not None and t.last.team == call.team]
+        texts |= {entry.number: entry.text for entry in lasts}
+        latest.append(max([0, *(entry.number for entry in lasts)]))
+    return texts[min(latest, default=0)]
+
+
+def _in_call(call: Entry, reports: Mapping[int, Report]) -> list[tuple[int, ThreadStatus, Entry]]:
+    """Return (rank, thread, call) of each thread that is in the same call: in the same team, by the same number."""
+    return [
+        (rank, thread, other)
+        for rank, report in reports.items()
+        for thread in report.threads
+        if (other := thread.call) is not None and (other.team, other.number) == (call.team, call.number)
+    ]
 
 
 def _odd_calls(call: Entry, reports: Mapping[int, Report]) -> list[str]:
@@ -168,13 +213,72 @@ def _odd_calls(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     verb = call.text.split("(")[0]
     return [
         coded("HD603", f"rank {rank} is in {other.text}, not in {call.text}: all ranks of a group must call the same")
-        for rank, report in reports.items()
-        for thread in report.threads
-        if (other := thread.call) is not None
-        and (other.team, other.number) == (call.team, call.number)
-        and call.number > 0
-        and other.text.split("(")[0] != verb
+        for rank, _, other in _in_call(call, reports)
+        if call.number > 0 and other.text.split("(")[0] != verb
     ]
+
+
+def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
+    """Describe a call that all ranks have come to: where they are in it, and with which tensors."""
+    ranks: dict[str, list[str]] = {}
+    for rank, report in reports.items():
+        busy = [t for t in report.threads if t.call is not None]
+        busy = [t for _, t, _ in _in_call(call, {rank: report})] or busy
+        texts = [f"in {t.call and t.call.text}{t.tensors and ', of '}{t.tensors}" for t in busy]
+        ranks.setdefault("; ".join(texts) or report.doing, []).append(str(rank))
+    why = "it is the transfer that hangs (network, or file system)"
+    if len(ranks) > 1:
+        why = f"if what differs below must be alike, that is why it hangs; else {why}"
+    lines = [coded("HD602", f"all its ranks have come to this call: {why}")]
+    for what, who in list(ranks.items())[:_ALIKE]:
+        more = f" and {len(who) - _ALIKE} more" if len(who) > _ALIKE else ""
+        lines.append(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(who[:_ALIKE])}{more}: {what}")
+    return lines
+
+
+def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
+    """Describe the ranks of which several threads are in calls of the team of `call`, which no order unites.
+
+    A call in the background has two threads, which are no sign of it: one runs it, and one waits for it.
+    """
+    found = []
+    for rank, report in reports.items():
+        mine = [t.call for t in report.threads if t.call is not None and t.call.team == call.team != 0]
+        waiting = [entry for entry in mine if entry.number == -1 - NOBODY]
+        running = [entry for entry in mine if entry.number > 0]
+        several = max(waiting, running, key=len)
+        if len(several) > 1:
+            found.append((rank, ", ".join(entry.text for entry in several[:_STACKS])))
+    if not found:
+        return []
+    rank, texts = found[0]
+    text = (
+        f"several threads of a rank are in calls of this group at once (of rank {rank}: {texts}), on {len(found)} of "
+        f"{len(reports)} ranks: they may call in another order on each. Give each thread a group of its own, or make "
+        "one call after the other"
+    )
+    return [coded("HD603", text)]
+
+
+def _circle(
+    absent: Sequence[int], peers_of: Callable[[int], Sequence[int]], reports: Mapping[int, Report]
+) -> list[str]:
+    """Describe the ranks among those that keep a call waiting that wait for each other, if any do."""
+    waits_for: dict[int, tuple[Entry, int]] = {}
+    for rank in absent:
+        for thread in reports[rank].threads:
+            if thread.call is not None and (others := missing(thread.call, peers_of(thread.call.team), reports)):
+                waits_for[rank] = thread.call, others[0]
+    path: list[int] = []
+    rank = absent[0] if absent else -1
+    while rank in waits_for and rank not in path:
+        path.append(rank)
+        rank = waits_for[rank][1]
+    if rank not in path:
+        return []
+    circle = path[path.index(rank) :]
+    steps = [f"rank {r} is in {waits_for[r][0].text} and waits for rank {waits_for[r][1]}" for r in circle]
+    return [coded("HD603", f"they wait for each other: {'; '.join(steps[:_ALIKE])}")]
 
 
 def _odd_kind(report: Report, call: Entry) -> str:
@@ -190,17 +294,27 @@ def _odd_kind(report: Report, call: Entry) -> str:
     return coded("HD305", f"async_op must agree: {here}, and {there}")
 
 
-def _why(report: Report) -> str:
-    """Describe why a rank has not come."""
-    calls = [thread.call.text for thread in report.threads if thread.call is not None]
+def _why(report: Report, call: Entry, done: str) -> str:
+    """Describe why a rank has not come.
+
+    Args:
+        done: last call of the team that its other ranks have finished.
+    """
+    calls = [thread.call for thread in report.threads if thread.call is not None]
     lasts = [t.last.text for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]
-    was = f"in {calls[0]}" if calls else f"after {lasts[-1]}" if lasts else "before any call"
+    was = f"it was in {calls[0].text}" if calls else f"it was after {lasts[-1]}" if lasts else "it was before any call"
+    if not report.known:
+        was = f"its calls are unknown{done and ', and the last one that the others have finished is '}{done}"
     if report.doing == "dead":
-        text = f"is dead: its process has ended without finalize(), by a signal or os._exit; it was {was}"
-        return coded("HD604", text)
+        return coded("HD604", f"is dead: its process has ended without finalize(), by a signal or os._exit; {was}")
     if report.doing == "stopped":
-        text = f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); it was {was}"
+        text = f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); {was}"
         return coded("HD605", text)
-    if report.doing == WAITS:
-        return coded("HD601", f"has not come: it is {was}")
-    return coded("HD601", f"has not come: it is {report.doing}; it was {was}")
+    if not report.known:
+        return coded("HD601", f"{report.doing}; {was}")
+    if report.doing != WAITS:
+        here = call.number > 0 and _in_call(call, {report.rank: report})
+        return coded("HD601", f"{'is in this call, and' if here else 'has not come: it is'} {report.doing}; {was}")
+    same = bool(calls) and calls[0].team == call.team and 0 < calls[0].number < call.number
+    number = f", which is call {calls[0].number} of the group, where this is call {call.number}" if same else ""
+    return coded("HD601", f"has not come: {was.replace('was', 'is', 1)}{number}")

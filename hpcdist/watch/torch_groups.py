@@ -96,6 +96,7 @@ class TorchGroup:
         kind = f"{_name_of(operation)}() {'of ' if device == 'cpu' else ISSUED.lstrip()}{name}"
         own.record.patient = True  # if issuing it raises, nobody says that it has ended
         own.record.limit = limit
+        own.record.tensors = args.input_tensors or args.output_tensors
         own.record.begin(self.number, number, callsite.where(kind))
         _issuing.call = (self, args.op_id, device == "cpu", peer is None)
 

@@ -212,7 +212,8 @@ class Watch:
             return
         self._query.send_all("raise")
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
-        _show(record, f"{text}\n{table(reports.values(), time.time())}\n{verdict(call, absent, reports)}")
+        why = verdict(call, absent, reports, lambda team: activity.peers.get(team, ()))
+        _show(record, f"{text}\n{table(reports.values(), time.time())}\n{why}")
         abort.job(1, _JOIN)
 
     def _join(self, other: int) -> None:

@@ -43,7 +43,7 @@ PYTHONS = {name for name in dir(builtins) if name.endswith("Error")}
 WITHOUT = {
     "commands.checkpoints", "commands.formats", "commands.patterns", "comm.windows", "control.codec", "staging.boxes",
     "staging.dcp.record", "tensors.pages", "routes.exchange", "runtime.engine", "layout.layouts", "collectives.run",
-    "staging.drivers", "tensors.tree", "catalogue.__init__",
+    "staging.drivers", "tensors.tree", "catalogue.__init__", "procstat",
 }  # fmt: skip
 
 

@@ -6,7 +6,9 @@ import _thread
 import contextlib
 import functools
 import json
+import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ import typing_extensions
 from hpcdist import activity, callsite
 from hpcdist.activity import ANYBODY, NOBODY, Entry, InCall, SharedRecord, ThreadStatus, start
 from hpcdist.watch.datagrams import KEY, Datagrams
+from hpcdist.watch.status_query import _described
 from hpcdist.watch.table import WAITS, Report, chain, made_progress, missing, of_json, table, verdict
 
 TEAM = 77
@@ -90,10 +93,95 @@ def test_what_is_said_of_them() -> None:
         "  File a.py",
         "    f()",
     ]
-    assert "it is the transfer that hangs" in verdict(CALL, [], reports)
+    same = verdict(CALL, [], {0: report(0, CALL), 1: report(1, CALL)}).splitlines()
+    assert same == [
+        "all its ranks have come to this call: it is the transfer that hangs (network, or file system) [HD602]",
+        "ranks 0, 1: in concat() at train.py:12",
+    ]
     assert (
         verdict(CALL._replace(number=-1 - ANYBODY), [], reports) == "no rank has sent what this call receives [HD606]"
     )
+
+
+def test_a_rank_whose_record_cannot_be_read_is_unknown() -> None:
+    """It is silent, on another host. What the others have finished, all that is known."""
+    silent = Report(2, "node1", 1002, doing="does not answer: it is stopped, or ...", known=False)
+    reports = {0: report(0, CALL), 1: report(1, CALL._replace(number=6), CALL), 2: silent}
+    row = re.split(r" {2,}", table(reports.values(), 103.25).splitlines()[3])
+    assert row == ["2", "node1", "1002", "unknown", "unknown", "does not answer: it is stopped, or ..."]
+    assert missing(CALL, range(3), reports) == [2]
+    who = "rank 2 (node1, pid 1002) does not answer: it is stopped, or ...; its calls are unknown"
+    done = ", and the last one that the others have finished is gather() at train.py:11"
+    assert verdict(CALL, [2], reports, lambda team: range(3)) == f"{who}{done} [HD601]"
+    reports[0] = report(0, CALL, None)
+    assert verdict(CALL, [2], reports, lambda team: range(3)) == f"{who} [HD601]"
+    silent.doing = "dead"
+    assert "or os._exit; its calls are unknown [HD604]" in verdict(CALL, [2], reports)
+
+
+def test_a_rank_that_is_in_the_call_and_does_not_answer() -> None:
+    text = verdict(CALL, [1], {1: report(1, CALL, doing="running, but does not answer: ...")})
+    assert "is in this call, and running, but does not answer: ...; it was in concat() at train.py:12" in text
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    """0 receives from 1, 1 from 2, and 2 is in a collective to which 0 has not come."""
+    receives = {rank: CALL._replace(number=-1 - rank - 1, text=f"recv() at train.py:{rank}") for rank in (0, 1)}
+    reports = {rank: report(rank, call) for rank, call in receives.items()}
+    reports[2] = report(2, CALL)
+    team = lambda team: range(3)  # noqa: E731
+    absent = chain(receives[0], team, reports)
+    assert verdict(receives[0], absent, reports, team).splitlines()[len(absent) :] == [
+        "they wait for each other: rank 1 is in recv() at train.py:1 and waits for rank 2; rank 2 is in concat() at "
+        "train.py:12 and waits for rank 0; rank 0 is in recv() at train.py:0 and waits for rank 1 [HD603]"
+    ]
+    reports[2] = report(2, None, doing="in Python, at a.py:3 in f")  # all wait for this one
+    assert "each other" not in verdict(receives[0], chain(receives[0], team, reports), reports, team)
+
+
+def test_ranks_in_calls_of_different_numbers() -> None:
+    text = verdict(CALL, [1], {1: report(1, CALL._replace(number=3, text="broadcast() at train.py:9"))})
+    assert "it is in broadcast() at train.py:9, which is call 3 of the group, where this is call 5 [HD601]" in text
+
+
+def test_threads_that_use_one_group() -> None:
+    """The record of three dcp.async_save at once, and that of one call in the background, which is none of these."""
+    thread = lambda number, verb: ThreadStatus(7, Entry(1.0, TEAM, number, f"{verb}() at a.py:1"), None, 0.0)  # noqa: E731
+    reports = {
+        rank: Report(rank, "h", 1, [thread(5, "gather"), thread(6, "all_gather"), thread(7, "all_gather")])
+        for rank in range(2)
+    }
+    text = verdict(reports[0].threads[0].call or CALL, [], reports)
+    assert text.startswith(
+        "several threads of a rank are in calls of this group at once (of rank 0: gather() at a.py:1, all"
+    )
+    assert "on 2 of 2 ranks" in text and text.endswith("[HD603]") and "transfer" not in text
+    reports = {0: Report(0, "h", 1, [thread(-1 - NOBODY, "gather().wait"), thread(5, "gather")])}
+    assert "several threads" not in verdict(reports[0].threads[1].call or CALL, [], reports)
+    for report in reports.values():
+        report.threads.append(thread(-1 - NOBODY, "all_gather().wait"))
+    assert "several threads" in verdict(reports[0].threads[1].call or CALL, [], reports)
+
+
+def test_the_tensors_of_a_call_that_hangs() -> None:
+    reports = {rank: report(rank, CALL) for rank in range(3)}
+    for rank in range(3):
+        reports[rank].threads[0].tensors = f"{8192 - rank // 2} x torch.float32"
+    reports[3] = report(3, CALL._replace(number=6, text="send() at train.py:13"), CALL)
+    assert verdict(CALL, [], reports).splitlines() == [
+        "all its ranks have come to this call: if what differs below must be alike, that is why it hangs; else it is "
+        "the transfer that hangs (network, or file system) [HD602]",
+        "ranks 0, 1: in concat() at train.py:12, of 8192 x torch.float32",
+        "rank 2: in concat() at train.py:12, of 8191 x torch.float32",
+        "rank 3: in send() at train.py:13",
+    ]
+
+
+def test_how_tensors_are_described() -> None:
+    x, bits = torch.empty(3, 5), torch.empty(7, dtype=torch.int8)
+    assert _described(([x, x, bits], None, 3)) == "2 tensors of 15 x torch.float32, 7 x torch.int8"
+    assert _described([torch.empty(n) for n in range(9)]).endswith("3 x torch.float32, and 5 other sizes")
+    assert _described(None) == ""
 
 
 def test_the_table() -> None:
@@ -146,8 +234,11 @@ def test_the_record_of_calls() -> None:
     start(record, 1)
     try:
         team = _Team()
-        with InCall("concat", team), InCall("inner", team):  # type: ignore[arg-type]
+        x = torch.ones(3)
+        with InCall("concat", team, tensors=x), InCall("inner", team):  # type: ignore[arg-type]
             inside = record.read(1).threads[0]
+            assert activity.thread_records[0].tensors is x
+        assert activity.thread_records[0].tensors is None  # which would keep its memory
         with InCall("é" * 400, team, peer=3):  # type: ignore[arg-type]
             outside = record.read(1).threads[0]
         after = record.read(1).threads[0]
@@ -200,15 +291,17 @@ def test_a_thread_record_belongs_to_one_thread() -> None:
 
 def test_only_messages_with_the_jobs_key_are_taken() -> None:
     key = bytes(range(KEY))
-    with_key, other, forged = (Datagrams(k, f"hpcdist-test-{i}", None) for i, k in enumerate((key, key, bytes(KEY))))
+    with_key, other, forged = (Datagrams(k, None) for k in (key, key, bytes(KEY)))
+    pid, _, device, inode = with_key.address
     try:
         other.send(with_key.address, {"a": 1})
         forged.send(with_key.address, {"a": 2})
-        other.send(with_key.address, {"a": "x" * 100_000})  # is cut: no JSON any more
-        other.send("hpcdist-nobody-is-there", {"a": 3})
+        other.send(with_key.address, {"a": "x" * 100_000})  # in many parts
+        other.send([pid, 10**6, device, inode], {"a": 3})  # nothing is there
+        other.send([pid, other.fileno(), device, inode], {"a": 3})  # another file is there now
         other.send(with_key.address, {"a": 4})
-        assert with_key.receive() == [{"a": 1}, {"a": 4}]
-        assert with_key.receive() == []
+        assert with_key.receive() == [{"a": 1}, {"a": "x" * 100_000}, {"a": 4}]
+        assert with_key.receive() == other.receive() == []
     finally:
         for one in (with_key, other, forged):
             one.close()
@@ -216,13 +309,42 @@ def test_only_messages_with_the_jobs_key_are_taken() -> None:
 
 def test_over_udp() -> None:
     key = bytes(KEY)
-    one, two = Datagrams(key, "unused", "127.0.0.1"), Datagrams(key, "unused", "127.0.0.1")
+    one, two = Datagrams(key, "127.0.0.1"), Datagrams(key, "127.0.0.1")
     try:
         one.send(two.address, {"from": 0})
         assert two.receive() == [{"from": 0}]
+        one.send(two.address, {"from": "0" * 30_000})
+        assert two.receive() == [{"from": "0" * 30_000}]
     finally:
         one.close()
         two.close()
+
+
+def test_a_flood_of_udp_datagrams_takes_no_core() -> None:
+    """Any user of the nodes can send them."""
+    one, ended = Datagrams(bytes(KEY), "127.0.0.1"), threading.Event()
+    sent = 0
+
+    def flood() -> None:
+        nonlocal sent
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as attacker:
+            while not ended.is_set():
+                attacker.sendto(os.urandom(40), tuple(one.address))
+                sent += 1
+
+    attacker = threading.Thread(target=flood)
+    attacker.start()
+    try:
+        used, end = time.thread_time(), time.monotonic() + 2
+        while time.monotonic() < end:
+            assert one.receive() == []
+        used = time.thread_time() - used
+    finally:
+        ended.set()
+        attacker.join()
+        one.close()
+    assert sent > 10_000
+    assert used < 0.4, used
 
 
 def test_what_is_kept_for_each_place_is_bounded() -> None:

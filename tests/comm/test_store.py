@@ -1,0 +1,105 @@
+"""torch's store on one node: a file without a name or a port, a new one for each world."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from launch import mpirun
+
+STORE = """
+    import gc, os, tempfile, time
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    import hpcdist as hd
+
+    def store():
+        found = dist.distributed_c10d._get_default_store()
+        while isinstance(found, dist.PrefixStore):
+            found = found.underlying_store
+        return found
+
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    world = hd.init()
+    rank, last = world.rank, world.world_size - 1
+    assert type(store()) is dist.FileStore
+    if rank == last:
+        time.sleep(0.2)
+        store().set("key", "value")
+    assert store().get("key") == b"value"
+    begin = time.monotonic()
+    try:
+        store().wait(["missing"], timedelta(seconds=0.3))
+    except RuntimeError:
+        assert 0.2 < time.monotonic() - begin < 20
+    child = os.fork()
+    if not child:
+        os.closerange(3, 1000)
+        store().set(f"child {rank}", "yes")  # by its parent's descriptor
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for other in range(world.world_size):
+        assert store().get(f"child {other}") == b"yes"
+    kept = [store(), dist.new_group(backend="gloo")]
+    x = torch.ones(2)
+    dist.all_reduce(x, group=kept[1])
+    assert x[0] == world.world_size
+    world.finalize()
+
+    # What is left of the first world's store writes to no file of the program that gets its descriptor.
+    files = [tempfile.TemporaryFile() for _ in range(10)]
+    before = descriptors()
+    for turn in range(10):
+        world = hd.init()
+        assert type(store()) is dist.FileStore
+        assert not store().check(["key"])
+        store().set(f"turn {turn} {rank}", "")
+        store().wait([f"turn {turn} {other}" for other in range(world.world_size)])
+        world.finalize()
+    assert descriptors() <= before + 2, (descriptors(), before)
+    kept[0].set("late", "value")
+    kept.clear()
+    gc.collect()
+    assert all(os.fstat(file.fileno()).st_size == 0 for file in files)
+    os.write(1, b"done\\n")
+"""
+
+
+def test_the_store_of_one_node() -> None:
+    job = mpirun(3, code=STORE)
+    assert job.status == 0, job.err
+    assert job.out.count("done") == 3
+
+
+@pytest.mark.once
+def test_ranks_that_cannot_open_each_others_files_connect() -> None:
+    """As in containers with pids of their own: torch's store, and the watching threads, by the loopback interface."""
+    code = """
+        import os
+        import torch
+        import torch.distributed as dist
+        from mpi4py import MPI
+        from hpcdist import procstat
+        opened = procstat.opened
+        def fails(*args):
+            raise OSError("not allowed")
+        if MPI.COMM_WORLD.rank == 1:
+            procstat.opened = fails
+        import hpcdist as hd
+        world = hd.init(timeout=3)
+        store = dist.distributed_c10d._get_default_store().underlying_store
+        assert type(store) is dist.TCPStore and store.host == "127.0.0.1", store
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        os.write(1, f"sum {x[0]:g}\\n".encode())
+        if world.rank == 0:
+            hd.recv(source=1)
+    """
+    job = mpirun(2, code=code)
+    assert job.out.count("sum 2") == 2, job.err
+    waits = r"^\[rank\d\]: {} +\S+ +\d+ +all_reduce\(\) at .* {} +\d+.\d s  waits$"
+    assert re.search(waits.format(0, r"recv\(\) at \S+"), job.err, re.MULTILINE), job.err
+    assert re.search(waits.format(1, "the end of its program"), job.err, re.MULTILINE), job.err
