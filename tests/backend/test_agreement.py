@@ -155,15 +155,21 @@ def test_threads_that_call_in_different_order(world: hd.World) -> None:
     calls = [lambda: dist.all_reduce(torch.ones(3), group=group), lambda: dist.broadcast(torch.ones(4), 0, group)]
     said: list[str] = []
 
+    ended = [threading.Event(), threading.Event()]
+
     def call(number: int) -> None:
         try:
             calls[number]()
         except RankError as error:
             said.append(str(error))
+        ended[number].set()
+        ended[1 - number].wait(60)  # else the second thread could get the number of the first
 
-    for turn in (0, 1):
-        thread = threading.Thread(target=call, args=((turn + world.rank) % 2,))
+    threads = [threading.Thread(target=call, args=((turn + world.rank) % 2,)) for turn in (0, 1)]
+    for turn, thread in enumerate(threads):
         thread.start()
+        ended[(turn + world.rank) % 2].wait(60)
+    for thread in threads:
         thread.join()
     assert_on_all_ranks(world.comm, len(said) == 2, said)
     assert "; it calls this group from several threads" in said[1], said

@@ -13,7 +13,7 @@ from launch import mpirun
 from mpi4py import MPI
 
 import hpcdist as hd
-from hpcdist import memory
+from hpcdist import memory, procstat
 from hpcdist.comm import windows
 from hpcdist.comm.topology import by_node
 
@@ -175,7 +175,7 @@ def test_processes_that_cannot_open_each_others_memory_have_their_own(world: hd.
     findings, group = Findings(world.comm), world.comm.Dup()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(windows, "identity", lambda fd: [0, 0])
+            patch.setattr(procstat, "identity", lambda fd: [0, 0])
         for _ in range(2):
             _concat(world, group, findings, "cannot open each other's memory")
     group.Free()
