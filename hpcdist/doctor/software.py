@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 from torch.utils.data import DataLoader
@@ -35,7 +33,7 @@ _SAME = "one environment for all nodes, in a folder that they share; load the sa
 
 
 def gather(leads: bool) -> Facts:
-    """Collect the versions of what must be the same on all nodes, and the folder for temporary files.
+    """Collect the versions of what must be the same on all nodes.
 
     Args:
         leads: whether this is the lowest rank of its node, which also compares the sources of hpcdist.
@@ -46,7 +44,6 @@ def gather(leads: bool) -> Facts:
         "versions": versions,
         "sources": _digest() if leads else None,
         "prefix": sys.prefix,
-        "temporary": tempfile.gettempdir(),
         "kernel": platform.release(),
     }
 
@@ -113,21 +110,22 @@ def _start(ranks: Ranks) -> Verdict:
 def _temporary(ranks: Ranks) -> Verdict:
     """Judge the folder for temporary files: sockets in it have short names only, and each node needs its own."""
     fix = "export TMPDIR=/tmp in the job script"
-    for group in grouped(ranks, lambda facts: (facts["environ"].get("TMPDIR"), facts["temporary"])):
-        first, folder = group[0], group[0]["temporary"]
-        asked = first["environ"].get("TMPDIR")
+    for group in grouped(ranks, lambda facts: (facts["temporary"]["folder"], facts["temporary"].get("error"))):
+        first, folder, error = group[0], group[0]["temporary"]["folder"], group[0]["temporary"].get("error")
         who = f"{ranks_text(facts['rank'] for facts in group)} on {first['host']}"
-        if asked and os.path.abspath(asked) != os.path.abspath(folder):
-            text = f"TMPDIR={asked} is not a folder that {who} can write to; Python uses {folder}"
-            return "warning", text, f"srun --ntasks-per-node=1 mkdir -p '{asked}', or {fix}"
+        if error is not None:
+            there = "bytes" in first["temporary"]
+            look = f"ls -ld {folder}; df -h {folder}" if there else f"srun --ntasks-per-node=1 mkdir -p '{folder}'"
+            verdict: Literal["warning", "broken"] = "warning" if "size" in first.get("mpi", {}) else "broken"
+            return verdict, f"{who} cannot write to {folder}: {error}", f"{look}; or {fix}"
         if len(folder) + _LONGEST > _SOCKET:
             text = f"{folder} has {len(folder)} characters, and sockets in it at most {_SOCKET - _LONGEST}: "
             return "broken", f"{text}DataLoader workers and some MPI libraries fail", fix
-    remote = next((facts for facts in ranks if facts.get("mounts", {}).get("temporary", {}).get("network")), None)
+    remote = next((facts for facts in ranks if (facts["temporary"].get("mount") or {}).get("network")), None)
     if remote is not None:
-        text = f"{remote['temporary']} is on {describe(remote['mounts']['temporary'])}"
+        text = f"{remote['temporary']['folder']} is on {describe(remote['temporary']['mount'])}"
         return "warning", f"{text}: MPI's and Python's own files travel over the network", fix
-    return "ok", each(ranks, lambda facts: str(facts["temporary"]))
+    return "ok", each(ranks, lambda facts: str(facts["temporary"]["folder"]))
 
 
 @topic("DataLoader workers", "worker")
