@@ -17,12 +17,13 @@ from hpcdist.doctor.filesystems import describe
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, each, error_of, grouped, topic
 from hpcdist.errors import reason
-from hpcdist.runtime.cli import ranks_text
+from hpcdist.runtime.cli import ranks_text, show_bytes
 from hpcdist.versions import __version__
 
 __all__ = ["gather", "judge", "try_worker"]
 
 _PACKAGES = ("numpy", "mpi4py")  # torch, NCCL and h5py have topics of their own
+_MIN_TEMPORARY = 2**24  # bytes
 _SLOW_START = 30.0  # seconds
 _SOCKET = 107  # characters of the path of a socket: linux/un.h, sun_path
 _LONGEST = len("/torch-shm-dir-123456/manager.sock")  # what torch and multiprocessing add to TMPDIR
@@ -110,14 +111,14 @@ def _start(ranks: Ranks) -> Verdict:
 def _temporary(ranks: Ranks) -> Verdict:
     """Judge the folder for temporary files: sockets in it have short names only, and each node needs its own."""
     fix = "export TMPDIR=/tmp in the job script"
-    for group in grouped(ranks, lambda facts: (facts["temporary"]["folder"], facts["temporary"].get("error"))):
-        first, folder, error = group[0], group[0]["temporary"]["folder"], group[0]["temporary"].get("error")
+    for group in grouped(ranks, lambda facts: (facts["host"], facts["temporary"]["folder"], _lack(facts["temporary"]))):
+        first, folder, lack = group[0], group[0]["temporary"]["folder"], _lack(group[0]["temporary"])
         who = f"{ranks_text(facts['rank'] for facts in group)} on {first['host']}"
-        if error is not None:
+        if lack is not None:
             there = "bytes" in first["temporary"]
             look = f"ls -ld {folder}; df -h {folder}" if there else f"srun --ntasks-per-node=1 mkdir -p '{folder}'"
             verdict: Literal["warning", "broken"] = "warning" if "size" in first.get("mpi", {}) else "broken"
-            return verdict, f"{who} cannot write to {folder}: {error}", f"{look}; or {fix}"
+            return verdict, f"{who}: {folder}: {lack}", f"{look}; or {fix}"
         if len(folder) + _LONGEST > _SOCKET:
             text = f"{folder} has {len(folder)} characters, and sockets in it at most {_SOCKET - _LONGEST}: "
             return "broken", f"{text}DataLoader workers and some MPI libraries fail", fix
@@ -126,6 +127,13 @@ def _temporary(ranks: Ranks) -> Verdict:
         text = f"{remote['temporary']['folder']} is on {describe(remote['temporary']['mount'])}"
         return "warning", f"{text}: MPI's and Python's own files travel over the network", fix
     return "ok", each(ranks, lambda facts: str(facts["temporary"]["folder"]))
+
+
+def _lack(temporary: Facts) -> str | None:
+    """Return why MPI may fail in a folder for temporary files; None if it has no reason to."""
+    if "error" in temporary:
+        return f"cannot be written to: {temporary['error']}"
+    return f"{show_bytes(temporary['free'])} free" if temporary["free"] < _MIN_TEMPORARY else None
 
 
 @topic("DataLoader workers", "worker")

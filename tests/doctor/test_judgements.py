@@ -161,15 +161,16 @@ MADE_UP = {
     "no TMPDIR": (
         ("temporary", {"folder": "/local/7", "error": "No such file or directory"}, 2, 3),
         "TMPDIR",
-        "warning: ranks 2-3 on b cannot write to /local/7: No such file or directory",
+        "warning: ranks 2-3 on b: /local/7: cannot be written to: No such file or directory",
         "srun --ntasks-per-node=1 mkdir -p '/local/7'",
     ),
     "full TMPDIR": (
         ("temporary", {"folder": "/local/7", "bytes": 2**20, "error": "No space left on device"}, 1),
         "TMPDIR",
-        "warning: rank 1 on a cannot write to /local/7: No space left on device",
+        "warning: rank 1 on a: /local/7: cannot be written to: No space left on device",
         "df -h /local/7",
     ),
+    "small TMPDIR": (("temporary.free", 2**20, 3), "TMPDIR", "warning: rank 3 on b: /tmp: 1.0 MiB free", "df -h /tmp"),
     "far TMPDIR": (("temporary.mount", mount("nfs4", "/tmp"), 2), "TMPDIR", "warning: /tmp is on nfs4", "TMPDIR=/tmp"),
     "worker": (
         ("worker", {"error": "DataLoader worker (pid 7) is killed by signal: Bus error"}, 1),
