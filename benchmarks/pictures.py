@@ -88,8 +88,8 @@ def ragged(record: Record) -> plt.Figure | None:
     least, cores = results.show_size(min(case.nbytes)), record.machine.split(",")[1].strip()
     figure.suptitle(
         f"Concatenate shards of different sizes on every rank: less is faster\n"
-        f"{record.world_size} ranks on one node of {cores}, {results.show_size(case.size)} on rank 0 and {least} on each "
-        f"other; {record.mpi}",
+        f"{record.world_size} ranks on one node of {cores}, {results.show_size(case.size)} on rank 0 and {least} on "
+        f"each other; {record.mpi}",
         fontsize=10,
     )
     return figure

@@ -131,7 +131,7 @@ class _Steps:
 
         def destination() -> tuple[int, str]:
             stores.append(Store(self.options.to))
-            return stores[0].room(), f"{stores[0].folder} on {socket.gethostname()}"
+            return stores[0].available(), f"{stores[0].folder} on {socket.gethostname()}"
 
         free, where = min(objects.all_gather(comm, VERB, destination))
         self._check_own(stores[0])

@@ -393,7 +393,7 @@ def test_the_destination_is_checked_before_anything_is_packed(
 ) -> None:
     """It is there, can be written to, and has the space; what old copies take may be given back."""
     to, packed = tmp_path / "to", tmp_path / "packed.tar"
-    monkeypatch.setattr(stage.Store, "room", lambda store: 100)
+    monkeypatch.setattr(stage.Store, "available", lambda store: 100)
     with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free"):
         staged(small, to, archive=str(packed))
     monkeypatch.undo()
@@ -401,10 +401,10 @@ def test_the_destination_is_checked_before_anything_is_packed(
     assert job.status == 2
     assert f"{to}/none: no such folder on" in job.err
     assert list(tmp_path.glob("*packed*")) == []
-    assert Store(str(to)).room() < shutil.disk_usage(to).total
+    assert Store(str(to)).available() < shutil.disk_usage(to).total
     staged(small, to, archive=str(packed))
     assert packed.exists()
-    assert Store(str(to)).room() == shutil.disk_usage(to).total
+    assert Store(str(to)).available() == shutil.disk_usage(to).total
 
 
 def test_the_command(small: Path, tmp_path: Path) -> None:
