@@ -97,7 +97,7 @@ def test_shared_memory_and_a_disk_that_are_too_small(hosts: Hosts) -> None:
     assert job.status == 1
 
 
-# The doctor, on ranks that may open so few files that MPI does not start.
+# The doctor, on ranks that may open so few files that MPICH does not start.
 FEW = """
     import resource, runpy, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
@@ -111,7 +111,8 @@ def test_one_report_of_an_mpi_that_does_not_start(hosts: Hosts) -> None:
     job = hosts.mpirun([1, 1], code=FEW)
     assert (job.out + job.err).count(" broken, ") <= 1, job
     (other,) = [line for line in job.err.splitlines() if line.startswith("broken")] or [""]
-    assert all(f"rank {rank} may open 24 files" in job.out + other for rank in (0, 1)), job
+    each = all(f"rank {rank} may open 24 files" in job.out + other for rank in (0, 1))
+    assert each or "ranks 0-1 may open 24 files" in job.out, job  # Open MPI starts with so few
     assert "must belong together" not in job.out + job.err
     assert job.status != 0
 
