@@ -1,6 +1,7 @@
 """Pictures for readers in a hurry, from the recorded results alone: one without its record is not drawn.
 
-- <mpi>-ragged-concat: five ways that people write a ragged concat by hand, and hpcdist's, in milliseconds.
+- <mpi>-ragged-concat: ways to write a ragged concat by hand, preallocated mpi4py among them, and hpcdist's, in
+  milliseconds.
 - <mpi>-concat-time: time of concat against size.
 - <mpi>-node-memory: memory of all ranks of a node against their number.
 - <mpi>-ranks: time of concat against the number of ranks of one node, more than it has cores.
@@ -37,7 +38,7 @@ _BY_HAND = {
     GLOO_PADDED: "torch all_gather, padded",
     MPI4PY_NEW: "mpi4py: exchange counts, Allgatherv",
 }
-_LINES = {BASELINE: "mpi4py Allgatherv, counts known, memory kept", **_BY_HAND, **_OURS}
+_LINES = {BASELINE: "mpi4py Allgatherv, counts known, preallocated", **_BY_HAND, **_OURS}
 _BLUE, _GREY = "#1f5fa8", "#b0b0b0"
 
 
@@ -69,8 +70,8 @@ def ragged(record: Record) -> plt.Figure | None:
     case = max(cases, key=lambda case: case.size, default=None)
     if case is None:
         return None
-    timings = {name: case.timing(name) for name in (*_BY_HAND, *_OURS)}
-    if not all(timings[name] for name in (*_BY_HAND, HPCDIST_NEW)):
+    timings = {name: case.timing(name) for name in _LINES}
+    if not all(timings[name] for name in (BASELINE, *_BY_HAND, HPCDIST_NEW)):
         return None
     ms = {name: results.seconds(timing).median * 1e3 for name, timing in timings.items() if timing}
     names = sorted(ms, key=lambda name: ms[name], reverse=True)
@@ -84,11 +85,11 @@ def ragged(record: Record) -> plt.Figure | None:
     panel.set_xticks([])
     for tick, name in zip(panel.get_yticklabels(), names, strict=True):
         tick.set_fontweight("bold" if name in _OURS else "normal")
-    least = results.show_size(min(case.nbytes))
-    panel.set_title(
+    least, cores = results.show_size(min(case.nbytes)), record.machine.split(",")[1].strip()
+    figure.suptitle(
         f"Concatenate shards of different sizes on every rank: less is faster\n"
-        f"{record.world_size} ranks, {results.show_size(case.size)} on rank 0 and {least} on each other; "
-        f"{record.mpi}",
+        f"{record.world_size} ranks on one node of {cores}, {results.show_size(case.size)} on rank 0 and {least} on "
+        f"each other; {record.mpi}",
         fontsize=10,
     )
     return figure

@@ -3,18 +3,24 @@
 Importing this package neither starts MPI nor reads the environment; :func:`init` does.
 """
 
+import signal
 import sys
 
 from hpcdist.procstat import started_module
 
-if started_module() == "hpcdist.explain":  # Python imports this first: it explains where torch is not found
+_MODULE = started_module()
+_COMMAND = _MODULE.split(".")[0] == "hpcdist" and _MODULE.count(".") < 2  # examples are programs, as a user's
+if _COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where SIGINT is ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of imports; until streams.printing()
+
+if _MODULE == "hpcdist.explain":  # Python imports this first: it explains where torch is not found
     from hpcdist.catalogue.command import main
 
     sys.exit(main(sys.argv[1:]))
 
 # The command that spares a shared file system the import of torch, on every node, must not begin with it. All else
 # gets all names at once: an import of this package registers its backend with torch.
-if started_module() != "hpcdist.stage_env":
+if _MODULE != "hpcdist.stage_env":
     from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old
 
     # isort: split

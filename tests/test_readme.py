@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pages import execute, parse
 
+from hpcdist.jobscript.schedulers import OTHER_PMIS
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -31,3 +33,29 @@ def test_what_it_names_is_there() -> None:
     assert modules
     for module in modules:
         assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), module
+
+
+def test_the_job_script_starts_the_mpi_that_it_installs() -> None:
+    """MPICH aborts under PMIx."""
+    assert re.search(r"^\$ pip install '\.\[mpich\]'", README, re.MULTILINE)
+    assert re.findall(r"^srun --mpi=(\w+) ", README, re.MULTILINE) == list(OTHER_PMIS)
+
+
+def test_what_was_never_run_stands_at_the_top() -> None:
+    top = " ".join(README.partition("\n## ")[0].replace("\n>", "").split())
+    for what in ("Never run:", "several GPUs", "InfiniBand", "Lustre"):
+        assert what in top
+
+
+def test_its_picture_has_the_fastest_way_by_hand_and_says_where_it_was_measured() -> None:
+    (picture,) = re.findall(r"\((benchmarks/results/\S+\.svg)\)", README)
+    text = (ROOT / picture).read_text()
+    assert "mpi4py Allgatherv, counts known, preallocated" in text
+    assert "on one node of 2 cores" in text
+
+
+def test_no_page_installs_from_an_index_that_does_not_have_it() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "hpcdist" / "explain" / "pages").glob("*.md"), ROOT / "README.md"]
+    assert len(pages) > 100
+    for page in pages:
+        assert not re.search(r"pip install\s+['\"]?hpcdist\b", page.read_text()), page

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import atexit
+import os
+import resource
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hpcdist.comm import launcher
-from hpcdist.errors import LaunchError, refusal
+from hpcdist.errors import LaunchError, reason, refusal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["job"]
 
+# Descriptors that MPI and init() open on two ranks, 16 and 19, and some more; with more ranks few more.
+_FILES, _FILES_AFTER_MPI = 36, 22
+
 
 def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:
     """Return the communicator of the job: COMM_WORLD if `comm` is None. Starts MPI, unless it runs.
 
     Raises:
-        LaunchError: if there is no MPI, it has ended, or the launcher is that of another MPI.
+        LaunchError: if there is no MPI, it has ended, the launcher is that of another MPI, or this process may open too
+            few files.
         TypeError: if `comm` is not a communicator, or does not hold this rank.
     """
+    _check_files()
     try:
         misfit = _start(environ)
         from mpi4py import MPI
@@ -45,6 +52,23 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
         if alone is not None:
             raise LaunchError("HD106", alone)
     return comm
+
+
+def _check_files() -> None:
+    """Raise a LaunchError if MPI and init() would fail, or hang, for want of descriptors."""
+    needed = _FILES_AFTER_MPI if "mpi4py.MPI" in sys.modules else _FILES
+    held: list[int] = []
+    try:
+        held.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(needed))
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        may = f"this process may open {soft} files, and {needed} more than it has open are needed ({reason(error)})"
+        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        fix = f"ulimit -n $(ulimit -Hn) in the job script, which is {most} here; docker run --ulimit nofile=65536"
+        raise LaunchError("HD116", f"{may}: {fix}") from error
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 def _end() -> None:

@@ -101,7 +101,7 @@ def find(path: str) -> Checkpoint:
         return _safetensors(path, _FILE, [path])
     if path.endswith(".h5"):
         return _hdf5(path)
-    raise FileError("HD501", f"{path}: --tensors reads a folder, {INDEX}, {safetensors.SUFFIX} or .h5")
+    raise FileError("HD501", f"{path}: expected a checkpoint: a folder, {INDEX}, {safetensors.SUFFIX} or .h5")
 
 
 def _dcp(folder: Path) -> Checkpoint:

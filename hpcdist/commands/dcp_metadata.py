@@ -10,7 +10,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from hpcdist.errors import FileError, reason
 from hpcdist.files.regular import check_regular
@@ -73,6 +78,10 @@ def read(folder: Path) -> Described:
     try:
         with path.open("rb") as file:
             held = _Unpickler(file).load()
+        if not isinstance(held, Metadata):
+            raise FileError(
+                "HD402", f"{path}: cannot be read: a pickle that torch.distributed.checkpoint did not write"
+            )
         return _described(str(folder), held.state_dict_metadata, held.storage_data)
     except FileError:
         raise

@@ -8,8 +8,8 @@ import time
 from typing import TextIO
 
 from hpcdist.doctor import launch
-from hpcdist.doctor.examine import examine, judge, started
-from hpcdist.doctor.findings import report, status
+from hpcdist.doctor.examine import examine, judge_all, judge_end
+from hpcdist.doctor.findings import lines, report, status
 from hpcdist.doctor.supervisor import watch
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime.cli import Parser, path
@@ -44,14 +44,14 @@ def main() -> int:
     first = is_first()
     outcome = watch(lambda line: examine(line, facts, args.staging, first, args.limit), facts, args.limit)
     if first:
-        findings = [*judge(outcome.facts), *outcome.findings]
+        findings = judge_all(outcome)
         _print(report(findings, outcome.facts, args.json, args.verbose), sys.stdout)
         return status(findings)
     if outcome.done or outcome.terminated:
         time.sleep(_LAST_SECONDS)
         return int(outcome.terminated)
     time.sleep(min(_FIRST_SECONDS, args.limit / 2))  # before rank 0, which waits for this one, runs out of time
-    _print(report([*started(outcome.facts), *outcome.findings], outcome.facts, False, True), sys.stderr)
+    _print("\n".join(lines(judge_end(outcome))), sys.stderr)
     return 1
 
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ from hpcdist.doctor import (
     timing,
 )
 from hpcdist.doctor.findings import Facts, Finding
-from hpcdist.doctor.supervisor import Line
+from hpcdist.doctor.supervisor import Line, Outcome
 from hpcdist.doctor.topics import Ranks, Section, Verdict, each, error_of, topic
 from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
@@ -44,10 +45,11 @@ from hpcdist.runtime.world import environ as variables
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["SECTIONS", "examine", "judge", "started"]
+__all__ = ["SECTIONS", "examine", "judge", "judge_all", "judge_end"]
 
 # Stages in which a rank may hang alone: name, and what may help.
 _STAGING_FOLDER = "staging folder", "a file system that does not respond: df FOLDER; export HPCDIST_STAGING=another"
+_BEFORE_MPI = ("ulimit -n", "TMPDIR", "/dev/shm")  # why MPI or init() may fail
 _CURRENT_FOLDER = "current folder", "a file system that does not respond: df .; cd to another folder"
 
 
@@ -60,6 +62,10 @@ def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: fl
         first: whether this process examines its node if MPI does not connect the ranks.
         limit: seconds for each step that may hang.
     """
+    temporary = facts["environ"].get("TMPDIR") or "/tmp"
+    line.stage("this rank's limits", f"a file system that does not respond: df {temporary} /dev/shm")
+    facts.update(**limits.gather(), **files.before_mpi(temporary))
+    line.facts([facts])
     comm = launch.start_mpi(line, facts)
     joined = comm is not None and not facts["mpi"]["alone"]
     if not joined and not first:
@@ -83,7 +89,7 @@ def _gather(line: Line, facts: Facts) -> None:
     line.stage("this rank's software", "a file system that does not respond: df on that node")
     facts.update(**software.gather(facts["node"] == facts["rank"]), **filesystems.gather())
     line.stage("this rank's hardware", "look at nvidia-smi and dmesg on that node")
-    facts.update(**cores.gather(), **limits.gather(), **gpus.gather())
+    facts.update(**cores.gather(), **gpus.gather())
     facts.update(**network.gather(), **fabric.gather(), **files.gather())
     line.facts([facts])
 
@@ -214,9 +220,17 @@ def _init(ranks: Ranks) -> Verdict:
     return "ok", f"in {seconds:.2f} s; torch.distributed runs {backend}; device {devices}"
 
 
-started = Section("job", _init)  # also for a rank whose examination ended early
 SECTIONS = (
-    *(launch.judge, started, software.judge, cores.judge, limits.judge, gpus.judge, network.judge, fabric.judge),
+    *(
+        launch.judge,
+        Section("job", _init),
+        software.judge,
+        cores.judge,
+        limits.judge,
+        gpus.judge,
+        network.judge,
+        fabric.judge,
+    ),
     *(links.judge, filesystems.judge, files.judge, timing.judge),
 )
 
@@ -224,6 +238,23 @@ SECTIONS = (
 def judge(ranks: Ranks) -> list[Finding]:
     """Return the findings about the facts of all ranks."""
     return [finding for section in SECTIONS for finding in section(ranks)]
+
+
+def judge_all(outcome: Outcome) -> list[Finding]:
+    """Return also the finding about the end of an examination that has failed."""
+    found = judge(outcome.facts)
+    reasons = [finding.name for finding in found if finding.name in _BEFORE_MPI and finding.verdict != "ok"]
+    first = f"first look at {' and '.join(reasons)}, above" if reasons else None
+    return found + [replace(end, fix=first or end.fix) for end in outcome.findings]
+
+
+def judge_end(outcome: Outcome) -> list[Finding]:
+    """Return in one finding what another rank than 0 says, which rank 0 may not know, of its examination's end."""
+    names = ("hpcdist.init()", *_BEFORE_MPI)
+    reasons = [finding for finding in judge(outcome.facts) if finding.name in names and finding.verdict == "broken"]
+    fixes = "; ".join(finding.fix or "" for finding in reasons)
+    texts = [f"; {finding.name}: {finding.text}" for finding in reasons]
+    return [replace(end, text=end.text + "".join(texts), fix=fixes or end.fix) for end in outcome.findings]
 
 
 def _try_file(line: Line, here: World) -> dict[str, Any]:

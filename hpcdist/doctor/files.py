@@ -17,21 +17,26 @@ from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, by_node, each,
 from hpcdist.errors import reason
 from hpcdist.runtime.cli import plural, ranks_text, show_bytes
 
-__all__ = ["PREFIX", "gather", "hold", "judge", "look", "put", "sees_lock", "try_folder"]
+__all__ = ["PREFIX", "before_mpi", "gather", "hold", "judge", "look", "put", "sees_lock", "try_folder"]
 
 PREFIX = "hpcdist-doctor-"
 _SHM = Path("/dev/shm")
 _MIN_SHM = 2**24  # bytes a rank, for the messages of an MPI library within a node
 _GOOD_SHM = 2**27  # bytes a rank, enough for the batches of a DataLoader's workers as well
-_TRIAL = 2**16  # bytes written to the staging folder
+_TRIAL = 2**16  # bytes written to a folder
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
 _OFF = ("FALSE", "0")  # of HDF5_USE_FILE_LOCKING; HDF5 ignores any other value, such as "false"
 _KNOWN = ("TRUE", "1", *_OFF, "BEST_EFFORT")
 
 
+def before_mpi(temporary: str) -> Facts:
+    """Collect the state of /dev/shm and of the folder for temporary files, in which MPI makes files at its start."""
+    return {"shm": _space(_SHM), "temporary": try_folder(temporary)}
+
+
 def gather() -> Facts:
-    """Collect the state of /dev/shm and h5py in this process."""
-    return {"shm": _space(_SHM), "hdf5": _hdf5()}
+    """Collect the state of h5py in this process."""
+    return {"hdf5": _hdf5()}
 
 
 def _space(folder: Path) -> dict[str, Any]:
@@ -50,7 +55,7 @@ def _hdf5() -> dict[str, Any]:
 
 
 def try_folder(folder: str) -> dict[str, Any]:
-    """Write a file in the staging folder, lock it and read it; return what was found."""
+    """Write a file in a folder, lock it and read it; return what was found."""
     found: dict[str, Any] = {"folder": folder, **_space(Path(folder)), "mount": filesystems.mount_of(folder)}
     data = secrets.token_bytes(_TRIAL)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ _TO = "export HPCDIST_STAGING=FOLDER"
 
 
 def gather() -> Facts:
-    """Collect the file systems of the environment, the current folder, and the folder for temporary files."""
-    mounts = {"environment": mount_of(sys.prefix), "temporary": mount_of(tempfile.gettempdir())}
+    """Collect the file systems of the environment, and the current folder."""
+    mounts = {"environment": mount_of(sys.prefix)}
     current: dict[str, Any] = {}
     with suppress(OSError):  # the current folder has been removed
         current["folder"] = os.getcwd()

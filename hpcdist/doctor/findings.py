@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hpcdist.runtime.cli import plural
 
-__all__ = ["Facts", "Finding", "report", "status"]
+__all__ = ["Facts", "Finding", "lines", "report", "status"]
 
 Facts = dict[str, Any]  # of one rank; examine.py lists its keys
 _ORDER = ("broken", "warning", "ok")
@@ -53,16 +53,22 @@ def report(findings: Sequence[Finding], facts: Sequence[Facts], as_json: bool, v
     shown = sorted((f for f in findings if verbose or f.verdict != "ok"), key=lambda f: _ORDER.index(f.verdict))
     folded = {} if verbose else _folded([f for f in findings if f.verdict == "ok"])
     width = max(len(name) for name in (*(f.name for f in shown), *folded))
-    lines = []
-    for finding in shown:
-        lines.append(f"{finding.verdict:7} {finding.name.ljust(width)}  {finding.text}")
-        if finding.fix:
-            lines.append(f"        {'fix:'.rjust(width)}  {finding.fix}")
+    text = lines(shown, width)
     for section, names in folded.items():
         start = f"ok      {section.ljust(width)}  "
-        lines += textwrap.wrap(names, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+        text += textwrap.wrap(names, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
     total = f"{count['broken']} broken, {plural(count['warning'], 'warning')}, {count['ok']} ok"
-    return "\n".join([*lines, total if verbose or not folded else f"{total} (--verbose shows what was found)"])
+    return "\n".join([*text, total if verbose or not folded else f"{total} (--verbose shows what was found)"])
+
+
+def lines(findings: Sequence[Finding], width: int = 0) -> list[str]:
+    """Return a line for each finding, with names of so many characters, and one for its fix."""
+    text = []
+    for finding in findings:
+        text.append(f"{finding.verdict:7} {finding.name.ljust(width)}  {finding.text}")
+        if finding.fix:
+            text.append(f"        {'fix:'.rjust(width)}  {finding.fix}")
+    return text
 
 
 def _folded(findings: Sequence[Finding]) -> dict[str, str]:

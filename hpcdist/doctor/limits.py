@@ -97,7 +97,8 @@ def _files(ranks: Ranks) -> Verdict:
         least = min(few.values())
         most = {facts["limits"]["most_files"] for facts in ranks}
         hard = "unlimited" if most == {None} else str(min(m for m in most if m is not None))
-        text = f"{ranks_text(few)} may open {least} files; connections to {len(ranks)} ranks and the workers of a "
+        count = plural(len(ranks), "rank")
+        text = f"{ranks_text(few)} may open {least} files; connections to {count} and the workers of a "
         fix = f"ulimit -n $(ulimit -Hn) in the job script, which is {hard} here; docker run --ulimit nofile=65536"
         return "broken" if least < needed // 2 else "warning", f"{text}DataLoader need about {needed}", fix
     found = [limit for limit in limits.values() if limit is not None]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 from torch.utils.data import DataLoader
@@ -19,12 +17,13 @@ from hpcdist.doctor.filesystems import describe
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.topics import Ranks, Section, Verdict, agree, each, error_of, grouped, topic
 from hpcdist.errors import reason
-from hpcdist.runtime.cli import ranks_text
+from hpcdist.runtime.cli import ranks_text, show_bytes
 from hpcdist.versions import __version__
 
 __all__ = ["gather", "judge", "try_worker"]
 
 _PACKAGES = ("numpy", "mpi4py")  # torch, NCCL and h5py have topics of their own
+_MIN_TEMPORARY = 2**24  # bytes
 _SLOW_START = 30.0  # seconds
 _SOCKET = 107  # characters of the path of a socket: linux/un.h, sun_path
 _LONGEST = len("/torch-shm-dir-123456/manager.sock")  # what torch and multiprocessing add to TMPDIR
@@ -35,7 +34,7 @@ _SAME = "one environment for all nodes, in a folder that they share; load the sa
 
 
 def gather(leads: bool) -> Facts:
-    """Collect the versions of what must be the same on all nodes, and the folder for temporary files.
+    """Collect the versions of what must be the same on all nodes.
 
     Args:
         leads: whether this is the lowest rank of its node, which also compares the sources of hpcdist.
@@ -46,7 +45,6 @@ def gather(leads: bool) -> Facts:
         "versions": versions,
         "sources": _digest() if leads else None,
         "prefix": sys.prefix,
-        "temporary": tempfile.gettempdir(),
         "kernel": platform.release(),
     }
 
@@ -113,21 +111,29 @@ def _start(ranks: Ranks) -> Verdict:
 def _temporary(ranks: Ranks) -> Verdict:
     """Judge the folder for temporary files: sockets in it have short names only, and each node needs its own."""
     fix = "export TMPDIR=/tmp in the job script"
-    for group in grouped(ranks, lambda facts: (facts["environ"].get("TMPDIR"), facts["temporary"])):
-        first, folder = group[0], group[0]["temporary"]
-        asked = first["environ"].get("TMPDIR")
+    for group in grouped(ranks, lambda facts: (facts["host"], facts["temporary"]["folder"], _lack(facts["temporary"]))):
+        first, folder, lack = group[0], group[0]["temporary"]["folder"], _lack(group[0]["temporary"])
         who = f"{ranks_text(facts['rank'] for facts in group)} on {first['host']}"
-        if asked and os.path.abspath(asked) != os.path.abspath(folder):
-            text = f"TMPDIR={asked} is not a folder that {who} can write to; Python uses {folder}"
-            return "warning", text, f"srun --ntasks-per-node=1 mkdir -p '{asked}', or {fix}"
+        if lack is not None:
+            there = "bytes" in first["temporary"]
+            look = f"ls -ld {folder}; df -h {folder}" if there else f"srun --ntasks-per-node=1 mkdir -p '{folder}'"
+            verdict: Literal["warning", "broken"] = "warning" if "size" in first.get("mpi", {}) else "broken"
+            return verdict, f"{who}: {folder}: {lack}", f"{look}; or {fix}"
         if len(folder) + _LONGEST > _SOCKET:
             text = f"{folder} has {len(folder)} characters, and sockets in it at most {_SOCKET - _LONGEST}: "
             return "broken", f"{text}DataLoader workers and some MPI libraries fail", fix
-    remote = next((facts for facts in ranks if facts.get("mounts", {}).get("temporary", {}).get("network")), None)
+    remote = next((facts for facts in ranks if (facts["temporary"].get("mount") or {}).get("network")), None)
     if remote is not None:
-        text = f"{remote['temporary']} is on {describe(remote['mounts']['temporary'])}"
+        text = f"{remote['temporary']['folder']} is on {describe(remote['temporary']['mount'])}"
         return "warning", f"{text}: MPI's and Python's own files travel over the network", fix
-    return "ok", each(ranks, lambda facts: str(facts["temporary"]))
+    return "ok", each(ranks, lambda facts: str(facts["temporary"]["folder"]))
+
+
+def _lack(temporary: Facts) -> str | None:
+    """Return why MPI may fail in a folder for temporary files; None if it has no reason to."""
+    if "error" in temporary:
+        return f"cannot be written to: {temporary['error']}"
+    return f"{show_bytes(temporary['free'])} free" if temporary["free"] < _MIN_TEMPORARY else None
 
 
 @topic("DataLoader workers", "worker")

@@ -166,6 +166,8 @@ def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
         examine(line)
         line.done()
         status = 0
+    except KeyboardInterrupt:  # of the doctor, too, which ends without a report
+        pass
     except BaseException:  # it must not go on as the program that was forked
         traceback.print_exc()
     finally:

@@ -59,6 +59,7 @@ def write(shape: Shape) -> str:
         "launcher": shape.start(),
         "bind": shape.binding(),
         "modules": shlex.join(shape.modules),
+        "quoted_mounts": [shlex.quote(mount) for mount in shape.mounts],  # Pyxis takes all in one word with quotes
         "directives": [text.partition("=")[::2] for text in shape.directives],
         "command": shape.command and shlex.join(shape.command),
         "written_by": _written_by(shape),

@@ -134,7 +134,7 @@ def check(shape: Shape) -> None:
     only = "with --plain" if shape.plain else f"for --scheduler {shape.scheduler}"
     _require(shape.kind in kinds, "kind", shape.kind, f"expected one of {', '.join(kinds)} {only}")
     given = shape.gpus_per_node
-    typed = r"(\w[\w.-]*:)?\d+" if shape.scheduler == "slurm" else r"\d+"
+    typed = r"(\w[\w.-]*:)?[0-9]{1,6}" if shape.scheduler == "slurm" else r"[0-9]{1,6}"
     right = given is None or bool(re.fullmatch(typed, given))
     _require(right, "gpus-per-node", given, "expected a number, or under Slurm TYPE:NUMBER")
     _one_of("launcher", shape.start(), scheduler.launchers)
@@ -168,9 +168,9 @@ def _check_names(shape: Shape) -> None:
     for name, pattern, expected in (
         *((name, r"[\w.,+@%-]+", "letters, digits and .,+@%-_") for name in ("partition", "account", "qos", "name")),
         ("mpi", r"\w+", "auto, default, or a name that srun --mpi=list shows"),
-        ("mem", r"[1-9]\d*[KMGT]" + ("?|0" if shape.scheduler == "slurm" else ""), "a number with K, M, G or T"),
-        ("constraint", rf"""[^{blank}"'\\$`]+""", f"the scheduler's words, without quotes{no_spaces}"),
-        ("output", r"""[^\s"'\\]+""", "a path without spaces and quotes"),
+        ("mem", r"[1-9][0-9]*[KMGT]" + ("?|0" if shape.scheduler == "slurm" else ""), "a number with K, M, G or T"),
+        ("constraint", rf"""[^{blank}"'\\$`#]+""", f"the scheduler's words, without quotes{no_spaces}"),
+        ("output", r"""[^\s"'\\#]+""", "a path without spaces, quotes and #"),
     ):
         value = getattr(shape, name)
         _require(value is None or bool(re.fullmatch(pattern, value)), name, repr(value), f"expected {expected}")
@@ -221,7 +221,7 @@ def _check_array(shape: Shape) -> None:
         pattern, example = r"\d+-\d+(:\d+)?(%[1-9]\d*)?", "0-3 or 0-99%10"
     given = shape.indices()
     _require(shape.array is None or shape.kind == "array", "array", given, "it is an option of --kind array")
-    _require(bool(re.fullmatch(pattern, given)), "array", given, f"expected indices such as {example}")
+    _require(bool(re.fullmatch(pattern, given, re.ASCII)), "array", given, f"expected indices such as {example}")
     zero = shape.scheduler == "lsf" and re.search(r"(^|,)0+(-|,|%|$)", given)
     _require(not zero, "array", given, "LSF counts from 1: 1-4")
 
@@ -244,7 +244,7 @@ def _require(right: bool, option: str, value: object, problem: str) -> None:
 
 def seconds(time: str) -> int:
     """Return the seconds of a time limit in any of Slurm's notations."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    match = re.fullmatch(r"(?:(N)-)?(N)(?::(N))?(?::(N))?".replace("N", "[0-9]{1,9}"), time)
     if match is None:
         raise InputError(
             "HD801", f"--time {time}: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds"

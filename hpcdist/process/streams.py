@@ -1,8 +1,9 @@
-"""Standard streams that fail: a pipe whose reader has gone (``| head``), a closed stream."""
+"""Standard streams that fail: a pipe whose reader has gone (``| head``), a closed stream; and Ctrl-C of a command."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from hpcdist.errors import coded, reason
 
 __all__ = ["escape", "pass_bytes_on", "printing", "reserve"]
 
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 FAILED = 1  # exit status of a command that has done its work, but could not print the result
 
 
@@ -79,7 +81,7 @@ def printing(name: str) -> Iterator[None]:
     """A context in which a command goes on if the reader of its output has gone, with its own exit status.
 
     If standard output fails in another way, as on a full disk, or with text that it cannot encode, a command that
-    succeeds exits with FAILED.
+    succeeds exits with FAILED. One that is interrupted removes its temporary files and exits with INTERRUPTED.
 
     Args:
         name: name of the command.
@@ -87,9 +89,13 @@ def printing(name: str) -> Iterator[None]:
     before = sys.stdout, sys.stderr
     out, err = (_Stream(stream or _nowhere()) for stream in before)  # None: closed before Python began
     sys.stdout, sys.stderr = out, err
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by the package, for the time of the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         try:
             yield
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
         except SystemExit as end:
             if end.code:
                 raise

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcdist import memory
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, coded
+from hpcdist.errors import HpcdistError, LaunchError, coded
 from hpcdist.process import exits
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
@@ -48,7 +48,8 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
             status = main(here, args)
             here.finalize()
         except HpcdistError as error:
-            if is_rank_0():
+            # MPI may be what does not start.
+            if world.is_first() if isinstance(error, LaunchError) else is_rank_0():
                 print(f"{parser.prog}: error: {line(error)}", file=sys.stderr, flush=True)
             status = BAD_INPUT
             world.finalize()

@@ -87,12 +87,18 @@ class Source:
     files: int
 
 
-def prepare(request: Request, moved: Callable[[], object], note: Callable[[str], None]) -> Source:
+def prepare(
+    request: Request,
+    moved: Callable[[], object],
+    note: Callable[[str], None],
+    fits: Callable[[int], object] = lambda nbytes: None,
+) -> Source:
     """Return what is to be sent for a request; packs it if there is no archive of its present state.
 
     Args:
         moved: called whenever a part of the work is done.
         note: prints what takes a while.
+        fits: called before it is packed, with the bytes that a node needs; raises if one has not so much space.
 
     Raises:
         FileError, InputError: the source cannot be read, or the archive not written.
@@ -106,7 +112,7 @@ def prepare(request: Request, moved: Callable[[], object], note: Callable[[str],
         if request.with_base or request.also:
             raise InputError("HD505", f"{request.source}: is a {kind(mode) or 'file'}, to which nothing can be added")
         return _single(origin)
-    return _folder(origin, request, moved, note)
+    return _folder(origin, request, moved, note, fits)
 
 
 def _single(origin: str) -> Source:
@@ -140,7 +146,13 @@ def _single(origin: str) -> Source:
     )
 
 
-def _folder(origin: str, request: Request, moved: Callable[[], object], note: Callable[[str], None]) -> Source:
+def _folder(
+    origin: str,
+    request: Request,
+    moved: Callable[[], object],
+    note: Callable[[str], None],
+    fits: Callable[[int], object],
+) -> Source:
     archive = Path(request.archive or f"{origin}.stage_env.tar")
     if not request.scan:
         known = _described(archive, None)
@@ -161,6 +173,7 @@ def _folder(origin: str, request: Request, moved: Callable[[], object], note: Ca
     known = _described(archive, state)
     if known is not None:
         return known
+    fits(trees.nbytes(entries))
     with _alone(archive, moved, note):
         known = _described(archive, state)  # another job has packed it meanwhile
         if known is not None:

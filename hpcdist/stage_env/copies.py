@@ -158,6 +158,11 @@ class Store:
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
+    def available(self) -> int:
+        """Return the bytes that a new copy may need; those of the whole disk where old copies may be removed for it."""
+        disk = shutil.disk_usage(self.folder)
+        return disk.total if any(path.name != ".lock" for path in self.folder.iterdir()) else disk.free
+
     def path(self, digest: str) -> Path:
         return self.folder / digest[:16]
 

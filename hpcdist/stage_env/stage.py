@@ -127,16 +127,22 @@ class _Steps:
         comm, dog = self.comm, self.dog
         times = [time.monotonic()]
 
+        stores: list[Store] = []
+
+        def destination() -> tuple[int, str]:
+            stores.append(Store(self.options.to))
+            return stores[0].available(), f"{stores[0].folder} on {socket.gethostname()}"
+
+        free, where = min(objects.all_gather(comm, VERB, destination))
+        self._check_own(stores[0])
+
         def prepare() -> Source:
             with dog.doing(f"preparing {request.source}"):
-                return archive.prepare(request, dog.touch, self.note)
+                return archive.prepare(request, dog.touch, self.note, lambda needed: _check_space(where, needed, free))
 
         source = objects.broadcast(comm, VERB, prepare)
         times.append(time.monotonic())
-        stores: list[Store] = []
-        objects.all_gather(comm, VERB, lambda: stores.append(Store(self.options.to)))
         node = _Node(stores[0], source, self.options, dog)
-        self._check_own(node)
         try:
             sent = self._send(node)
             times.append(time.monotonic())
@@ -150,10 +156,10 @@ class _Steps:
         staged = Staged(str(node.path), source, sent, comm.size, prepared, moved, verified)
         return staged if comm.rank == 0 else None
 
-    def _check_own(self, node: _Node) -> None:
+    def _check_own(self, store: Store) -> None:
         """Check that the nodes do not share the folder for the copies: each would write them all."""
         name, host = objects.broadcast(self.comm, VERB, lambda: (f".{secrets.token_hex(8)}", socket.gethostname()))
-        seen = node.store.folder / name
+        seen = store.folder / name
 
         def write() -> None:
             if self.comm.rank == 0:
@@ -203,6 +209,12 @@ class _Steps:
         return have.count(False)
 
 
+def _check_space(where: str, needed: int, free: int) -> None:
+    if free < needed:
+        text = f"{show_bytes(needed)} needed, {show_bytes(free)} free"
+        raise FileError("HD412", f"{where}: no space for the copy: {text}")
+
+
 class _Node:
     """The copy on this node.
 
@@ -234,9 +246,7 @@ class _Node:
         self._part = self.store.begin(source.digest)
         self.unpacker = Unpacker(self._part.folder, self._part.notes, self._relocation(), source.window // 4)
         needed, free = source.nbytes - self.unpacker.journal.offset, shutil.disk_usage(self.store.folder).free
-        if free < needed:
-            text = f"{show_bytes(needed)} needed, {show_bytes(free)} free"
-            raise FileError("HD412", f"{self.store.folder} on {socket.gethostname()}: no space for the copy: {text}")
+        _check_space(f"{self.store.folder} on {socket.gethostname()}", needed, free)
         return False
 
     def _relocation(self) -> Relocation:

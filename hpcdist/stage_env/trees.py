@@ -65,6 +65,12 @@ class Link(NamedTuple):
     outside: bool
 
 
+def nbytes(entries: Sequence[Entry]) -> int:
+    """Return the bytes of all files, of one that has several names once."""
+    files = {entry.inode or entry.name: entry.size for entry in entries if stat.S_ISREG(entry.mode)}
+    return sum(files.values())
+
+
 def scan(trees: Sequence[Tree]) -> list[Entry]:
     """Return all entries of the trees: files and links by name, then folders, those within others first.
 

@@ -97,6 +97,37 @@ def test_shared_memory_and_a_disk_that_are_too_small(hosts: Hosts) -> None:
     assert job.status == 1
 
 
+# The doctor, on ranks that may open so few files that MPICH does not start.
+FEW = """
+    import resource, runpy, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+    sys.argv = ["doctor", "--limit", "20"]
+    runpy.run_module("hpcdist.doctor", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_one_report_of_an_mpi_that_does_not_start(hosts: Hosts) -> None:
+    """The other host says in one finding what rank 0 cannot know."""
+    job = hosts.mpirun([1, 1], code=FEW)
+    assert (job.out + job.err).count(" broken, ") <= 1, job
+    (other,) = [line for line in job.err.splitlines() if line.startswith("broken")] or [""]
+    each = all(f"rank {rank} may open 24 files" in job.out + other for rank in (0, 1))
+    assert each or "ranks 0-1 may open 24 files" in job.out, job  # Open MPI starts with so few
+    assert "must belong together" not in job.out + job.err
+    assert job.status != 0
+
+
+def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
+    full = hosts.folder / "full"
+    full.mkdir()
+    assert hosts.run("node1", ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(full)]).status == 0
+    job = doctor(hosts, [1], "--limit", "20", TMPDIR=str(full))
+    verdict, text, fix = finding(job, "TMPDIR")
+    assert verdict != "ok"
+    assert text == f"rank 0 on node1: {full}: cannot be written to: No space left on device"
+    assert fix.startswith(f"ls -ld {full}; df -h {full}")
+
+
 # The doctor; the ports that are given out from the test of the network on are those that a firewall does not let pass.
 BEHIND_A_FIREWALL = """
     import runpy, sys

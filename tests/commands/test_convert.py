@@ -242,6 +242,14 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no metadata": ("dcp", lambda f: (f / ".metadata").unlink(), "holds no checkpoint, or an incomplete one"),
     "short metadata": ("dcp", lambda f: os.truncate(f / ".metadata", 99), "/.metadata: cannot be read: "),
     "empty metadata": ("dcp", lambda f: os.truncate(f / ".metadata", 0), "/.metadata: cannot be read: "),
+    "another pickle": (
+        "dcp", lambda f: (f / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        "/.metadata: cannot be read: a pickle that torch.distributed.checkpoint did not write",
+    ),
+    "an unknown class's pickle": (
+        "dcp", lambda f: (f / ".metadata").write_bytes(pickle.dumps(Path("x"))),
+        "/.metadata: cannot be read: a pickle that torch.distributed.checkpoint did not write",
+    ),
     "a part less": (
         "dcp",
         lambda f: _change(f, lambda held: held.state_dict_metadata["rows"].chunks.pop()),  # type: ignore[union-attr]
@@ -335,7 +343,8 @@ def test_refusals_are_one_line(made: Path, tmp_path: Path) -> None:
         ([ckpt, "-o", tmp_path / "full"], "is not empty: it holds x"),
         ([ckpt, "-o", tmp_path / "dcp"], "holds a checkpoint already, which is not replaced"),
         ([tmp_path / "empty", "-o", out], "holds no checkpoint, or an incomplete one"),
-        ([tmp_path / "no.npz", "-o", out, "--tensors"], "--tensors reads a folder"),
+        ([tmp_path / "no.npz", "-o", out, "--tensors"], "no.npz: expected a checkpoint: a folder"),
+        ([tmp_path / "mix.pt", "-o", f"{tmp_path}/c/"], "mix.pt: expected a checkpoint: a folder"),
         ([tmp_path / "names.safetensors", "-o", tmp_path / "out.h5", "--tensors"], "cannot be a tensor and hold"),
         ([tmp_path / "odd.h5", "-o", out, "--tensors"], "cannot hold torch.complex128, which z has"),
         ([made / "whole.safetensors", "-o", out], "hpcdist.gather --tensors copies all"),

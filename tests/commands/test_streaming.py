@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -321,6 +322,22 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
         err = capsys.readouterr().err
         assert (ended.value.code, err.count("\n")) == (2, 1), f"{what} {args}: {err}"
         assert err.startswith(f"hpcdist.{what}") and text in err, f"{what} {args}: {err}"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("what", [*COMMANDS, "jobscript", "doctor", "stage_env"])
+def test_two_dashes_are_the_value_of_an_option(what: str) -> None:
+    """Of ``--time=--``, argparse of Python 3.11 makes a list."""
+    module = import_module(f"hpcdist.commands.{what}" if what in COMMANDS else f"hpcdist.{what}.__main__")
+    parser = module.parser()
+    required = [] if what in ("jobscript", "doctor") else ["x", "-o", "y"] if what == "split" else ["x"]
+    options = [option for action in parser._actions if action.nargs is None for option in action.option_strings]
+    assert len(options) > 1
+    for option in options:
+        given: dict[str, object] = {}
+        with suppress(SystemExit):  # not a number, or not one of the choices
+            given = vars(parser.parse_args([*required, f"{option}=--"]))
+        assert not given or "--" in given.values() or ["--"] in given.values(), option
 
 
 @pytest.mark.once

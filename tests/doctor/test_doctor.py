@@ -124,6 +124,25 @@ def test_worlds_of_one_tell_once() -> None:
     assert job.out.splitlines()[-1] == "1 0"
 
 
+FEW = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
+"""
+
+
+@pytest.mark.once
+def test_too_few_files_for_mpi() -> None:
+    """The limit is known before MPI starts, which may fail; init() is refused."""
+    for ranks, files in ((0, 20), (2, 24)):
+        job = mpirun(ranks, "-c", FEW.format(files) + EXAMINE, "--limit", "20")
+        text = job.out + job.err  # of a rank that MPI lets print
+        assert f" may open {files} files; " in text, job
+        assert "ulimit -n $(ulimit -Hn)" in text, job
+        assert "fix:  the launcher and mpi4py's MPI library must belong together" not in text, job
+        assert text.count(" broken, ") <= 1, job
+        assert job.status != 0
+
+
 # In a job whose ranks have done something else before.
 EXAMINE = """
 import runpy, sys

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from facts import mount
+from launch import mpirun
 
 from hpcdist import cgroups, memory
 from hpcdist.comm import rendezvous
@@ -274,3 +275,16 @@ def test_the_sources_of_hpcdist_by_their_contents(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(software, "__file__", str(path))
         digests.append(software._digest())
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_doctor_that_is_interrupted_prints_no_traceback() -> None:
+    """Nor does the process that examines."""
+    job = mpirun(0, code="""
+        import os, signal, sys
+        from hpcdist.doctor.supervisor import watch
+        def interrupted(line):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        watch(interrupted, {"id": 0, "rank": 0, "host": "x"}, 20)
+    """)  # fmt: skip
+    assert (job.status, job.err) == (0, ""), job

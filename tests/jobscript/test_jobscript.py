@@ -184,6 +184,10 @@ MISTAKES = {
     "--gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
     "--kind train --gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
     "--time soon": "--time soon: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds",
+    "--time=--": "--time --: expected minutes",
+    "--nodes=--": "argument --nodes: invalid int value: '--'",
+    "--output '#x'": "--output '#x': expected a path without spaces, quotes and #",
+    "--time \u0663": "--time \u0663: expected minutes",
     "--time 0:00": "--time 0:00: expected more than 0 seconds",
     "--time 1-": "--time 1-: expected minutes",
     "--kind requeue --time 2": "--warning 120: expected 60 seconds at least, and less than the time limit of 120",
@@ -195,7 +199,7 @@ MISTAKES = {
     "--scheduler pbs --gpus-per-node a100:4": "--gpus-per-node a100:4: expected a number, or under Slurm TYPE:NUMBER",
     "--mem plenty": "--mem 'plenty': expected a number with K, M, G or T",
     "--scheduler pbs --mem 0": "--mem '0': expected a number with K, M, G or T",
-    "--output 'a b'": "--output 'a b': expected a path without spaces and quotes",
+    "--output 'a b'": "--output 'a b': expected a path without spaces, quotes and #",
     "--constraint 'a`b'": "expected the scheduler's words, without quotes",
     "--constraint 'a & b'": "--constraint 'a & b': expected the scheduler's words, without quotes and spaces: a&b",
     "--scheduler flux --constraint 'a & b'": "without quotes and spaces: a&b",
@@ -253,6 +257,13 @@ def test_a_time_limit_in_all_of_slurms_ways(time: str, seconds: int) -> None:
     write(Shape(kind="requeue", time=time, warning=seconds - 1))
     with pytest.raises(InputError, match=f"the time limit of {seconds} seconds"):
         write(Shape(kind="requeue", time=time, warning=seconds))
+
+
+@pytest.mark.parametrize("option", ["gpus_per_node", "time"])
+def test_a_number_of_5000_digits_is_refused(option: str) -> None:
+    """Python does not turn so many digits into an int."""
+    with pytest.raises(InputError, match=option.replace("_", "-")):
+        write(Shape(**{option: "9" * 5000}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "tpu"}, {"launcher": "pigeon"}, {"scheduler": "cron"}, {"bind": "rope"}])

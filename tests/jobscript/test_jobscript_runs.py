@@ -246,6 +246,56 @@ def test_ranks_that_cannot_be_bound_say_so_and_run(bin_: Path) -> None:
     assert "local rank 0 is not bound to the cores beside GPU 0" in job.err
 
 
+# Commands that write their words, a JSON list a line, to standard output.
+SAYS = "import json\nprint(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]), flush=True)\n"
+CONDA = f"if sys.argv[1:] == ['info', '--base']: print(os.environ['PWD']); sys.exit()\n{SAYS}"
+# What a shell reads in its own way. Mounts with those of QUOTED are refused.
+TYPED = ("a;id>x", "a&b", "a(b)", "#x", "a*", "~", "!x", "{a..c}", "a|b", "<x", "^", "[x]", "%a", "\u00e9")
+QUOTED = ("a b", "$(id)", "`id`", "$HOME", "'", '"', "\\", "a\tb", "", "--")
+NAME = " ".join([*TYPED, *QUOTED])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_each_word_arrives_as_it_was_typed(bin_: Path, plain: bool) -> None:
+    """Mounts, images, environments, modules, the program's words and those after the script."""
+    folder = bin_.parent
+    for name, code in (("srun", SAYS), ("module", SAYS), ("conda", CONDA), ("apptainer", "print('MPICH')")):
+        stand_in(bin_, name, code)
+    (bin_ / "python").write_text("#!/bin/sh\necho MPICH\n")  # as mpi4py calls the library
+    for file in ("etc/profile.d/conda.sh", f"{NAME}/bin/activate"):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("echo '[\"sourced\"]'\n")
+    environ = dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE"), "1")
+    after = () if plain else TYPED + QUOTED
+    program = ["work", *TYPED, *QUOTED]
+    mounts = tuple(f"/{word}:/in{word}" for word in TYPED)
+    all_mounts = [str(folder), *mounts]
+    binds = [word for mount in all_mounts for word in ("--bind", mount)]
+    for given, around in (
+        ({"apptainer": NAME, "mounts": mounts}, ["apptainer", "exec", *binds, NAME]),
+        (
+            {"pyxis": NAME, "mounts": mounts},
+            [
+                f"--container-image={NAME}",
+                f"--container-workdir={folder}",
+                f"--container-mounts={','.join(all_mounts)}",
+            ],
+        ),
+        ({"conda": NAME, "modules": program}, []),
+        ({"venv": NAME, "modules": program}, []),
+    ):
+        shape = Shape(plain=plain, nodes=1, command=tuple(program), mpi="pmi2", **given)  # type: ignore[arg-type]
+        job = start(bin_, shape, *after, **environ, SLURM_JOB_NODELIST="n1")
+        said = [json.loads(line) for line in job.out.splitlines() if line.startswith("[")]
+        end = [*around, *program, *after]
+        assert said[-1][0] == "srun"
+        assert said[-1][-len(end) :] == end
+        if not around:
+            assert ["module", "load", *program] in said
+            assert ["sourced"] in said
+            assert (["conda", "activate", NAME] in said) == ("conda" in given)
+
+
 def _numbers(cpulist: str) -> list[int]:
     ends = [part.split("-") for part in cpulist.split(",")]
     return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]

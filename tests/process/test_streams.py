@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,41 @@ def test_a_command_goes_on_when_nobody_reads_it(command: str, tmp_path: Path) ->
     full = "> /dev/full" in LOST[command]
     assert job.out.split() == ["0"] * (len(script) - full) + ["1"] * full, job.err
     assert job.err == f"hpcdist.{command}: error: standard output: No space left on device [HD410]\n" * full
+
+
+COMMANDS = ("", ".concat", ".doctor", ".explain", ".gather", ".jobscript", ".split", ".stage_env", ".staging")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_among_the_imports_prints_nothing(command: str, tmp_path: Path) -> None:
+    """Each command imports argparse, which sends the signal here. Where the signal is ignored, the command goes on."""
+    (tmp_path / "argparse.py").write_text(
+        "import os\nos.kill(os.getpid(), 2)\nprint('goes on', flush=True)\nos._exit(0)\n"
+    )
+    line = f"PYTHONPATH={tmp_path}:$PYTHONPATH {sys.executable} -m hpcdist{command}"
+    ended, ignored = run(["bash", "-c", line]), run(["bash", "-c", f"trap '' INT; {line}"])
+    assert (ended.out, ended.err) == ("", "")
+    assert ended.status in (130, -signal.SIGINT)  # -2: bash has become Python
+    assert (ignored.out, ignored.status) == ("goes on\n", 0)
+
+
+def test_ctrl_c_later_ends_a_command_with_130() -> None:
+    """Alone and on two ranks, where the launcher has words of its own."""
+    code = """
+        import os, signal, sys
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is among the imports
+        from hpcdist.process import exits, streams
+        with streams.printing("x"):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                print("cleaned")
+    """
+    alone, two = mpirun(0, code=code), mpirun(2, code=code)
+    assert (alone.status, alone.out, alone.err) == (130, "cleaned\n", "")
+    assert two.status == 130
+    assert "Traceback" not in two.err
 
 
 def test_what_cannot_be_encoded_is_an_error() -> None:

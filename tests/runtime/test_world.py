@@ -214,6 +214,36 @@ def test_mpich_under_pmix_for_real() -> None:
 
 
 @pytest.mark.once
+def test_too_few_files_are_refused_before_mpi_starts() -> None:
+    """Also where MPI runs already; a command says it in one line."""
+    for early in ("", "from mpi4py import MPI"):
+        job = mpirun(2, code=f"""
+            import os, resource
+            import hpcdist
+            {early}
+            held = len(os.listdir("/proc/self/fd"))
+            limit = held + {20 if early else 30}
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            try:
+                hpcdist.init()
+            except hpcdist.LaunchError as error:
+                assert f"may open {{limit}} files" in str(error) and "[HD116]" in str(error), error
+                assert f"ulimit -n $(ulimit -Hn) in the job script, which is {{limit}} here" in str(error), error
+                print("refused")
+        """)  # fmt: skip
+        assert (job.status, job.out) == (0, "refused\n" * 2), job
+    few = """
+        import resource, runpy
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+        runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
+    """
+    job = mpirun(2, code=few)
+    lines = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
+    assert len(lines) == 1, job.err
+    assert "[HD116]" in lines[0]
+
+
+@pytest.mark.once
 def test_torchrun_for_real(tmp_path: Path) -> None:
     """Both processes stop, also where they have started torch.distributed; one world each only on purpose."""
     program = tmp_path / "program.py"

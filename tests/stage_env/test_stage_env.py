@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -385,6 +386,25 @@ def test_a_folder_that_others_can_write_in_is_not_trusted(small: Path, tmp_path:
         staged(small, local)
     local.chmod(0o1777)
     assert staged(small, local).sent == 1
+
+
+def test_the_destination_is_checked_before_anything_is_packed(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there, can be written to, and has the space; what old copies take may be given back."""
+    to, packed = tmp_path / "to", tmp_path / "packed.tar"
+    monkeypatch.setattr(stage.Store, "available", lambda store: 100)
+    with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free"):
+        staged(small, to, archive=str(packed))
+    monkeypatch.undo()
+    job = mpirun(0, "-m", "hpcdist.stage_env", str(small), "--to", f"{to}/none", "--archive", str(packed))
+    assert job.status == 2
+    assert f"{to}/none: no such folder on" in job.err
+    assert list(tmp_path.glob("*packed*")) == []
+    assert Store(str(to)).available() < shutil.disk_usage(to).total
+    staged(small, to, archive=str(packed))
+    assert packed.exists()
+    assert Store(str(to)).available() == shutil.disk_usage(to).total
 
 
 def test_the_command(small: Path, tmp_path: Path) -> None:
