@@ -133,14 +133,17 @@ class ReadFile:
 
     def attrs(self, name: str = "") -> dict[str, Any]:
         """The HDF5 attributes of a tensor or a group; of the file itself for ""."""
-        import h5py
-
-        with h5py.File(self._catalog.path, "r", locking="best-effort") as file:
-            place = hard_path(self._catalog.path, file, name)
-            if place is None:
-                raise FileError("HD408", f"{self._catalog.path}: holds no {name!r}")
-            found = dict(file[place or "/"].attrs)
-        return {key: value for key, value in found.items() if key != h5.DTYPE_ATTRIBUTE}
+        path = self._catalog.path
+        try:
+            with h5.opened(path) as file:
+                place = hard_path(path, file, name)
+                if place is None:
+                    raise FileError("HD408", f"{path}: holds no {name!r}")
+                return h5.attributes(file[place or "/"])
+        except FileError:
+            raise
+        except Exception as error:  # whatever h5py makes of a file that is damaged
+            raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
 
     def read(
         self,
