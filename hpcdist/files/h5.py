@@ -35,7 +35,8 @@ import numpy as np
 import torch
 
 from hpcdist import activity
-from hpcdist.errors import FileError, reason, refusal
+from hpcdist.errors import FileError, reason
+from hpcdist.files.attributes import fixed_length
 from hpcdist.files.commit import patiently
 from hpcdist.files.raw import Ints, page_size
 from hpcdist.layout import Box
@@ -43,7 +44,7 @@ from hpcdist.tensors.storage import BARE, DTYPES
 
 __all__ = [
     *("ALIGNMENT", "CHECKPOINT", "DTYPE_ATTRIBUTE", "GROUP", "INCOMPLETE", "NUMPY", "VERSION", "Dataset", "FileMap"),
-    *("Table", "add_checkpoint", "attributes", "check_visible", "checksum", "create", "digest", "find_map"),
+    *("Table", "add_checkpoint", "check_visible", "checksum", "create", "digest", "find_map"),
     *("opened", "plan_text", "record_dtype", "records", "seal", "stored_dtype", "summary", "tables"),
 ]
 
@@ -213,39 +214,7 @@ def create(
 
 def _set(file: Any, name: str, attrs: Mapping[str, Any]) -> None:
     if attrs:  # h5py takes a while to open an object
-        file[name].attrs.update({key: _fixed(value) for key, value in attrs.items()})
-
-
-def _fixed(value: Any) -> Any:
-    """Text as strings of a fixed length: HDF5 puts those of any length into its global heap; other values unchanged."""
-    import h5py
-
-    if not isinstance(value, str | bytes | list | tuple) and getattr(value, "dtype", None) != np.dtype(object):
-        return value
-    held = np.array(value, object)
-    if not held.size or not all(isinstance(text, str | bytes) for text in held.flat):
-        return value
-    encoded = [text.encode() if isinstance(text, str) else bytes(text) for text in held.flat]
-    if any(b"\0" in text for text in encoded):
-        raise refusal(ValueError, "HD418", "an attribute's text cannot hold NUL")
-    encoding = "utf-8" if any(isinstance(text, str) for text in held.flat) else "ascii"
-    length = max(1, *map(len, encoded))
-    return np.array(encoded, h5py.string_dtype(encoding, length)).reshape(held.shape)
-
-
-def attributes(held: Any) -> dict[str, Any]:
-    """The HDF5 attributes of an object of h5py's, but for our own; text, which _fixed() has encoded, as text."""
-    import h5py
-
-    found = {}
-    for name, value in held.attrs.items():
-        kind = h5py.check_string_dtype(held.attrs.get_id(name).dtype)
-        if kind is not None and kind.encoding == "utf-8" and kind.length is not None and np.size(value):
-            texts = np.array([text.decode() for text in np.ravel(value).tolist()], object)
-            value = texts.reshape(np.shape(value)) if np.ndim(value) else texts[0]
-        found[name] = value
-    found.pop(DTYPE_ATTRIBUTE, None)
-    return found
+        file[name].attrs.update({key: fixed_length(value) for key, value in attrs.items()})
 
 
 def _create_dataset(file: Any, dataset: Dataset) -> int | None:

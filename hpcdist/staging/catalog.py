@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,7 +174,7 @@ def _catalog(path: str, file: Any, wanted: str | None) -> Catalog:
     if complete and contents["state"] != h5.seal(plan_text, pieces, checkpoint):
         raise FileError("HD404", f"{path}: its plan, tables of pieces or values differ from their checksum: {_CHANGED}")
     plan = json.loads(plan_text)
-    planned = {d["name"]: _Planned(d, table) for d, table in _tables(path, plan, pieces)}
+    planned = {d["name"]: (d, table) for d, table in _tables(path, plan, pieces)}
     lost = planned.keys() - places.keys()
     if lost:
         raise FileError("HD404", f"{path}: holds no {listed(sorted(lost))}, which its plan has: {_CHANGED}")
@@ -219,19 +219,8 @@ def _content(dataset: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-class _Planned(NamedTuple):
-    """A tensor of the plan: its entry there, and the table of its pieces."""
-
-    entry: Mapping[str, Any]
-    pieces: Table
-
-
 def _tables(path: str, plan: Mapping[str, Any], content: bytes) -> Iterator[tuple[dict[str, Any], Table]]:
-    """Yield each tensor of the plan with the table of its pieces.
-
-    Raises:
-        FileError: there are more or fewer pieces than in the plan.
-    """
+    """Yield each tensor of the plan with the table of its pieces; a FileError if there are more or fewer pieces."""
     at = 0
     for d in plan["datasets"]:
         row = record_dtype(len(d["shape"]))
@@ -271,13 +260,13 @@ def _stored(
     path: str,
     file: Any,
     places: Mapping[str, str],
-    planned: Mapping[str, _Planned],
+    planned: Mapping[str, tuple[Mapping[str, Any], Table]],
     complete: bool,
 ) -> tuple[dict[str, Stored], dict[str, str]]:
     """The datasets at these places, each of which is opened once; and why some of them are not read.
 
-    Raises:
-        FileError: one is not as planned.
+    Args:
+        planned: by name, the tensor's entry in the plan, which it must fit, and the table of its pieces.
     """
     from h5py import h5d
 
@@ -290,32 +279,36 @@ def _stored(
             external[name] = why
             continue
         shape, dtype, table = dataset.shape, _dtype_of(dataset), None
+        chunks = made.get_chunk() if made.get_layout() == h5d.CHUNKED else None
         if name in planned:
             entry, table = planned[name]
-            _check_planned(path, entry, dataset, dtype)
+            _check_planned(path, entry, dataset, dtype, chunks)
             _check_table(path, name, shape, table, complete)
         if dtype in DTYPES and shape is not None:  # else strings, references: nothing that a tensor could hold
-            chunked = made.get_layout() == h5d.CHUNKED
-            where = None if chunked else _raw(path, dataset, shape, dtype)
-            found[name] = Stored(name, shape, dtype, where, table, _filters(dataset) if chunked else "", place)
+            where = _raw(path, dataset, shape, dtype, table is not None) if chunks is None else None
+            found[name] = Stored(name, shape, dtype, where, table, _filters(dataset) if chunks else "", place)
     return found, external
 
 
-def _check_planned(path: str, entry: Mapping[str, Any], dataset: Any, dtype: torch.dtype | None) -> None:
+def _check_planned(
+    path: str, entry: Mapping[str, Any], dataset: Any, dtype: torch.dtype | None, chunks: tuple[int, ...] | None
+) -> None:
     """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
-    from h5py import h5d, h5t
-
-    made = dataset.get_create_plist()
-    chunks = list(made.get_chunk()) if made.get_layout() == h5d.CHUNKED else None
     shape = None if dataset.shape is None else list(dataset.shape)
-    found = {"dtype": str(dtype), "shape": shape, "chunks": chunks}
+    found = {"dtype": str(dtype), "shape": shape, "chunks": chunks and list(chunks)}
     differ = [f"{key} {value}, not {entry[key]}" for key, value in found.items() if value != entry[key]]
-    if not differ and dtype is not None:
-        kind = h5t.py_create(stored_dtype(dtype), logical=True)
-        if dataset.get_type() != kind:
-            differ = [f"{dtype} stored as {dataset.dtype.str}, not {kind.dtype.str}"]
+    if not differ and dtype is not None and dataset.get_type() != _type_of(dtype):
+        differ = [f"{dtype} stored as {dataset.dtype.str}, not {_type_of(dtype).dtype.str}"]
     if differ:
         raise FileError("HD404", f"{path}: {entry['name']} has {', '.join(differ)}, which was written: {_CHANGED}")
+
+
+@cache
+def _type_of(dtype: torch.dtype) -> Any:
+    """HDF5's type of a tensor's elements as hpcdist stores them."""
+    from h5py import h5t
+
+    return h5t.py_create(stored_dtype(dtype), logical=True)
 
 
 def _filters(dataset: Any) -> str:
@@ -345,11 +338,11 @@ def _dtype_of(dataset: Any) -> torch.dtype | None:
         return None
 
 
-def _raw(path: str, dataset: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Raw | None:
-    """The position of the bytes of a dataset that is not chunked, if they are stored as numpy's."""
+def _raw(path: str, dataset: Any, shape: tuple[int, ...], dtype: torch.dtype, checked: bool) -> Raw | None:
+    """The position of the bytes of a dataset that is not chunked, if it was checked, or if its type is numpy's."""
     from h5py import h5t
 
     as_numpy, offset = dataset.dtype, dataset.get_offset()
-    if offset is None or dataset.get_type() != h5t.py_create(as_numpy, logical=True):
+    if offset is None or not (checked or dataset.get_type() == h5t.py_create(as_numpy, logical=True)):
         return None
     return Raw(path, offset, shape, dtype, swapped=as_numpy.newbyteorder("=") != as_numpy)

@@ -16,6 +16,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.files import h5
+from hpcdist.files.attributes import attributes
 from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import memory
@@ -139,11 +140,13 @@ class ReadFile:
                 place = hard_path(path, file, name)
                 if place is None:
                     raise FileError("HD408", f"{path}: holds no {name!r}")
-                return h5.attributes(file[place or "/"])
+                found = attributes(file[place or "/"])
         except FileError:
             raise
         except Exception as error:  # whatever h5py makes of a file that is damaged
             raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+        found.pop(h5.DTYPE_ATTRIBUTE, None)
+        return found
 
     def read(
         self,

@@ -154,7 +154,7 @@ def _plan_of(part: Path) -> bytes | None:
     """The plan of a file that was left, as it is stored; None, with a warning, if it cannot be resumed."""
     try:
         plan = catalog.describe(str(part), incomplete=True).plan
-        return plan and h5.plan_text(plan)
+        return None if plan is None else h5.plan_text(plan)
     except Exception as error:  # whatever HDF5 makes of a file that was torn
         text = f"what another run has left cannot be resumed, and is written again: {reason(error)}"
         warnings.warn(coded("HD420", text), stacklevel=2)
