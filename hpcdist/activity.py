@@ -197,6 +197,7 @@ shortest = inf  # seconds of the shortest deadline of any call's own
 peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
 thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
 _free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
+lone_limit: float | None = None  # seconds: the deadline of calls, where this process is the only rank
 wake: Callable[[], None] | None = None  # has the watching thread look at the calls now
 _refusal: Callable[[], Exception] | None = None  # makes the error that calls raise in this process
 _mine = threading.local()

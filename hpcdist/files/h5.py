@@ -2,15 +2,16 @@
 
     /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
       @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits
-    /_hpcdist          attribute version: 3
-      state            uint8[1]: 1 once the file is complete
+    /_hpcdist          attribute version: 4
+      state            uint8[8]: zeros; once the file is complete, the checksum of plan, pieces and checkpoint
       token            uint8[16]: by which the ranks of one save recognise the file
-      plan             uint8[n]: what the save writes, for one that resumes it
+      plan             uint8[n]: the tensors, against which readers hold what HDF5 says, and a save that resumes its own
       pieces           uint8[n]: a table for each tensor, one after the other, of its pieces: offset, shape, checksum,
-                       rank, and whether it is written (in version 1 a group with a dataset I for the I-th tensor;
-                       until version 2, each piece was one run of the file)
-      checkpoint       uint8[n], attribute xxh3_64: what a checkpoint holds besides tensors, as JSON; only in those that
+                       rank, and whether it is written
+      checkpoint       uint8[n]: what a checkpoint holds besides tensors, as JSON; only in those that
                        torch.distributed.checkpoint has written, see hpcdist.staging.dcp
+
+HDF5's own structures are those of version 1.10, which have checksums; nothing is in its global heap, which has none.
 
 All of it is laid out before the first data are written, and from then on only the contents of datasets change: a job
 that dies leaves a file that HDF5 can still read. Ranks write data, and rank 0 the rest.
@@ -18,10 +19,12 @@ that dies leaves a file that HDF5 can still read. Ranks write data, and rank 0 t
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -31,23 +34,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcdist import activity
 from hpcdist.errors import FileError, reason
+from hpcdist.files.attributes import fixed_length
 from hpcdist.files.commit import patiently
 from hpcdist.files.raw import Ints, page_size
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES
 
 __all__ = [
-    *("ALIGNMENT", "CHECKPOINT", "CHECKSUM", "COMPLETE", "DTYPE_ATTRIBUTE", "GROUP", "NUMPY", "VERSION", "Dataset"),
-    *("FileMap", "Table", "add_checkpoint", "check_visible", "checksum", "create", "digest", "find_map"),
-    *("record_dtype", "records", "stored_dtype", "summary", "tables"),
+    *("ALIGNMENT", "CHECKPOINT", "DTYPE_ATTRIBUTE", "GROUP", "INCOMPLETE", "NUMPY", "VERSION", "Dataset", "FileMap"),
+    *("Table", "add_checkpoint", "check_visible", "checksum", "create", "digest", "find_map"),
+    *("opened", "plan_text", "record_dtype", "records", "seal", "stored_dtype", "summary", "tables"),
 ]
 
 GROUP = "_hpcdist"
 DTYPE_ATTRIBUTE = "torch_dtype"
-CHECKPOINT, CHECKSUM = "checkpoint", "xxh3_64"
-COMPLETE = b"\x01"
-VERSION = 3
+CHECKPOINT = "checkpoint"
+INCOMPLETE = bytes(8)  # the state of a file that is being written
+VERSION = 4
+_NEW = {"libver": "v110", "locking": False}  # the oldest format of HDF5's structures in which they have checksums
 NUMPY = {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
 NUMPY -= {torch.complex32, *BARE}
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
@@ -69,6 +75,19 @@ def checksum(data: memoryview) -> int:
     import xxhash
 
     return int(xxhash.xxh3_64_intdigest(data))
+
+
+def seal(*parts: bytes) -> bytes:
+    """The state of a complete file with this plan, these tables of pieces, and what it holds besides tensors."""
+    made = digest()
+    for part in parts:
+        made.update(part)
+    return int(made.intdigest()).to_bytes(8, "little")
+
+
+def plan_text(plan: Mapping[str, Any]) -> bytes:
+    """A plan as it is stored."""
+    return json.dumps(plan).encode()
 
 
 def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -173,20 +192,20 @@ def create(
     large = [d for d in datasets if d.chunks is None and d.nbytes() >= align]
     places: dict[str, int | None] = {}
     if large:
-        with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, locking=False) as file:
+        with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, **_NEW) as file:
             places = {dataset.name: _create_dataset(file, dataset) for dataset in large}
     # All others begin where any dtype's elements may: a border between pages is then one between elements.
     mode = "r+" if large else "w"
-    with h5py.File(path, mode, alignment_threshold=1, alignment_interval=_ELEMENT, locking=False) as file:
+    with h5py.File(path, mode, alignment_threshold=1, alignment_interval=_ELEMENT, **_NEW) as file:
         _set(file, "/", attrs)
         for dataset in datasets:
             if dataset.name not in places:
                 places[dataset.name] = _create_dataset(file, dataset)
             _set(file, dataset.name, dataset.attrs)
             if dataset.dtype not in NUMPY:
-                _set(file, dataset.name, {DTYPE_ATTRIBUTE: str(dataset.dtype).removeprefix("torch.")})
+                _set(file, dataset.name, {DTYPE_ATTRIBUTE: str(dataset.dtype).removeprefix("torch.").encode()})
         file.create_group(GROUP).attrs["version"] = VERSION
-        parts = {"state": b"\0", "token": os.urandom(16), "plan": json.dumps(plan).encode(), "pieces": tables(datasets)}
+        parts = {"state": INCOMPLETE, "token": os.urandom(16), "plan": plan_text(plan), "pieces": tables(datasets)}
         at = {name: _create_record(file, f"{GROUP}/{name}", content) for name, content in parts.items()}
     data = [places[d.name] for d in datasets]
     page, token = page_size(path.parent), parts["token"]
@@ -195,7 +214,7 @@ def create(
 
 def _set(file: Any, name: str, attrs: Mapping[str, Any]) -> None:
     if attrs:  # h5py takes a while to open an object
-        file[name].attrs.update(attrs)
+        file[name].attrs.update({key: fixed_length(value) for key, value in attrs.items()})
 
 
 def _create_dataset(file: Any, dataset: Dataset) -> int | None:
@@ -231,20 +250,38 @@ def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[
     return h5d.create(file.id, name.encode(), h5t.py_create(dtype, logical=True), space, made, links)
 
 
+@contextmanager
+def opened(source: Any, locking: bool | str = "best-effort") -> Iterator[Any]:
+    """An HDF5 file, by path or file object, open for reading.
+
+    HDF5 may read a damaged one for ever, and h5py holds Python's lock meanwhile: no thread of Python's could end that.
+    Other ranks see it at the deadline; for a rank without others, faulthandler's thread ends the process, and prints
+    the line where it is. It has one timer: a program's own is cancelled.
+    """
+    import h5py
+
+    limit = activity.lone_limit
+    if limit is not None:
+        faulthandler.dump_traceback_later(limit, exit=True, file=2)
+    try:
+        with h5py.File(source, "r", locking=locking) as file:
+            yield file
+    finally:
+        if limit is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+
 def add_checkpoint(path: Path, content: bytes) -> None:
     """Add what a checkpoint holds besides tensors to a file that create() has made."""
     import h5py
 
-    with h5py.File(path, "r+", locking=False) as file:
+    with h5py.File(path, "r+", **_NEW) as file:
         _create_record(file, f"{GROUP}/{CHECKPOINT}", content)
-        file[GROUP][CHECKPOINT].attrs[CHECKSUM] = np.uint64(checksum(memoryview(content)))
 
 
 def find_map(path: Path) -> FileMap:
     """The map of a file that create() has made."""
-    import h5py
-
-    with h5py.File(path, "r", locking=False) as file:
+    with opened(path, locking=False) as file:
         group = file[GROUP]
         names = [d["name"] for d in json.loads(bytes(group["plan"][()]))["datasets"]]
         data = [_place(file[name].id) if file[name].chunks is None else None for name in names]

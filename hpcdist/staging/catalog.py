@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist.errors import FileError, coded, reason
+from hpcdist.errors import FileError, coded, listed, reason
 from hpcdist.files import h5, safetensors
-from hpcdist.files.h5 import COMPLETE, DTYPE_ATTRIBUTE, GROUP, NUMPY, VERSION, Table, record_dtype, stored_dtype
+from hpcdist.files.h5 import DTYPE_ATTRIBUTE, GROUP, INCOMPLETE, NUMPY, VERSION, Table, record_dtype, stored_dtype
 from hpcdist.files.raw import Raw
 from hpcdist.files.regular import check_regular
 from hpcdist.staging import journal
@@ -26,7 +26,8 @@ from hpcdist.tensors.storage import DTYPES
 
 __all__ = ["Catalog", "Stored", "describe"]
 
-_PARTS = {"state", "token", "plan"}  # of our group; a group without them is another tool's
+_PARTS = {"state", "token", "plan", "pieces"}  # of our group; a group without them is another tool's
+_CHANGED = f"it is damaged, or another program has changed it and left /{GROUP}"
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,6 @@ def describe(path: str, incomplete: bool = False, name: str | None = None) -> Ca
         FileError: no such file, not of its format, damaged, truncated, a `name` that leads into another file, or a save
             of hpcdist that is not complete, unless `incomplete` is true.
     """
-    import h5py
-
     before = check_regular(path)
     if path.endswith(safetensors.SUFFIX):
         found, text = safetensors.tensors_in(path)
@@ -118,7 +117,7 @@ def describe(path: str, incomplete: bool = False, name: str | None = None) -> Ca
         return Catalog(path, plain, None, complete=True, identity=(before.st_size, before.st_ino), text=text)
     try:
         # A file that is being written is locked, perhaps by the very process that resumes it.
-        with h5py.File(path, "r", locking=False if incomplete else "best-effort") as file:
+        with h5.opened(path, locking=False if incomplete else "best-effort") as file:
             catalog = replace(_catalog(path, file, name), identity=(before.st_size, before.st_ino))
     except FileError:
         raise
@@ -167,27 +166,24 @@ def _catalog(path: str, file: Any, wanted: str | None) -> Catalog:
     if version is None:
         stored, external = _stored(path, file, places, {}, complete=True)
         return Catalog(path, stored, None, complete=True, external=others | external)
-    if version > VERSION:
-        raise FileError("HD406", f"{path}: written by a newer hpcdist (version {version} of the format)")
-    plan = json.loads(_content(own["plan"]).tobytes())
-    complete = _content(own["state"]).tobytes() == COMPLETE
-    tables = {d["name"]: (tuple(d["shape"]), table) for d, table in _tables(path, version, plan, own)}
-    stored, external = _stored(path, file, places, tables, complete)
+    if version != VERSION:
+        raise FileError("HD406", f"{path}: is in version {version} of the format, and this hpcdist reads {VERSION}")
+    contents = {name: _content(own[name]).tobytes() for name in (*_PARTS, h5.CHECKPOINT) if name in own}
+    plan_text, pieces, checkpoint = (contents.get(name, b"") for name in ("plan", "pieces", h5.CHECKPOINT))
+    complete = contents["state"] != INCOMPLETE
+    if complete and contents["state"] != h5.seal(plan_text, pieces, checkpoint):
+        raise FileError("HD404", f"{path}: its plan, tables of pieces or values differ from their checksum: {_CHANGED}")
+    plan = json.loads(plan_text)
+    planned = {d["name"]: (d, table) for d, table in _tables(path, plan, pieces)}
+    lost = planned.keys() - places.keys()
+    if lost:
+        raise FileError("HD404", f"{path}: holds no {listed(sorted(lost))}, which its plan has: {_CHANGED}")
+    stored, external = _stored(path, file, places, planned, complete)
     if not complete:
         stored = _with_journal(path, plan, stored)
-    token = own["token"].get_offset(), _content(own["token"]).tobytes()
-    checkpoint = _checkpoint(path, own[h5.CHECKPOINT]) if complete and h5.CHECKPOINT in own else None
-    return Catalog(path, stored, plan, complete, token=token, external=others | external, checkpoint=checkpoint)
-
-
-def _checkpoint(path: str, dataset: Any) -> bytes:
-    """What a checkpoint holds besides tensors; a FileError if it is damaged."""
-    import h5py
-
-    content = _content(dataset).tobytes()
-    if h5py.Dataset(dataset).attrs.get(h5.CHECKSUM) != h5.checksum(memoryview(content)):
-        raise FileError("HD404", f"{path}: what it holds besides tensors is damaged")
-    return content
+    token = own["token"].get_offset(), contents["token"]
+    held = checkpoint if complete and h5.CHECKPOINT in own else None
+    return Catalog(path, stored, plan, complete, token=token, external=others | external, checkpoint=held)
 
 
 def _own(path: str, file: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -223,24 +219,10 @@ def _content(dataset: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-def _tables(
-    path: str, version: int, plan: Mapping[str, Any], own: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], Table]]:
-    """Yield each tensor of the plan with the table of its pieces.
-
-    Raises:
-        FileError: there are more or fewer pieces than in the plan.
-    """
-    planned = plan["datasets"]
-    if version == 1:
-        for i, d in enumerate(planned):
-            if f"pieces/{i}" in own:
-                yield d, _content(own[f"pieces/{i}"])
-        return
-    if "pieces" not in own:  # the file has been changed since
-        return
-    content, at = _content(own["pieces"]).tobytes(), 0
-    for d in planned:
+def _tables(path: str, plan: Mapping[str, Any], content: bytes) -> Iterator[tuple[dict[str, Any], Table]]:
+    """Yield each tensor of the plan with the table of its pieces; a FileError if there are more or fewer pieces."""
+    at = 0
+    for d in plan["datasets"]:
         row = record_dtype(len(d["shape"]))
         table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
         at += d["pieces"] * row.itemsize
@@ -253,8 +235,6 @@ def _tables(
 
 def _check_table(path: str, name: str, shape: tuple[int, ...], table: Table, complete: bool) -> None:
     """Raise a FileError if a table cannot be that of the pieces of a tensor."""
-    if table.dtype != record_dtype(len(shape)) or table.ndim != 1:
-        raise FileError("HD404", f"{path}: {name}: its table of pieces is damaged")
     offsets, shapes = table["offset"], table["shape"]
     extents = np.array(shape or (1,), np.int64)
     inside = (offsets >= 0) & (shapes >= 0) & (offsets <= extents - shapes)
@@ -280,13 +260,13 @@ def _stored(
     path: str,
     file: Any,
     places: Mapping[str, str],
-    tables: Mapping[str, tuple[tuple[int, ...], Table]],
+    planned: Mapping[str, tuple[Mapping[str, Any], Table]],
     complete: bool,
 ) -> tuple[dict[str, Stored], dict[str, str]]:
     """The datasets at these places, each of which is opened once; and why some of them are not read.
 
     Args:
-        tables: by name, the shape of the tensor and the table of its pieces.
+        planned: by name, the tensor's entry in the plan, which it must fit, and the table of its pieces.
     """
     from h5py import h5d
 
@@ -298,16 +278,37 @@ def _stored(
         if why is not None:
             external[name] = why
             continue
-        shape, table = dataset.shape, None
-        if name in tables and tables[name][0] == shape:  # else the file has been changed since
-            table = tables[name][1]
+        shape, dtype, table = dataset.shape, _dtype_of(dataset), None
+        chunks = made.get_chunk() if made.get_layout() == h5d.CHUNKED else None
+        if name in planned:
+            entry, table = planned[name]
+            _check_planned(path, entry, dataset, dtype, chunks)
             _check_table(path, name, shape, table, complete)
-        dtype = _dtype_of(dataset)
         if dtype in DTYPES and shape is not None:  # else strings, references: nothing that a tensor could hold
-            chunked = made.get_layout() == h5d.CHUNKED
-            where = None if chunked else _raw(path, dataset, shape, dtype)
-            found[name] = Stored(name, shape, dtype, where, table, _filters(dataset) if chunked else "", place)
+            where = _raw(path, dataset, shape, dtype, table is not None) if chunks is None else None
+            found[name] = Stored(name, shape, dtype, where, table, _filters(dataset) if chunks else "", place)
     return found, external
+
+
+def _check_planned(
+    path: str, entry: Mapping[str, Any], dataset: Any, dtype: torch.dtype | None, chunks: tuple[int, ...] | None
+) -> None:
+    """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
+    shape = None if dataset.shape is None else list(dataset.shape)
+    found = {"dtype": str(dtype), "shape": shape, "chunks": chunks and list(chunks)}
+    differ = [f"{key} {value}, not {entry[key]}" for key, value in found.items() if value != entry[key]]
+    if not differ and dtype is not None and dataset.get_type() != _type_of(dtype):
+        differ = [f"{dtype} stored as {dataset.dtype.str}, not {_type_of(dtype).dtype.str}"]
+    if differ:
+        raise FileError("HD404", f"{path}: {entry['name']} has {', '.join(differ)}, which was written: {_CHANGED}")
+
+
+@cache
+def _type_of(dtype: torch.dtype) -> Any:
+    """HDF5's type of a tensor's elements as hpcdist stores them."""
+    from h5py import h5t
+
+    return h5t.py_create(stored_dtype(dtype), logical=True)
 
 
 def _filters(dataset: Any) -> str:
@@ -337,11 +338,11 @@ def _dtype_of(dataset: Any) -> torch.dtype | None:
         return None
 
 
-def _raw(path: str, dataset: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Raw | None:
-    """The position of the bytes of a dataset that is not chunked, if they are stored as numpy's."""
+def _raw(path: str, dataset: Any, shape: tuple[int, ...], dtype: torch.dtype, checked: bool) -> Raw | None:
+    """The position of the bytes of a dataset that is not chunked, if it was checked, or if its type is numpy's."""
     from h5py import h5t
 
     as_numpy, offset = dataset.dtype, dataset.get_offset()
-    if offset is None or dataset.get_type() != h5t.py_create(as_numpy, logical=True):
+    if offset is None or not (checked or dataset.get_type() == h5t.py_create(as_numpy, logical=True)):
         return None
     return Raw(path, offset, shape, dtype, swapped=as_numpy.newbyteorder("=") != as_numpy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcdist.errors import FileError, listed
-from hpcdist.files.h5 import GROUP
+from hpcdist.files.h5 import GROUP, opened
 
 __all__ = ["dataset_names", "external_data", "hard_path", "not_tensors"]
 
@@ -100,10 +100,8 @@ def dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
 
 def not_tensors(path: str, name: str) -> str:
     """Describe the datasets of a file, of this name or in this group ("": all), as what no tensor can hold."""
-    import h5py
-
     found = []
-    with h5py.File(path, "r", locking="best-effort") as file:
+    with opened(path) as file:
         for key in dataset_names(path, file)[0]:
             if not key.startswith(f"{GROUP}/") and (name in ("", key) or key.startswith(f"{name}/")):
                 found.append(f"{key} ({_dtype_text(file, key)})")

@@ -16,6 +16,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.files import h5
+from hpcdist.files.attributes import attributes
 from hpcdist.files.commit import check_target
 from hpcdist.files.h5 import Dataset
 from hpcdist.files.raw import memory
@@ -133,14 +134,19 @@ class ReadFile:
 
     def attrs(self, name: str = "") -> dict[str, Any]:
         """The HDF5 attributes of a tensor or a group; of the file itself for ""."""
-        import h5py
-
-        with h5py.File(self._catalog.path, "r", locking="best-effort") as file:
-            place = hard_path(self._catalog.path, file, name)
-            if place is None:
-                raise FileError("HD408", f"{self._catalog.path}: holds no {name!r}")
-            found = dict(file[place or "/"].attrs)
-        return {key: value for key, value in found.items() if key != h5.DTYPE_ATTRIBUTE}
+        path = self._catalog.path
+        try:
+            with h5.opened(path) as file:
+                place = hard_path(path, file, name)
+                if place is None:
+                    raise FileError("HD408", f"{path}: holds no {name!r}")
+                found = attributes(file[place or "/"])
+        except FileError:
+            raise
+        except Exception as error:  # whatever h5py makes of a file that is damaged
+            raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+        found.pop(h5.DTYPE_ATTRIBUTE, None)
+        return found
 
     def read(
         self,

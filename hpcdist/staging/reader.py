@@ -257,11 +257,9 @@ def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
 def read_box(path: str, place: str, box: Box, out: Tensor, window: int, fd: int | None = None) -> None:
     """Read a box of a dataset that only HDF5 can read (chunked, compressed, never written) into a CPU tensor; of the
     file that is open as `fd`, even if another one has its name by now."""
-    import h5py
-
     stored = h5.stored_dtype(out.dtype)
     held = nullcontext(path) if fd is None else os.fdopen(os.dup(fd), "rb", 0)
-    with held as source, h5py.File(source, "r", locking="best-effort") as file:
+    with held as source, h5.opened(source) as file:
         dataset = None if hard_path(path, file, place) != place else file[place]
         if dataset is None or external_data(dataset.id.get_create_plist()) is not None:
             raise FileError("HD407", f"{path}: has changed while it was read")

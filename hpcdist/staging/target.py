@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +59,7 @@ class Target:
         self._datasets = datasets
         self._options = options
         self._commit: Commit | None = None
+        self._plan = b""  # as it is stored
 
     def lay_out(self) -> tuple[FileMap, dict[tuple[int, int], int], tuple[str, int]]:
         """Lay out the file, or take over what was left of it.
@@ -76,7 +76,8 @@ class Target:
             plan = h5.summary(datasets, options.attrs, options.source)
             if options.lay_out is not None:
                 return self._lay_out_other(options.lay_out, plan, nbytes)
-            if commit.resumed and _plan_of(commit.part) == plan:
+            self._plan = h5.plan_text(plan)
+            if commit.resumed and _plan_of(commit.part) == self._plan:
                 commit.journal.touch()
                 notes = str(commit.journal), commit.journal.stat().st_size
                 return h5.find_map(commit.part), journal.read(commit.journal), notes
@@ -98,7 +99,7 @@ class Target:
         """As lay_out(), of another format: what is written is noted at the beginning of the journal."""
         assert self._commit is not None
         part, journal_path, page = self._commit.part, self._commit.journal, page_size(self._commit.part.parent)
-        begin = sha256(json.dumps(plan).encode()).digest().ljust(page, b"\0")
+        begin = sha256(h5.plan_text(plan)).digest().ljust(page, b"\0")
         left: dict[tuple[int, int], int] = {}
         if self._commit.resumed and _begins(journal_path, begin):
             left = journal.read(journal_path)
@@ -123,10 +124,11 @@ class Target:
         if checkpoint is not None:
             h5.add_checkpoint(self._commit.part, checkpoint)
         if self._options.lay_out is None:
+            tables = h5.tables(self._datasets, written)
             fd = os.open(file_map.path, os.O_WRONLY | os.O_NOFOLLOW)
             try:
-                write_at(fd, file_map.table, memoryview(h5.tables(self._datasets, written)))
-                write_at(fd, file_map.state, memoryview(h5.COMPLETE))
+                write_at(fd, file_map.table, memoryview(tables))
+                write_at(fd, file_map.state, memoryview(h5.seal(self._plan, tables, checkpoint or b"")))
             finally:
                 os.close(fd)
         self._commit.finish()
@@ -148,10 +150,11 @@ def _begins(path: Path, content: bytes) -> bool:
         return False
 
 
-def _plan_of(part: Path) -> dict[str, Any] | None:
-    """The plan of a file that was left; None, with a warning, if it cannot be resumed."""
+def _plan_of(part: Path) -> bytes | None:
+    """The plan of a file that was left, as it is stored; None, with a warning, if it cannot be resumed."""
     try:
-        return catalog.describe(str(part), incomplete=True).plan
+        plan = catalog.describe(str(part), incomplete=True).plan
+        return None if plan is None else h5.plan_text(plan)
     except Exception as error:  # whatever HDF5 makes of a file that was torn
         text = f"what another run has left cannot be resumed, and is written again: {reason(error)}"
         warnings.warn(coded("HD420", text), stacklevel=2)

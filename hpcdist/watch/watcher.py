@@ -61,6 +61,7 @@ class Watch:
             faulthandler.register(SIGNAL, file=self._dumper, all_threads=False, chain=False)
         abort.at_end(query.end_job, self.explain)
         activity.wake = self._look_now
+        activity.lone_limit = self._limit if len(query.ranks) == 1 else None
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
         self._thread.start()
 
@@ -78,7 +79,7 @@ class Watch:
             self._stopping = True
             os.eventfd_write(self._wake, 1)
         self._thread.join()
-        activity.wake = None
+        activity.wake = activity.lone_limit = None
         abort.at_end(None, None)
         if self._listens and signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the program has its own by now
             faulthandler.unregister(SIGNAL)

@@ -89,7 +89,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensor(dataset: Any) -> torch.Tensor:
-    dtype = getattr(torch, dataset.attrs.get("torch_dtype", "float32"))
+    dtype = getattr(torch, dataset.attrs.get("torch_dtype", b"float32").decode())
     x = torch.from_numpy(dataset[()]) if dataset.shape else torch.tensor(dataset[()])
     return x.view(dtype) if "torch_dtype" in dataset.attrs else x
 

@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from cases import assert_refused
+from cases import assert_refused, seal
 from launch import mpirun, run
 
 import hpcdist as hd
@@ -278,6 +278,7 @@ def test_staging_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             table = np.frombuffer(file["_hpcdist/pieces"][()].tobytes(), record_dtype(2))
             del file["_hpcdist/pieces"]
             file["_hpcdist/pieces"] = np.frombuffer(forge(table.copy()).tobytes(), np.uint8)
+        seal(tmp_path / "y.h5")
         with pytest.raises(FileError) as caught:
             describe("y.h5")
         assert re.match(r"y.h5: (data: its table|its tables) of pieces (is|are) damaged", str(caught.value)), name

@@ -130,7 +130,7 @@ def damage(folder: Path) -> dict[str, str]:
     (folder / "head.h5").write_bytes(whole[:200])
     with h5py.File(folder / "good.h5") as file:
         state, data = file["_hpcdist/state"].id.get_offset(), file["data"].id.get_offset()
-    (folder / "incomplete.h5").write_bytes(whole[:state] + b"\0" + whole[state + 1 :])
+    (folder / "incomplete.h5").write_bytes(whole[:state] + bytes(8) + whole[state + 8 :])
     (folder / "flipped.h5").write_bytes(whole[: data + 9] + bytes([whole[data + 9] ^ 4]) + whole[data + 10 :])
     return {
         "none.h5": "none.h5: no such file",

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from cases import seal
 from collective import Findings, assert_on_all_ranks
 from conftest import WRITERS
 
@@ -55,6 +56,7 @@ def test_a_table_of_pieces_in_any_order(order: str, world: hd.World, folder: Pat
                 np.arange(len(rows))[::-1] if order == "reversed" else np.random.default_rng(1).permutation(len(rows))
             )
             table[...] = np.frombuffer(rows[chosen].tobytes(), np.uint8)
+        seal(folder / "x.h5")
     world.comm.Barrier()
     found = Findings(world.comm)
     for verify in (None, True, False):

@@ -117,8 +117,8 @@ def test_names_scalars_whole_tensors_and_attributes(writer: str, world: hd.World
     staging.save(folder / "x.h5", tensors, dims, attrs=attrs, writer=writer)
     findings = Findings(world.comm)
     with h5py.File(folder / "x.h5", locking=False) as file:
-        findings.check(file.attrs["title"] == "a run", "attribute of the file")
-        findings.check(file["loss"].attrs["unit"] == "nat", "attribute of a tensor")
+        findings.check(file.attrs["title"] == b"a run", "attribute of the file")
+        findings.check(file["loss"].attrs["unit"] == b"nat", "attribute of a tensor")
         findings.check(file["model/layer1/weight"].attrs["scale"].tolist() == [1.5, 2.5], "attribute that is an array")
         findings.check(file["model/step"][()] == 7, "0-d")
         findings.check(file["loss"][()].tolist() == [r / 2 for r in range(size)], "0-d shards are stacked")

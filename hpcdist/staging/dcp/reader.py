@@ -152,7 +152,8 @@ class HDF5Reader(StorageReader):
             raise refusal(
                 ValueError, "HD423", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
             )
-        if target.dtype == stored.dtype and (target.is_cpu or target.is_cuda):
+        lazy = target.is_conj() or target.is_neg()  # its memory holds other values than it shows
+        if target.dtype == stored.dtype and (target.is_cpu or target.is_cuda) and not lazy:
             written(target, None)
             reader.read(box, target, self._window)
             return
