@@ -38,6 +38,8 @@ WHOLES = {
     "step": torch.tensor(7),
 }
 ATTRS = {"": {"epoch": 3}, "model/weight": {"unit": "m"}}
+# What torch until 2.12 makes of any error of a reader's read_metadata().
+UNNAMED = "metadata is None" if torch.__version__ < (2, 13) else "no such text"
 KINDS = ("plain", "compressed", "piecewise", "dcp")
 ANYWHERE, DIRECTED = 45, 10  # flips of each kind of file: in all its bytes, and in each of three places
 
@@ -100,7 +102,8 @@ def verdict(read: Callable[[], dict[str, Any]]) -> str:
     try:
         got = read()
     except (HpcdistError, CheckpointException) as error:
-        return "error" if not isinstance(error, CheckpointException) or "HD4" in str(error) else f"error: {error}"
+        named = not isinstance(error, CheckpointException) or "HD4" in str(error) or UNNAMED in str(error)
+        return "error" if named else f"error: {error}"
     if set(got) != set(WHOLES):
         return f"lost: {sorted(set(WHOLES) ^ set(got))}"
     wrong = [name for name, x in WHOLES.items() if not (got[name].dtype == x.dtype and same_bits(got[name], x))]
@@ -203,7 +206,8 @@ def test_a_file_is_held_against_its_plan(world: hd.World, folder: Path) -> None:
         ):
             with pytest.raises((HpcdistError, CheckpointException)) as caught:
                 read()
-            found.check(text in str(caught.value) and "HD404" in str(caught.value), f"{name}: {caught.value}")
+            said = str(caught.value)
+            found.check(UNNAMED in said or (text in said and "HD404" in said), f"{name}: {said}")
     change(lambda file: file.create_dataset("more", data=[1, 2]))
     found.same(staging.load(path, "more", dim=None), torch.tensor([1, 2]), "a dataset that was added")
     found.same(staging.load(path, "model/weight", dim=None, verify=True), WHOLES["model/weight"], "beside it")
