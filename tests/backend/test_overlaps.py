@@ -33,7 +33,7 @@ class Draw:
         self.before = [torch.arange(float(MEMORY)) + 1000 * rank for rank in range(self.size)]
         self.memory = self.before[self.rank].clone()
         self.places = [
-            [self._places(choose, count) for count in (*[n] * (2 * self.size), n * self.size, n * self.size)]
+            [self._places(choose, count) for count in (*[n] * (2 * self.size), *[n * self.size] * 2, n, n)]
             for _ in range(self.size)
         ]
 
@@ -51,7 +51,11 @@ class Draw:
 
     def whole(self, rank: int) -> Places:
         """One output and one input with elements of all ranks."""
-        return self.places[rank][2 * self.size :]
+        return self.places[rank][2 * self.size : -2]
+
+    def two(self, rank: int) -> Places:
+        """Two tensors more, on any number of ranks."""
+        return self.places[rank][-2:]
 
     def at(self, places: Tensor) -> Tensor:
         """The tensor at these places of this rank's memory; in a storage of its own, in which torch sees nothing."""
@@ -134,14 +138,14 @@ def all_gather_coalesced(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
     """Two inputs of each rank; the list of rank i has those of rank i."""
     outs = [*draw.outs(draw.rank), *reversed(draw.outs(draw.rank))]
     lists = [draw.tensors([outs[i], outs[draw.size + i]]) for i in range(draw.size)]
-    dist.all_gather_coalesced(lists, draw.tensors(draw.ins(draw.rank)[:2]))
+    dist.all_gather_coalesced(lists, draw.tensors(draw.two(draw.rank)))
     for turn in range(2):
         for i in range(draw.size):
-            yield outs[draw.size * turn + i], draw.sent(i, draw.ins(i)[turn])
+            yield outs[draw.size * turn + i], draw.sent(i, draw.two(i)[turn])
 
 
 def reduce_scatter_coalesced(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    outs = draw.outs(draw.rank)[:2]
+    outs = draw.two(draw.rank)
     x = draw.whole(draw.rank)[1]
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     backend.reduce_scatter_tensor_coalesced(draw.tensors(outs), [draw.at(x)] * 2).wait()
