@@ -101,9 +101,6 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         self._team.abandon()
 
-    def _set_sequence_number_for_group(self) -> None:
-        return None
-
     def _has_hooks(self) -> bool:
         return False
 
