@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.backend.holders import findable
-from hpcdist.backend.memory import address, gpu_events, pieces, readable, scratch
+from hpcdist.backend.memory import address, gpu_events, is_plain, pieces, readable, scratch
 from hpcdist.backend.works import Waiting, seconds
 from hpcdist.errors import refusal
 from hpcdist.tensors.storage import copyable
@@ -167,7 +167,7 @@ def send(team: Communicator, x: Tensor, dest: int, tag: int) -> Transfer:
 
 def recv(team: Communicator, x: Tensor, source: int | None, tag: int) -> Transfer:
     """Begin to receive a tensor from a rank of the group; None for any one."""
-    memory = x if x.is_cpu and x.is_contiguous() else scratch(x.numel(), x.dtype)
+    memory = x if is_plain(x) else scratch(x.numel(), x.dtype)
     blocks = pieces(address(memory))
     if source is None:
         requests = [team.p2p_comm.Irecv([blocks[0], MPI.BYTE], MPI.ANY_SOURCE, tag)]

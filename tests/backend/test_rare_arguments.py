@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 import torch.distributed as dist
-from collective import Findings
+from collective import Findings, assert_on_all_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -175,3 +175,13 @@ def test_a_tensor_without_memory_is_an_error_that_says_so(world: hd.World) -> No
         for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
             with pytest.raises(ValueError, match=text):
                 call(x)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_into_a_lazily_negated_tensor(world: hd.World) -> None:
+    rank, size = world.rank, world.world_size
+    out = torch._neg_view(torch.zeros(3))
+    work = dist.irecv(out, (rank - 1) % size)
+    dist.send(torch.full((3,), 1.0 + rank), (rank + 1) % size)
+    work.wait()
+    assert_on_all_ranks(world.comm, (out + 0).tolist() == [1.0 + (rank - 1) % size] * 3, out)
