@@ -125,7 +125,7 @@ def _parts(x: Tensor, splits: Sequence[int], size: int) -> list[Any]:
 
 
 def copyto(out: Tensor, x: Tensor) -> None:
-    if out is not x:
+    if not _same(out, x):
         out.detach().copy_(x.detach().view(out.shape) if x.is_contiguous() else x.detach().reshape(out.shape))
 
 
@@ -162,10 +162,14 @@ def exchange(team: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tens
             copyto(out, into[rank])
 
 
+def _same(out: Tensor, x: Tensor) -> bool:
+    """Whether tensors of one size are the same memory; torch refuses to copy if the strides of a dim of 1 differ."""
+    return out.data_ptr() == x.data_ptr() and is_plain(out) and is_plain(x)
+
+
 def _clash(out: Tensor, x: Tensor) -> bool:
-    """Whether tensors of one size share memory, but not all of it."""
-    same = out.data_ptr() == x.data_ptr() and out.is_contiguous() and x.is_contiguous()
-    return not same and Spans([out]).meet(x)
+    """Whether tensors of one size share memory, but are not the same."""
+    return not _same(out, x) and Spans([out]).meet(x)
 
 
 def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:

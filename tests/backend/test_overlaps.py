@@ -200,3 +200,29 @@ def test_lists_that_hold_the_input(count: int, world: hd.World) -> None:
         dist.all_gather(outs, of(rank))
         findings.same(outs[0], of(size - 1), "all_gather into one tensor: the last one stays")
     findings.settle()
+
+
+def test_columns_of_one_row_in_place(world: hd.World) -> None:
+    """Torch keeps the stride of a dim of 1, by which two views of the same memory differ."""
+    findings, rank, size = Findings(world.comm), world.rank, world.world_size
+
+    def row(values: list[int]) -> Tensor:
+        return torch.tensor(values).repeat_interleave(collectives.PACKED)[None]
+
+    def columns() -> list[Tensor]:
+        return list(x.chunk(size, 1))
+
+    ranks = list(range(size))
+    x = row([rank] * size)
+    dist.all_gather(columns(), columns()[rank])
+    findings.same(x, row(ranks), "all_gather")
+    x = row([rank] * size)
+    dist.gather(columns()[rank], columns() if rank == 0 else None)
+    findings.same(x, row(ranks if rank == 0 else [rank] * size), "gather")
+    x = row(ranks if rank == 0 else [-1] * size)
+    dist.scatter(columns()[rank], columns() if rank == 0 else None)
+    findings.same(x, row(ranks if rank == 0 else [rank if i == rank else -1 for i in ranks]), "scatter")
+    x = row([100 * rank + i for i in ranks])
+    dist.all_to_all(columns(), columns())
+    findings.same(x, row([100 * i + rank for i in ranks]), "all_to_all")
+    findings.settle()
