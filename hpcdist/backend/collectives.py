@@ -7,6 +7,7 @@ moves them; where a rank knows its own alone, sends and receives do, since no tw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -50,7 +51,7 @@ def barrier(team: Communicator) -> None:
 
 
 def broadcast(team: Communicator, x: Tensor, root: int) -> None:
-    with writable(x) as whole:
+    with nullcontext(readable(x)) if team.rank == root else writable(x, read=False) as whole:
         memory = address(whole)
         if len(memory) < shared.PIPELINED or not shared.broadcast(team, whole, root):
             for piece in pieces(memory):

@@ -47,7 +47,9 @@ class Operations:
     def _set_sequence_number_for_group(self) -> None:
         return None  # all ranks count from 0
 
-    def _run(self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
+    def _run(
+        self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any, writes: bool = True
+    ) -> dist.Work:
         """Run a collective, now or in its turn.
 
         Args:
@@ -56,9 +58,11 @@ class Operations:
                 it is above 0, instead of the group's.
             tensors: what its future will hold.
             step, args: what to run, after the communicator as its first argument.
+            writes: whether this rank's `tensors` are written.
         """
         team, verb = self._team, call.verb
-        checks.writable(verb, tensors)
+        if writes:
+            checks.writable(verb, tensors)
         self._calls += 1
         if _holds_inference(args):
             step, args = _on_inference, (step, *args)
@@ -95,7 +99,8 @@ class Operations:
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         x, root = checks.single("broadcast", tensors), 0 if opts is None else opts.rootRank
         checks.rank("broadcast", root, self._team.size)
-        return self._run(Call("broadcast", sizes(x), (root,)), opts, tensors, collectives.broadcast, x, root)
+        call, writes = Call("broadcast", sizes(x), (root,)), self._team.rank != root
+        return self._run(call, opts, tensors, collectives.broadcast, x, root, writes=writes)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
@@ -117,7 +122,8 @@ class Operations:
         x, root = checks.single("reduce", tensors), opts.rootRank
         checks.rank("reduce", root, self._team.size)
         op = reduction(opts.reduceOp, x.dtype)
-        return self._run(Call("reduce", sizes(x), (op.name, root)), opts, tensors, collectives.reduce, x, op, root)
+        call, writes = Call("reduce", sizes(x), (op.name, root)), self._team.rank == root
+        return self._run(call, opts, tensors, collectives.reduce, x, op, root, writes=writes)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         outs, x = checks.single_list("all_gather", outputs), checks.single("all_gather", inputs)

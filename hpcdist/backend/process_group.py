@@ -46,8 +46,10 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         self._backend_name = name
         self._group_name = self._group_desc = ""
 
-    def _run(self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any) -> dist.Work:
-        return super()._run(call, opts, tensors, step, *map(_own, args))
+    def _run(
+        self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any, writes: bool = True
+    ) -> dist.Work:
+        return super()._run(call, opts, tensors, step, *map(_own, args), writes=writes)
 
     def send(self, tensors: list[Tensor], dest: int, tag: int = 0) -> dist.Work:
         return super().send(_own(tensors), dest, tag)

@@ -187,6 +187,19 @@ def test_a_result_needs_a_place_for_each_element(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, bool((out == 1).all()), out)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_what_a_rank_does_not_write_needs_none(world: hd.World) -> None:
+    size = world.world_size
+    for root in range(size):
+        one, whole = torch.full((1,), 1.0 + world.rank), torch.full((4,), 1.0 + world.rank)
+        sent = one.expand(4) if world.rank == root else whole
+        dist.broadcast(sent, root)
+        assert_on_all_ranks(world.comm, sent.tolist() == [1.0 + root] * 4, sent)
+        mine = whole.fill_(1.0) if world.rank == root else one.fill_(1.0).expand(4)
+        dist.reduce(mine, root)
+        assert_on_all_ranks(world.comm, mine.tolist() == [size if world.rank == root else 1.0] * 4, mine)
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("np", [2, 3])
 @pytest.mark.parametrize("level", ["OFF", "DETAIL"])
