@@ -47,7 +47,7 @@ class Call(NamedTuple):
     Attributes:
         verb: name of the call.
         sizes: those of the tensors that have the same sizes on all ranks.
-        rest: what else must be the same: the operation, the root, the dtype of messages.
+        rest: what else must be the same: the operation, the root (an int), the dtype of messages.
         sends, recvs: elements that this rank sends to each rank, or expects from it, itself included.
     """
 
@@ -137,7 +137,8 @@ class _Told(NamedTuple):
 
 def _raise_difference(team: Communicator, call: Call) -> None:
     """Raise the same RankError on every rank."""
-    tensors, rest = [f"{count} x {kind}" for count, kind in call.sizes], list(map(str, call.rest))
+    tensors = [f"{count} x {kind}" for count, kind in call.sizes]
+    rest = [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]
     messages = [
         [dict(_by_rank(counts, team.size)).get(rank, 0) for rank in range(team.size)]
         for counts in (call.sends, call.recvs)
@@ -146,7 +147,7 @@ def _raise_difference(team: Communicator, call: Call) -> None:
     every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
     problems = dict(_other_calls(every)) or dict(_unmatched(every))
     for rank in [rank for rank, told in enumerate(every) if told.several_threads]:
-        text = "calls this group from several threads, and their order differs between ranks: give each its new_group()"
+        text = "calls this group from several threads: if their order differs between ranks, give each its new_group()"
         problems[rank] = "; it ".join(filter(None, [problems.get(rank), text]))
     objects.raise_problems(every[0].verb, {rank: coded("HD703", text) for rank, text in problems.items()})
 

@@ -106,7 +106,7 @@ class Operations:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
             checks.sums("all_reduce", opts)
             x = tensors[0]
-            call = Call("all_reduce", sizes(x), (x.sparse_dim(), "sparse SUM"))
+            call = Call("all_reduce", sizes(x), (f"sparse SUM of {x.sparse_dim()} dims",))
             return self._run(call, opts, tensors, sparse.all_reduce, x)
         x = checks.single("all_reduce", tensors)
         op = reduction(checks.SUM if opts is None else opts.reduceOp, x.dtype)

@@ -111,11 +111,11 @@ def test_operations_and_roots(n: int, world: hd.World) -> None:
     assert f"rank 1: is in all_reduce() of {n} x torch.float32, MAX at " in _refused(
         world, lambda: dist.all_reduce(x, op)
     )
-    assert f"rank 1: is in broadcast() of {n} x torch.float32, 1 at " in _refused(
+    assert f"rank 1: is in broadcast() of {n} x torch.float32, root 1 at " in _refused(
         world, lambda: dist.broadcast(x, int(odd))
     )
-    assert "of torch.float32, 1 at " in _refused(world, lambda: dist.gather(x, _at_root(x, int(odd)), int(odd)))
-    assert "of torch.float32, 1 at " in _refused(world, lambda: dist.scatter(x, _at_root(x, int(odd)), int(odd)))
+    assert "of torch.float32, root 1 at " in _refused(world, lambda: dist.gather(x, _at_root(x, int(odd)), int(odd)))
+    assert "of torch.float32, root 1 at " in _refused(world, lambda: dist.scatter(x, _at_root(x, int(odd)), int(odd)))
     assert torch.equal(x, torch.ones(n))
 
 
