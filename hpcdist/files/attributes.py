@@ -36,7 +36,7 @@ def attributes(held: Any) -> dict[str, Any]:
     for name, value in held.attrs.items():
         kind = h5py.check_string_dtype(held.attrs.get_id(name).dtype)
         if kind is not None and kind.encoding == "utf-8" and kind.length is not None and np.size(value):
-            texts = np.array([text.decode() for text in np.ravel(value).tolist()], object)
+            texts = np.array([text.decode(errors="surrogateescape") for text in np.ravel(value).tolist()], object)
             value = texts.reshape(np.shape(value)) if np.ndim(value) else texts[0]
         found[name] = value
     return found

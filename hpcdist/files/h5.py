@@ -276,6 +276,7 @@ def add_checkpoint(path: Path, content: bytes) -> None:
     import h5py
 
     with h5py.File(path, "r+", **_NEW) as file:
+        file[GROUP].pop(CHECKPOINT, None)  # of a save that was killed before the file had its name
         _create_record(file, f"{GROUP}/{CHECKPOINT}", content)
 
 

@@ -7,6 +7,7 @@ the user's job read any file that the user may read.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hpcdist.errors import FileError, listed
@@ -70,7 +71,7 @@ def dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
     others: dict[str, str] = {}
     root = file["/"].id
     seen = {h5o.get_info(root).addr}  # a group may hold itself
-    groups = [(b"", root, iter(root))]
+    groups = [(b"", root, _link_names(root))]
     while groups:  # HDF5's own visit resolves each path from the root
         prefix, group, links = groups[-1]
         name = next(links, None)
@@ -85,7 +86,7 @@ def dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
         seen.add(info.addr)
         if info.type == h5o.TYPE_GROUP:
             inner = h5g.open(group, name)
-            groups.append((prefix + name + b"/", inner, iter(inner)))
+            groups.append((prefix + name + b"/", inner, _link_names(inner)))
             if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
                 raise FileError(
                     "HD402", f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other"
@@ -96,6 +97,18 @@ def dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
             except UnicodeDecodeError:
                 others[(prefix + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
     return names, others
+
+
+def _link_names(group: Any) -> Iterator[bytes]:
+    """The names of a group's links, in its order."""
+    from h5py import h5
+
+    if group.get_create_plist().get_link_creation_order():
+        return iter(group)
+    names: list[bytes] = []
+    # For any other order HDF5 makes a list, and 1.10 ends the process where a flipped bit keeps it from filling that.
+    group.links.iterate(names.append, order=h5.ITER_NATIVE)
+    return iter(sorted(names))
 
 
 def not_tensors(path: str, name: str) -> str:

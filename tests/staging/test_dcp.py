@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import hpcdist as hd
 from hpcdist import staging
+from hpcdist.files.commit import Commit
 from hpcdist.layout import Box
 from hpcdist.staging.catalog import describe
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer, writer, writing
@@ -335,7 +336,7 @@ def test_a_failure_on_one_rank(step: str, world: hd.World, folder: Path) -> None
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("step", ["write_data", "finish"])
+@pytest.mark.parametrize("step", ["write_data", "finish", "name"])
 def test_what_a_failed_save_has_written_is_resumed(
     step: str, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +345,10 @@ def test_what_a_failed_save_has_written_is_resumed(
     last = world.world_size - 1
     options: dict[str, Any] = {"window": SMALL, "resume": True}
     storage = Faulty(path, step, world.rank == (last if step == "write_data" else 0), **options)
-    failure(world, lambda: dcp.save(state, storage_writer=storage))
+    with monkeypatch.context() as patch:
+        if step == "name":  # when all else is in the file
+            patch.setattr(Commit, "finish", lambda _: storage._fail("name"))
+        failure(world, lambda: dcp.save(state, storage_writer=storage))
     counts = [0]
     plain = writing.write_ahead
 
