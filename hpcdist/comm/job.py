@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["job"]
 
-# Descriptors that MPI and init() open on two ranks, 16 and 19, and some more; with more ranks few more.
+# Free descriptors that MPI and init() need, 25, and init() alone, 11, on two ranks as on four (MPICH and Open MPI), and
+# eleven more: those of a group of gloo, and of connections to other hosts.
 _FILES, _FILES_AFTER_MPI = 36, 22
 
 

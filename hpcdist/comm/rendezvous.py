@@ -8,7 +8,8 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -108,10 +109,7 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
     """
     stores: list[Store] = []
     if meeting.file is not None:
-        # By this process's own table of descriptors: a child may close what it has inherited, and use the number.
-        stores.append(FileStore(f"/proc/{os.getpid()}/fd/{_placed(meeting.file)}", -1))
-        stores[0].set_timeout(timeout)
-        return stores[0]
+        return _file_store(meeting.file, timeout)
 
     def serve() -> int:
         assert meeting.listener is not None
@@ -143,22 +141,35 @@ def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
     return found
 
 
-_placed_at: int | None = None
+_end_earlier: list[Callable[[], None]] = []
 
 
-def _placed(file: int) -> int:
-    """Give a file the descriptor of this process's earlier store, if there was one, and return that.
+def _file_store(file: int, timeout: timedelta) -> Store:
+    """Open a store in a file, by its descriptor, which is closed when this process opens its next store.
 
-    It is never closed: a group that the program keeps, or a thread of torch, may write to its store at any time, which
-    opens whatever file has that number then.
+    A store opens its path at each operation, and when it is destroyed, and continues to read where it ended. A group
+    that the program keeps from an earlier world must find no file, least of all the next world's. So the path leads
+    through a thread that ends before its descriptor is used again; a child process does not share either.
     """
-    global _placed_at
-    if _placed_at is None:
-        _placed_at = file
-    else:
-        os.dup2(file, _placed_at, inheritable=False)
+    while _end_earlier:
+        _end_earlier.pop()()
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name="hpcdist-store", daemon=True)
+    thread.start()
+    task = f"/proc/{os.getpid()}/task/{thread.native_id}"
+    store = FileStore(f"{task}/fd/{file}", -1)
+    store.set_timeout(timeout)
+
+    def end() -> None:
+        store.set_timeout(timedelta(milliseconds=1))  # in which torch hopes that somebody makes the file
+        over.set()
+        thread.join()
+        while os.path.exists(task):  # the system ends it a little later than Python
+            time.sleep(0)
         os.close(file)
-    return _placed_at
+
+    _end_earlier.append(end)
+    return store
 
 
 class Nodes:

@@ -58,9 +58,18 @@ STORE = """
         assert not store().check(["key"])
         store().set(f"turn {turn} {rank}", "")
         store().wait([f"turn {turn} {other}" for other in range(world.world_size)])
+        for key in range(5 * turn):
+            store().set(f"{'key' * turn} {key}", "value" * turn)
+        dist.barrier()
+        earlier = store()  # the name is taken again: the store of the world before ends in this one
+        dist.barrier()
         world.finalize()
     assert descriptors() <= before + 2, (descriptors(), before)
-    kept[0].set("late", "value")
+    try:
+        kept[0].set("late", "value")
+        raise AssertionError("the first world's store is still open")
+    except RuntimeError as error:
+        assert "No such file" in str(error), error
     kept.clear()
     gc.collect()
     assert all(os.fstat(file.fileno()).st_size == 0 for file in files)
