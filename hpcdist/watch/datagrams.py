@@ -52,8 +52,6 @@ class Datagrams:
         self._pipe: list[int] = []
         if address is None:
             self._pipe += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            with suppress(OSError):
-                fcntl.fcntl(self._pipe[0], fcntl.F_SETPIPE_SZ, _BUFFER)
             self.address = [os.getpid(), self._pipe[1], *identity(self._pipe[1])]
         else:
             self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -67,6 +65,16 @@ class Datagrams:
 
     def fileno(self) -> int:
         return self._pipe[0] if self._socket is None else self._socket.fileno()
+
+    def expect_all(self) -> None:
+        """Make room for the answers of many ranks at once.
+
+        Only a rank that asks needs it. Linux gives a user 64 MiB of pipes on a node: once 64 ranks had a MiB each, each
+        new pipe of this user, in any program, would hold 8 KiB instead of 64.
+        """
+        with suppress(OSError):
+            if self._pipe:
+                fcntl.fcntl(self._pipe[0], fcntl.F_SETPIPE_SZ, _BUFFER)
 
     def send(self, address: Sequence[Any], message: dict[str, Any]) -> None:
         """Send a message, which is lost if the other rank does not exist or has too many."""

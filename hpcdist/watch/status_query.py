@@ -150,6 +150,7 @@ class StatusQuery:
             seconds: time to wait for answers.
             until: takes messages until a time, or until a condition holds.
         """
+        self.datagrams.expect_all()
         self._number += 1
         self._answers = {self.rank: self.own_report()}
         begin = time.monotonic()

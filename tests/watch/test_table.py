@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -294,6 +295,7 @@ def test_only_messages_with_the_jobs_key_are_taken() -> None:
     with_key, other, forged = (Datagrams(k, None) for k in (key, key, bytes(KEY)))
     pid, _, device, inode = with_key.address
     try:
+        with_key.expect_all()
         other.send(with_key.address, {"a": 1})
         forged.send(with_key.address, {"a": 2})
         other.send(with_key.address, {"a": "x" * 100_000})  # in many parts
@@ -305,6 +307,22 @@ def test_only_messages_with_the_jobs_key_are_taken() -> None:
     finally:
         for one in (with_key, other, forged):
             one.close()
+
+
+def test_ranks_leave_the_users_pipes_alone() -> None:
+    """A user may have 64 MiB of them on a node; then each new one is small, in every program."""
+    ranks = [Datagrams(bytes(KEY), None) for _ in range(2)]
+    reader, writer = os.pipe()
+    try:
+        usual = fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
+        ranks[0].expect_all()
+        asking, other = (fcntl.fcntl(rank.fileno(), fcntl.F_GETPIPE_SZ) for rank in ranks)
+        assert (asking, other) == (2**20, usual)
+    finally:
+        for rank in ranks:
+            rank.close()
+        os.close(reader)
+        os.close(writer)
 
 
 def test_over_udp() -> None:
