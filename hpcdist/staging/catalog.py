@@ -27,7 +27,6 @@ from hpcdist.tensors.storage import DTYPES
 __all__ = ["Catalog", "Stored", "describe"]
 
 _PARTS = {"state", "token", "plan", "pieces"}  # of our group; a group without them is another tool's
-_NAMES = {str(dtype) for dtype in DTYPES}
 _CHANGED = f"it is damaged, or another program has changed it and left /{GROUP}"
 
 
@@ -271,6 +270,7 @@ def _stored(
     Args:
         planned: by name, the tensor's entry in the plan, which it must fit, and the table of its pieces.
     """
+    import h5py
     from h5py import h5d
 
     found, external = {}, {}
@@ -289,7 +289,8 @@ def _stored(
             _check_table(path, name, shape, table, complete)
         if dtype in DTYPES and shape is not None:  # else strings, references: nothing that a tensor could hold
             where = _raw(path, dataset, shape, dtype, table is not None) if chunks is None else None
-            found[name] = Stored(name, shape, dtype, where, table, _filters(dataset) if chunks else "", place)
+            filters = str(h5py.Dataset(dataset).compression or "chunked") if chunks else ""
+            found[name] = Stored(name, shape, dtype, where, table, filters, place)
     return found, external
 
 
@@ -299,8 +300,8 @@ def _check_planned(
     """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
     shape = None if dataset.shape is None else list(dataset.shape)
     found = {"dtype": str(dtype), "shape": shape, "chunks": chunks and list(chunks)}
-    if entry["dtype"] not in _NAMES:  # one of another torch, whose integers are read
-        del found["dtype"]
+    if getattr(torch, entry["dtype"].removeprefix("torch."), None) not in DTYPES:
+        del found["dtype"]  # one of another torch, whose integers are read
     differ = [f"{key} {value}, not {entry[key]}" for key, value in found.items() if value != entry[key]]
     if not differ and dtype is not None and dataset.get_type() != _type_of(dtype):
         differ = [f"{dtype} stored as {dataset.dtype.str}, not {_type_of(dtype).dtype.str}"]
@@ -314,12 +315,6 @@ def _type_of(dtype: torch.dtype) -> Any:
     from h5py import h5t
 
     return h5t.py_create(stored_dtype(dtype), logical=True)
-
-
-def _filters(dataset: Any) -> str:
-    import h5py
-
-    return str(h5py.Dataset(dataset).compression or "chunked")
 
 
 def _dtype_of(dataset: Any) -> torch.dtype | None:
