@@ -51,7 +51,7 @@ def barrier(team: Communicator) -> None:
 
 
 def broadcast(team: Communicator, x: Tensor, root: int) -> None:
-    with nullcontext(readable(x)) if team.rank == root else writable(x, read=False) as whole:
+    with nullcontext(readable(x)) if team.rank == root else writable(x) as whole:
         memory = address(whole)
         if len(memory) < shared.PIPELINED or not shared.broadcast(team, whole, root):
             for piece in pieces(memory):

@@ -140,6 +140,20 @@ def test_sizes_of_every_pair_of_ranks(world: hd.World) -> None:
     assert "from rank 0, which sends " in text
 
 
+@pytest.mark.mpi(min_size=3)
+def test_ranks_are_those_of_the_group_which_is_named(world: hd.World) -> None:
+    ranks = [0, world.world_size - 1]
+    group = dist.new_group(ranks)
+    named = f"; in the group of world ranks 0, {ranks[1]} [HD703]"
+    text = named
+    if world.rank in ranks:
+        with pytest.raises(RankError) as raised:
+            dist.broadcast(torch.ones(3), world.rank, group)
+        text = str(raised.value)
+        dist.destroy_process_group(group)
+    assert_on_all_ranks(world.comm, named in text, text)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_long_list_is_shown_where_it_differs(world: hd.World) -> None:
     xs = [torch.ones(2) for _ in range(50)]
