@@ -66,7 +66,7 @@ def _check_files() -> None:
         may = f"this process may open {soft} files, and {needed} more than it has open are needed ({reason(error)})"
         most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
         fix = f"ulimit -n $(ulimit -Hn) in the job script, which is {most} here; docker run --ulimit nofile=65536"
-        raise LaunchError("HD116", f"{may}: {fix}") from error
+        raise LaunchError("HD116", f"{may}: {fix}") from None
     finally:
         for fd in held:
             os.close(fd)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agree_on", "default_backend", "start"]
 
-BINDS = torch.__version__ >= "2.15"
+BINDS = torch.__version__ >= "2.15.0a0"  # also of NVIDIA's containers
 """Whether torch binds every group of NCCL to a GPU: without device_id to LOCAL_RANK, else to the global rank modulo the
 visible GPUs, which is another one where places are cyclic, ranks fewer than GPUs, or init(device=) says so.
 
