@@ -48,4 +48,4 @@ def test_accelerate(tmp_path: Path) -> None:
     program.write_text(text.replace("from accelerate", unset + "from accelerate"))
     job = mpirun(2, "with_accelerate.py", cwd=tmp_path)
     assert job.status == 0, job.err
-    assert job.out == "2 processes, backend gloo is only its word\n"
+    assert job.out == "2 processes, backend gloo is accelerate's label\n"
