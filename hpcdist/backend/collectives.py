@@ -32,6 +32,7 @@ from hpcdist.backend.memory import (
 )
 from hpcdist.backend.reductions import Reduction
 from hpcdist.routes.mpi import MPI_ROUTE
+from hpcdist.tensors.storage import overlap
 
 if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
@@ -106,7 +107,7 @@ def all_to_all_single(
     """Send consecutive rows of `x` to the ranks, and receive rows of `out`; equal parts without splits."""
     with writable(out, read=False) as whole:
         send = readable(x)
-        if Spans([whole]).meet(send):
+        if overlap(whole, send):
             send = send.clone()
         sends, recvs = _parts(send, splits, team.size), _parts(whole, out_splits, team.size)
         recvs[team.rank][:] = sends[team.rank]
@@ -170,7 +171,7 @@ def _same(out: Tensor, x: Tensor) -> bool:
 
 def _clash(out: Tensor, x: Tensor) -> bool:
     """Whether tensors of one size share memory, but are not the same."""
-    return not _same(out, x) and Spans([out]).meet(x)
+    return not _same(out, x) and overlap(out, x)
 
 
 def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcdist import layout, limits
 from hpcdist.errors import refusal
 from hpcdist.tensors import pool
-from hpcdist.tensors.storage import as_bytes, copyable, problem
+from hpcdist.tensors.storage import as_bytes, copyable, problem, span
 
 __all__ = [
     *("Spans", "UnusableError", "address", "flat", "packed", "pieces", "readable", "scratch", "share_memory"),
@@ -33,7 +33,7 @@ class UnusableError(ValueError):
 def share_memory(tensors: Iterable[Tensor]) -> bool:
     """Whether any two tensors may share memory; that takes half a microsecond for each of them."""
     last = 0
-    for start, end in sorted([_span(x) for x in tensors]):
+    for start, end in sorted([span(x) for x in tensors]):
         if start < last:
             return True
         last = end
@@ -44,7 +44,7 @@ class Spans:
     """The memory that a call writes: each tensor's from its first to its last element."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._spans = sorted(_span(x) for x in tensors if x.numel())
+        self._spans = sorted(span(x) for x in tensors if x.numel())
         self._ends = list(accumulate((end for _, end in self._spans), max))  # the furthest so far
 
     @property
@@ -54,24 +54,15 @@ class Spans:
 
     def meet(self, x: Tensor) -> bool:
         """Whether a tensor shares memory with any of them."""
-        start, end = _span(x)
+        start, end = span(x)
         before = bisect_left(self._spans, (end,))
         return before > 0 and self._ends[before - 1] > start and x.numel() > 0
 
     def hold(self, x: Tensor) -> bool:
         """Whether a tensor lies within one of them, which are disjoint."""
-        start, end = _span(x)
+        start, end = span(x)
         before = bisect_right(self._spans, (start, inf))
         return before > 0 and self._spans[before - 1][1] >= end
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor and behind its last one."""
-    start = x.data_ptr()
-    if x.is_contiguous():
-        return start, start + x.nbytes
-    last = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.itemsize
 
 
 def address(x: Tensor) -> Any:

@@ -177,9 +177,8 @@ class Queued(Waiting):
         self.waited_for = True
         if not self._done.is_set():
             limit = seconds(timeout)
-            with activity.InCall(
-                f"{self.verb}().wait", self._team, activity.NOBODY
-            ):  # the worker's call has the deadline
+            # Without a deadline: the worker's call has one.
+            with activity.InCall(f"{self.verb}().wait", self._team, activity.NOBODY):
                 if not self._done.wait(limit):
                     raise refusal(TimeoutError, "HD610", f"{self.where.decode()}: wait() timed out after {limit:g} s")
         _forget(self._tensors)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from hpcdist.tensors import pool
 
 __all__ = [
-    *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "is_plain", "of_bytes", "overlap"),
+    *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "is_plain", "of_bytes", "overlap", "span"),
     *("problem", "resolved", "row_major", "sum_dtype", "written"),
 ]
 
@@ -166,11 +166,11 @@ def of_bytes(data: bytes | bytearray) -> Tensor:
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors may share memory, so that writing one could change the other."""
-    (x_start, x_end), (y_start, y_end) = _span(x), _span(y)
+    (x_start, x_end), (y_start, y_end) = span(x), span(y)
     return max(x_start, y_start) < min(x_end, y_end)
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def span(x: Tensor) -> tuple[int, int]:
     """Return the address range [start, end) of `x`."""
     start = x.data_ptr()
     if x.is_contiguous():
