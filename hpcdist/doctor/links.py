@@ -18,7 +18,7 @@ from hpcdist.runtime.cli import plural
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["judge", "measure"]
+__all__ = ["judge", "large_size", "measure"]
 
 _SMALL, _MIDDLE, _LARGE = 8, 2**16, 2**22  # bytes of the messages
 _ROUNDS = {_SMALL: 30, _MIDDLE: 10, _LARGE: 4}  # there and back; the shortest counts
@@ -61,11 +61,16 @@ def _first(leaders: MPI.Intracomm, peer: int) -> dict[str, Any]:
     """Measure a pair of nodes, on its lower one."""
     latency = _shortest(leaders, peer, _SMALL)
     size, seconds = _MIDDLE, _shortest(leaders, peer, _MIDDLE)
-    large = int(min(_LARGE, _PAIR_SECONDS / (2 * _ROUNDS[_LARGE] * seconds) * _MIDDLE))
+    large = large_size(seconds)
     leaders.Send(struct.pack("q", large), peer)
     if large > _MIDDLE:
         size, seconds = large, _shortest(leaders, peer, large)
     return {"latency": latency, "rate": size / seconds, "bytes": size}
+
+
+def large_size(seconds: float) -> int:
+    """Return the bytes of the large messages of a pair whose messages of _MIDDLE bytes take so many seconds."""
+    return int(min(_LARGE, _PAIR_SECONDS / (2 * _ROUNDS[_LARGE] * seconds) * _MIDDLE))
 
 
 def _second(leaders: MPI.Intracomm, peer: int) -> None:

@@ -546,6 +546,12 @@ def test_a_node_whose_links_are_slow(count: int) -> None:
     assert (found[1].fix or "").startswith("srun --exclude=a, ")
 
 
+@pytest.mark.parametrize(("seconds", "nbytes"), [(1e-4, 2**22), (5e-4, 2**22), (0.01, 245760), (1.0, 2457)])
+def test_a_slow_pair_sends_fewer_bytes(seconds: float, nbytes: int) -> None:
+    """Large messages take 0.3 s a pair at most: 4 there and back at the rate of those of 64 KiB."""
+    assert links.large_size(seconds) == nbytes
+
+
 def test_a_current_folder_that_is_not_shared_is_no_fault() -> None:
     found = judge(change("sees_current", False, 2, 3))
     assert ill(found) == {}
