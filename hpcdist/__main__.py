@@ -17,9 +17,10 @@ _COMMANDS = [
     ["python -m hpcdist.gather", "join arrays from files over the ranks of a job"],
     ["python -m hpcdist.concat", "the same, with the result on every rank"],
     ["python -m hpcdist.split", "split an array in a file into parts in files of their own"],
+    ["python -m hpcdist.convert", "copy all tensors of a file or folder to another format"],
     ["python -m hpcdist.explain", "what the code at the end of an error means, and what to do"],
     ["python -m hpcdist.doctor", "find what is wrong with this job, and how to fix it"],
-    ["python -m hpcdist.staging", "ls, verify: list an HDF5 file, and compare it with its checksums"],
+    ["python -m hpcdist.staging", "ls, verify: list a file or folder, and compare it with its checksums"],
     ["python -m hpcdist.stage_env", "copy an environment to every node's own disk, over MPI"],
     ["python -m hpcdist.jobscript", "write a job script for Slurm, PBS, Flux or LSF"],
 ]

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcdist import cgroups
+from hpcdist.errors import FileError
 
-__all__ = ["available", "capacity", "parse"]
+__all__ = ["available", "capacity", "parse", "require"]
 
 _USAGE, _USAGE_1 = ("memory.current", "file"), ("memory.usage_in_bytes", "total_cache")  # version 2, and version 1
 _TOTALS = ("MemTotal:", "SwapTotal:")
@@ -36,6 +37,15 @@ def available() -> int:
             held = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache]
             found.append(most - int((folder / usage).read_text()) + sum(held))
     return max(0, min(found, default=2**63))
+
+
+def require(path: str, nbytes: int) -> None:
+    """Raise a FileError if memory cannot hold a file, or a part of one, that can only be read whole."""
+    free = available()
+    if nbytes > free:
+        raise FileError(
+            "HD504", f"{path}: can only be read whole: {nbytes:,} bytes of memory needed, {free:,} available"
+        )
 
 
 def parse(text: str) -> int | None:

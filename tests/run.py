@@ -103,7 +103,7 @@ class Run:
 
 # What depends on the versions of the libraries that read and write files, and takes seconds.
 FILE_TESTS = (
-    *("commands/test_checkpoints.py", "commands/test_sources.py", "files/test_commit.py", "files/test_raw.py"),
+    *("commands/test_checkpoints.py", "commands/test_sources.py", "formats/test_atomic.py", "formats/test_plain.py"),
     *("staging/test_damaged.py", "staging/test_edges.py", "staging/test_errors.py", "staging/test_host.py"),
     *("staging/test_save_load.py", "staging/test_strange.py", "tensors/test_storage.py", "tensors/test_tree.py"),
     *("test_readme.py", "test_versions.py"),
@@ -118,8 +118,8 @@ SOME = () if ALL else tuple(
 FILES = ("tests/staging",) if ALL else tuple(
     f"tests/staging/test_{name}.py"
     for name in (
-        *("async_save", "clients", "damaged", "edges", "errors", "host", "many", "pages", "replaced"),
-        *("safetensors", "save_load", "sharded_folders", "strange"),
+        *("async_save", "clients", "damaged", "edges", "errors", "host", "many", "pages"),
+        *("safetensors", "save_load", "strange"),
     )
 )  # fmt: skip
 COMPILED = () if ALL else ("--ignore=tests/backend/ecosystem/test_functional_collectives.py",)  # on 1 and 2 ranks

@@ -13,7 +13,7 @@ from launch import mpirun
 import hpcdist
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
-from hpcdist.files.commit import private_folder
+from hpcdist.formats.atomic import private_folder
 
 ROOT = Path(hpcdist.__file__).parent
 # What mpi4py sends as pickles: its methods that begin with a small letter.
@@ -55,11 +55,10 @@ def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
 
 
 # What of pickle is used where: structures on demand (pickle=True); DCP's .metadata, which is read with torch's metadata
-# classes alone (see tests/commands/test_convert.py), and written.
+# classes alone: see tests/commands/test_convert.py.
 PICKLES = {
     "tree.py": {"HIGHEST_PROTOCOL", "dumps", "loads"},
-    "dcp_metadata.py": {"Unpickler"},
-    "dcp_output.py": {"dump"},
+    "dcp_folder.py": {"Unpickler"},
 }
 
 
@@ -132,11 +131,11 @@ def test_route_hdf5_stages_in_a_folder_of_the_users(tmp_path: Path) -> None:
         from hpcdist.routes import hdf5
         world = hd.init()
         seen = []
-        create = hdf5.h5.create
-        def look(path, *args):
-            seen.append((stat.S_IMODE(os.stat(path).st_mode), stat.S_IMODE(os.stat(path.parent).st_mode)))
-            return create(path, *args)
-        hdf5.h5.create = look
+        check = hdf5._check_visible
+        def look(place):
+            seen.append([stat.S_IMODE(os.stat(path).st_mode) for path in (place.path, os.path.dirname(place.path))])
+            check(place)
+        hdf5._check_visible = look
         os.umask(0)
         hd.concat(torch.ones(3), route="hdf5")
         print(world.staging, *map(oct, seen[0])) if world.rank == 0 else None

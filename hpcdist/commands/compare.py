@@ -6,16 +6,17 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hpcdist.commands.inputs import equal
 from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.routes.select import ROUTES
 from hpcdist.runtime.cli import placed, progress, table, timed
 from hpcdist.runtime.world import World
+from hpcdist.tensors.storage import as_bytes, row_major
 
-__all__ = ["ROUNDS", "Move", "compare", "route_table"]
+__all__ = ["ROUNDS", "Move", "compare", "equal", "route_table"]
 
 ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
 Move = Callable[[Tensor, str, Tensor | None], Tensor | None]  # (shard, route, out) -> result
@@ -56,6 +57,12 @@ def compare(world: World, shard: Tensor, move: Move, nbytes: int) -> tuple[list[
         for route, runs in times.items()
     ]
     return rows + refused, results["mpi"]
+
+
+def equal(x: Tensor, y: Tensor) -> bool:
+    """Compare the shapes, dtypes and bits of two tensors."""
+    same = x.shape == y.shape and x.dtype == y.dtype
+    return same and torch.equal(as_bytes(row_major(x)), as_bytes(row_major(y)))
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:

@@ -1,14 +1,17 @@
-"""The arrays that a command reads: find them, divide them among the ranks, check that they fit together."""
+"""The arrays that a command reads: find them, check that they fit together, and read any box of them, joined."""
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import os
+import re
+import resource
 import sysconfig
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
@@ -16,30 +19,57 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout, memory
-from hpcdist.commands import sources as files
-from hpcdist.commands.sources import Source
 from hpcdist.control import objects
-from hpcdist.errors import InputError
-from hpcdist.files.regular import shown
+from hpcdist.errors import FileError, InputError, listed, reason
+from hpcdist.formats.contents import Contents, Slices, Stored, identity
+from hpcdist.formats.paths import shown
+from hpcdist.formats.plain import Raw
+from hpcdist.formats.table import FORMATS, format_of
 from hpcdist.layout import Box
 from hpcdist.runtime.cli import progress
 from hpcdist.runtime.world import World
 from hpcdist.staging.pieces import shard_boxes
-from hpcdist.staging.reader import Reader
-from hpcdist.tensors.storage import as_bytes, copyable, row_major
+from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.writer import WINDOW
 
-__all__ = ["Inputs", "check_memory", "equal", "find", "sha256"]
+__all__ = ["Inputs", "Source", "check_memory", "find", "open_array", "path_of", "slices_of"]
+
+_NAMED = re.compile(r"\.(?:npz|pt|safetensors|h5)(?P<colon>:)(?=.)", re.DOTALL)
+_MAX_OPEN = 32  # input files kept open
+_SPARE = 16  # file descriptors left to everything else
+
+
+@dataclass(frozen=True)
+class Source:
+    """One array in one file, as its header describes it.
+
+    Attributes:
+        spec: the user's name for it: the path, and after a colon the array's name where the file may hold several.
+        shape, dtype: of the array.
+        name: name of the array in the file, given or not.
+        text: whether it is any file, as an array of its bytes.
+    """
+
+    spec: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = field(default="", compare=False)
+    text: bool = False
+
+    def extent(self, dim: int) -> int:
+        """Its length along `dim`; a 0-d array counts as one row."""
+        return self.shape[dim] if self.shape else 1
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays that the ranks read together.
+    """The arrays that the ranks read together, as one joined array.
 
     Attributes:
         sources: all arrays, in order; rank r reads ``sources[bounds[r]:bounds[r + 1]]``.
         shape, dtype: of all of them, joined.
         dim: dimension along which they are joined, >= 0.
-        of_stdlib: whether they are the source files of Python's standard library, as uint8.
+        demo: whether they are the source files of Python's standard library, as uint8.
     """
 
     sources: list[Source]
@@ -47,77 +77,168 @@ class Inputs:
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int
-    of_stdlib: bool
+    demo: bool
 
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
     def fingerprint(self) -> str:
         """A text that differs for other inputs, and for these once they are changed."""
-        stats = [(s.spec, os.stat(files.path_of(s.spec))) for s in self.sources]
+        stats = [(s.spec, os.stat(path_of(s.spec))) for s in self.sources]
         return repr((self.dim, [(spec, stat.st_size, stat.st_mtime_ns) for spec, stat in stats]))
-
-    def names(self) -> list[str]:
-        """The names of the arrays, in the order in which they are joined; not of the standard library's files."""
-        return [] if self.of_stdlib else [source.spec for source in self.sources]
 
     def nbytes_by_rank(self) -> list[int]:
         """The bytes of the arrays that each rank reads."""
-        whole = self.shape[self.dim]
-        row = self.nbytes() // whole if whole else 0
-        return [
-            row * sum(source.extent(self.dim) for source in self.sources[start:end])
-            for start, end in pairwise(self.bounds)
-        ]
+        row = self.nbytes() // self.shape[self.dim] if self.shape[self.dim] else 0
+        rows = [source.extent(self.dim) for source in self.sources]
+        return [row * sum(rows[start:end]) for start, end in pairwise(self.bounds)]
 
-    def open(self, source: Source, by_library: bool = False) -> AbstractContextManager[Reader]:
-        """Open one array, to read boxes of it: as the commands do, or by its format's own library."""
-        return files.open_bytes(source.spec) if self.of_stdlib else files.open_array(source.spec, by_library)
-
+    @cached_property
     def boxes(self) -> list[Box]:
         """The box of each array in the whole."""
         return shard_boxes(self.shape, self.dim, [source.extent(self.dim) for source in self.sources])
 
-    def read(self, source: Source, by_library: bool = False) -> Tensor:
-        """Read one array, as open() opens it, with at least one dim.
-
-        Raises:
-            InputError: it cannot be read, or differs from its header as it was before.
-        """
-        with self.open(source, by_library) as array:
-            if array.shape != source.shape or array.dtype != source.dtype:
-                raise InputError("HD407", f"{source.spec}: has changed while it was read")
-            x = array.whole()
-        return x if x.dim() else x.view(1)
-
     def shard(self, world: World) -> Tensor:
         """Read this rank's arrays and join them; no rows if it has none. Collective: errors are raised on all ranks."""
-        mine = self.sources[self.bounds[world.rank] : self.bounds[world.rank + 1]]
-        parts: list[Tensor] = []
-        step = lambda: parts.extend(self.read(source) for source in progress(mine, world, "read"))  # noqa: E731
-        objects.all_gather(world.team.comm, "read", step)
-        if len(parts) == 1:
-            return parts[0]
+        start, end = self.bounds[world.rank : world.rank + 2]
         shape = list(self.shape)
-        shape[self.dim] = 0
-        parts.append(torch.empty(shape, dtype=self.dtype, device="cpu"))
-        return torch.cat(list(map(copyable, parts)), self.dim).view(self.dtype)
+        shape[self.dim] = sum(source.extent(self.dim) for source in self.sources[start:end])
+        x = torch.empty(shape, dtype=self.dtype, device="cpu")
 
-    def verify(self, held: Sequence[Tensor], world: World) -> tuple[bool, str | None]:
-        """Compare tensors bit by bit with all inputs, read here, on one process, by the formats' own libraries.
+        def read() -> None:
+            at = 0
+            with Joined(self, WINDOW) as joined:
+                for box in progress(self.boxes[start:end], world, "read"):
+                    joined.read(box, x.narrow(self.dim, at, box.shape[self.dim]))
+                    at += box.shape[self.dim]
 
-        Returns:
-            The verdict, and for dim 0 the SHA-256 of the inputs in their order.
+        objects.all_gather(world.team.comm, "read", read)
+        return x
+
+
+class Joined:
+    """The joined array of the inputs, of which any box can be read, for a ``with`` block, which closes the files."""
+
+    def __init__(self, data: Inputs, window: int) -> None:
+        self._data, self._window = data, window
+        self._starts = list(accumulate((source.extent(data.dim) for source in data.sources), initial=0))
+        self._open: dict[int, TensorReader] = {}
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        self._most = max(1, min(_MAX_OPEN, (free - _SPARE) // 2))  # a library may open one, too
+
+    def read(self, box: Box, out: Tensor) -> None:
+        """Fill `out`, a CPU tensor of the box's shape.
+
+        Raises:
+            InputError: a file cannot be read, or its header has changed.
         """
-        digest = hashlib.sha256()
-        start, right = 0, all(tuple(whole.shape) == self.shape for whole in held)
-        for source in progress(self.sources, world, "verify"):
-            x = self.read(source, by_library=True)
-            rows = x.shape[self.dim]
-            right = right and all(equal(whole.narrow(self.dim, start, rows), x) for whole in held)
-            digest.update(as_bytes(row_major(x)).numpy().data)
-            start += rows
-        return right, digest.hexdigest() if self.dim == 0 else None
+        dim = self._data.dim
+        row, end = box.offset[dim], box.offset[dim] + box.shape[dim]
+        i = max(0, bisect_right(self._starts, row) - 1)
+        while row < end:
+            stop = min(end, self._starts[i + 1])
+            if row < stop:
+                source = self._data.sources[i]
+                part = out.narrow(dim, row - box.offset[dim], stop - row)
+                at = (*box.offset[:dim], row - self._starts[i], *box.offset[dim + 1 :])
+                want = Box(at, tuple(part.shape)) if source.shape else Box((), ())
+                try:
+                    reader = self._reader(i, source)
+                    reader.read(want, part if source.shape else part.view(()), self._window)
+                except InputError:
+                    raise
+                except Exception as error:  # each library has its own errors for a damaged file
+                    raise InputError("HD402", f"{source.spec}: cannot be read: {reason(error)}") from error
+                row = stop
+            i += 1
+
+    def _reader(self, i: int, source: Source) -> TensorReader:
+        if i not in self._open:
+            if len(self._open) >= self._most:
+                self._open.pop(next(iter(self._open))).files.close()
+            # Every piece of which something is read is compared with its checksum, once.
+            self._open[i] = open_array(source)
+        return self._open[i]
+
+    def __enter__(self) -> Joined:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._open.values():
+            reader.files.close()
+
+
+def open_array(source: Source) -> TensorReader:
+    """Open an array; its files must be closed. An InputError if it is not as it was described."""
+    contents, stored = _described(source.spec, source.text)
+    if (stored.shape, stored.dtype) != (source.shape, source.dtype):
+        raise InputError("HD407", f"{source.spec}: has changed while it was read")
+    return TensorReader(OpenFiles(contents), stored, verify=True)
+
+
+def slices_of(spec: str, text: bool = False) -> tuple[Stored, Slices]:
+    """An array, and boxes of it as its format's own library reads them."""
+    contents, stored = _described(spec, text)
+    if text:
+        return stored, lambda box: torch.frombuffer(bytearray(Path(spec).read_bytes()), dtype=torch.uint8)[box.slices()]
+    return stored, format_of(contents.path).by_library(contents.path, stored)
+
+
+def _described(spec: str, text: bool = False) -> tuple[Contents, Stored]:
+    """What a file holds, and the array in it that is named, or the only one; every failure becomes an InputError."""
+    path, name = _split(spec)
+    if text:
+        stored = Stored("", (os.path.getsize(path),), torch.uint8, Raw(path, 0, (os.path.getsize(path),), torch.uint8))
+        return Contents(path, "file", {"": stored}, {path: identity(path)}), stored
+    if Path(path).suffix not in FORMATS:
+        raise InputError("HD501", f"{path}: unknown suffix {Path(path).suffix!r}; expected one of {', '.join(FORMATS)}")
+    try:
+        key = name and name.strip("/")
+        contents = FORMATS[Path(path).suffix].describe(path, key)
+        found = _pick(contents, key, [*contents.tensors, *contents.external, *contents.left_out])
+        return contents, contents.chosen(found).tensors[found]
+    except InputError:
+        raise
+    except FileError as error:
+        raise InputError("HD402", str(error)) from error
+    except Exception as error:  # each library has errors of its own for a damaged file
+        raise InputError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+
+
+def _pick(contents: Contents, name: str | None, names: Sequence[str]) -> str:
+    """Choose the array that is named, or the only one.
+
+    Raises:
+        InputError: there is no such array, or there are several, or none.
+    """
+    path = contents.path
+    if name is not None:
+        if names == [""]:
+            raise InputError("HD408", f"{path}: holds an array without a name, and no array {name!r}")
+        if name not in names:
+            raise InputError("HD408", f"{path}: holds no array {name!r}; it has: {listed(names)}")
+        return name
+    known = list(contents.tensors) or names
+    if not known:
+        raise InputError("HD502", f"{path}: holds no array")
+    if len(known) > 1:
+        one = f"name one as {path}:NAME; it has: {listed(known)}; hpcdist.convert copies all"
+        raise InputError("HD502", f"{path}: holds {len(known)} arrays; {one}")
+    return known[0]
+
+
+def path_of(spec: str) -> str:
+    """The path of the file that holds an array."""
+    return _split(spec)[0]
+
+
+def _split(spec: str) -> tuple[str, str | None]:
+    """Split into path and name: a file named by the whole text comes first, then the longest path that exists."""
+    colons = [match.start("colon") for match in _NAMED.finditer(spec)][::-1]
+    if not colons or os.path.lexists(spec):
+        return spec, None
+    at = next((i for i in colons if os.path.lexists(spec[:i])), colons[0])
+    return spec[:at], spec[at + 1 :]
 
 
 def find(world: World, given: Sequence[str], dim: int, output: str | None) -> Inputs:
@@ -131,18 +252,84 @@ def find(world: World, given: Sequence[str], dim: int, output: str | None) -> In
     if output and not given:
         raise InputError("HD505", f"{shown(output)}: no INPUT is given, and without one nothing is written")
     comm = world.team.comm
-    specs = objects.broadcast(comm, "inputs", (lambda: files.expand(given)) if given else _stdlib)
+    specs = objects.broadcast(comm, "inputs", (lambda: _expand(given)) if given else _demo)
     bounds = [*layout.displs(layout.block(len(specs), world.world_size)), len(specs)]
     mine = specs[bounds[world.rank] : bounds[world.rank + 1]]
-    describe = files.describe if given else _describe_text
+
+    def describe(spec: str) -> Source:
+        stored = _described(spec, not given)[1]
+        return Source(spec, stored.shape, stored.dtype, stored.place, not given)
+
     described = objects.all_gather(comm, "inputs", lambda: [describe(spec) for spec in progress(mine, world, "look")])
     sources = [source for part in described for source in part]
     if given:
-        objects.broadcast(comm, "inputs", lambda: files.check_once(sources))  # one rank's numbers of files and devices
+        objects.broadcast(comm, "inputs", lambda: _check_once(sources))  # one rank's numbers of files and devices
     dim = _check(sources, dim)
     total = sum(source.extent(dim) for source in sources)
     shape = sources[0].shape
-    return Inputs(sources, bounds, (*shape[:dim], total, *shape[dim + 1 :]), sources[0].dtype, dim, of_stdlib=not given)
+    return Inputs(sources, bounds, (*shape[:dim], total, *shape[dim + 1 :]), sources[0].dtype, dim, demo=not given)
+
+
+def _expand(inputs: Sequence[str]) -> list[str]:
+    """Expand names and patterns into files; a name after a colon is applied to each file.
+
+    They come in the order given; the files that a pattern matches in natural order, s2 before s10.
+
+    Raises:
+        InputError: a pattern that matches nothing.
+    """
+    specs: list[str] = []
+    for given in inputs:
+        path, name = _split(given)
+        paths = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True), key=_natural)
+        if not paths:
+            more = ", and no file matches" if glob.has_magic(path) else ""
+            raise InputError("HD401", f"{path}: no such file{more}")
+        specs += [p if name is None else f"{p}:{name}" for p in paths]
+    return specs
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """A key that sorts the numbers within names as numbers."""
+    return [(int(part) if i % 2 else -1, part) for i, part in enumerate(re.split("([0-9]+)", path))]
+
+
+def _demo() -> list[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(str(path) for path in root.rglob("*.py") if "site-packages" not in path.parts and path.is_file())
+
+
+def _check_once(sources: Sequence[Source]) -> None:
+    """Check that no array is named twice, under whatever names the file has; an InputError if one is."""
+    seen: dict[tuple[int, int, str], str] = {}
+    for source in sources:
+        path = path_of(source.spec)
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise InputError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+        other = seen.setdefault((found.st_dev, found.st_ino, source.name), source.spec)
+        if other is not source.spec:
+            also = f", also as {other}" if other != source.spec else ""
+            raise InputError("HD507", f"{source.spec}: named twice{also}")
+
+
+def _check(sources: Sequence[Source], dim: int) -> int:
+    """Check that the arrays can be joined along dim, which is returned non-negative."""
+    first = sources[0]
+    ndim = len(first.shape) or 1
+    if not -ndim <= dim < ndim:
+        what = f"{first.spec} has {len(first.shape)} dims, expected {-ndim} to {ndim - 1}"
+        raise InputError("HD508", f"--dim {dim}: {what}")
+    dim %= ndim
+    besides: Callable[[Source], object] = lambda s: (len(s.shape), *s.shape[:dim], *s.shape[dim + 1 :])  # noqa: E731
+    for source in sources:
+        if source.dtype != first.dtype:
+            raise InputError("HD513", f"{source.spec}: dtype {source.dtype}, but {first.spec} has {first.dtype}")
+        if besides(source) != besides(first):
+            what = f"shape {source.shape} does not fit {first.shape} of {first.spec} along dim {dim}"
+            raise InputError("HD513", f"{source.spec}: {what}")
+    return dim
 
 
 def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> None:
@@ -162,50 +349,5 @@ def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> Non
             raise InputError(
                 "HD504",
                 f"the inputs and the result need {total:,} bytes of memory on {where}, and {free:,} are available: "
-                "with -o FILE, and without --all and --compare, they are streamed through a window of it",
+                "with -o FILE, and without --all, --compare and --route, they are streamed through a window of it",
             )
-
-
-def _check(sources: Sequence[Source], dim: int) -> int:
-    """Check that the arrays can be joined along dim, which is returned non-negative."""
-    first = sources[0]
-    ndim = len(first.shape) or 1
-    if not -ndim <= dim < ndim:
-        raise InputError(
-            "HD508", f"--dim {dim}: {first.spec} has {len(first.shape)} dims, expected {-ndim} to {ndim - 1}"
-        )
-    dim %= ndim
-    for source in sources:
-        if source.dtype != first.dtype:
-            raise InputError("HD513", f"{source.spec}: dtype {source.dtype}, but {first.spec} has {first.dtype}")
-        if _besides(source, dim) != _besides(first, dim):
-            raise InputError(
-                "HD513",
-                f"{source.spec}: shape {source.shape} does not fit {first.shape} of {first.spec} along dim {dim}",
-            )
-    return dim
-
-
-def _besides(source: Source, dim: int) -> tuple[int, ...]:
-    """The number of dims and the extents besides dim, which must be the same in all arrays."""
-    return (len(source.shape), *source.shape[:dim], *source.shape[dim + 1 :])
-
-
-def _stdlib() -> list[str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return sorted(str(path) for path in root.rglob("*.py") if "site-packages" not in path.parts and path.is_file())
-
-
-def _describe_text(path: str) -> Source:
-    return Source(path, (Path(path).stat().st_size,), torch.uint8)
-
-
-def equal(x: Tensor, y: Tensor) -> bool:
-    """Compare the shapes, dtypes and bits of two tensors."""
-    same = x.shape == y.shape and x.dtype == y.dtype
-    return same and torch.equal(as_bytes(row_major(x)), as_bytes(row_major(y)))
-
-
-def sha256(x: Tensor) -> str:
-    """The SHA-256 of a tensor's bytes, in order."""
-    return hashlib.sha256(as_bytes(row_major(x.cpu())).numpy().data).hexdigest()

@@ -1,7 +1,7 @@
 """The command ``python -m hpcdist.concat``."""
 
-from hpcdist.commands.concat import main, parser
+from hpcdist.commands.arrays import concat_main, concat_parser
 from hpcdist.runtime.cli import run
 
 if __name__ == "__main__":
-    run(parser(), main)
+    run(concat_parser(), concat_main)

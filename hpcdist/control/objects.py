@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("all_gather", "all_gather_object", "broadcast", "broadcast_bytes", "everywhere", "first_difference"),
-    "raise_problems",
+    *("gather_bytes", "raise_problems"),
 ]
 
 T = TypeVar("T")
@@ -99,6 +99,20 @@ def all_gather(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]
     return [value for value, _ in outcomes]
 
 
+def gather_bytes(comm: MPI.Intracomm, data: bytes) -> list[bytes]:
+    """Return the bytes of all ranks on rank 0, an empty list elsewhere. Collective over `comm`: as all_gather_object(),
+    but longer ones are sent to rank 0 alone."""
+    from mpi4py import MPI
+
+    found, left = _exchange_heads(comm, data)
+    if any(left):
+        rests = bytearray(sum(left) if comm.rank == 0 else 0)
+        recv = [rests, left, MPI.BYTE] if comm.rank == 0 else None
+        comm.Gatherv([data[_INLINE - _LENGTH :], MPI.BYTE], recv)
+        found = _with_rests(found, rests, left) if comm.rank == 0 else []
+    return found if comm.rank == 0 else []
+
+
 def everywhere(comm: MPI.Intracomm, good: bool) -> bool:
     """Return whether it is good on all ranks. Collective over `comm`, and a barrier; one Allreduce."""
     from mpi4py import MPI
@@ -151,17 +165,28 @@ def _all_texts(comm: MPI.Comm, text: bytes) -> list[bytes]:
     """Return the texts of all ranks. Collective over `comm`: one small Allgather, and an Allgatherv if one is long."""
     from mpi4py import MPI
 
+    found, left = _exchange_heads(comm, text)
+    if not any(left):
+        return found
+    rests = bytearray(sum(left))
+    comm.Allgatherv([text[_INLINE - _LENGTH :], MPI.BYTE], [rests, left, MPI.BYTE])
+    return _with_rests(found, rests, left)
+
+
+def _exchange_heads(comm: MPI.Comm, text: bytes) -> tuple[list[bytes], list[int]]:
+    """Return the first bytes of the texts of all ranks, and how many more there are of each. Collective."""
+    from mpi4py import MPI
+
     heads = bytearray(_INLINE * comm.size)
     comm.Allgather([_head(text, _INLINE), MPI.BYTE], [heads, _INLINE, MPI.BYTE])
     found = [_parsed(heads[at : at + _INLINE]) for at in range(0, len(heads), _INLINE)]
     _check_size(sum(length for length, _ in found))
-    left = [length - len(begin) for length, begin in found]
-    if not any(left):
-        return [begin for _, begin in found]
-    rests = bytearray(sum(left))
-    comm.Allgatherv([text[_INLINE - _LENGTH :], MPI.BYTE], [rests, left, MPI.BYTE])
+    return [begin for _, begin in found], [length - len(begin) for length, begin in found]
+
+
+def _with_rests(found: list[bytes], rests: bytearray, left: list[int]) -> list[bytes]:
     ends = accumulate(left)
-    return [begin + rests[end - more : end] for (_, begin), end, more in zip(found, ends, left, strict=True)]
+    return [begin + rests[end - more : end] for begin, end, more in zip(found, ends, left, strict=True)]
 
 
 def _head(data: bytes, size: int) -> bytes:

@@ -3,7 +3,7 @@
 Layouts give the box of each rank; the rest is the arithmetic that layouts and transfers are built on.
 """
 
-from hpcdist.layout.box import Box, boxes, grid_boxes, run_boxes, runs, whole
+from hpcdist.layout.box import Box, boxes, run_boxes, runs, whole
 from hpcdist.layout.layouts import Block, Boxes, Layout, Replicate, Split
 from hpcdist.layout.overlaps import Overlaps, overlaps
 from hpcdist.layout.partition import (
@@ -35,7 +35,6 @@ __all__ = [
     "chunk",
     "counts_of",
     "displs",
-    "grid_boxes",
     "overlaps",
     "pieces",
     "run_boxes",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hpcdist.layout.partition import pieces
 
-__all__ = ["Box", "boxes", "grid_boxes", "run_boxes", "runs", "whole"]
+__all__ = ["Box", "boxes", "run_boxes", "runs", "whole"]
 
 
 class Box(NamedTuple):
@@ -170,12 +170,3 @@ def run_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
         for box in run_boxes(shape[1:], column, stop - at * row):
             yield Box((at, *box.offset), (1, *box.shape))
         start = stop
-
-
-def grid_boxes(shape: Sequence[int], cell: Sequence[int], limit: int) -> Iterator[Box]:
-    """Cut a whole tensor into boxes of whole grid cells, each of at most `limit` elements (at least one cell)."""
-    grid = [-(-extent // size) for extent, size in zip(shape, cell, strict=True)]
-    for part in boxes(whole(grid), max(1, limit // prod(cell))):
-        offset = tuple(o * c for o, c in zip(part.offset, cell, strict=True))
-        ends = zip(part.offset, part.shape, cell, shape, strict=True)
-        yield Box(offset, tuple(min((o + n) * c, s) - o * c for o, n, c, s in ends))

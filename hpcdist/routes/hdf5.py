@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
-from hpcdist.files import h5, raw
-from hpcdist.files.commit import check_folder, lock, sweep
-from hpcdist.files.h5 import Dataset, FileMap
-from hpcdist.files.raw import page_size
+from hpcdist.formats import plain
+from hpcdist.formats.atomic import check_folder, lock, patiently, sweep
+from hpcdist.formats.contents import Dataset
+from hpcdist.formats.hdf5 import HDF5
+from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
 from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.exchange import Exchange
@@ -83,6 +84,41 @@ def _parts(file: _File, x: Tensor, counts: Ints, displs: Ints) -> list[tuple[int
     return [(at, x[d : d + n]) for at, d, n in zip(file.starts, displs, counts, strict=True)]
 
 
+class Place(NamedTuple):
+    """Where the messages of a file begin. The token is at the beginning of the page before.
+
+    A file is recognised by it: caches of names may be some seconds out of date.
+    """
+
+    path: str
+    start: int
+    token_at: int
+    token: str
+
+
+def _check_visible(place: Place) -> None:
+    """Check that this rank sees the file that another one has made, and may write to it.
+
+    Raises:
+        FileError: it does not: the folder is another one on this node.
+    """
+
+    def unseen() -> str | None:
+        try:
+            with open(place.path, "rb") as file:
+                file.seek(place.token_at)
+                return None if file.read(16).hex() == place.token else "another file by that name on this rank"
+        except FileNotFoundError:
+            return "not seen by this rank"
+        except OSError as error:
+            return f"cannot be read by this rank ({reason(error)})"
+
+    if (problem := patiently(unseen)) is not None:
+        raise FileError("HD413", f"{place.path}: {problem}: the folder is not shared by all nodes")
+    if not os.access(place.path, os.R_OK | os.W_OK):
+        raise FileError("HD410", f"{place.path}: cannot be written by this rank")
+
+
 class _File:
     """The file of one call.
 
@@ -93,7 +129,7 @@ class _File:
             and written data are synced to the disk, so that other ranks see them.
     """
 
-    def __init__(self, team: Team, place: FileMap, starts: list[int]) -> None:
+    def __init__(self, team: Team, place: Place, starts: list[int]) -> None:
         self.starts = starts
         self.fd: int | None = None
         self._team = team
@@ -106,7 +142,7 @@ class _File:
             self.close()
 
     def _open(self) -> tuple[int, int]:
-        h5.check_visible(self._place)
+        _check_visible(self._place)
         self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
         found = os.fstat(self.fd)
         return found.st_dev, found.st_ino
@@ -120,18 +156,18 @@ class _File:
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on every rank. Collective."""
         objects.all_gather(
-            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, raw.write_at, self.fd)
+            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, plain.write_at, self.fd)
         )
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
         """Read the messages on every rank from their offsets. Collective."""
         objects.all_gather(
-            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, raw.read_at, self.fd)
+            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, plain.read_at, self.fd)
         )
 
 
 def _each(
-    place: FileMap,
+    place: Place,
     messages: list[tuple[int, Tensor]],
     flags: int,
     step: Callable[[int, int, memoryview], None],
@@ -140,7 +176,7 @@ def _each(
     fd = os.open(place.path, flags | os.O_CLOEXEC) if opened is None else opened
     try:
         for offset, message in messages:
-            step(fd, (place.data[0] or 0) + offset, raw.memory(message))
+            step(fd, place.start + offset, plain.memory(message))
         if opened is None and flags == os.O_WRONLY:
             os.fsync(fd)
     finally:
@@ -154,12 +190,12 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
     Raises:
         FileError: if this rank does not see the file; OSError, EOFError: if it cannot be read.
     """
-    path, token, token_at, start = ticket
+    path = ticket[0]
     if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
         raise FileError("HD403", f"{path}: not a staging file")
-    place = FileMap(path, [start], 1, bytes.fromhex(token), token_at)
-    h5.check_visible(place)
-    _each(place, messages, os.O_RDONLY, raw.read_at)
+    place = Place(*ticket)
+    _check_visible(place)
+    _each(place, messages, os.O_RDONLY, plain.read_at)
 
 
 @contextmanager
@@ -172,7 +208,7 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
     held: list[Stage] = []
     file = None
 
-    def make() -> tuple[FileMap, list[int]]:
+    def make() -> tuple[Place, list[int]]:
         page = page_size(Path(team.settings.staging)) if os.path.isdir(team.settings.staging) else 1
         padded = [-(-n // page) * page for n in lengths]
         held.append(Stage(team.settings.staging, sum(padded)))
@@ -214,9 +250,13 @@ class Stage:
         abort.temp_files.add(self.path)
         try:
             lock(self._fd)  # keeps other processes from sweeping the file
-            dataset = Dataset("messages", (nbytes,), torch.uint8, [])
-            plan, align = h5.summary([dataset], {}, ""), page_size(Path(folder))
-            self.place = h5.create(Path(self.path), [dataset], plan, {}, align)
+            page = page_size(Path(folder))
+            dataset = Dataset("messages", (nbytes + 2 * page,), torch.uint8)
+            first = -(-(HDF5.create(Path(self.path), [dataset], {}).data[0] or 0) // page) * page
+            self.place = Place(self.path, first + page, first, os.urandom(16).hex())
+            with open(self.path, "r+b") as file:  # a client of a shared file system sends what it has when it closes
+                file.seek(first)
+                file.write(bytes.fromhex(self.place.token))
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):
@@ -234,11 +274,11 @@ class Stage:
             path = f"/proc/{os.getpid()}/fd/{self._fd}"
         else:
             os.fsync(self._fd)
-        return [path, self.place.token.hex(), self.place.token_at, self.place.data[0] or 0]
+        return [path, *self.place[1:]]
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on this rank."""
-        _each(self.place, messages, os.O_WRONLY, raw.write_at, self._fd)
+        _each(self.place, messages, os.O_WRONLY, plain.write_at, self._fd)
 
     def unname(self) -> None:
         """Unlink the file: no rank needs its name any more."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
 from hpcdist.errors import HpcdistError, RankError, hint
-from hpcdist.files.regular import shown
+from hpcdist.formats.paths import shown
 
 __all__ = ["BAD_INPUT", "Parser", "is_rank_0", "line", "path", "plural", "problem", "show_bytes"]
 

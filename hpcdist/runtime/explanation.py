@@ -37,7 +37,7 @@ class Explanation:
         result: memory of this rank's result: "new", "pool", "shared", "out", "view", "structure" or "none".
         reasons: why so. The same on all ranks.
         read: of ``staging.load``, bytes of data that this rank reads from the file; of compressed data, as it is in
-            memory. `sent` and `received` then are the bytes of its messages, what it passes on included.
+            memory.
         read_by_all, sent_by_all: the same of all ranks together. The same on all ranks.
     """
 

@@ -23,7 +23,7 @@ from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
-from hpcdist.files.commit import private_folder
+from hpcdist.formats.atomic import private_folder
 from hpcdist.memory import capacity
 from hpcdist.process import abort, exits, forks, streams
 from hpcdist.runtime import background, process_group, registration

@@ -13,7 +13,7 @@ from hpcdist.comm import launcher
 from hpcdist.comm.job import job
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError, listed
-from hpcdist.files.regular import shown
+from hpcdist.formats.paths import shown
 from hpcdist.process import exits, streams
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, line, path, plural, show_bytes
 from hpcdist.stage_env import copies

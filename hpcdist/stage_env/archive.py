@@ -19,9 +19,8 @@ from pathlib import Path
 import xxhash
 
 from hpcdist.errors import FileError, InputError, listed, reason
-from hpcdist.files.commit import lock
-from hpcdist.files.regular import check_regular, kind
-from hpcdist.files.text import write_text
+from hpcdist.formats.atomic import lock, write_text
+from hpcdist.formats.paths import check_regular, kind
 from hpcdist.stage_env import environment, trees
 from hpcdist.stage_env.environment import BASE, Environment
 from hpcdist.stage_env.packer import WINDOW, Packed

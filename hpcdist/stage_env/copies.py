@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcdist.errors import FileError, InputError, reason
-from hpcdist.files.commit import lock, private_folder
+from hpcdist.formats.atomic import lock, private_folder
 
 __all__ = ["Copy", "Part", "Record", "Store", "cleanup"]
 

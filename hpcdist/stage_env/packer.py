@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from hpcdist.errors import FileError, reason
-from hpcdist.files.commit import Commit, umask
+from hpcdist.formats.atomic import Commit, umask
 from hpcdist.stage_env import environment, trees
 from hpcdist.stage_env.environment import Environment
 from hpcdist.stage_env.trees import Entry, Tree

@@ -19,7 +19,7 @@ from typing import IO, Protocol
 import xxhash
 
 from hpcdist.errors import FileError, reason
-from hpcdist.files.regular import shown
+from hpcdist.formats.paths import shown
 from hpcdist.stage_env.environment import Relocation
 from hpcdist.stage_env.trees import compiled
 

@@ -5,7 +5,7 @@
 >>> shard = staging.load("w.h5", "weight")        # on any number of ranks, along any dim
 
 ``mpirun -n N python -m hpcdist.staging verify FILE`` checks every piece of a file, ``... ls FILE`` lists what it holds.
-The format is an ordinary HDF5 file: see :mod:`hpcdist.files.h5`.
+The format is an ordinary HDF5 file: see :mod:`hpcdist.formats.hdf5`.
 """
 
 from hpcdist.staging import explained  # noqa: F401  # what hpcdist.explain() tells of load()

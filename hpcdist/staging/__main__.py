@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.staging``: list a file, and compare it with its checksums."""
+"""The command ``python -m hpcdist.staging``: list what a file holds, and compare it with its checksums."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 
 from hpcdist import layout
 from hpcdist.control import objects
-from hpcdist.errors import FileError, InputError
-from hpcdist.files.regular import open_regular, shown
+from hpcdist.errors import FileError
+from hpcdist.formats.contents import Contents, Stored
+from hpcdist.formats.paths import shown
+from hpcdist.formats.table import describe
+from hpcdist.layout import Box
 from hpcdist.runtime.cli import Parser, meter, ranks_text, run, show_bytes, table
 from hpcdist.runtime.world import World
-from hpcdist.staging.catalog import Catalog, Stored, describe
-from hpcdist.staging.reader import DatasetReader
-from hpcdist.staging.target import WINDOW
+from hpcdist.staging.pieces import PIECE
+from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.writer import WINDOW
+from hpcdist.tensors import pool
 
 _DAMAGED = 1  # exit status if a piece differs from its checksum
 _MAX_SHOWN = 20  # damaged pieces
@@ -22,53 +26,48 @@ _MAX_SHOWN = 20  # damaged pieces
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Run the subcommand on the ranks of the world; return the exit status. Collective."""
-    catalog = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file, incomplete=args.what == "ls"))
+    contents = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file))
     if args.what == "verify":
-        return _verify(world, catalog, args)
+        return _verify(world, contents, args.json)
     if world.rank == 0:
-        print(json.dumps(_as_json(catalog)) if args.json else _listing(catalog), flush=True)
+        print(json.dumps(_as_json(contents)) if args.json else _listing(contents), flush=True)
     return 0
 
 
-def _listing(catalog: Catalog) -> str:
+def _listing(contents: Contents) -> str:
     rows = [
         [
-            shown(stored.name),
+            shown(stored.name) or "-",
             str(stored.shape),
             str(stored.dtype).removeprefix("torch."),
             show_bytes(stored.nbytes()),
-            "-" if stored.pieces is None else f"{_written(stored)}/{len(stored.pieces)}",
-            _writers(stored),
-            stored.filters or "contiguous",
+            "-" if stored.pieces is None else str(len(stored.pieces)),
+            ranks_text(stored.pieces["rank"].tolist()) if stored.pieces is not None and len(stored.pieces) else "-",
+            _storage(stored),
         ]
-        for stored in catalog.datasets.values()
+        for stored in contents.tensors.values()
     ]
-    rows += [[shown(name), "-", "-", "-", "-", "-", why] for name, why in catalog.external.items()]
+    others = contents.external | contents.left_out
+    rows += [[shown(name), "-", "-", "-", "-", "-", why] for name, why in others.items()]
     head = ["name", "shape", "dtype", "size", "pieces", "writers", "storage"]
-    return "\n".join([table(head, rows), "", f"state: {_state(catalog)}"])
+    return "\n".join([table(head, rows), "", f"{contents.kind}: {_state(contents)}"])
 
 
-def _state(catalog: Catalog) -> str:
-    if catalog.plan is None:
-        return "not written by hpcdist: no checksums"
-    return "complete" if catalog.complete else "INCOMPLETE: the job that wrote it ended before it was done"
+def _storage(stored: Stored) -> str:
+    if stored.parts is not None:
+        return f"{len(stored.parts.places)} parts"
+    return stored.filters or ("contiguous" if stored.raw is not None else "read by its library")
 
 
-def _written(stored: Stored) -> int:
-    return 0 if stored.pieces is None else int(stored.pieces["written"].sum())
+def _state(contents: Contents) -> str:
+    return "complete, with checksums" if contents.checked else "no checksums of hpcdist's"
 
 
-def _writers(stored: Stored) -> str:
-    """Return the ranks that wrote the pieces, as text."""
-    if stored.pieces is None or not _written(stored):
-        return "-"
-    return ranks_text(stored.pieces["rank"][stored.pieces["written"] == 1].tolist())
-
-
-def _as_json(catalog: Catalog) -> dict[str, Any]:
+def _as_json(contents: Contents) -> dict[str, Any]:
     return {
-        "path": catalog.path,
-        "state": "foreign" if catalog.plan is None else "complete" if catalog.complete else "incomplete",
+        "path": contents.path,
+        "kind": contents.kind,
+        "checksums": contents.checked,
         "tensors": [
             {
                 "name": stored.name,
@@ -76,46 +75,55 @@ def _as_json(catalog: Catalog) -> dict[str, Any]:
                 "dtype": str(stored.dtype).removeprefix("torch."),
                 "bytes": stored.nbytes(),
                 "pieces": None if stored.pieces is None else len(stored.pieces),
-                "written": None if stored.pieces is None else _written(stored),
-                "filters": stored.filters,
+                "storage": _storage(stored),
             }
-            for stored in catalog.datasets.values()
+            for stored in contents.tensors.values()
         ],
-        "elsewhere": catalog.external,
+        "elsewhere": contents.external,
+        "left_out": contents.left_out,
     }
 
 
-def _verify(world: World, catalog: Catalog, args: argparse.Namespace) -> int:
-    """Read every piece once; each rank reads its share. Collective."""
-    pieces = [(stored, row) for stored in catalog.datasets.values() for row in range(len(stored.boxes))]
-    if catalog.plan is None:
-        raise InputError("HD403", f"{args.file}: not written by hpcdist: it holds no checksums")
+def _verify(world: World, contents: Contents, as_json: bool) -> int:
+    """Read everything once; each rank reads its share. Collective."""
+    pieces: list[tuple[Stored, int | None, Box]] = []
+    for stored in contents.tensors.values():
+        if stored.pieces is None:  # no checksums: only that it can be read
+            whole = layout.whole(stored.shape)
+            pieces += [(stored, None, box) for box in layout.boxes(whole, max(1, PIECE // stored.dtype.itemsize))]
+        else:
+            pieces += [(stored, row, box) for row, box in enumerate(stored.boxes)]
     mine = [pieces[i] for i in layout.block_range(len(pieces), world.world_size, world.rank)]
     damaged: list[str] = []
 
     def check() -> None:
-        total = sum(stored.boxes[row].size() * stored.dtype.itemsize for stored, row in mine)
-        with open_regular(args.file) as fd, meter(world, "verify", total) as bar:
-            for stored, row in mine:
+        total = sum(box.size() * stored.dtype.itemsize for stored, _, box in mine)
+        with OpenFiles(contents) as files, meter(world, "verify", total) as bar:
+            for stored, row, box in mine:
+                reader = TensorReader(files, stored)
                 try:
-                    DatasetReader(args.file, fd, stored).check(row, WINDOW)
+                    if row is None:
+                        reader.read(box, pool.empty(box.shape, stored.dtype, "cpu", fixed=True), WINDOW)
+                    else:
+                        reader.check(row, WINDOW)
                 except FileError as error:
                     damaged.append(str(error))
-                bar.update(stored.boxes[row].size() * stored.dtype.itemsize)
+                bar.update(box.size() * stored.dtype.itemsize)
 
     objects.all_gather(world.team.comm, "verify", check)
     found = [text for texts in objects.all_gather_object(world.team.comm, damaged) for text in texts]
     if world.rank == 0:
-        nbytes = sum(stored.nbytes() for stored in catalog.datasets.values())
-        report = {"path": args.file, "pieces": len(pieces), "bytes": nbytes, "damaged": found}
-        print(json.dumps(report) if args.json else _verdict(args.file, len(pieces), nbytes, found), flush=True)
+        report = {"path": contents.path, "checksums": contents.checked, "pieces": len(pieces)}
+        report |= {"bytes": contents.nbytes(), "damaged": found}
+        print(json.dumps(report) if as_json else _verdict(contents, len(pieces), found), flush=True)
     return _DAMAGED if found else 0
 
 
-def _verdict(path: str, pieces: int, nbytes: int, damaged: list[str]) -> str:
-    path, damaged = shown(path), [shown(text) for text in damaged]
+def _verdict(contents: Contents, pieces: int, damaged: list[str]) -> str:
+    path, damaged = shown(contents.path), [shown(text) for text in damaged]
     if not damaged:
-        return f"{path}: {pieces} pieces, {show_bytes(nbytes)}: all as they were written"
+        checked = "all as they were written" if contents.checked else "all can be read; there are no checksums"
+        return f"{path}: {pieces} pieces, {show_bytes(contents.nbytes())}: {checked}"
     more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
     return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{path}: {len(damaged)} of {pieces} pieces are DAMAGED"])
 
@@ -124,12 +132,14 @@ def parser() -> Parser:
     """Return the parser of python -m hpcdist.staging."""
     p = Parser(
         prog="hpcdist.staging",
-        description="List or verify an HDF5 file that hpcdist.staging has written.",
+        description="List or verify what a file or a folder of a checkpoint holds, in any format that is read.",
         epilog="example: mpirun -n 4 python -m hpcdist.staging verify whole.h5",
     )
     what = p.add_subparsers(dest="what", required=True, metavar="ls|verify")
-    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, their writers, and the state of the file")
-    verify = what.add_parser("verify", help="compare every piece with its checksum; exit status 1 if one is damaged")
+    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, their writers, and how they are stored")
+    verify = what.add_parser(
+        "verify", help="compare every piece with its checksum, or read all of a file without; exit status 1 for damage"
+    )
     for sub in (ls, verify):
         sub.add_argument("file", metavar="FILE")
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
+from hpcdist.errors import listed, refusal
+from hpcdist.formats import safetensors
+from hpcdist.formats.hdf5 import DTYPE_ATTRIBUTE, GROUP
 from hpcdist.process import abort
 from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
+from hpcdist.validation.local import WrongError
 
-__all__ = ["agreed", "count", "hdf5_path", "positive", "shape_and_dtype"]
+__all__ = [
+    *("SINGLE", "agreed", "check_attrs", "check_safetensors", "count", "flatten", "nest", "positive"),
+    *("shape_and_dtype", "shard_size", "target_path"),
+]
 
 T = TypeVar("T")
 
+SINGLE = "data"  # the name of a tensor that is saved without one
 _NOT_WRITTEN = (".npy", ".npz", ".pt", ".pth")  # which programs would read as numpy's and torch's
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @contextmanager
@@ -49,27 +60,43 @@ def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
 def positive(name: str, value: Any) -> int:
     """A number of bytes, at least 1."""
     if index(value) < 1:
-        raise local.WrongError("HD419", f"{name} is {value}, expected a number of bytes >= 1")
+        raise WrongError("HD419", f"{name} is {value}, expected a number of bytes >= 1")
     return index(value)
 
 
 def count(name: str, value: Any, size: int) -> int | None:
     """A number of ranks of a team of `size`; None stays None, which stands for all of them."""
-    if value is None:
-        return None
-    if not 1 <= index(value) <= size:
-        raise local.WrongError("HD419", f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
-    return index(value)
+    if value is not None and not 1 <= index(value) <= size:
+        raise WrongError("HD419", f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
+    return None if value is None else index(value)
 
 
-def hdf5_path(path: Any) -> str:
-    """The path of a file that is written; a WrongError if its suffix is that of another format."""
+def target_path(path: Any) -> str:
+    """The path of a file that is written; a WrongError if its suffix is that of a format that save() does not write."""
     text = os.fsdecode(path)
     if text.endswith(_NOT_WRITTEN):
-        raise local.WrongError(
-            "HD418", f"path is {text!r}, but an HDF5 file is written: let the name end with .h5, or .safetensors"
-        )
+        what = "but an HDF5 file is written: let the name end with .h5, or .safetensors"
+        raise WrongError("HD418", f"path is {text!r}, {what}")
     return text
+
+
+def shard_size(value: Any, path: str) -> int | None:
+    """The number of bytes that ``max_shard_size`` says; None stays None, which stands for one file.
+
+    Example::
+
+        >>> shard_size("5GB", "model.safetensors")
+        5000000000
+    """
+    if value is None:
+        return None
+    if not path.endswith(safetensors.SUFFIX):
+        raise WrongError("HD419", f"max_shard_size is for {safetensors.SUFFIX} files")
+    found = re.fullmatch(r"(\d+) ?([A-Za-z]*)", str(value))
+    size = int(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
+    if size < 1:
+        raise WrongError("HD419", f"max_shard_size is {value!r}, expected a number of bytes or text such as '5GB'")
+    return size
 
 
 def shape_and_dtype(name: str, spec: Any, window: int) -> tuple[tuple[int, ...], torch.dtype]:
@@ -78,16 +105,95 @@ def shape_and_dtype(name: str, spec: Any, window: int) -> tuple[tuple[int, ...],
         shape, dtype = spec
         extents = tuple(index(n) for n in shape)
     except (TypeError, ValueError):
-        raise local.WrongError("HD418", f"{name!r} is {spec!r}, expected (shape, dtype)") from None
+        raise WrongError("HD418", f"{name!r} is {spec!r}, expected (shape, dtype)") from None
     if not isinstance(dtype, torch.dtype):
-        raise local.WrongError("HD418", f"{name!r} has dtype {dtype!r}, expected a torch.dtype such as torch.float64")
+        raise WrongError("HD418", f"{name!r} has dtype {dtype!r}, expected a torch.dtype such as torch.float64")
     if dtype not in DTYPES:
-        raise local.WrongError("HD418", f"{name!r} has dtype {dtype}, which cannot be stored")
+        raise WrongError("HD418", f"{name!r} has dtype {dtype}, which cannot be stored")
     if min(extents, default=0) < 0 or any(isinstance(n, bool) for n in shape):
-        raise local.WrongError("HD418", f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
+        raise WrongError("HD418", f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
     try:
         check_shape(extents, dtype.itemsize)
         check_pieces(extents, dtype.itemsize, max(1, min(PIECE, window) // dtype.itemsize))
-    except local.WrongError as error:
-        raise local.WrongError("HD418", f"{name!r} {error}") from None
+    except WrongError as error:
+        raise WrongError("HD418", f"{name!r} {error}") from None
     return extents, dtype
+
+
+def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a nested dict by their path, ``{"a": {"b": x}}`` -> ``{"a/b": x}``; a single leaf is named SINGLE.
+
+    Raises:
+        ValueError, TypeError: a name that a file cannot have, or that two leaves have.
+    """
+    if not isinstance(tensors, Mapping):
+        return {prefix or SINGLE: tensors}
+    flat: dict[str, Any] = {}
+    for key, value in tensors.items():
+        if not isinstance(key, str):
+            raise refusal(TypeError, "HD418", f"names must be strings, got {key!r}")
+        parts = key.split("/")
+        if not all(parts) or "." in parts or ".." in parts or "\0" in key:
+            raise refusal(ValueError, "HD418", f"{key!r} cannot be a name in an HDF5 file")
+        name = f"{prefix}/{key}" if prefix else key
+        if name.split("/")[0] == GROUP:
+            raise refusal(ValueError, "HD418", f"{name!r}: names that begin with {GROUP} are hpcdist's own")
+        for leaf, tensor in flatten(value, name).items():
+            if leaf in flat:
+                raise refusal(ValueError, "HD418", f"two tensors have the name {leaf!r}")
+            flat[leaf] = tensor
+    for leaf in flat:
+        ends = [i for i, letter in enumerate(leaf) if letter == "/"]
+        above = next((leaf[:end] for end in ends if leaf[:end] in flat), None)
+        if above is not None:
+            raise refusal(ValueError, "HD418", f"{above!r} cannot be a tensor and hold {leaf!r}")
+    return flat
+
+
+def nest(flat: Mapping[str, Tensor], prefix: str = "") -> Any:
+    """The nested dict of these paths, without `prefix`; the tensor itself, if its name is `prefix`."""
+    if prefix in flat:
+        return flat[prefix]
+    tree: dict[str, Any] = {}
+    for name, tensor in flat.items():
+        *groups, last = name.removeprefix(prefix).strip("/").split("/")
+        branch = tree
+        for group in groups:
+            branch = branch.setdefault(group, {})
+        branch[last] = tensor
+    return tree
+
+
+def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
+    """Raise a WrongError for attributes of unknown tensors, or with a name of our own."""
+    for name, values in (attrs or {}).items():
+        if name and name not in given:
+            raise WrongError("HD419", f"attrs has {name!r}, which is not one of the tensors: {listed(given)}")
+        if not isinstance(values, Mapping):
+            raise WrongError("HD419", f"attrs of {name!r} must be a dict, got {type(values).__name__}")
+        if DTYPE_ATTRIBUTE in values:
+            raise WrongError("HD418", f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")
+
+
+def check_safetensors(dtypes: Mapping[str, torch.dtype], attrs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise a WrongError for what a .safetensors file cannot hold.
+
+    Args:
+        dtypes: by name of the tensor.
+        attrs: by name of a tensor, and "" for the file.
+        options: of save(), by name, that such a file does not have.
+    """
+    suffix = safetensors.SUFFIX
+    for option, value in options.items():
+        if value:
+            raise WrongError("HD419", f"{option} is given, which a {suffix} file does not have")
+    if safetensors.METADATA in dtypes:
+        raise WrongError("HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor in a {suffix} file")
+    for name, dtype in dtypes.items():
+        if dtype not in safetensors.SAFETENSORS.dtypes:
+            raise WrongError("HD418", f"{name!r} has dtype {dtype}, which a {suffix} file cannot hold")
+    for name, values in attrs.items():
+        if name and values:
+            raise WrongError("HD419", f"attrs of {name!r}: a {suffix} file has them only for the file, with name ''")
+        if any(type(part) is not str for item in values.items() for part in item):
+            raise WrongError("HD419", f"attrs of a {suffix} file must be text, got {dict(values)}")

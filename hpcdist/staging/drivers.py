@@ -9,43 +9,30 @@ from __future__ import annotations
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import codec
-from hpcdist.errors import FileError, refusal
-from hpcdist.files import raw
-from hpcdist.files.h5 import Dataset, FileMap, stored_dtype
-from hpcdist.files.raw import Digest
+from hpcdist.formats import plain
+from hpcdist.formats.contents import Dataset, FileMap
+from hpcdist.formats.hdf5 import stored_dtype
+from hpcdist.formats.plain import Digest
 from hpcdist.layout import Box
 from hpcdist.staging.exchange import Bytes, all_to_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Driver", "active", "for_filters", "for_path", "missing", "open_driver", "write_ahead"]
+__all__ = ["NAMES", "Mpio", "Posix", "active", "missing", "takes_path", "write_filtered"]
 
 NAMES = ("auto", "mpio", "posix")
 _AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
 _LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffix that it adds
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
-
-
-class Driver(Protocol):
-    """A file that a job is writing, open on one rank. `i` is the number of a dataset in the file's map."""
-
-    def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
-        """Write bytes of datasets at a position of the file. On this rank alone."""
-
-    def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
-        """Write a box of whole chunks, or nothing, into a compressed dataset. Collective."""
-
-    def close(self) -> None:
-        """Close the file. Collective."""
 
 
 def missing(name: str) -> str | None:
@@ -79,87 +66,55 @@ def active(name: str = "auto") -> tuple[str, str]:
     return "mpio", f"h5py {h5py.__version__} has parallel HDF5 {h5py.version.hdf5_version}"
 
 
-def for_filters(name: str, filters: Mapping[str, Any]) -> str:
-    """Choose the driver for datasets with these filters: instead of "auto", "posix" if there are any.
-
-    Where HDF5 writes chunks of several ranks through MPI-IO, ranks write into each other's pages.
-
-    Raises:
-        ValueError: MPI-IO was asked for, and cannot write them.
-    """
-    if name == "mpio" and filters:
-        raise refusal(ValueError, "HD421", "writer mpio does not compress; use auto or posix")
-    return "posix" if filters else name
-
-
-def for_path(name: str, path: str) -> str:
-    """Choose the driver for a file: instead of "auto", "posix" if MPI-IO cannot open it.
-
-    Open MPI up to 5.0.9 writes a path into 256 bytes, and the process aborts (its issue 13565).
-
-    Raises:
-        FileError: MPI-IO was asked for, and cannot open it.
-    """
+def takes_path(path: str) -> bool:
+    """Whether MPI-IO can open a path: Open MPI up to 5.0.9 writes it into 256 bytes, and aborts (its issue 13565)."""
     from mpi4py import MPI
 
-    if active(name)[0] == "posix" or MPI.get_vendor()[0] != "Open MPI" or len(os.fsencode(path)) <= _LONGEST:
-        return active(name)[0]
-    if name == "mpio":
-        limit = f"more than {_LONGEST} bytes, which Open MPI's MPI-IO cannot open"
-        raise FileError("HD421", f"{path}: the path has {limit}: use writer auto or posix")
-    return "posix"
+    return MPI.get_vendor()[0] != "Open MPI" or len(os.fsencode(path)) <= _LONGEST
 
 
-def open_driver(
-    name: str, team: Team, datasets: Sequence[Dataset], file_map: FileMap, hints: Mapping[str, str]
-) -> Driver:
-    """Open a file for writing. Collective; every rank has checked that it can open the file."""
-    return _Mpio(team.comm, datasets, file_map, hints) if name == "mpio" else _Posix(team, datasets, file_map)
+class Posix:
+    """A file that this process writes with system calls, once open() was called."""
 
+    def __init__(self, file_map: FileMap) -> None:
+        self.path = file_map.path
+        self._fd = -1
 
-def write_ahead(fd: int, place: int, data: memoryview, digest: Digest | None = None) -> None:
-    """Write bytes at a position of an open file with system calls, and let the disk start meanwhile."""
-    for start in range(0, len(data), _AHEAD):
-        raw.write_at(fd, place + start, data[start : start + _AHEAD], digest)
-        raw.start_writeback(fd, place + start, _AHEAD)
-
-
-class _Posix:
-    def __init__(self, team: Team, datasets: Sequence[Dataset], file_map: FileMap) -> None:
-        self._team = team
-        self._path = file_map.path
-        self._datasets = datasets
-        self._fd = os.open(file_map.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
-        write_ahead(self._fd, place, data, digest)
-
-    def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
-        dataset = self._datasets[i]
-        chunks: list[_Chunk] = []
-        problem: Exception | None = None
-        try:
-            chunks = [] if box is None or data is None else list(_filtered(dataset, box, data))
-        except Exception as error:  # raised when no rank waits for this one
-            problem = error
-        nothing = np.empty(0, np.uint8)
-        blocks = [_packed(chunks) if rank == 0 else nothing for rank in range(self._team.size)]
-        arrived = all_to_all(self._team, blocks)
-        if problem is not None:
-            raise problem
-        if self._team.rank == 0:
-            self._write_chunks(dataset.name, [chunk for block in arrived for chunk in _unpacked(block)])
-
-    def _write_chunks(self, name: str, chunks: list[_Chunk]) -> None:
-        import h5py
-
-        if chunks:
-            with h5py.File(self._path, "r+", locking=False) as file:
-                for offset, mask, content in chunks:
-                    file[name].id.write_direct_chunk(offset, content, mask)
+        """Write bytes at a position of the file, and let the disk start meanwhile."""
+        for start in range(0, len(data), _AHEAD):
+            plain.write_at(self._fd, place + start, data[start : start + _AHEAD], digest)
+            plain.start_writeback(self._fd, place + start, _AHEAD)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the file. Closing it again does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def write_filtered(team: Team, path: str, dataset: Dataset, box: Box | None, data: memoryview | None) -> None:
+    """Write a box of whole chunks, or nothing, into a compressed dataset. Collective."""
+    import h5py
+
+    chunks: list[_Chunk] = []
+    problem: Exception | None = None
+    try:
+        chunks = [] if box is None or data is None else list(_filtered(dataset, box, data))
+    except Exception as error:  # raised when no rank waits for this one
+        problem = error
+    nothing = np.empty(0, np.uint8)
+    arrived, _ = all_to_all(team, [_packed(chunks) if rank == 0 else nothing for rank in range(team.size)])
+    if problem is not None:
+        raise problem
+    found = [chunk for block in arrived for chunk in _unpacked(block)] if team.rank == 0 else []
+    if found:
+        with h5py.File(path, "r+", locking=False) as file:
+            for offset, mask, content in found:
+                file[dataset.name].id.write_direct_chunk(offset, content, mask)
 
 
 # The offset of a chunk in the dataset, the mask of the filters that were skipped, and the filtered bytes.
@@ -198,22 +153,23 @@ def _unpacked(message: Bytes) -> list[_Chunk]:
     return chunks
 
 
-class _Mpio:
-    def __init__(
-        self, comm: MPI.Intracomm, datasets: Sequence[Dataset], file_map: FileMap, hints: Mapping[str, str]
-    ) -> None:
-        import h5py
-        from mpi4py import MPI
+class Mpio:
+    """A file that HDF5 writes through MPI-IO. Opening and closing it are collective."""
 
-        self._fd = os.open(
-            file_map.path, os.O_RDONLY | os.O_CLOEXEC
-        )  # to start the writeback of what MPI-IO has written
-        info = MPI.Info.Create(dict(hints))
-        self._file = h5py.File(file_map.path, "r+", driver="mpio", comm=comm, info=info)
-        info.Free()
+    def __init__(self, comm: MPI.Intracomm, datasets: Sequence[Dataset], file_map: FileMap) -> None:
+        self.path, self._comm = file_map.path, comm
         held = sorted((at, d.nbytes(), d.name) for d, at in zip(datasets, file_map.data, strict=True) if at is not None)
-        self._starts = [at for at, nbytes, _ in held if nbytes]
-        self._data = [(at + nbytes, self._file[name].id) for at, nbytes, name in held if nbytes]
+        self._held = [row for row in held if row[1]]
+        self._starts = [at for at, _, _ in self._held]
+        self._fd = -1
+        self._file: Any = None
+
+    def open(self) -> None:
+        import h5py
+
+        self._file = h5py.File(self.path, "r+", driver="mpio", comm=self._comm)  # first: no rank may wait for this one
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)  # to start the writeback of what MPI-IO has written
+        self._data = [(at + nbytes, self._file[name].id) for at, nbytes, name in self._held]
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
         begun, end = place, place + len(data)
@@ -233,7 +189,7 @@ class _Mpio:
                         digest.update(data[:nbytes])
                     place, data = place + nbytes, data[nbytes:]
                     if place - begun >= _AHEAD:
-                        raw.start_writeback(self._fd, begun, place - begun)
+                        plain.start_writeback(self._fd, begun, place - begun)
                         begun = place
 
     def _reason(self, error: OSError, nbytes: int) -> OSError:
@@ -246,14 +202,15 @@ class _Mpio:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return error
 
-    def write_filtered(self, i: int, box: Box | None, data: memoryview | None) -> None:
-        raise NotImplementedError("writer mpio does not compress")  # for_filters() has chosen another one
-
     def close(self) -> None:
+        """Close the file. Collective; closing it again does nothing."""
+        file, fd, self._file, self._fd = self._file, self._fd, None, -1
         try:
-            self._file.close()  # first: collective
+            if file is not None:
+                file.close()  # first: collective
         finally:
-            os.close(self._fd)
+            if fd >= 0:
+                os.close(fd)
 
 
 def _write(dataset: Any, box: Box, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

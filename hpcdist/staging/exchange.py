@@ -1,9 +1,9 @@
-"""Exchange data between the ranks on their way to a file or from it, in host memory, over MPI."""
+"""Data on their way to a file or from it: exchanged between ranks over MPI, in host memory; from and to GPUs."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,32 +11,37 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.team import Team
+from hpcdist.layout import Box
+from hpcdist.layout.box_sequences import Copies
 from hpcdist.process import abort
-from hpcdist.staging.boxes import Copies
 from hpcdist.staging.pieces import ROUND, PiecePlan
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes, bits
 
-__all__ = ["Bytes", "all_to_all", "collect", "deliver"]
+__all__ = ["Bytes", "all_to_all", "collect", "deliver", "incoming", "outgoing"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def all_to_all(team: Team, blocks: Sequence[Bytes]) -> list[Bytes]:
-    """Send `blocks[r]` to each rank r of the team; return what has arrived, by sender. Collective."""
+def all_to_all(team: Team, blocks: Sequence[Bytes], more: bool = False) -> tuple[list[Bytes], bool]:
+    """Send `blocks[r]` to each rank r of the team; return what has arrived, by sender. Collective.
+
+    Args:
+        more: whether this rank will send more; the second result is whether any rank will.
+    """
     from mpi4py import MPI
 
     from hpcdist.routes.mpi import MPI_ROUTE
 
-    lengths, arriving = array("q", map(len, blocks)), array("q", bytes(8 * team.size))
+    lengths, arriving = array("q", (2 * len(block) + more for block in blocks)), array("q", bytes(8 * team.size))
     team.comm.Alltoall([lengths, MPI.INT64_T], [arriving, MPI.INT64_T])
-    got = [np.empty(n, np.uint8) for n in arriving]
+    got = [np.empty(n // 2, np.uint8) for n in arriving]
     got[team.rank] = blocks[team.rank]
     others = [rank for rank in range(team.size) if rank != team.rank]
     sends = [(rank, torch.from_numpy(blocks[rank])) for rank in others if len(blocks[rank])]
     recvs = [(rank, torch.from_numpy(got[rank])) for rank in others if len(got[rank])]
     MPI_ROUTE.exchange(team, sends, recvs, 0)
-    return got
+    return got, any(n % 2 for n in arriving)
 
 
 def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratch) -> Tensor | None:
@@ -71,6 +76,8 @@ def deliver(team: Team, plan: PiecePlan, piece: Tensor | None, out: Tensor, roun
 
     `piece` is this rank's, in contiguous host memory, and `out` is the box of the whole that it wants.
     """
+    if isinstance(plan.held, Copies) and _through_windows(team, plan, piece, out, round_, scratch):
+        return
     me, want, moves = team.rank, plan.held[team.rank], _Moves(scratch)
     row = plan.piece(me, round_)
     if row is not None and piece is not None:
@@ -86,6 +93,30 @@ def deliver(team: Team, plan: PiecePlan, piece: Tensor | None, out: Tensor, roun
         if owner != me:
             moves.recv(out[plan.pieces[met].intersect(want).slices(want.offset)], owner)
     moves.run(team, "staging.load")
+
+
+def _through_windows(
+    team: Team, plan: PiecePlan, piece: Tensor | None, out: Tensor, round_: int, scratch: Scratch
+) -> bool:
+    """As deliver(), where all ranks want all of it: through memory that the ranks of a node share, so that each byte
+    comes to a node once. False on all ranks if that does not help, or cannot be had. Collective."""
+    from hpcdist.routes import window  # which imports MPI
+
+    if not window.helps(team):
+        return False
+    rows = [plan.piece(rank, round_) for rank in range(team.size)]
+    places = [out[plan.pieces[row].slices()] for row in rows if row is not None]
+    direct = [place.is_cpu and place.is_contiguous() for place in places]
+    blocks = [place if ok else scratch.take(place.shape, place.dtype) for place, ok in zip(places, direct, strict=True)]
+    given = iter(blocks)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    recvs = [nothing if row is None else as_bytes(next(given)) for row in rows]
+    if not window.WINDOW_ROUTE.allgather(team, nothing if piece is None else as_bytes(piece), recvs):
+        return False
+    for place, block, ok in zip(places, blocks, direct, strict=True):
+        if not ok:
+            bits(place).copy_(bits(block))
+    return True
 
 
 class _Moves:
@@ -119,3 +150,71 @@ class _Moves:
             MPI_ROUTE.exchange(team, self._sends, self._recvs, ROUND)
         for place, block in self._copies:
             bits(place).copy_(bits(block))
+
+
+def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
+    """Yield each part of `x` in contiguous host memory, valid until the next one is asked for.
+
+    Views of a CPU tensor where they are contiguous, else one copy. Of a GPU tensor, the next part is copied while the
+    caller works on this one.
+    """
+    if not x.is_cuda:
+        scratch = Scratch(pinned=False)
+        for part in parts:
+            scratch.reset()
+            yield scratch.on_host(x[part.slices()])
+        return
+    buffers = _Pinned(x, parts)
+    stream = torch.cuda.current_stream(x.device)
+    ready: list[torch.cuda.Event] = []
+    for i in range(len(parts) + 1):
+        if i < len(parts):
+            bits(buffers.part(i)).copy_(bits(x[parts[i].slices()]).contiguous(), non_blocking=True)
+            ready.append(stream.record_event())
+        if i > 0:
+            ready[i - 1].synchronize()
+            yield buffers.part(i - 1)
+
+
+def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
+    """Yield contiguous host memory for each part of `out`, which is copied there when the caller, having filled it,
+    asks for the next. All copies are complete when the iterator ends.
+
+    Views of a CPU tensor where they are contiguous, else one copy. Of a GPU tensor, a part is copied while the caller
+    fills the next.
+    """
+    if not out.is_cuda:
+        scratch = Scratch(pinned=False)
+        for part in parts:
+            scratch.reset()
+            target = out[part.slices()]
+            buffer = target if target.is_contiguous() else scratch.take(part.shape, out.dtype)
+            yield buffer
+            if buffer is not target:
+                bits(target).copy_(bits(buffer))
+        return
+    buffers = _Pinned(out, parts)
+    stream = torch.cuda.current_stream(out.device)
+    free: list[torch.cuda.Event] = []
+    for i, part in enumerate(parts):
+        if i > 1:
+            free[i - 2].synchronize()
+        yield buffers.part(i)
+        bits(out[part.slices()]).copy_(bits(buffers.part(i)), non_blocking=True)
+        free.append(stream.record_event())
+    stream.synchronize()
+
+
+class _Pinned:
+    """Two pinned buffers that the parts of a tensor use in turn."""
+
+    def __init__(self, x: Tensor, parts: Sequence[Box]) -> None:
+        self._dtype = x.dtype
+        self._parts = parts
+        size = max((part.size() for part in parts), default=0)
+        self._memory = torch.empty((min(2, len(parts)), size), dtype=x.dtype, pin_memory=True, device="cpu")
+
+    def part(self, i: int) -> Tensor:
+        """The buffer of part i, in its shape."""
+        shape = self._parts[i].shape
+        return self._memory[i % 2][: self._parts[i].size()].view(shape)

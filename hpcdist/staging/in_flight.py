@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hpcdist import activity, memory
 from hpcdist.comm.team import Team
+from hpcdist.formats.safetensors import INDEX, index_of
 from hpcdist.runtime import background
 from hpcdist.runtime.background import Handle
-from hpcdist.staging.sharded_files import INDEX, index_of
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation.local import WrongError

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.comm.team import Team
-from hpcdist.control import objects
+from hpcdist.control import digests, objects
+from hpcdist.errors import FileError, coded, listed, reason, refusal
+from hpcdist.formats.contents import Contents, Stored
+from hpcdist.formats.plain import SHORT
+from hpcdist.formats.table import describe
+from hpcdist.layout import Box
+from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
+from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
 from hpcdist.staging.exchange import deliver
 from hpcdist.staging.in_flight import wait_for
-from hpcdist.staging.loading import Load, planned
-from hpcdist.staging.names import SINGLE, nest
-from hpcdist.staging.node_memory import NodeMemory
-from hpcdist.staging.target import WINDOW
-from hpcdist.staging.together import Source, kept, read_together
-from hpcdist.staging.wants import plan_load
+from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds
+from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import written
+from hpcdist.validation import local
+from hpcdist.validation.local import WrongError
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.windows import Window
 
-__all__ = ["load"]
+__all__ = ["Load", "Method", "load", "plan_load", "planned"]
 
 VERB = "staging.load"
+_ONCE_PER = ("auto", "rank", "job")
+LEAST = 2**16  # bytes that ranks read together by default; below, to read them takes less time than to send them
+_NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between attempts to see the same file on all ranks
+_MOST = 2**61  # elements: no tensor of a file is larger, and the sum of two such numbers is an int64
 
 
 def load(
@@ -53,13 +72,12 @@ def load(
     """Read each rank's part of the tensors of a file, with any number of ranks, whatever wrote it.
 
     Collective over `group`. Waits for a save in flight to this name. Along dim 0 every rank reads straight into its
-    result. What several ranks want is read once: each reads a share of it, straight into its result, and sends that to
-    the others while it reads on. Where parts are so narrow that reading them alone would read everything many times,
-    the ranks share the reading and send each other their parts, a window at a time.
+    result. Where all ranks want the whole, or parts are so narrow that reading them alone would read everything many
+    times, the ranks share the reading and send each other their parts, a window at a time.
 
     Args:
-        path: of the file, seen by all ranks: HDF5, or .safetensors; or of a folder of .safetensors files, with or
-            without an index of Hugging Face's libraries; or of the index. Must agree.
+        path: of the file, seen by all ranks: HDF5, .safetensors, .npy, .npz or .pt; or of a folder: of torch's DCP, or
+            of .safetensors files, with or without an index of Hugging Face's libraries; or of the index. Must agree.
         name: of a tensor, or of a group of them; None for all of the file. Must agree.
         dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
             name, 0 for those that are not in it. Must agree. Every rank gets the whole of 0-d tensors.
@@ -71,20 +89,17 @@ def load(
             device. Each rank may give it or not. If the call fails, its contents are undefined.
         device: device of the result, without `out`; the CPU by default.
         window: bytes of host memory that a rank may use besides the result. Must agree.
-        readers: how many ranks read from the file, of those that want the same (with `once_per="node"`, on each
-            node); by default all. Must agree.
+        readers: how many ranks read from the file what is sent to others; by default all. Must agree.
         verify: True: check every piece of which something is read against its checksum; None: those that are read
             whole; False: none. Files of other tools have no checksums. Must agree.
-        once_per: how often the file is read for ranks that want the same (`dim=None`, 0-d tensors, or an equal `box`):
-            "job": once; each byte comes to a node once, where the ranks pass it on to each other. "node": once on each
-            node, without messages between nodes. "rank": by every rank for itself. "auto": as "job" on several nodes,
-            and for what is compressed; on one node, the others read the rest from the system's cache, which is faster;
-            so is "rank" for less than 64 KiB. Must agree. :func:`hpcdist.explain` reports what is read and sent.
+        once_per: how often the file is read for ranks that want the whole of a tensor (`dim=None`, 0-d tensors): "job":
+            once, by all ranks together, which send each other what they have read; "rank": by every rank for itself.
+            "auto": as "job" on several nodes, and for what is compressed; on one node, and for less than 64 KiB, as
+            "rank". Must agree. :func:`hpcdist.explain` reports what is read and sent.
         shared: whether the ranks of a node share one copy of what all ranks want whole (`dim=None`): it is read, or
-            received, by one of them, into memory for all. As with :func:`hpcdist.concat`, the tensors are to be read:
-            what a rank writes in place it alone sees, and the pages that it writes become its own. The memory of all
-            tensors of a call is used again once no rank has one of them. For host memory; where the node has none for
-            it, or for less than 64 KiB, each rank gets its own. Must agree.
+            received, into memory for all. Treat it as read-only: writes are private (copy-on-write). The memory of a
+            tensor is used again once no rank has it. For host memory; where the node has none for it, or for less than
+            64 KiB, each rank gets its own. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just read.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
@@ -113,69 +128,64 @@ def load(
     }  # fmt: skip
     wait_for(path)
     with planned(team, VERB, arguments) as call:
-        memory = NodeMemory.taken(team, call) if shared else None
+        methods = {key: call.method(key) for key in call.tensors}
+        windows = {key: _window(team, call.tensors[key]) for key, how in methods.items() if how is Method.SHARED}
         targets: dict[str, Tensor] = {}
-        objects.all_gather(team.comm, VERB, lambda: targets.update(_allocate(team, call, out, memory)))
+
+        def allocate() -> None:
+            for key, stored in call.tensors.items():
+                want, memory = call.wants[key][team.rank], windows.get(key)
+                if out is not None:
+                    targets[key] = out.detach().view(want.shape)
+                elif memory is not None:
+                    targets[key] = memory.target(want.shape, stored.dtype)
+                else:
+                    targets[key] = pool.empty(want.shape, stored.dtype, call.device, fixed=True)
+
+        objects.all_gather(team.comm, VERB, allocate)
         written(out, None)
         problems: list[str] = []
-        for key in call.datasets:
-            if key not in call.together:
-                problems += _read(team, call, key, targets[key])
-        _read_shared_out(team, call, targets, memory is not None, problems)
-        if memory is not None:
-            targets |= memory.results()
+        for key, how in methods.items():
+            if how is Method.ALONE:
+                with kept(problems):
+                    call.reader(key).read(call.wants[key][team.rank], targets[key], call.same["window"])
+            elif windows.get(key) is None:
+                problems += _read_in_rounds(team, call, key, call.wants[key], targets[key])
+            else:
+                problems += _read_shared(team, call, key, targets[key])
+        found = enumerate(objects.all_gather_object(team.comm, problems[:1], VERB))
+        objects.raise_problems(VERB, {rank: texts[0] for rank, texts in found if texts})
+        for key, memory in windows.items():
+            if memory is not None:
+                team.topology.comm.Barrier()  # all ranks of the node have written
+                targets[key] = memory.tensor(call.tensors[key].shape, call.tensors[key].dtype)
     if out is not None:
         return out
     return nest(targets, call.same["name"] or (SINGLE if list(targets) == [SINGLE] else ""))
 
 
-def _read_shared_out(team: Team, call: Load, targets: Mapping[str, Tensor], shared: bool, problems: list[str]) -> None:
-    """Read what is wanted by several ranks together with them; report the errors of all ranks. Collective.
+def _window(team: Team, stored: Stored) -> Window | None:
+    """Take memory of the node for a tensor; None on all ranks if it has none: see ``team.unshared``. Collective."""
+    from hpcdist.routes import window  # which imports MPI
 
-    Args:
-        problems: errors on this rank so far.
-
-    Raises:
-        RankError: on every rank, if there are any.
-    """
-    rank, stale = team.rank, list[tuple[int, int]]()
-    plan = None if call.plan is None else replace(call.plan, shared=shared)
-    sources = [Source(call.reader(key), call.wants[key][rank], targets[key]) for key in call.together]
-    for last in (False, True):
-        if plan is not None:
-            found, stale = read_together(team, VERB, plan, sources, call.same["window"], last)
-            problems += found
-        everywhere = objects.all_gather_object(team.comm, (problems[:1], stale), VERB)
-        objects.raise_problems(VERB, {i: texts[0] for i, (texts, _) in enumerate(everywhere) if texts})
-        if not any(pieces for _, pieces in everywhere):
-            return
-        call.opened.forget()
-        if plan is not None:
-            ranks = {i for node in plan.nodes for i in node}
-            plan = plan.only({(i, row) for r, (_, pieces) in enumerate(everywhere) if r in ranks for i, row in pieces})
+    return window.take(team, stored.nbytes(), stored.nbytes())
 
 
-def _allocate(team: Team, call: Load, out: Tensor | None, memory: NodeMemory | None) -> dict[str, Tensor]:
-    """Return memory for this rank's box of each tensor: new, `out`, or of the node."""
-    boxes = {key: call.wants[key][team.rank] for key in call.datasets}
-    if out is not None:
-        return {key: out.detach().view(box.shape) for key, box in boxes.items()}
-    found = {} if memory is None else memory.targets()
-    for key, box in boxes.items():
-        if key not in found:
-            found[key] = pool.empty(box.shape, call.datasets[key].dtype, call.device, fixed=True)
-    return {key: found[key] for key in boxes}
+@contextmanager
+def kept(problems: list[str]) -> Iterator[None]:
+    """Keep an error of this rank, so that it continues with the others, which get it at the end."""
+    try:
+        yield
+    except Exception as error:
+        problems.append(coded("HD402", reason(error)))
 
 
-def _read(team: Team, call: Load, key: str, out: Tensor) -> list[str]:
-    """Read this rank's box of a tensor; return the errors of this rank. Collective."""
-    reader, wants, window = call.reader(key), call.wants[key], call.same["window"]
-    stored, readers, problems = reader.stored, call.same["readers"], list[str]()
-    if call.alone(key):
-        with kept(problems):
-            reader.read(wants[team.rank], out, window)
-        return problems
-    plan, rows = plan_load(stored, wants, window, readers or team.size, reader.verify)
+def _read_in_rounds(team: Team, call: Load, key: str, wants: BoxSequence, out: Tensor) -> list[str]:
+    """Read the pieces of a tensor, each on one rank, and send their parts to those that want them; return the errors of
+    this rank. Collective."""
+    reader, window = call.reader(key), call.same["window"]
+    stored, problems = reader.stored, list[str]()
+    plan, rows = plan_load(stored, wants, window, call.same["readers"] or team.size, reader.verify)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with kept(problems):
             for number in range(team.rank, len(stored.boxes), team.size):
@@ -194,3 +204,321 @@ def _read(team: Team, call: Load, key: str, out: Tensor) -> list[str]:
                     reader.fill(box, in_table, piece, window)
         deliver(team, plan, piece, out, round_, scratch)
     return problems
+
+
+def _read_shared(team: Team, call: Load, key: str, out: Tensor) -> list[str]:
+    """Read a tensor into memory that the ranks of a node share; return the errors of this rank. Collective."""
+    stored, problems, nodes = call.tensors[key], list[str](), team.topology.nodes
+    if len(nodes) == 1:
+        plan, _ = plan_load(stored, call.wants[key], call.same["window"], call.same["readers"] or team.size, None)
+        with kept(problems):
+            for row in plan.rows(team.rank):
+                box = plan.pieces[row]
+                call.reader(key).read(box, out[box.slices()], call.same["window"])
+        return problems
+    first = np.zeros((team.size, 1), bool)  # one rank of a node receives for all
+    first[[ranks[0] for ranks in nodes]] = True
+    shapes = np.where(first, np.array(stored.shape, np.int64), 0)
+    wants = Listed(np.zeros_like(shapes), shapes, stored.shape)
+    return _read_in_rounds(team, call, key, wants, out if first[team.rank] else out[out.shape[0] :])
+
+
+class Method(Enum):
+    """How the ranks read a tensor."""
+
+    ALONE = "each rank reads its part"
+    ROUNDS = "each piece is read once, and its parts sent"
+    SHARED = "read once, into memory that the ranks of a node share"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a call of load() reads on this rank.
+
+    Attributes:
+        files: the file, or the files of the folder, open on this rank.
+        same: options that are the same on all ranks.
+        wants: by name of the tensor, the box of each rank.
+        device: of this rank's results, without `out`.
+        progress: called with the number of bytes just read.
+        nodes: on how many nodes the ranks are.
+    """
+
+    files: OpenFiles
+    same: Mapping[str, Any]
+    wants: Mapping[str, BoxSequence]
+    device: torch.device
+    progress: Callable[[int], None] | None
+    nodes: int
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The tensors by name, in the order of the files."""
+        return self.files.contents.tensors
+
+    def method(self, key: str) -> Method:
+        """Return how a tensor is read. What each rank wants whole, "auto" reads once a job on several nodes, and what
+        is compressed; the ranks of a node read the rest from the system's cache as fast as they could send it."""
+        stored, wants, same = self.tensors[key], self.wants[key], self.same
+        if isinstance(wants, Copies):
+            if same["shared"] and stored.nbytes() >= LEAST and stored.shape:
+                return Method.SHARED
+            once = same["once_per"] == "job" or same["readers"] is not None
+            if same["once_per"] == "auto" and stored.nbytes() >= LEAST:
+                once = once or self.nodes > 1 or (stored.raw is None and stored.parts is None)
+            return Method.ROUNDS if once and stored.nbytes() and len(wants) > 1 else Method.ALONE
+        alone = same["readers"] is None and _reads_alone(stored, wants, same["verify"])
+        return Method.ALONE if alone or stored.raw is None else Method.ROUNDS
+
+    def reader(self, key: str) -> TensorReader:
+        """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
+        return TensorReader(self.files, replace(self.tensors[key]), self.same["verify"], self.progress)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What one rank wants to load.
+
+    Attributes:
+        box: box that this rank wants, if the caller gives one.
+        out: dtype and shape of the memory for it, if the caller gives that.
+    """
+
+    box: Box | None
+    out: tuple[torch.dtype, tuple[int, ...]] | None
+
+
+def _check(
+    team: Team,
+    *,
+    path: Any,
+    name: Any,
+    dim: Any,
+    counts: Any,
+    box: Any,
+    out: Any,
+    device: Any,
+    window: Any,
+    readers: Any,
+    verify: Any,
+    once_per: Any,
+    shared: Any,
+    progress: Any,
+) -> tuple[dict[str, Any], _Ask, torch.device, Any]:
+    """Check the arguments of load() on this rank; return the options that must agree, what it wants, the device of the
+    result, and `progress`."""
+    if name is not None and not isinstance(name, str):
+        raise WrongError("HD419", f"name must be a string or None, got {name!r}")
+    if box is not None and (dim != 0 or counts is not None):
+        raise WrongError("HD419", "box is given together with dim or counts, which it replaces")
+    if once_per not in _ONCE_PER:
+        raise WrongError("HD419", f"once_per is {once_per!r}, expected one of {', '.join(_ONCE_PER)}")
+    mine = None if box is None else Box(tuple(index(o) for o in box[0]), tuple(index(n) for n in box[1]))
+    if out is not None:
+        local.tensor(out, 0, "out")
+    target = torch.device("cpu" if device is None else device)
+    if shared:
+        _check_shared(dim, box, out, target, once_per)
+    same = {
+        "path": os.fsdecode(path), "name": None if name is None else name.strip("/"),
+        "dim": {str(k): _dim(v) for k, v in dim.items()} if isinstance(dim, Mapping) else _dim(dim),
+        "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
+        "window": positive("window", window), "readers": count("readers", readers, team.size), "verify": verify,
+        "box": "not given" if box is None else "given", "once_per": once_per, "shared": bool(shared),
+    }  # fmt: skip
+    held = None if out is None else (out.dtype, tuple(out.shape))
+    return same, _Ask(mine, held), target, progress
+
+
+def _check_shared(dim: Any, box: Any, out: Tensor | None, device: torch.device, once_per: str) -> None:
+    why = None
+    if out is not None:
+        why = "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
+    elif box is not None or not (dim is None or isinstance(dim, Mapping)):
+        why = "shared=True is for tensors that every rank wants whole: pass dim=None, or a dict with None for these"
+    elif device.type != "cpu":
+        why = f"device is {device}, but shared=True is for host memory"
+    elif once_per == "rank":
+        why = "once_per is 'rank', but with shared=True no rank has a copy of its own: use 'job'"
+    if why is not None:
+        raise WrongError("HD203", why)
+
+
+def _dim(dim: Any) -> int | None:
+    return None if dim is None else index(dim)
+
+
+@contextmanager
+def planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[Load]:
+    """Agree on a load, open the file on every rank, and plan who reads what. Collective.
+
+    Args:
+        arguments: this rank's, of load().
+
+    Raises:
+        RankError: on every rank: see load().
+    """
+    with agreed(team, verb, lambda: _check(team, **arguments)) as (own, mine, device, progress):
+        same, _ = digests.same(team.comm, verb, own, own, objects.first_difference)
+        with _opened(team, verb, mine, str(same["path"]), same["name"]) as (files, asks):
+            wants, wrong = _find_wants(files.contents, same, asks)
+            objects.raise_problems(verb, wrong)
+            nodes = len({team.settings.node_of[peer] for peer in team.peers})
+            yield Load(files, same, wants, device, progress, nodes)
+
+
+@contextmanager
+def _opened(team: Team, verb: str, mine: _Ask, path: str, name: str | None) -> Iterator[tuple[OpenFiles, list[_Ask]]]:
+    """Open what a file or folder holds of `name`, the same on every rank; a RankError everywhere if a rank cannot.
+
+    What each rank asks for travels with the answer to whether it sees the same. A file may be replaced meanwhile, and
+    caches of names may be some seconds out of date: it is opened again then.
+    """
+    for nap in (*_NAPS, None):
+        contents: Contents = objects.broadcast(team.comm, verb, lambda: describe(path, name).chosen(name))
+        with OpenFiles(contents) as files:
+
+            def see(last: bool = nap is None, files: OpenFiles = files) -> tuple[bool, _Ask]:
+                try:
+                    for file in files.contents.files:
+                        files.fd(file)
+                except FileError:
+                    if last:
+                        raise
+                    return False, mine
+                return True, mine
+
+            answers = objects.all_gather(team.comm, verb, see)
+            if all(right for right, _ in answers):
+                yield files, [ask for _, ask in answers]
+                return
+        time.sleep(nap or 0)
+
+
+def _find_wants(
+    contents: Contents, same: Mapping[str, Any], asks: Sequence[_Ask]
+) -> tuple[dict[str, BoxSequence], dict[int, str]]:
+    """Find the box of each tensor for each rank; and by rank, why it cannot be read, or does not fit `out`."""
+    wants: dict[str, BoxSequence] = {}
+    problems: dict[int, str] = {}
+    given = [ask.box for ask in asks if ask.box is not None]
+    corners: dict[int, tuple[Ints, Ints]] = {}  # of the boxes that the ranks give, by number of dims
+    for key, stored in contents.tensors.items():
+        try:
+            if not given:
+                wants[key] = _along_dim(stored, same, len(asks))
+                continue
+            n = len(stored.shape)
+            if n not in corners:
+                corners[n] = _corners(given, n)
+            boxes = wants[key] = Listed(*corners[n], stored.shape)
+            for rank in _outside(boxes, given):
+                box = f"(offset {given[rank].offset}, shape {given[rank].shape})"
+                text = f"{key}: box is {box}, which is not in shape {stored.shape}"
+                problems.setdefault(rank, coded("HD213", text))
+        except ValueError as error:
+            for rank in range(len(asks)):
+                problems.setdefault(rank, coded("HD212", f"{key}: {error}"))
+    for rank, ask in enumerate(asks):
+        if ask.out is not None and rank not in problems:
+            unfit = _unfit(contents.tensors, ask.out, wants, rank)
+            if unfit is not None:
+                problems[rank] = unfit
+    return wants, problems
+
+
+def _corners(given: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
+    """The offsets and shapes of boxes with so many dims; those with another number are in no tensor."""
+    nowhere = Box((-1,) * ndim, (0,) * ndim)
+    fit = [box if len(box.offset) == len(box.shape) == ndim else nowhere for box in given]
+    offsets, shapes = (
+        np.array([[max(-1, min(n, _MOST)) for n in part] for part in parts], np.int64).reshape(len(fit), ndim)
+        for parts in ([box.offset for box in fit], [box.shape for box in fit])
+    )
+    return offsets, shapes
+
+
+def _outside(boxes: Listed, given: Sequence[Box]) -> list[int]:
+    """The ranks whose box is not in the tensor."""
+    if not boxes.shape:
+        return [rank for rank, box in enumerate(given) if not box.is_in(())]
+    wrong = (boxes.offsets < 0) | (boxes.shapes < 0) | (boxes.offsets + boxes.shapes > np.array(boxes.shape))
+    return np.flatnonzero(wrong.any(axis=1)).tolist()
+
+
+def _along_dim(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequence:
+    """The boxes of a tensor along the dim that was given; a ValueError if it has no such dim or counts."""
+    shape, dim = stored.shape, same["dim"]
+    if isinstance(dim, dict):
+        dim = dim.get(stored.name, 0)
+    if dim is None or not shape:
+        return Copies(shape, size)
+    if not -len(shape) <= dim < len(shape):
+        what = f"dim is {dim}, expected {-len(shape)} to {len(shape) - 1} for {len(shape)} dims"
+        raise refusal(ValueError, "HD204", what)
+    dim %= len(shape)
+    return Shards(shape, dim, _displs(same["counts"], shape[dim], size))
+
+
+@lru_cache(maxsize=256)
+def _displs(counts: str | tuple[int, ...] | None, extent: int, size: int) -> Ints:
+    found = summed(layout.counts_of(counts, extent, size))
+    found.setflags(write=False)  # tensors of the same extent have the same
+    return found
+
+
+def _unfit(
+    tensors: Mapping[str, Stored],
+    out: tuple[torch.dtype, tuple[int, ...]],
+    wants: Mapping[str, BoxSequence],
+    rank: int,
+) -> str | None:
+    """Explain why `out` does not fit what a rank gets; None if it does."""
+    if len(wants) != 1:
+        return coded("HD208", f"out is given for one tensor, but {len(wants)} are read: {listed(wants)}")
+    ((key, boxes),) = wants.items()
+    dtype, shape = out
+    if dtype != tensors[key].dtype:
+        return coded("HD208", f"out has dtype {dtype}, expected {tensors[key].dtype}, that of {key!r} in the file")
+    return (
+        None if shape == boxes[rank].shape else coded("HD208", f"out has shape {shape}, expected {boxes[rank].shape}")
+    )
+
+
+def _reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:
+    """Decide whether every rank reads on its own: long runs, or little in all; and whole pieces, if verified."""
+    size = stored.dtype.itemsize
+    if isinstance(wants, Listed):
+        if not verify and 2 * wants.sizes.sum(dtype=float) < prod(stored.shape):
+            return True
+        lengths, counts = wants.run_lengths()
+        lengths = lengths[(counts > 1) & (wants.sizes > 0)]
+        return not len(lengths) or not (verify or int(lengths.min()) * size < SHORT)
+    if not isinstance(wants, Shards):
+        return True  # the whole
+    extents = np.diff(wants.displs)
+    filled = extents[extents > 0]
+    if not len(filled) or not prod(stored.shape):
+        return True
+    length, count, _ = layout.runs(wants[int(np.flatnonzero(extents == filled.min())[0])], stored.shape)
+    return count == 1 or not (verify or length * size < SHORT)
+
+
+def plan_load(
+    stored: Stored, wants: BoxSequence, window: int, readers: int, verify: bool | None
+) -> tuple[PiecePlan, Sequence[int] | Ints | None]:
+    """Plan which rank reads what; and if the pieces of the file's table are read, the number of each."""
+    size, itemsize = len(wants), stored.dtype.itemsize
+    pieces, workers = stored.boxes, readers
+    largest = int(pieces.sizes.max()) * itemsize if len(pieces) else 0
+    rows: Sequence[int] | Ints | None = range(len(pieces))
+    if largest and 2 * largest <= window:
+        workers = max(1, min(readers, window // (2 * largest)))
+    else:
+        pieces, rows = grid(stored.shape, max(1, min(PIECE, window // (2 * readers)) // itemsize)), None
+    if isinstance(wants, Listed) and not (verify and rows is not None):
+        chosen = pieces.intersecting(wants.cover)  # no rank may want some of the pieces within these
+        if len(chosen) < len(pieces):
+            pieces = Listed(pieces.offsets[chosen], pieces.shapes[chosen], pieces.shape)
+            rows = None if rows is None else chosen
+    return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants, straight=False), rows

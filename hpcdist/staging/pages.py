@@ -1,7 +1,7 @@
 """No two ranks write the same page of a file: clients of a shared file system may write back whole pages, each its own.
 
-Bytes of a rank in a page that others write, too, are sent over MPI to the one rank that owns the page. Pages that hold
-anything but data, such as headers and tables, belong to rank 0, which has made the file.
+Bytes of a rank in a page that others write, too, are sent to the one rank that owns the page. Pages that hold anything
+but data, such as headers and tables, belong to rank 0, which has made the file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from hpcdist.comm.team import Team
-from hpcdist.control import objects
-from hpcdist.files.raw import Digest, Ints
+from hpcdist.errors import refusal
+from hpcdist.formats.plain import Digest
+from hpcdist.layout.box_sequences import Ints
 from hpcdist.staging.exchange import Bytes, all_to_all
 
-__all__ = ["Edges", "Owner", "Pages"]
+__all__ = ["Edges", "Owner", "Pages", "RootPages"]
 
 _ROUND = 2**23  # bytes of edges that a rank sends at a time
 
@@ -81,30 +82,20 @@ class Pages:
         cut = [(*part, owner) for part, owner in zip(parts, (int(left), None, int(right)), strict=True)]
         return [part for part in cut if part[0] < part[1]]
 
-    def write(
-        self, rank: int, place: int, data: memoryview, write: Write, edges: Edges, digest: Digest | None = None
-    ) -> None:
-        """Write a run of the file on this rank; keep what lies in pages of others.
-
-        Args:
-            digest: updated with all of it.
-        """
-        for start, end, owner in self.cut(place, place + len(data)):
-            part = data[start - place : end - place]
-            if owner in (None, rank):
-                write(start, part, digest)
-                continue
-            edges.add(np.array([[start, end - start, owner]]), part)
-            if digest is not None:
-                digest.update(part)
-
-    def keep(self, places: Ints, nbytes: int, data: memoryview, edges: Edges) -> None:
-        """Keep runs of `nbytes` each, less than a page, for the owners of their pages."""
+    def divide(self, places: Ints, nbytes: int) -> Ints:
+        """Divide runs of `nbytes` each, less than a page, at borders between pages: a row for each part, of its first
+        byte, its bytes and its owner."""
         first = np.minimum(nbytes, (places // self.size + 1) * self.size - places)
         rows = np.stack([places, first, places + first, nbytes - first], axis=1).reshape(-1, 2)
         rows = rows[rows[:, 1] > 0]
-        owners = self.owners(rows[:, 0] // self.size * self.size)
-        edges.add(np.concatenate([rows, owners[:, None]], axis=1), data)
+        return np.concatenate([rows, self.owners(rows[:, 0] // self.size * self.size)[:, None]], axis=1)
+
+
+class RootPages(Pages):
+    """Pages that a run does not fill are all written by one process: that of the number 0."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, [], lambda i, at: at)
 
 
 class Edges:
@@ -112,6 +103,7 @@ class Edges:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._data = tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder))  # noqa: SIM115
+        self._limit, self._kept = limit, 0
         self._tables: list[Ints] = []
         self._failed: Exception | None = None
 
@@ -124,6 +116,23 @@ class Edges:
             raise
         self._tables.append(rows)
 
+    def take(self) -> list[tuple[int, bytes]]:
+        """Take what was kept since the last time: (position, bytes) of each run.
+
+        Raises:
+            ValueError: more than `limit` bytes were kept in all.
+        """
+        self._kept += self._data.tell()
+        if self._kept > self._limit:
+            text = "bytes of short runs lie in pages that several hosts write: more than window"
+            raise refusal(ValueError, "HD423", f"{self._kept:,} {text}={self._limit:,}")
+        self._data.seek(0)
+        found = [(int(at), self._data.read(int(n))) for rows in self._tables for at, n, _ in rows]
+        self._data.seek(0)
+        self._data.truncate()
+        self._tables.clear()
+        return found
+
     def settle(self, team: Team, write: Write) -> Exception | None:
         """Send everything to its owner, which writes it. Collective.
 
@@ -132,16 +141,14 @@ class Edges:
         """
         table = np.concatenate([np.empty((0, 3), np.int64), *([] if self._failed else self._tables)])
         self._data.seek(0)
-        ends = np.cumsum(table[:, 1])
-        turns = _turns(ends)
-        problem = self._failed
-        for turn in range(max(objects.all_gather_object(team.comm, len(turns)))):
-            first, end = turns[turn] if turn < len(turns) else (0, 0)
+        turns, problem, more = _turns(np.cumsum(table[:, 1])), self._failed, True
+        while more:
+            first, end = turns.pop(0) if turns else (0, 0)
             rows = table[first:end]
             data = np.frombuffer(self._data.read(int(rows[:, 1].sum())), np.uint8)
-            arrived = [_unpacked(block) for block in all_to_all(team, _packed(team, rows, data)) if len(block)]
+            blocks, more = all_to_all(team, _packed(team, rows, data), bool(turns))
             try:
-                for place, run in _merged(arrived):
+                for place, run in _merged([_unpacked(block) for block in blocks if len(block)]):
                     write(place, run, None)
             except Exception as error:  # reported when no rank waits for this one
                 problem = problem or error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -12,13 +11,22 @@ import numpy as np
 import torch
 
 from hpcdist import layout
-from hpcdist.files.raw import Ints
 from hpcdist.layout import Box
-from hpcdist.staging.boxes import BoxSequence, Copies, CutShards, Grid, Shards, summed
+from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, cut_shards, grid, summed
 from hpcdist.validation.local import WrongError
 
 __all__ = [
-    *("PIECE", "ROUND", "PiecePlan", "Sharded", "block_bounds", "check_pieces", "check_shape", "plan_save"),
+    *(
+        "MOST_PIECES",
+        "PIECE",
+        "ROUND",
+        "PiecePlan",
+        "Sharded",
+        "block_bounds",
+        "check_pieces",
+        "check_shape",
+        "plan_save",
+    ),
     "shard_boxes",
 ]
 
@@ -27,7 +35,7 @@ PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, an
 
 _MOST_BYTES = 2**63 - 1  # of a file
 _MOST_DIMS = 32  # of HDF5
-_MOST_PIECES = 2**22  # of a tensor: each has a row in a table
+MOST_PIECES = 2**20  # of a tensor: each has a row in a table
 
 
 def check_shape(shape: Sequence[int], itemsize: int) -> None:
@@ -40,11 +48,11 @@ def check_shape(shape: Sequence[int], itemsize: int) -> None:
 
 def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
     """Raise a WrongError, as above, if there are too many pieces of `limit` elements, before they are listed."""
-    if prod(shape) > limit * _MOST_PIECES:
+    if prod(shape) > limit * MOST_PIECES:
         size = prod(shape) * itemsize
         raise WrongError(
             "HD419",
-            f"has {size:,} bytes, in more than {_MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small",
+            f"has {size:,} bytes, in more than {MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small",
         )
 
 
@@ -71,7 +79,7 @@ class Sharded:
 class PiecePlan:
     """How the ranks of a team write one tensor to a file, or read it; the same on every rank.
 
-    Nothing in it is a list of what all ranks do: see :mod:`hpcdist.staging.boxes`.
+    Nothing in it is a list of what all ranks do: see :mod:`hpcdist.layout.box_sequences`.
 
     Attributes:
         pieces: boxes that are written or read one at a time.
@@ -80,7 +88,7 @@ class PiecePlan:
         straight: whether every piece lies in its owner's box, so that no data move between ranks.
     """
 
-    pieces: Sequence[Box]
+    pieces: Listed
     bounds: Ints
     held: BoxSequence
     straight: bool
@@ -96,16 +104,10 @@ class PiecePlan:
         row = int(self.bounds[rank]) + round_
         return row if row < self.bounds[rank + 1] else None
 
-    def owners_at(self, shape: Sequence[int], elements: Ints) -> Ints:
+    def owners_at(self, elements: Ints) -> Ints:
         """The ranks that write elements of the tensor, counted in C order; the pieces are its runs, in that order."""
-        bounds, whole = self.bounds, prod(shape)
-
-        def first(rank: int) -> int:
-            row = int(bounds[rank])
-            return next(layout.runs(self.pieces[row], shape)[2]) if row < len(self.pieces) else whole
-
-        ranks = range(len(bounds) - 1)
-        return np.array([bisect_right(ranks, int(element), key=first) - 1 for element in elements], np.int64)
+        rows = np.searchsorted(self.pieces.starts, elements, "right") - 1
+        return np.searchsorted(self.bounds, rows, "right") - 1
 
     def rows(self, rank: int) -> range:
         """The pieces of one rank."""
@@ -114,7 +116,6 @@ class PiecePlan:
     def met(self, rank: int, round_: int) -> list[tuple[int, int]]:
         """(owner, piece) for the pieces of a round of which a part lies in the box of `rank`."""
         if rank not in self._met:
-            assert isinstance(self.pieces, BoxSequence)
             rows = self.pieces.intersecting(self.held[rank])
             owners = np.searchsorted(self.bounds, rows, "right") - 1
             rounds = rows - self.bounds[owners]
@@ -151,17 +152,16 @@ def plan_save(x: Sharded, window: int, writers: int) -> PiecePlan:
     if isinstance(held, Shards) and own:
         pieces, bounds = _cut(held, limit)
         return PiecePlan(pieces, bounds, held, straight=True)
-    whole = Grid(x.shape, limit, x.chunks)
+    whole = grid(x.shape, limit, x.chunks)
     return PiecePlan(whole, block_bounds(len(whole), size, writers), held, straight)
 
 
-def _cut(shards: Shards, limit: int) -> tuple[BoxSequence, Ints]:
+def _cut(shards: Shards, limit: int) -> tuple[Listed, Ints]:
     """The pieces of shards of which each is one run of the file, and which of them belong to each rank."""
     row, extent = prod(shards.shape[shards.dim + 1 :]), shards.shape[shards.dim]
     if 0 < row <= limit and prod(shards.shape[: shards.dim]) == 1:
-        pieces = CutShards(shards, limit // row)
-        return pieces, pieces.bounds
-    whole = Grid(shards.shape, limit)  # no piece is longer than an index along dim, or one rank has all
+        return cut_shards(shards, limit // row)
+    whole = grid(shards.shape, limit)  # no piece is longer than an index along dim, or one rank has all
     if np.count_nonzero(np.diff(shards.displs)) < 2:
         return whole, len(whole) * np.minimum(shards.displs, 1)
     return whole, shards.displs * (len(whole) // extent)

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import FileError, listed, reason, refusal
-from hpcdist.files import h5
-from hpcdist.files.attributes import attributes
-from hpcdist.files.commit import check_target
-from hpcdist.files.h5 import Dataset
-from hpcdist.files.raw import memory
-from hpcdist.files.regular import open_regular
+from hpcdist.formats import hdf5, plain
+from hpcdist.formats.contents import Contents, Dataset, Stored
+from hpcdist.formats.plain import memory
+from hpcdist.formats.table import describe
 from hpcdist.layout import Box
+from hpcdist.layout.box_sequences import Ints, Listed
 from hpcdist.runtime import world
-from hpcdist.staging.arguments import agreed, hdf5_path, positive, shape_and_dtype
-from hpcdist.staging.catalog import Stored, describe
+from hpcdist.staging.arguments import agreed, check_attrs, flatten, positive, shape_and_dtype, target_path
 from hpcdist.staging.in_flight import wait_for
-from hpcdist.staging.links import hard_path
-from hpcdist.staging.names import check_attrs, flatten
-from hpcdist.staging.pieces import PIECE
-from hpcdist.staging.reader import DatasetReader
-from hpcdist.staging.saving import Saving
-from hpcdist.staging.target import WINDOW, SaveOptions
-from hpcdist.staging.written import Written, check_complete, record_checksums, starts_of
+from hpcdist.staging.pieces import MOST_PIECES, PIECE
+from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import row_major, written
@@ -75,7 +72,7 @@ def open(
 
     Args:
         path: of the file.
-        mode: "r" to read any HDF5 file, "w" to write a new one.
+        mode: "r" to read a file of any format that load() reads, "w" to write a new HDF5 file.
         tensors: of mode "w": (shape, dtype) by name, dicts may be nested. Must agree.
         attrs: of mode "w": HDF5 attributes by name of the tensor; "" for the file. Rank 0's are written.
         window: bytes of host memory for data in transit. Must agree with mode "w".
@@ -85,7 +82,7 @@ def open(
         A :class:`ReadFile` or a :class:`WriteFile`, for a ``with`` block.
 
     Raises:
-        FileError: of mode "r": no such regular file, not HDF5, incomplete, truncated.
+        FileError: of mode "r": no such regular file, not of its format, incomplete, truncated.
         RankError: of mode "w", on every rank: arguments that are wrong or differ, a file that cannot be made.
 
     Example::
@@ -108,21 +105,27 @@ def open(
 
 
 class ReadFile:
-    """An HDF5 file that is read a box at a time, on this rank alone. Made by :func:`open`; must be closed.
+    """A file that is read a box at a time, on this rank alone. Made by :func:`open`; must be closed.
 
     Attributes:
         names: names of its tensors.
     """
 
     def __init__(self, path: str, window: int) -> None:
-        self._window, self._fd = window, -1
-        while self._fd < 0:
-            self._catalog = describe(path)
-            with ExitStack() as stack:
-                fd = stack.enter_context(open_regular(path))
-                if self._catalog.is_in(fd):  # else it was replaced in between
-                    self._open, self._fd = stack.pop_all(), fd
-        self.names = list(self._catalog.datasets)
+        self._window = window
+        self._files: OpenFiles | None = None
+        while self._files is None:
+            files = OpenFiles(describe(path))
+            try:
+                for file in files.contents.files:
+                    files.fd(file)
+                self._files = files
+            except FileError:  # it was replaced in between
+                files.close()
+                if not os.path.exists(path):
+                    raise
+        self._contents: Contents = self._files.contents
+        self.names = list(self._contents.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -133,20 +136,10 @@ class ReadFile:
         return self._stored(name).dtype
 
     def attrs(self, name: str = "") -> dict[str, Any]:
-        """The HDF5 attributes of a tensor or a group; of the file itself for ""."""
-        path = self._catalog.path
-        try:
-            with h5.opened(path) as file:
-                place = hard_path(path, file, name)
-                if place is None:
-                    raise FileError("HD408", f"{path}: holds no {name!r}")
-                found = attributes(file[place or "/"])
-        except FileError:
-            raise
-        except Exception as error:  # whatever h5py makes of a file that is damaged
-            raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
-        found.pop(h5.DTYPE_ATTRIBUTE, None)
-        return found
+        """The HDF5 attributes of a tensor or a group; of the file itself for "", or the text of a .safetensors file."""
+        if self._contents.kind == "HDF5 file":
+            return hdf5.attributes(self._contents.path, name)
+        return dict(self._contents.text) if not name else {}
 
     def read(
         self,
@@ -193,17 +186,18 @@ class ReadFile:
                 what = f"{out.dtype} of shape {tuple(out.shape)}"
                 raise refusal(ValueError, "HD208", f"out is {what}, expected {stored.dtype} of {box.shape}")
             target = written(out, out.detach())
+        assert self._files is not None  # or _stored() has raised
         try:
-            DatasetReader(self._catalog.path, self._fd, stored, verify).read(box, target, self._window)
+            TensorReader(self._files, stored, verify).read(box, target, self._window)
         except OSError as error:
-            raise FileError("HD402", f"{self._catalog.path}: cannot be read: {reason(error)}") from error
+            raise FileError("HD402", f"{self._contents.path}: cannot be read: {reason(error)}") from error
         return target if out is None else out
 
     def close(self) -> None:
         """Close the file. Closing it again does nothing."""
-        if self._fd >= 0:
-            self._fd = -1
-            self._open.close()
+        if self._files is not None:
+            self._files.close()
+            self._files = None
 
     def __enter__(self) -> ReadFile:
         return self
@@ -212,21 +206,22 @@ class ReadFile:
         self.close()
 
     def _stored(self, name: str) -> Stored:
-        if self._fd < 0:
+        if self._files is None:
             raise refusal(ValueError, "HD422", "the file is closed")
         key = name.strip("/")
-        if key in self._catalog.external:
-            self._catalog.require(key)
-        if key not in self._catalog.datasets:
-            raise FileError("HD408", f"{self._catalog.path}: holds no tensor {name!r}; it has: {listed(self.names)}")
-        return self._catalog.datasets[key]
+        if key in self._contents.external:
+            self._contents.require(key)
+        if key not in self._contents.tensors:
+            raise FileError("HD408", f"{self._contents.path}: holds no tensor {name!r}; it has: {listed(self.names)}")
+        return self._contents.tensors[key]
 
 
 class WriteFile:
     """A new file that ranks write a box at a time. Made by :func:`open`; used in a ``with`` block.
 
     At the end of the block, which is collective, the file appears under its name: if every element was written once,
-    and no rank has failed. An exception on one rank ends the job, and the name keeps the old file.
+    and no rank has failed. An exception on one rank ends the job, and the name keeps the old file. Each box is a piece
+    with a checksum of its own; rows that a rank writes one after the other become one piece.
     """
 
     def __init__(self, team: Team, path: Any, tensors: Any, attrs: Any, window: Any) -> None:
@@ -235,25 +230,24 @@ class WriteFile:
             specs = {name: shape_and_dtype(name, spec, limit) for name, spec in flatten(tensors or {}).items()}
             check_attrs(attrs, specs)
             given = {name: dict(values) for name, values in (attrs or {}).items()}
-            return {"path": hdf5_path(path), "window": limit, "tensors": specs}, given
+            target = target_path(path)
+            if target.endswith(".safetensors"):
+                raise local.WrongError("HD418", f"path is {target!r}, but an HDF5 file is written: let it end with .h5")
+            return {"path": target, "window": limit, "tensors": specs}, given
 
         with agreed(team, VERB, check) as (mine, given):
-            same = digests.same(team.comm, VERB, mine, mine, objects.first_difference)
-            target, limit, specs = same["path"], same["window"], same["tensors"]
-            nbytes = sum(layout.whole(shape).size() * dtype.itemsize for shape, dtype in specs.values())
-            objects.broadcast(team.comm, VERB, lambda: check_target(target, nbytes))  # before the pieces are listed
-            datasets = []
-            for name, (shape, dtype) in specs.items():
-                pieces = list(layout.boxes(layout.whole(shape), max(1, min(PIECE, limit) // dtype.itemsize)))
-                datasets.append(Dataset(name, shape, dtype, pieces, attrs=given.get(name, {})))
-            sizes = [dataset.dtype.itemsize for dataset in datasets]
-            owner = lambda i, elements: elements * sizes[i] // _SHARE % team.size  # noqa: E731
+            same, _ = digests.same(team.comm, VERB, mine, mine, objects.first_difference)
+            specs = same["tensors"]
+            datasets = [
+                Dataset(name, shape, dtype, attrs=given.get(name, {})) for name, (shape, dtype) in specs.items()
+            ]
+            owner = lambda i, at: at * datasets[i].dtype.itemsize // _SHARE % team.size  # noqa: E731
             # MPI-IO and system calls must not be mixed in one file: boxes of any shape are written by system calls.
-            options = SaveOptions("posix", limit, attrs=given.get("", {}))
-            self._saving = Saving(team, VERB, target, datasets, owner, options)
-            self._written = [Written(dataset) for dataset in datasets]
+            options = SaveOptions("posix", same["window"], attrs=given.get("", {}))
+            self._file = FileWriter(team, VERB, same["path"], datasets, owner, options)
+            self._written = [_Written(dataset) for dataset in datasets]
             self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
-            self._window, self._open = limit, True
+            self._open = True
 
     def write(self, name: str, x: Tensor, offset: Sequence[int]) -> None:
         """Write a box of a tensor. On this rank alone; boxes must not overlap, on this rank or between ranks.
@@ -270,42 +264,117 @@ class WriteFile:
         if not self._open:
             raise refusal(ValueError, "HD422", "the file is closed")
         if name not in self._index:
-            raise FileError("HD408", f"{self._saving.map.path}: has no tensor {name!r}; it has: {listed(self._index)}")
+            raise FileError("HD408", f"{self._file.path}: has no tensor {name!r}; it has: {listed(self._index)}")
         if not isinstance(x, Tensor):
             raise refusal(TypeError, "HD201", not_a_tensor(x, "x"))
         i = self._index[name]
-        dataset = self._saving.datasets[i]
+        dataset = self._file.datasets[i]
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))
         _check_inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise refusal(ValueError, "HD422", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
         data = memory(row_major(local.tensor(x, 0, "x")[0].cpu()).view(x.shape))
-        starts, length = starts_of(box, dataset.shape)
-        self._saving.write_runs(i, starts, length * x.itemsize, data)
-        self._written[i].add(box, starts, length, data)
+        self._file.write(i, box, data)
+        self._written[i].add(box, data)
 
     def __enter__(self) -> WriteFile:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        saving, self._open = self._saving, False
+        file, self._open = self._file, False
         if error is not None:  # the others may be anywhere: nothing collective can be done here
-            saving.drop()
+            file.drop()
             return
-        saving.verb = "staging.close"
+        file.verb = "staging.close"
         try:
-            with agreed(saving.team, saving.verb, lambda: None), saving:
-                check_complete(saving, self._written)
-                saving.sync()
-                if not any(objects.all_gather_object(saving.team.comm, saving.problem is not None)):
-                    record_checksums(saving, self._written, self._window)
-        except BaseException:  # also before the block
-            saving.drop()
+            with agreed(file.team, file.verb, lambda: None):
+                file.commit(self._record())
+        except BaseException:
+            file.drop()
             raise
+
+    def _record(self) -> list[Dataset]:
+        """Make the boxes of all ranks the pieces of the file; a failure is kept, such as a missing box. Collective."""
+        file, team = self._file, self._file.team
+        mine = [of.boxes().tobytes() for of in self._written]
+        found = objects.all_gather_object(team.comm, mine, file.verb)
+        datasets = []
+        for i, (dataset, of) in enumerate(zip(file.datasets, self._written, strict=True)):
+            n = len(dataset.shape)
+            tables = [np.frombuffer(boxes[i], np.int64).reshape(-1, 2 * n) if n else boxes[i] for boxes in found]
+            first = sum(len(table) for table in tables[: team.rank])
+            for row, checksum in enumerate(of.checksums(), first):
+                file.record(i, row, checksum)
+            count = sum(map(len, tables))
+            corners = np.concatenate(tables).reshape(count, 2 * n) if n else np.empty((count, 0), np.int64)
+            pieces = Listed(corners[:, :n], corners[:, n:], dataset.shape)
+            if count > MOST_PIECES:
+                what = f"was written in {count:,} boxes, {MOST_PIECES:,} at most are possible"
+                file.fail(refusal(ValueError, "HD422", f"{dataset.name}: {what}"))
+            elif dataset.nbytes() and not pieces.tile():
+                file.fail(refusal(ValueError, "HD422", f"{dataset.name}: {_odd(pieces)}"))
+            datasets.append(replace(dataset, pieces=pieces))
+        return datasets
+
+
+class _Written:
+    """The boxes of one tensor that this rank has written, and their checksums, computed from memory."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._shape, self._most = dataset.shape, PIECE // dataset.dtype.itemsize
+        self._boxes = array("q")  # offset and shape of each
+        self._checksums = array("Q")
+        self._last: Box | None = None  # of the piece that may go on
+        self._digest: Any = None
+
+    def add(self, box: Box, data: memoryview) -> None:
+        """Note a box that has been written."""
+        if not box.size():
+            return
+        joined = None if self._last is None else _joined(self._last, box, self._shape)
+        if joined is None or joined.size() > self._most:
+            self._end()
+            self._last, self._digest = box, plain.digest()
+        else:
+            self._last = joined
+        self._digest.update(data)
+
+    def _end(self) -> None:
+        if self._last is not None:
+            self._boxes.extend((*self._last.offset, *self._last.shape))
+            self._checksums.append(self._digest.intdigest())
+            self._last = None
+
+    def boxes(self) -> Ints | np.ndarray[Any, np.dtype[np.uint8]]:
+        """The offsets and shapes of the pieces, one after the other; a byte for each of a 0-d tensor."""
+        self._end()
+        return np.array(self._boxes, np.int64) if self._shape else np.zeros(len(self._checksums), np.uint8)
+
+    def checksums(self) -> array[int]:
+        """The checksums of the pieces."""
+        return self._checksums
+
+
+def _joined(one: Box, other: Box, shape: Sequence[int]) -> Box | None:
+    """The box of two that follow each other in the tensor's memory, each of whole indices of dim 0; None of others."""
+    ends_there = bool(shape) and one.shape[1:] == other.shape[1:] == tuple(shape[1:])
+    if not ends_there or one.offset[0] + one.shape[0] != other.offset[0]:
+        return None
+    return Box(one.offset, (one.shape[0] + other.shape[0], *one.shape[1:]))
+
+
+def _odd(pieces: Listed) -> str:
+    """What is wrong with boxes that are not the whole tensor, each element once."""
+    order = np.lexsort(pieces.offsets.T[::-1])
+    boxes = [pieces[i] for i in order.tolist()]
+    twice = next((b for a, b in pairwise(boxes) if a.intersect(b).size()), None)
+    if twice is not None:
+        return f"elements at {twice.offset} were written twice"
+    missing = prod(pieces.shape) - int(pieces.sizes.sum())
+    return f"{missing:,} elements were not written" if missing > 0 else "elements were written twice"
 
 
 def _check_inside(box: Box, shape: Sequence[int]) -> None:
     if not box.is_in(shape):
-        raise refusal(
-            ValueError, "HD213", f"box (offset {box.offset}, shape {box.shape}) is not in shape {tuple(shape)}"
-        )
+        what = f"box (offset {box.offset}, shape {box.shape}) is not in shape {tuple(shape)}"
+        raise refusal(ValueError, "HD213", what)

@@ -1,57 +1,73 @@
-"""Read boxes of arrays in open files, on one rank; of files that hpcdist has written, with checksums."""
+"""Read boxes of the tensors of files, on one rank; of files that hpcdist has written, with checksums."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout, limits
+from hpcdist import activity, layout
 from hpcdist.errors import FileError, coded
-from hpcdist.files import h5, raw
-from hpcdist.files.raw import memory
+from hpcdist.formats import dcp_folder, plain
+from hpcdist.formats.contents import Contents, Slices, Stored
+from hpcdist.formats.paths import open_regular
+from hpcdist.formats.plain import Raw, memory
+from hpcdist.formats.table import format_of
 from hpcdist.layout import Box
-from hpcdist.staging.catalog import Stored
-from hpcdist.staging.host import incoming
-from hpcdist.staging.links import external_data, hard_path
+from hpcdist.staging.exchange import incoming
 from hpcdist.staging.pieces import PIECE
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 
-__all__ = ["DatasetReader", "Part", "Reader", "checksum_of", "read_box"]
+__all__ = ["OpenFiles", "Part", "TensorReader", "checksum_of"]
 
-_CHUNK = 2**26  # bytes of a chunk that HDF5 may always hold beside the window
 _PART = 2**23  # bytes of a piece of many runs that are checked at a time
+_MOST_OPEN = 32
 
 
-@dataclass(frozen=True)
-class Reader:
-    """An array in an open file of any format.
+class OpenFiles:
+    """The files of a description, each opened on this rank when it is first read; the latest ones are open."""
 
-    Attributes:
-        name: name of the array in the file; "" in a format that holds one array without a name.
-        shape, dtype: of the array.
-        read: fills a tensor with a box of it, in host memory of at most so many bytes: read(box, out, window).
-    """
+    def __init__(self, contents: Contents, most: int = _MOST_OPEN) -> None:
+        self.contents, self._most = contents, most
+        self._open: dict[str, tuple[ExitStack, int]] = {}
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[Box, Tensor, int], None]
+    def fd(self, path: str) -> int:
+        """The descriptor of a file; a FileError if it is not the one that was described."""
+        if path not in self._open:
+            if len(self._open) >= self._most:
+                self._open.pop(next(iter(self._open)))[0].close()
+            with ExitStack() as stack:
+                fd = stack.enter_context(open_regular(path))
+                at = self.contents.files[path]
+                if not at.is_of(fd):
+                    plain.forget(fd)  # the cache may be out of date
+                    if not at.is_of(fd):
+                        text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
+                        raise FileError("HD413", text)
+                self._open[path] = stack.pop_all(), fd
+        return self._open[path][1]
 
-    def whole(self) -> Tensor:
-        """Read all of it, as a CPU tensor of native byte order."""
-        x = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        self.read(layout.whole(self.shape), x, limits.WINDOW)
-        return x
+    def forget(self) -> None:
+        """Drop what this node's cache has of the files, which may be out of date."""
+        for _, fd in self._open.values():
+            plain.forget(fd)
+
+    def close(self) -> None:
+        """Close all of them. They are opened again if they are read."""
+        for stack, _ in self._open.values():
+            stack.close()
+        self._open.clear()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Part(NamedTuple):
@@ -67,25 +83,32 @@ class Part(NamedTuple):
     checks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class DatasetReader:
-    """A dataset in an open HDF5 file.
+class TensorReader:
+    """A tensor of a file.
 
-    Attributes:
-        path, fd: of the file.
-        stored: the dataset.
-        verify: True: every piece of which something is read is checked, and read whole for that if need be; None:
-            those that are read whole anyway; False: none.
+    Args:
+        verify: True: every piece of which something is read is checked, and read whole for that if need be; None: those
+            that are read whole anyway; False: none.
         progress: called with the number of bytes that have just been read.
     """
 
-    path: str
-    fd: int
-    stored: Stored
-    verify: bool | None = None
-    progress: Callable[[int], None] | None = None
-    _checked: set[int] = field(default_factory=set, init=False, repr=False)
-    _begun: dict[int, Any] = field(default_factory=dict, init=False, repr=False)  # the checksums of pieces half read
+    def __init__(
+        self,
+        files: OpenFiles,
+        stored: Stored,
+        verify: bool | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.files, self.stored, self.verify, self.progress = files, stored, verify, progress
+        self.path = files.contents.path if stored.raw is None else stored.raw.path
+        self._checked: set[int] = set()
+        self._begun: dict[int, Any] = {}  # the checksums of pieces half read
+        self._library: tuple[int, Slices] | None = None  # for this descriptor
+        self._part: tuple[int, Raw | Tensor] | None = None  # the last part of a tensor in parts
+
+    @property
+    def fd(self) -> int:
+        return self.files.fd(self.path)
 
     def read(self, want: Box, out: Tensor, window: int) -> None:
         """Read a box into `out`, a tensor of its shape on any device.
@@ -93,13 +116,18 @@ class DatasetReader:
         Raises:
             FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
         """
-        limit = max(1, min(PIECE, window // 2) // out.itemsize)
-        parts = self.parts(want, limit)
+        parts = self.parts(want, max(1, min(PIECE, window // 2) // out.itemsize))
         local = [part.box.relative_to(want.offset) for part in parts]
         for part, target in zip(parts, incoming(out, local), strict=True):
             for row in part.checks:
                 self.check(row, window)
             self.fill(part.box, part.row, target, window)
+
+    def whole(self, window: int) -> Tensor:
+        """Read all of it, as a CPU tensor."""
+        x = torch.empty(self.stored.shape, dtype=self.stored.dtype, device="cpu")
+        self.read(layout.whole(self.stored.shape), x, window)
+        return x
 
     def parts(self, want: Box, limit: int, follow: bool = False) -> list[Part]:
         """Return what a box is read in: parts of at most `limit` elements; with `follow`, larger pieces where follow()
@@ -139,7 +167,7 @@ class DatasetReader:
     def follows(self, row: int) -> bool:
         """Return whether a piece can be read in parts, one after the other, by follow()."""
         where = self.stored.raw
-        return where is not None and not where.swapped and layout.runs(self.stored.boxes[row], where.shape)[1] == 1
+        return where is not None and layout.runs(self.stored.boxes[row], where.shape)[1] == 1
 
     def follow(self, row: int, part: Box, target: Tensor) -> bool:
         """Read the next part of a piece, which is read from its first element to its last, into contiguous host memory.
@@ -148,30 +176,23 @@ class DatasetReader:
             Whether its checksum is right, if this is its last part; else True.
         """
         where, piece = self.stored.raw, self.stored.boxes[row]
-        assert where is not None and self.stored.pieces is not None
+        assert where is not None
         if part.offset == piece.offset:
-            self._begun[row] = h5.digest()
-        digest = self._begun[row]
+            self._begun[row] = plain.digest()
         with self._truncation():
-            raw.read_at(self.fd, where.place(part), memory(target), digest)
+            plain.read_at(self.fd, where.place(part), memory(target), self._begun[row])
         self._note(target)
         if any(o + n < at + extent for o, n, at, extent in zip(*part, *piece, strict=True)):
             return True
-        return int(self._begun.pop(row).intdigest()) == int(self.stored.pieces[row]["xxh3_64"])
+        return int(self._begun.pop(row).intdigest()) == self._expected(row)
 
     def fill(self, part: Box, row: int | None, target: Tensor, window: int) -> None:
         """Read a box into contiguous host memory; if it is the piece `row`, check it."""
-        where = self.stored.raw
-        if row is not None and where is not None and where.swapped:  # the checksum is of the bytes as they are stored
-            self.check(row, window)
-            row = None
-        if row is not None:
-            self._prove(row, partial(self._read_piece, part, target, window))
-        elif where is None:
-            read_box(self.path, self.stored.place, part, target, window, self.fd)
-        else:
+        if row is None:
             with self._truncation():
-                where.read(partial(raw.read_at, self.fd), part, target, window)
+                self._read(part, target, window)
+        else:
+            self._prove(row, partial(self._read_piece, part, target, window))
         self._note(target)
 
     def _note(self, target: Tensor) -> None:
@@ -188,31 +209,76 @@ class DatasetReader:
             buffer = pool.empty(box.shape, self.stored.dtype, "cpu", fixed=True)
             self._prove(row, partial(self._read_piece, box, buffer, window))
         else:
-            self._prove(row, partial(checksum_of, self.fd, where, box))
+            self._prove(row, lambda: checksum_of(self.fd, where, box))
         self._checked.add(row)
+
+    def _read(self, box: Box, out: Tensor, window: int) -> None:
+        """Read a box into a CPU tensor, without checks."""
+        if self.stored.raw is not None:
+            self.stored.raw.read(self.fd, box, out, window)
+        elif self.stored.parts is not None:
+            self._read_parts(box, out, window)
+        else:
+            for part in layout.boxes(box, max(1, window // (2 * out.itemsize))):  # the library has a copy of its own
+                bits(out)[part.slices(box.offset)].copy_(bits(self._by_library(part)))
+
+    def _by_library(self, box: Box) -> Tensor:
+        """Read a box by the format's library, of the file that is open, even if another one has its name by now."""
+        fd, path = self.fd, f"/proc/self/fd/{self.fd}"
+        try:
+            if self._library is None or self._library[0] != fd:
+                self._library = fd, format_of(self.path).by_library(path, self.stored)
+            return self._library[1](box)
+        except FileError as error:
+            raise FileError(str(error).replace(path, self.path)) from error
+
+    def _read_parts(self, box: Box, out: Tensor, window: int) -> None:
+        boxes = self.stored.part_boxes
+        for row in boxes.intersecting(box).tolist():
+            part = boxes[row]
+            common = part.intersect(box)
+            target, inner = out[common.slices(box.offset)], common.relative_to(part.offset)
+            fd, where = self._located(row, part)
+            if isinstance(where, Tensor):
+                bits(target).copy_(bits(where[inner.slices()]))
+            else:
+                where.read(fd, inner, target, window)
+
+    def _located(self, row: int, part: Box) -> tuple[int, Raw | Tensor]:
+        """Where a part lies, or the part itself if it can only be read whole; and the descriptor of its file."""
+        parts, dtype = self.stored.parts, self.stored.dtype
+        assert parts is not None
+        k, start, nbytes = parts.places[row].tolist()
+        path = parts.files[k]
+        fd = self.files.fd(path)
+        if not nbytes:
+            return fd, Raw(path, start, part.shape, dtype)
+        if self._part is None or self._part[0] != row:
+            what = f"{path}: {self.stored.name}"
+            self._part = row, dcp_folder.part_of(what, fd, start, nbytes, part, dtype)
+        return fd, self._part[1]
 
     def _read_piece(self, box: Box, target: Tensor, window: int) -> int:
         """Read a piece into contiguous host memory; its checksum."""
-        if self.stored.raw is None:
-            read_box(self.path, self.stored.place, box, target, window, self.fd)
-            return h5.checksum(memory(target))
         where = self.stored.raw
-        if layout.runs(box, where.shape)[1] > 1:
-            where.read(partial(raw.read_at, self.fd), box, target, window)
-            return h5.checksum(memory(target))
-        digest = h5.digest()
-        raw.read_at(self.fd, where.place(box), memory(target), digest)
+        if where is None or layout.runs(box, where.shape)[1] > 1:
+            self._read(box, target, window)
+            return plain.checksum(memory(target))
+        digest = plain.digest()
+        plain.read_at(self.fd, where.place(box), memory(target), digest)
         return int(digest.intdigest())
+
+    def _expected(self, row: int) -> int:
+        assert self.stored.pieces is not None
+        return int(self.stored.pieces[row]["xxh3_64"])
 
     def _prove(self, row: int, read: Callable[[], int]) -> None:
         """Compare the checksum of what `read` reads; once more, in case the cache is out of date."""
-        assert self.stored.pieces is not None
-        expected = int(self.stored.pieces[row]["xxh3_64"])
         with self._truncation():
-            if read() == expected:
+            if read() == self._expected(row):
                 return
-            raw.forget(self.fd)
-            if read() != expected:
+            plain.forget(self.fd)
+            if read() != self._expected(row):
                 raise FileError(self.damage(row))
 
     def damage(self, row: int) -> str:
@@ -231,45 +297,23 @@ class DatasetReader:
             raise FileError("HD404", f"{self.path}: {self.stored.name}: truncated: {error}") from error
 
 
-def checksum_of(fd: int, where: raw.Raw, box: Box) -> int:
+def checksum_of(fd: int, where: Raw, box: Box) -> int:
     """The checksum of a piece in a file.
 
     Raises:
         OSError, EOFError: it cannot be read.
     """
-    digest = h5.digest()
+    digest = plain.digest()
     if layout.runs(box, where.shape)[1] > 1:
-        stored = replace(where, swapped=False)  # the checksum is of the bytes as they are stored
         for part in layout.boxes(box, _PART // where.dtype.itemsize):
             x = torch.empty(part.shape, dtype=where.dtype, device="cpu")
-            stored.read(partial(raw.read_at, fd), part, x, 2 * _PART)
+            where.read(fd, part, x, 2 * _PART)
             digest.update(memory(x))
         return int(digest.intdigest())
-    buffer = memoryview(bytearray(raw.BLOCK))
+    buffer = memoryview(bytearray(plain.BLOCK))
     start, left = where.place(box), box.size() * where.dtype.itemsize
     while left:
-        block = buffer[: min(left, raw.BLOCK)]
-        raw.read_at(fd, start, block, digest)
+        block = buffer[: min(left, plain.BLOCK)]
+        plain.read_at(fd, start, block, digest)
         start, left = start + len(block), left - len(block)
     return int(digest.intdigest())
-
-
-def read_box(path: str, place: str, box: Box, out: Tensor, window: int, fd: int | None = None) -> None:
-    """Read a box of a dataset that only HDF5 can read (chunked, compressed, never written) into a CPU tensor; of the
-    file that is open as `fd`, even if another one has its name by now."""
-    stored = h5.stored_dtype(out.dtype)
-    held = nullcontext(path) if fd is None else os.fdopen(os.dup(fd), "rb", 0)
-    with held as source, h5.opened(source) as file:
-        dataset = None if hard_path(path, file, place) != place else file[place]
-        if dataset is None or external_data(dataset.id.get_create_plist()) is not None:
-            raise FileError("HD407", f"{path}: has changed while it was read")
-        chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
-        if chunk > max(_CHUNK, window, box.size() * out.dtype.itemsize):
-            raise FileError(
-                "HD416",
-                f"{path}: {place}: is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than window",
-            )
-        for part in layout.boxes(box, max(1, window // (2 * out.dtype.itemsize))):  # HDF5 has a copy of its own
-            array = np.asarray(dataset[part.slices()]).astype(stored, copy=False)
-            target = bits(out)[part.slices(box.offset)]
-            target.copy_(bits(torch.from_numpy(np.ascontiguousarray(array)).view(out.dtype)).view_as(target))

@@ -5,38 +5,48 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.comm.team import Team
-from hpcdist.control import objects
-from hpcdist.files.h5 import Dataset
-from hpcdist.files.safetensors import SUFFIX
+from hpcdist.control import digests, objects
+from hpcdist.errors import coded
+from hpcdist.formats import safetensors
+from hpcdist.formats.contents import Dataset
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, background
 from hpcdist.staging import drivers
-from hpcdist.staging.arguments import agreed
-from hpcdist.staging.exchange import collect
-from hpcdist.staging.host import outgoing
+from hpcdist.staging.arguments import (
+    agreed,
+    check_attrs,
+    check_safetensors,
+    count,
+    flatten,
+    positive,
+    shard_size,
+    target_path,
+)
+from hpcdist.staging.exchange import collect, outgoing
 from hpcdist.staging.in_flight import Flight, buffer_of, wait_for
-from hpcdist.staging.pieces import PiecePlan
-from hpcdist.staging.replaced import remove_old_form, withdraw_index
-from hpcdist.staging.save_plan import VERB, SaveCall, check, plan
-from hpcdist.staging.saving import Saving
-from hpcdist.staging.sharded_files import divide, write_index
-from hpcdist.staging.target import WINDOW, SaveOptions
+from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
+from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.validation import local
+from hpcdist.validation.local import WrongError
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
 
 __all__ = ["save"]
 
+VERB = "staging.save"
+_CHUNK = 2**20  # bytes of a chunk, where the caller does not give its shape
 # Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the
 # caller's may go on.
 _HEAD_START = 1e-3
@@ -54,8 +64,6 @@ def save(
     window: int = WINDOW,
     writer: str = "auto",
     writers: int | None = None,
-    align: int | None = None,
-    hints: Mapping[str, str] | None = None,
     resume: bool = False,
     max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -75,8 +83,6 @@ def save(
     window: int = WINDOW,
     writer: str = "auto",
     writers: int | None = None,
-    align: int | None = None,
-    hints: Mapping[str, str] | None = None,
     resume: bool = False,
     max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -95,8 +101,6 @@ def save(
     window: int = WINDOW,
     writer: str = "auto",
     writers: int | None = None,
-    align: int | None = None,
-    hints: Mapping[str, str] | None = None,
     resume: bool = False,
     max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -127,11 +131,9 @@ def save(
         chunks: shape of a chunk, for compressed tensors; by default, rows of about 1 MiB. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
-            :func:`hpcdist.staging.writer`. The file is the same. Must agree. A .safetensors file has no compression,
-            chunks, alignment and hints, and is written by "posix".
+            :func:`hpcdist.staging.writer`. The file is the same. Must agree. What is compressed, and a .safetensors
+            file, is written by "posix".
         writers: how many ranks write; all by default. Must agree.
-        align: alignment of the tensors in the file, in bytes; by default the file system's stripe, or 1 MiB.
-        hints: for MPI-IO, such as ``{"striping_factor": "8"}``; only with "mpio".
         resume: continue what a job that died in the same save, with `resume`, has left: pieces whose checksums prove
             that they are complete, and hold the same data, are not written again. If this call fails, what it has
             written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it
@@ -172,20 +174,20 @@ def save(
     team = world.current().context.team_of(group)
     given: dict[str, Any] = {
         "path": path, "tensors": tensors, "dim": dim, "attrs": attrs, "compression": compression, "chunks": chunks,
-        "window": window, "writer": writer, "writers": writers, "align": align, "hints": hints, "resume": resume,
-        "max_shard_size": max_shard_size, "progress": progress,
+        "window": window, "writer": writer, "writers": writers, "resume": resume, "max_shard_size": max_shard_size,
+        "progress": progress,
     }  # fmt: skip
     if async_op:
         return _save_later(team, given, buffer)
     wait_for(path, _by_mpio(writer))
-    _save(team, lambda: check(team, **given))
+    _save(team, lambda: _check(team, **given))
     return None
 
 
 def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     """Copy what is to be saved, and save it in the background of the team."""
     behind = background(team)
-    if given["writer"] == "auto" and not given["hints"]:
+    if given["writer"] == "auto":
         given["writer"] = "posix"  # see wait_for(): the program may open files with h5py
     mpio = _by_mpio(given["writer"])
     flight = Flight(team, given["path"], mpio)
@@ -193,7 +195,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     call, problem = None, None
     try:
         local.runs()
-        call = check(team, **given | {"attrs": deepcopy(given["attrs"])})
+        call = _check(team, **given | {"attrs": deepcopy(given["attrs"])})
         flight.copy(call.tensors, buffer_of(team, buffer))
         call = replace(call, tensors=flight.tensors)
     except Exception as error:  # raised by wait() on every rank
@@ -223,6 +225,107 @@ def _by_mpio(writer: Any) -> bool:
     return writer in drivers.NAMES and drivers.active(writer)[0] == "mpio"
 
 
+@dataclass(frozen=True)
+class SaveCall:
+    """A call of save(), checked on this rank.
+
+    Attributes:
+        tensors: by name, this rank's shards.
+        shards: by name: dtype, dim, and the shape of the shard.
+        same: options that must be the same on all ranks, by name.
+        attrs: HDF5 attributes, by name of the tensor.
+        options: how the file is written.
+    """
+
+    tensors: Mapping[str, Tensor]
+    shards: dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
+    same: dict[str, Any]
+    attrs: Mapping[str, Mapping[str, Any]]
+    options: SaveOptions
+
+
+def _check(
+    team: Team,
+    *,
+    path: Any,
+    tensors: Any,
+    dim: Any,
+    attrs: Any,
+    compression: Any,
+    chunks: Any,
+    window: Any,
+    writer: Any,
+    writers: Any,
+    resume: Any,
+    max_shard_size: Any,
+    progress: Any,
+) -> SaveCall:
+    """Check the arguments of save() on this rank."""
+    shards, flat, given = {}, {}, flatten(tensors)
+    for name, along in _dims(dim, given).items():
+        shard, at = local.tensor(given[name], along or 0, name)
+        flat[name] = shard.view(given[name].shape) if along is None else shard
+        shards[name] = (shard.dtype, None if along is None else at, tuple(flat[name].shape))
+    filters, chunk = _filters(compression, chunks)
+    check_attrs(attrs, given)
+    attrs = attrs or {}
+    same: dict[str, Any] = {
+        "path": target_path(path), "compression": filters, "chunks": chunk, "window": positive("window", window),
+        "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer, filters),
+        "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
+    }  # fmt: skip
+    own = dict(attrs.get("", {}))
+    if same["path"].endswith(safetensors.SUFFIX):
+        if writer == "mpio":
+            raise WrongError("HD421", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
+        check_safetensors({name: x.dtype for name, x in flat.items()}, attrs, {"compression": filters, "chunks": chunk})
+        own, same["writer"] = {"format": "pt", **own}, "posix"
+    options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], "", progress)
+    return SaveCall(flat, shards, same, attrs, options)
+
+
+def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
+    """The dim of each tensor, in their order; None where every rank holds the whole."""
+    if not isinstance(dim, Mapping):
+        return dict.fromkeys(given, dim)
+    dims = flatten(dim)
+    odd = sorted(set(dims) ^ set(given))
+    if odd:
+        raise WrongError("HD419", f"dim and tensors have different names: {odd[0]!r} is in one of them only")
+    return {name: dims[name] for name in given}
+
+
+def _driver_of(writer: Any, filters: Mapping[str, Any]) -> str:
+    """The driver that is used. Where HDF5 writes chunks of several ranks through MPI-IO, ranks write into each other's
+    pages."""
+    if writer not in drivers.NAMES:
+        raise WrongError("HD421", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
+    if (reason := drivers.missing(writer)) is not None:
+        raise WrongError("HD421", f"writer {writer} cannot be used: {reason}")
+    if writer == "mpio" and filters:
+        raise WrongError("HD421", "writer mpio does not compress; use auto or posix")
+    return "posix" if filters else drivers.active(writer)[0]
+
+
+def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, ...] | None]:
+    """h5py's arguments for the filters of chunks, which are empty without compression."""
+    if compression is None:
+        if chunks is not None:
+            raise WrongError("HD419", "chunks is given without compression: tensors are contiguous then")
+        return {}, None
+    if isinstance(compression, Mapping):
+        filters = dict(compression)
+    elif compression == "gzip" or (isinstance(compression, int) and 0 <= compression <= 9):
+        filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
+    else:
+        raise WrongError("HD419", f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
+    if "scaleoffset" in filters:
+        raise WrongError("HD419", "compression with scaleoffset is lossy: what is loaded would not be what was saved")
+    if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
+        raise WrongError("HD419", f"chunks is {chunks}, expected an extent >= 1 for each dim")
+    return filters, None if chunks is None else tuple(index(c) for c in chunks)
+
+
 def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], None] | None = None) -> None:
     """Save. Collective.
 
@@ -231,57 +334,100 @@ def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], No
         written: called with the name of each tensor when this rank's memory of it is not needed any more.
     """
     with agreed(team, VERB, check) as call:
-        path, limit = call.arguments.same["path"], call.arguments.same["max_shard_size"]
-        datasets, plans = plan(team, call.arguments, call.attrs)
-        files = divide(path, datasets, limit)
-        with ExitStack() as stack:
-            savings = []
-            for name, rows in files:
-                held, planned = [datasets[i] for i in rows], [plans[i] for i in rows]
-                savings.append(stack.enter_context(_saving(team, name, held, planned, call.options)))
-                savings[-1].prove([of.rows(team.rank) for of in planned])
-                for i, of in enumerate(planned):
-                    _write(savings[-1], i, of, call.tensors[held[i].name])
-                    if written is not None:
-                        written(held[i].name)
-            if len(savings) > 1:
-                _settle(team, savings)
-                objects.broadcast(team.comm, VERB, lambda: withdraw_index(path, [name for name, _ in files]))
-        if len(files) > 1:
-            objects.broadcast(team.comm, VERB, lambda: write_index(path, datasets, files))
-        if path.endswith(SUFFIX):
-            objects.broadcast(team.comm, VERB, lambda: remove_old_form(path, [name for name, _ in files]))
+        datasets, plans = _plan(team, call)
+        owner = lambda i, elements: plans[i].owners_at(elements)  # noqa: E731
+        with FileWriter(team, VERB, call.same["path"], datasets, owner, call.options) as file:
+            file.prove([plan.rows(team.rank) for plan in plans])
+            for i, plan in enumerate(plans):
+                _write(file, i, plan, call.tensors[datasets[i].name])
+                if written is not None:
+                    written(datasets[i].name)
 
 
-def _saving(team: Team, path: str, datasets: list[Dataset], plans: list[PiecePlan], options: SaveOptions) -> Saving:
-    owner = lambda i, elements: plans[i].owners_at(datasets[i].shape, elements)  # noqa: E731
-    return Saving(team, VERB, path, datasets, owner, options)
+def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
+    """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
+    key = call.same, [(name, dtype, dim, _others(shape, dim)) for name, (dtype, dim, shape) in call.shards.items()]
+    shards, extents = digests.same(
+        team.comm, VERB, key, (call.same, call.shards), _difference, lambda first: _extents(call, first[1])
+    )
+    same, datasets, plans = call.same, list[Dataset](), list[PiecePlan]()
+    wholes: dict[str, Sharded] = {}
+    try:
+        for (name, (dtype, dim, shape)), along in zip(shards[1].items(), extents.T, strict=True):
+            if dim is not None:
+                shape = (*shape[:dim], sum(along.tolist()), *shape[dim + 1 :])
+            check_shape(shape, dtype.itemsize)
+            wholes[name] = Sharded(shape, dtype, dim, along, _chunks(shape, dtype, same))
+        for name, x in wholes.items():
+            plans.append(plan_save(x, same["window"], same["writers"]))
+            filters = same["compression"] if x.chunks else {}
+            datasets.append(
+                Dataset(name, x.shape, x.dtype, plans[-1].pieces, x.chunks, filters, call.attrs.get(name, {}))
+            )
+    except WrongError as error:
+        objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
+    return datasets, plans
 
 
-def _settle(team: Team, savings: list[Saving]) -> None:
-    """Bring all files to the disk before one of them gets its name; a RankError if that failed. Collective."""
-    for saving in savings:
-        saving.sync()
-    problem = next((saving.problem for saving in savings if saving.problem is not None), None)
-    found = enumerate(objects.all_gather_object(team.comm, problem))
-    objects.raise_problems(VERB, {rank: text for rank, text in found if text is not None})
+def _extents(call: SaveCall, first: Mapping[str, tuple[torch.dtype, int | None, tuple[int, ...]]]) -> list[int]:
+    """For each tensor, in rank 0's order, the extent of this rank's shard along its dim; 0 without one."""
+    return [0 if dim is None else call.shards[name][2][dim] for name, (_, dim, _) in first.items()]
 
 
-def _write(saving: Saving, i: int, plan: PiecePlan, x: Tensor) -> None:
+def _chunks(shape: tuple[int, ...], dtype: torch.dtype, same: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of a chunk of a compressed tensor: by default, rows of about a MiB."""
+    if not same["compression"] or not shape or 0 in shape:
+        return None
+    chunks = same["chunks"] or next(layout.boxes(layout.whole(shape), max(1, _CHUNK // dtype.itemsize))).shape
+    if len(chunks) != len(shape):
+        raise WrongError("HD419", f"has {len(shape)} dims, but chunks is {chunks}")
+    return tuple(map(min, chunks, shape))
+
+
+_Arguments = tuple[dict[str, Any], dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]]
+
+
+def _difference(first: _Arguments, other: _Arguments) -> str | None:
+    """How a rank's options and shards differ from those of rank 0."""
+    option = objects.first_difference(first[0], other[0])
+    if option is not None:
+        return option
+    for name in (*first[1], *other[1]):
+        if name not in other[1]:
+            return coded("HD308", f"has no tensor {name!r}, which rank 0 has")
+        if name not in first[1]:
+            return coded("HD308", f"has a tensor {name!r}, which rank 0 does not have")
+    for name, (dtype, dim, shape) in first[1].items():
+        dtype_here, dim_here, shape_here = other[1][name]
+        if dtype_here != dtype:
+            return coded("HD303", f"{name!r}: dtype is {dtype_here}, where rank 0 has {dtype}")
+        if len(shape_here) != len(shape) or _others(shape_here, dim) != _others(shape, dim):
+            what = f"which does not fit {shape} of rank 0 along dim {dim}"
+            return coded("HD303", f"{name!r}: shape is {shape_here}, {what}")
+        if dim_here != dim:
+            return coded("HD304", f"{name!r}: dim is {dim_here}, where rank 0 has {dim}")
+    return None
+
+
+def _others(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
+
+
+def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
     """Write one tensor of a file, of which `x` is this rank's box. Collective."""
-    team = saving.team
+    team = file.team
     if plan.straight:
         rows = plan.rows(team.rank)
         origin = plan.held[team.rank].offset
         parts = [plan.pieces[row].relative_to(origin) for row in rows]
         for row, piece in zip(rows, outgoing(x, parts), strict=True):
-            saving.put(i, row, piece)
+            file.put(i, row, piece)
         return
     scratch = Scratch(pinned=x.is_cuda)
     for round_ in plan.rounds:
         collected = collect(team, plan, x, round_, scratch)
         mine = plan.piece(team.rank, round_)
-        if saving.datasets[i].chunks is not None:
-            saving.put_filtered(i, mine, collected)
+        if file.datasets[i].chunks is not None:
+            file.put_filtered(i, mine, collected)
         elif collected is not None and mine is not None:
-            saving.put(i, mine, collected)
+            file.put(i, mine, collected)

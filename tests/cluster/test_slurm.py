@@ -297,8 +297,8 @@ def test_a_launcher_that_is_none_is_refused(slurm: Slurm, folder: Path) -> None:
 # one has time enough, on a machine of any load.
 SLOW = """
 import os, runpy, subprocess, time
-from hpcdist.staging import saving
-record, run, rows = saving.Saving.record, os.environ.get("SLURM_RESTART_COUNT", "0"), []
+from hpcdist.staging.writer import RankWriter
+record, run, rows = RankWriter.record, os.environ.get("SLURM_RESTART_COUNT", "0"), []
 if run != "0":
     subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "TimeLimit=10"], check=True)
 def slow(self, i, row, checksum):
@@ -308,7 +308,7 @@ def slow(self, i, row, checksum):
         file.write(f"{row}\\n")
     if run == "0" and len(rows) == 4:
         time.sleep(600)
-saving.Saving.record = slow
+RankWriter.record = slow
 runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
 """
 PIECES = 21  # of WHOLE with a window of 8K

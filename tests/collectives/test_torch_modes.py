@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import whole_of
+from cases import load, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,9 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import hpcdist as hd
-from hpcdist.commands import concat as concat_command
-from hpcdist.commands import gather as gather_command
-from hpcdist.commands import sources
+from hpcdist.commands import arrays
 from hpcdist.tensors.storage import BARE, copyable
 
 # --- what is written into a caller's tensor --------------------------------------------------------------------------
@@ -159,9 +157,9 @@ def test_staging_and_commands_do_not_depend_on_the_default_device(world: hd.Worl
             findings.same(opened.read("x"), whole, "open")
         for suffix in (".npy", ".pt", ".safetensors", ".h5"):
             told = ["--verify", "--window", "1024", "-o", str(folder / f"y{suffix}"), str(path)]
-            status = gather_command.main(world, gather_command.parser().parse_args(told))
+            status = arrays.gather_main(world, arrays.gather_parser().parse_args(told))
             findings.check(status in (0, None), f"{suffix}: status {status}")
-            findings.same(sources.load(str(folder / f"y{suffix}")), whole, suffix)
+            findings.same(load(str(folder / f"y{suffix}")), whole, suffix)
     findings.settle()
 
 
@@ -411,9 +409,13 @@ def test_commands_on_dtypes_that_torch_cannot_copy(world: hd.World, folder: Path
         for more in ([], ["--route", "gloo"], ["--route", "mpi", "--all"]):
             out = folder / ("y-{rank}.h5" if "--all" in more else "y.h5")
             told = ["--verify", "--dim", dim, *more, "-o", str(out), str(folder / "[ab].h5")]
-            command = concat_command if "--all" in more else gather_command
-            asked = command.parser().parse_args([word for word in told if word != "--all"])
-            findings.check(command.main(world, asked) in (0, None), f"{dim} {more}")
-            got = sources.load(str(out).format(rank=world.rank))
+            parser, main = (
+                (arrays.concat_parser, arrays.concat_main)
+                if "--all" in more
+                else (arrays.gather_parser, arrays.gather_main)
+            )
+            asked = parser().parse_args([word for word in told if word != "--all"])
+            findings.check(main(world, asked) in (0, None), f"{dim} {more}")
+            got = load(str(out).format(rank=world.rank))
             findings.same(got, torch.cat([copyable(x)] * 2, int(dim)).view(dtype), f"{dim} {more}")
     findings.settle()

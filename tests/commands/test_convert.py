@@ -8,10 +8,13 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
+from glob import iglob
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -67,8 +70,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def gather(np_: int, *lines: list[object]) -> list[Job]:
-    return commands(np_, *(["hpcdist.gather", *line] for line in lines))
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def convert(np_: int, *lines: str) -> list[Job]:
+    return commands(np_, *(f"hpcdist.convert {line}".split() for line in lines))
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -94,49 +102,42 @@ def _tensor(dataset: Any) -> torch.Tensor:
     return x.view(dtype) if "torch_dtype" in dataset.attrs else x
 
 
-def assert_same(path: Path, wholes: dict[str, torch.Tensor] = WHOLES) -> None:
-    found = read(path)
+def assert_same(path: str, wholes: dict[str, torch.Tensor] = WHOLES) -> None:
+    found = read(Path(path))
     assert found.keys() == wholes.keys()
     for name, x in wholes.items():
         assert same_bits(found[name], x.contiguous()), f"{path}: {name}"
 
 
-INPUTS = ["dcp", "hf", "sharded", "whole.h5", "whole.safetensors"]
+INPUTS = ["dcp", "hf", "sharded", "whole.h5", "whole.safetensors", "wholes.pt"]
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("np_", [1, 2, 3])
 def test_every_layout_to_every_other(np_: int, made: Path, tmp_path: Path) -> None:
-    lines: list[list[object]] = []
-    for i, name in enumerate(INPUTS):
-        for j, (output, options) in enumerate(
-            [("a.safetensors", []), ("b.h5", []), ("c/", []), ("d.safetensors", ["--max-shard-size", "2KB"])]
-        ):
-            window = ("1K", "2K", "256M")[(i + j) % 3]
-            lines.append([made / name, "-o", f"{tmp_path}/{i}{output}", "--tensors", "--window", window, *options])
-    jobs = gather(np_, *lines)
+    outs = [f"{i}{out}" for i in range(len(INPUTS)) for out in ("a.safetensors", "b.h5", "c", "d.safetensors")]
+    lines = [
+        f"{made}/{INPUTS[int(out[0])]} {out} --window {('1K', '2K', '256M')[i % 3]}"
+        + " --max-shard-size 2KB" * (out[1] == "d")
+        for i, out in enumerate(outs)
+    ]
+    jobs = convert(np_, *lines)
     assert [job.err for job in jobs if job.status] == []
-    for line in lines:
-        assert_same(Path(str(line[2])))
+    for out in outs:
+        assert_same(out)
     assert len(list(tmp_path.glob("0d-*"))) > 2
     said = [job.out.splitlines() for job in jobs[::4]]
-    assert [lines[1].startswith("LEFT OUT, 2 that are no tensors: ") for lines in said] == [
-        True,
-        *[False] * 2,
-        True,
-        False,
-    ]
-    assert said[0][0].startswith(f"gather: DCP folder {made}/dcp of 3 files: 8 tensors, ")
-    assert "step, groups.0.lr" in said[0][1]
-    assert "step, groups.0.lr" in said[3][1]
-    with safe_open(tmp_path / "4a.safetensors", framework="pt") as file:
+    assert said[0][0].startswith(f"convert: DCP folder {made}/dcp of 4 files: 8 tensors, ")
+    left_out = "LEFT OUT, 2 that are no tensors: step, groups.0.lr"
+    assert [INPUTS[i] for i, (_, second, *_) in enumerate(said) if second == left_out] == ["dcp", "whole.h5"]
+    with safe_open("4a.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "who": "me"}
     assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.once
-def test_dcp_loads_a_folder_on_any_number_of_ranks(made: Path, tmp_path: Path) -> None:
-    (job,) = gather(2, [made / "whole.safetensors", "-o", f"{tmp_path}/c/", "--window", "1K"])
+def test_dcp_loads_a_folder_on_any_number_of_ranks(made: Path) -> None:
+    (job,) = convert(2, f"{made}/whole.safetensors c/ --window 1K")
     assert job.status == 0, job.err
     code = """
         import torch, hpcdist as hd, torch.distributed.checkpoint as dcp
@@ -153,28 +154,24 @@ def test_dcp_loads_a_folder_on_any_number_of_ranks(made: Path, tmp_path: Path) -
                 got, x = (y.contiguous().view(-1).view(torch.uint8) for y in (got, x))  # some are NaN
                 assert torch.equal(got, x), k
     """
-    job = mpirun(3, code=code % f"{made}/wholes.pt", cwd=tmp_path)
+    job = mpirun(3, code=code % f"{made}/wholes.pt")
     assert job.status == 0, job.err
 
 
 @pytest.mark.once
-def test_files_of_one_writer_and_index_and_strides(tmp_path: Path) -> None:
+def test_files_of_one_writer_and_index_and_strides() -> None:
     """What one process writes with torch; an index named as INPUT; of its files only what it names."""
-    state = {"model": {"w": torch.arange(12.0).view(3, 4).t(), "part": torch.arange(99)[3:7]}, "n": 5}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    save_file({"a": torch.arange(3), "old": torch.arange(4)}, tmp_path / "x-1.safetensors")
-    save_file({"b": torch.arange(5)}, tmp_path / "x-2.safetensors")
+    held = {"w": torch.arange(12.0).view(3, 4).t(), "part": torch.arange(99)[3:7]}
+    dcp.save({"model": held, "n": 5}, checkpoint_id="dcp", no_dist=True)
+    save_file({"a": torch.arange(3), "old": torch.arange(4)}, "x-1.safetensors")
+    save_file({"b": torch.arange(5)}, "x-2.safetensors")
     index = {"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}
-    (tmp_path / "x.safetensors.index.json").write_text(json.dumps(index))
-    jobs = gather(
-        2,
-        [tmp_path / "dcp", "-o", tmp_path / "one.safetensors"],
-        [tmp_path / "x.safetensors.index.json", "-o", tmp_path / "two.h5"],
-    )
-    assert [job.err for job in jobs if job.status] == []
-    assert_same(tmp_path / "one.safetensors", {"model.w": state["model"]["w"], "model.part": torch.arange(3, 7)})  # type: ignore[index]
-    assert_same(tmp_path / "two.h5", {"a": torch.arange(3), "b": torch.arange(5)})
-    assert "LEFT OUT, 1 that are no tensors: old" in jobs[1].out
+    Path("x.safetensors.index.json").write_text(json.dumps(index))
+    one, two = convert(2, "dcp one.safetensors", "x.safetensors.index.json two.h5")
+    assert (one.status, two.status) == (0, 0), one.err + two.err
+    assert_same("one.safetensors", {f"model.{name}": x for name, x in held.items()})
+    assert_same("two.h5", {"a": torch.arange(3), "b": torch.arange(5)})
+    assert "LEFT OUT, 1 that are no tensors: old" in two.out
 
 
 class Boom:
@@ -184,270 +181,240 @@ class Boom:
         return os.mkdir, ("boom",)
 
 
-def _change(folder: Path, change: Callable[[Metadata], object]) -> None:
-    held = pickle.loads((folder / ".metadata").read_bytes())
+def _change(change: Callable[[Metadata], object]) -> None:
+    held = pickle.loads(Path(".metadata").read_bytes())
     change(held)
-    (folder / ".metadata").write_bytes(pickle.dumps(held))
-
-
-@pytest.mark.once
-def test_no_pickle_of_others_is_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planner's own objects are passed over; what stands for a tensor is refused; in the archives, too."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("planner", "tensor", "archive"):
-        shutil.copytree(made / "dcp", tmp_path / name)
-    _change(tmp_path / "planner", lambda held: setattr(held, "planner_data", [Boom(), {"a": Boom()}]))
-    _change(tmp_path / "tensor", lambda held: held.state_dict_metadata.update(rows=Boom()))
-
-    def forged(held: Metadata) -> None:
-        torch.save(Boom(), tmp_path / "archive" / "forged")
-        info = next(info for index, info in held.storage_data.items() if index.fqn == "rows")
-        info.relative_path, info.offset, info.length = "forged", 0, (tmp_path / "archive" / "forged").stat().st_size
-
-    _change(tmp_path / "archive", forged)
-    good, *bad = gather(2, *([name, "-o", f"{name}.h5"] for name in ("planner", "tensor", "archive")))
-    assert good.status == 0, good.err
-    assert_same(tmp_path / "planner.h5")
-    assert [job.status for job in bad] == [2, 2]
-    assert "tensor: rows: is stored in a way that is not known" in bad[0].err
-    assert "archive/forged: cannot be read: it holds Python objects" in bad[1].err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["archive", "planner", "planner.h5", "tensor"]
-
-
-def _flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0xFF
-    path.write_bytes(data)
-
-
-def _index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index["weight_map"])
-    path.write_text(json.dumps(index))
+    Path(".metadata").write_bytes(pickle.dumps(held))
 
 
 def _info(held: Metadata, name: str) -> Any:
     return next(info for index, info in held.storage_data.items() if index.fqn == name)
 
 
-def _flip_archive(folder: Path) -> None:
-    info = _info(pickle.loads((folder / ".metadata").read_bytes()), "scalar")
-    _flip(folder / info.relative_path, info.offset)
+@pytest.mark.once
+def test_no_pickle_of_others_is_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner's own objects are passed over; what stands for a tensor is refused; in the archives, too."""
+    for name in ("planner", "tensor", "archive"):
+        shutil.copytree(made / "dcp", name)
+
+    def forged(held: Metadata) -> None:
+        torch.save(Boom(), "forged")
+        info = _info(held, "rows")
+        info.relative_path, info.offset, info.length = "forged", 0, os.path.getsize("forged")
+
+    for name, change in {
+        "planner": lambda held: setattr(held, "planner_data", [Boom(), {"a": Boom()}]),
+        "tensor": lambda held: held.state_dict_metadata.update(rows=Boom()),
+        "archive": forged,
+    }.items():
+        monkeypatch.chdir(tmp_path / name)
+        _change(change)
+    monkeypatch.chdir(tmp_path)
+    good, tensor, archive = convert(2, "planner planner.h5", "tensor tensor.h5", "archive archive.h5")
+    assert (good.status, tensor.status, archive.status) == (0, 2, 2), good.err
+    assert_same("planner.h5")
+    assert "tensor: rows: is stored in a way that is not known" in tensor.err
+    assert "archive/forged: rows: cannot be read: it holds Python objects" in archive.err
+    assert sorted(os.listdir()) == ["archive", "planner", "planner.h5", "tensor"]
 
 
-DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "no file": ("dcp", lambda f: (f / "__1_0.distcp").unlink(), "/__1_0.distcp: no such file"),
-    "short file": ("dcp", lambda f: os.truncate(f / "__2_0.distcp", 99), "/__2_0.distcp: truncated: "),
-    "no metadata": ("dcp", lambda f: (f / ".metadata").unlink(), "holds no checkpoint, or an incomplete one"),
-    "short metadata": ("dcp", lambda f: os.truncate(f / ".metadata", 99), "/.metadata: cannot be read: "),
-    "empty metadata": ("dcp", lambda f: os.truncate(f / ".metadata", 0), "/.metadata: cannot be read: "),
-    "another pickle": (
-        "dcp", lambda f: (f / ".metadata").write_bytes(pickle.dumps({"a": 1})),
-        "/.metadata: cannot be read: a pickle that torch.distributed.checkpoint did not write",
+def _flip_archive() -> None:
+    info = _info(pickle.loads(Path(".metadata").read_bytes()), "scalar")
+    with open(info.relative_path, "r+b") as file:
+        file.seek(info.offset)
+        file.write(b"\xff")
+
+
+INDEX = Path("model.safetensors.index.json")
+
+
+def _index(**names: str) -> None:
+    index = json.loads(INDEX.read_text())
+    index["weight_map"] |= names
+    INDEX.write_text(json.dumps(index))
+
+
+OF_METADATA: dict[str, Callable[[Any], object]] = {  # the error -> what causes it
+    "incomplete: the parts of rows are not the tensor of shape (40, 30), once": (
+        lambda held: held.state_dict_metadata["rows"].chunks.pop()
     ),
-    "an unknown class's pickle": (
-        "dcp", lambda f: (f / ".metadata").write_bytes(pickle.dumps(Path("x"))),
-        "/.metadata: cannot be read: a pickle that torch.distributed.checkpoint did not write",
+    "incomplete: .metadata does not say": lambda held: held.storage_data.clear(),
+    "outside the folder": lambda held: setattr(_info(held, "same"), "relative_path", "../x"),
+    "same: is stored through zstd": lambda held: setattr(_info(held, "same"), "transform_descriptors", ["zstd"]),
+    ": few: holds torch.float64 of shape (4, 3), where torch.int16": lambda held: held.storage_data.update(
+        {i: _info(held, "same") for i in held.storage_data if i.fqn == "few"}
     ),
-    "a part less": (
-        "dcp",
-        lambda f: _change(f, lambda held: held.state_dict_metadata["rows"].chunks.pop()),  # type: ignore[union-attr]
-        "incomplete: the parts of rows are not the tensor of shape (40, 30), once",
-    ),
-    "no place": (
-        "dcp", lambda f: _change(f, lambda held: held.storage_data.clear()), "incomplete: .metadata does not say",
-    ),
-    "outside": (
-        "dcp", lambda f: _change(f, lambda held: setattr(_info(held, "same"), "relative_path", "../x")),
-        "outside the folder",
-    ),
-    "transformed": (
-        "dcp", lambda f: _change(f, lambda held: setattr(_info(held, "same"), "transform_descriptors", ["zstd"])),
-        "same: is stored through zstd",
-    ),
-    "another part": (
-        "dcp", lambda f: _change(f, lambda held: held.storage_data.update(
-            {i: _info(held, "same") for i in held.storage_data if i.fqn == "few"})),
-        "few: holds torch.float64 of shape (4, 3), where torch.int16",
-    ),
-    "archive": ("dcp", _flip_archive, "_0.distcp: cannot be read: scalar: "),
-    "not a file of the index": ("sharded", lambda f: next(f.glob("*-00002-*")).unlink(), "no such file"),
-    "not in its file": ("sharded", lambda f: _index(f, lambda names: names.update(rows=names["same"])), "is not in"),
-    "more than there are": (
-        "sharded", lambda f: _index(f, lambda names: names.update(no=names["same"])), "incomplete: no is not in",
-    ),
-    "elsewhere": ("sharded", lambda f: _index(f, lambda names: names.update(no="../x")), "outside the folder: ../x"),
-    "no index": ("sharded", lambda f: (f / "model.safetensors.index.json").write_text("[]"), "cannot be read"),
-    "two of one": (
-        "sharded",
-        lambda f: (
-            (f / "model.safetensors.index.json").unlink(), shutil.copy(next(f.glob("*1-of*")), f / "z.safetensors"),
-        ),
-        "is in another file of the folder, too",
-    ),
-    "short": ("hf", lambda f: os.truncate(next(f.glob("shard-00002*")), 300), "cannot be read"),
-    "a rank less": ("hf", lambda f: next(f.glob("shard-00001*")).unlink(), "incomplete: the parts of"),
-}  # fmt: skip
+}
+DAMAGES: list[tuple[str, Callable[[], object], str]] = [
+    *(("dcp", partial(_change, change), message) for message, change in OF_METADATA.items()),
+    ("dcp", lambda: os.unlink("__1_0.distcp"), "/__1_0.distcp: no such file"),
+    ("dcp", lambda: os.truncate("__2_0.distcp", 99), "/__2_0.distcp: truncated: "),
+    ("dcp", lambda: os.unlink(".metadata"), "holds no checkpoint, or an incomplete one"),
+    ("dcp", lambda: os.truncate(".metadata", 99), "/.metadata: cannot be read: "),
+    ("dcp", lambda: Path(".metadata").write_bytes(pickle.dumps(Path("x"))), "a pickle that torch.distributed."),
+    ("dcp", _flip_archive, "_0.distcp: scalar: cannot be read: "),
+    ("sharded", lambda: os.unlink(next(iglob("*-00002-*"))), "no such file"),
+    ("sharded", lambda: _index(rows=next(iglob("*-00002-*"))), "rows is not in"),
+    ("sharded", lambda: _index(no=next(iglob("*-00002-*"))), "incomplete: no is not in"),
+    ("sharded", lambda: _index(no="../x"), "outside the folder: ../x"),
+    ("sharded", lambda: INDEX.write_text("[]"), "cannot be read"),
+    ("sharded", lambda: INDEX.rename(shutil.copy(next(iglob("*1-of*")), "z.safetensors") + ".json"), "folder, too"),
+    ("hf", lambda: os.truncate(next(iglob("shard-00002*")), 300), "cannot be read"),
+    ("hf", lambda: os.unlink(next(iglob("shard-00001*"))), "incomplete: the parts of"),
+]
 
 
 @pytest.mark.once
-def test_damaged_and_incomplete_folders_are_one_line(made: Path, tmp_path: Path) -> None:
-    before = torch.arange(3)
-    for i, (kind, damage, _) in enumerate(DAMAGES.values()):
-        shutil.copytree(made / kind, tmp_path / str(i))
-        damage(tmp_path / str(i))
-        save_file({"x": before}, tmp_path / f"{i}.safetensors")
-    count = len(DAMAGES)
-    to_files = gather(2, *([tmp_path / str(i), "-o", tmp_path / f"{i}.safetensors"] for i in range(count)))
-    to_folders = gather(2, *([tmp_path / str(i), "-o", f"{tmp_path}/{i}c/"] for i in range(count)))
-    for i, (name, (_, _, message)) in enumerate(DAMAGES.items()):
-        for job in (to_files[i], to_folders[i]):
-            assert job.status == 2, f"{name}: {job}"
-            (line,) = [line for line in job.err.splitlines() if "Warn" not in line]
-            assert line.startswith(f"hpcdist.gather: error: {tmp_path}/{i}"), name
-            assert message in line, f"{name}: {line}"
-        assert torch.equal(load_file(tmp_path / f"{i}.safetensors")["x"], before)
-    left = {p.name for p in tmp_path.iterdir()}
-    assert left == {str(i) for i in range(count)} | {f"{i}.safetensors" for i in range(count)}
+def test_damaged_and_incomplete_folders_are_one_line(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i, (kind, damage, _) in enumerate(DAMAGES):
+        shutil.copytree(made / kind, tmp_path / f"{i}")
+        save_file({"x": torch.arange(3)}, tmp_path / f"{i}.safetensors")
+        monkeypatch.chdir(tmp_path / f"{i}")
+        damage()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir())
+    jobs = convert(2, *(f"{i} {i}{out}" for i in range(len(DAMAGES)) for out in (".safetensors", "c")))
+    for i, job in enumerate(jobs):
+        (line,) = [line for line in job.err.splitlines() if "Warn" not in line]
+        message = DAMAGES[i // 2][2]
+        assert job.status == 2, message
+        assert line.startswith(f"hpcdist.convert: error: {i // 2}") and message in line, f"{message}: {line}"
+        assert torch.equal(load_file(f"{i // 2}.safetensors")["x"], torch.arange(3))
+    assert sorted(os.listdir()) == before
+
+
+REFUSED = {
+    "dcp": "the following arguments are required: DST",
+    "dcp dcp out.h5": "unrecognized arguments",
+    "dcp out.h5 --dim 1": "unrecognized arguments: --dim",
+    "dcp out.npy": "unknown suffix '.npy'; expected .safetensors, .h5, or a name without suffix",
+    "dcp out.h5 --max-shard-size 1KB": "max_shard_size is for .safetensors files",
+    "dcp out.safetensors --max-shard-size much": "expected a number of bytes or text such as '5GB'",
+    "dcp c/ --max-shard-size 1KB": "has no --max-shard-size",
+    "dcp c/ --resume": "and no --resume",
+    "dcp full": "is not empty: it holds x",
+    "dcp dcp": "holds a checkpoint already, which is not replaced",
+    "dcp x.npy/c": "x.npy",
+    "empty out.h5": "holds no checkpoint, or an incomplete one",
+    "no.txt out.h5": "no.txt: expected a file of tensors or a checkpoint: a folder",
+    "mix.pt c": "mix.pt: no such file",
+    "x.npy c": "x.npy: holds an array without a name: hpcdist.gather copies it",
+    "names.safetensors out.h5": "cannot be a tensor and hold",
+    "odd.h5 out.safetensors": "'z' has dtype torch.complex128, which a .safetensors file cannot hold",
+    "sharded sharded/model.safetensors": "would replace an input",
+    "names.safetensors names.safetensors": "would replace an input",
+    "bare bare/model.safetensors --max-shard-size 1KB": "would replace an input",
+    "dcp out.safetensors/.": "is the name of a folder",
+}
 
 
 @pytest.mark.once
-def test_refusals_are_one_line(made: Path, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(made / "dcp", tmp_path / "dcp")
-    shutil.copytree(made / "sharded", tmp_path / "sharded")
-    shutil.copytree(made / "sharded", tmp_path / "bare", ignore=shutil.ignore_patterns("*.json"))
-    save_file({"a/b": torch.arange(2), "a": torch.arange(2)}, tmp_path / "names.safetensors")
-    with h5py.File(tmp_path / "odd.h5", "w") as file:
+def test_refusals_are_one_line(made: Path) -> None:
+    os.mkdir("full")
+    Path("full/x").touch()
+    os.mkdir("empty")
+    shutil.copytree(made / "dcp", "dcp")
+    shutil.copytree(made / "sharded", "sharded")
+    shutil.copytree(made / "sharded", "bare", ignore=shutil.ignore_patterns("*.json"))
+    save_file({"a/b": torch.arange(2), "a": torch.arange(2)}, "names.safetensors")
+    with h5py.File("odd.h5", "w") as file:
         file["z"] = [1j]
-    ckpt, out = made / "dcp", tmp_path / "out.safetensors"
-    wrong: list[tuple[list[object], str]] = [
-        ([ckpt], "-o is missing"),
-        ([ckpt, ckpt, "-o", out], "one INPUT is expected, 2 are given"),
-        ([ckpt, "-o", out, "--dim", "1"], "--dim: is for arrays that are joined"),
-        ([ckpt, "-o", out, "--verify"], "--verify: is for arrays"),
-        ([ckpt, "-o", out, "--all"], "--all: is for arrays"),
-        ([ckpt, "-o", out, "--root", "0"], "--root: is for arrays"),
-        ([ckpt, "-o", out, "--route", "mpi"], "--route: is for arrays"),
-        ([ckpt, "-o", tmp_path / "out.npy"], "unknown suffix '.npy' for all tensors"),
-        (
-            [ckpt, "-o", tmp_path / "out"],
-            "expected .safetensors, .h5 or, for a folder of torch's DCP, a name that ends",
-        ),
-        ([ckpt, "-o", tmp_path / "out.h5", "--max-shard-size", "1KB"], "max_shard_size is for .safetensors files"),
-        ([ckpt, "-o", out, "--max-shard-size", "much"], "expected a number of bytes or text such as '5GB'"),
-        ([ckpt, "-o", f"{tmp_path}/c/", "--max-shard-size", "1KB"], "has no --max-shard-size"),
-        ([ckpt, "-o", tmp_path / "full"], "is not empty: it holds x"),
-        ([ckpt, "-o", tmp_path / "dcp"], "holds a checkpoint already, which is not replaced"),
-        ([tmp_path / "empty", "-o", out], "holds no checkpoint, or an incomplete one"),
-        ([tmp_path / "no.npz", "-o", out, "--tensors"], "no.npz: expected a checkpoint: a folder"),
-        ([tmp_path / "mix.pt", "-o", f"{tmp_path}/c/"], "mix.pt: expected a checkpoint: a folder"),
-        ([tmp_path / "names.safetensors", "-o", tmp_path / "out.h5", "--tensors"], "cannot be a tensor and hold"),
-        ([tmp_path / "odd.h5", "-o", out, "--tensors"], "cannot hold torch.complex128, which z has"),
-        ([made / "whole.safetensors", "-o", out], "hpcdist.gather --tensors copies all"),
-        ([tmp_path / "sharded", "-o", tmp_path / "sharded" / "model.safetensors"], "would replace an input"),
-        ([made / "whole.safetensors", "-o", f"{made}/whole.safetensors/.", "--tensors"], "is the name of a folder"),
-        (
-            [tmp_path / "bare", "-o", tmp_path / "bare" / "model.safetensors", "--max-shard-size", "1KB"],
-            "would replace an input",
-        ),
-    ]
-    for (_, message), job in zip(wrong, gather(2, *(line for line, _ in wrong)), strict=True):
-        assert job.status == 2, job
-        assert message in job.err, (message, job.err)
-        assert len(job.err.splitlines()) == 1, job.err
+    np.save("x.npy", np.arange(3))
+    before = sorted(os.listdir())
+    for (line, message), job in zip(REFUSED.items(), convert(2, *REFUSED), strict=True):
+        assert (job.status, message in job.err, job.err.count("\n")) == (2, True, 1), f"{line}: {job.err}"
         assert "WrongError" not in job.err, job.err
-    assert not out.exists()
-    assert not (tmp_path / "c").exists()
+    assert sorted(os.listdir()) == before
 
 
 @pytest.mark.once
-def test_a_name_holds_one_file_or_several(made: Path, tmp_path: Path) -> None:
+def test_a_name_holds_one_file_or_several(made: Path) -> None:
     """Not an old index beside the new file, nor the reverse; a name that begins like the input's is another one."""
-    source, path = tmp_path / "model-fp32.safetensors", tmp_path / "model.safetensors"
-    shutil.copy(made / "whole.safetensors", source)
-    line = [source, "-o", path]
-    jobs = gather(1, [*line, "--tensors"], [*line, "--max-shard-size", "2000"], ["--tensors", *line])
+    shutil.copy(made / "whole.safetensors", "model-fp32.safetensors")
+    line = "model-fp32.safetensors model.safetensors"
+    jobs = convert(1, line, f"{line} --max-shard-size 2000", line)
     assert [job.status for job in jobs] == [0] * 3, jobs
-    assert not (tmp_path / "model.safetensors.index.json").exists()
-    same_bits(load_file(path)["rows"], WHOLES["rows"])
-    (job,) = gather(1, [*line, "--max-shard-size", "2000"])
+    assert_same("model.safetensors")
+    assert not INDEX.exists()
+    (job,) = convert(1, f"{line} --max-shard-size 2000")
     assert job.status == 0, job
-    assert not path.exists()
-    assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].keys() == WHOLES.keys()
+    assert not Path("model.safetensors").exists()
+    assert json.loads(INDEX.read_text())["weight_map"].keys() == WHOLES.keys()
 
 
 KILLED = """
     import os, runpy, signal, sys
-    from hpcdist.commands import dcp_output
-    from hpcdist.staging import saving
+    from hpcdist.commands import dcp_planner
+    from hpcdist.staging.writer import RankWriter
     def dying(kind, name, count):
         original, done = getattr(kind, name), []
         def method(self, *args):
-            original(self, *args)
+            found = original(self, *args)
             done.append(args)
             if len(done) == count:
-                (self.team if hasattr(self, "team") else self._team).comm.Barrier()
+                if hasattr(self, "team"): self.team.comm.Barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
+            return found
         setattr(kind, name, method)
-    dying(saving.Saving, "record", 3)
-    dying(dcp_output.Folder, "put", 3)
-    sys.argv = ["gather", *{arguments!r}]
-    runpy.run_module("hpcdist.gather", run_name="__main__")
+    dying(RankWriter, "record", 3)
+    dying(dcp_planner.PiecesPlanner, "resolve_data", 3)
+    sys.argv = ["convert", *{arguments!r}]
+    runpy.run_module("hpcdist.convert", run_name="__main__")
 """
 
 
 @pytest.mark.once
-def test_killed_jobs(made: Path, tmp_path: Path) -> None:
+def test_killed_jobs(made: Path) -> None:
     """With --resume, what is there is kept; a folder is no checkpoint until it is complete, and is taken over."""
     wholes = {"a": torch.arange(8192), "b": torch.rand(1000, 3)}  # of more pages than the ranks share
-    dcp.save(wholes, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(wholes, checkpoint_id="dcp", no_dist=True)
     for output in ("x.safetensors", "x.h5"):
-        line = [str(tmp_path / "dcp"), "-o", output, "--window", "4K", "--resume"]
-        assert mpirun(2, code=KILLED.format(arguments=line), cwd=tmp_path).status != 0
-        assert not (tmp_path / output).exists()
-        job = mpirun(2, "-m", "hpcdist.gather", *line, cwd=tmp_path)
+        line = f"dcp {output} --window 4K --resume"
+        assert mpirun(2, code=KILLED.format(arguments=line.split())).status != 0
+        assert not Path(output).exists()
+        (job,) = convert(2, line)
         assert job.status == 0, job.err
         assert re.search(r"resumed: [3-6] of \d\d pieces were there and are kept", job.out), job.out
-        assert_same(tmp_path / output, wholes)
-    line = [str(made / "dcp"), "-o", "c/", "--window", "1K"]
-    assert mpirun(3, code=KILLED.format(arguments=line), cwd=tmp_path).status != 0
-    assert not (tmp_path / "c" / ".metadata").exists()
-    job = mpirun(2, "-m", "hpcdist.gather", *line, cwd=tmp_path)
+        assert_same(output, wholes)
+    line = f"{made}/dcp c --window 1K"
+    assert mpirun(3, code=KILLED.format(arguments=line.split())).status != 0
+    assert not Path("c/.metadata").exists()
+    (job,) = convert(2, line)
     assert job.status == 0, job.err
-    assert_same(tmp_path / "c")
-    assert len(list((tmp_path / "c").iterdir())) == 3
+    assert_same("c")
+    assert len(os.listdir("c")) == 3
 
 
 @pytest.mark.once
-def test_each_byte_is_read_once_within_the_window(tmp_path: Path) -> None:
+def test_each_byte_is_read_once_within_the_window() -> None:
     """96 MiB in a DCP folder, and from a file with checksums: bytes read by all ranks, and what is resident."""
     state = {"a": torch.arange(2**22), "b": torch.rand(12288, 1024), "c": torch.ones(2**21, dtype=torch.float64)}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(state, checkpoint_id="dcp", no_dist=True)
+    torch.save(state, "z.pt")
     code = """
         import json, re, hpcdist as hd
-        from hpcdist.commands import convert, gather  # convert is imported by gather once it is wanted
+        from hpcdist.commands import conversion
+        import torch.distributed.checkpoint
         peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
         chars = lambda: int(re.search(r"rchar: (\\d+)", open("/proc/self/io").read())[1])
         with hd.init(device="cpu") as world:
-            lines = [["dcp", "-o", "x.h5"], ["x.h5", "-o", "y/"], ["y", "-o", "y.safetensors"],
-                     ["y.safetensors", "-o", "z.safetensors", "--max-shard-size", "20MB"]]
+            lines = [["dcp", "x.h5"], ["x.h5", "y"], ["y", "y.safetensors"],
+                     ["y.safetensors", "z.safetensors", "--max-shard-size", "20MB"], ["z.pt", "z.h5"]]
             for line in lines:
                 before = peak(), chars()
-                gather.main(world, gather.parser().parse_args([*line, "--window", "4M"]))
+                conversion.main(world, conversion.parser().parse_args([*line, "--window", "4M"]))
                 found = world.comm.gather((peak() - before[0], chars() - before[1]))
                 if found: print(json.dumps(found))
     """
-    job = mpirun(2, code=code, cwd=tmp_path)
+    job = mpirun(2, code=code)
     assert job.status == 0, job.err
     lines = [json.loads(line) for line in job.out.splitlines() if line.startswith("[[")]
-    assert len(lines) == 4
+    assert len(lines) == 5
     data = sum(x.nbytes for x in state.values())
     for found in lines:
         assert max(grown for grown, _ in found) < 40 * 1024, f"KiB: {lines}"
         assert data < sum(count for _, count in found) < 1.15 * data, lines
-    assert torch.equal(read(tmp_path / "y.safetensors")["b"], state["b"])
-    assert read(tmp_path / "z.safetensors").keys() == state.keys()
+    assert torch.equal(read(Path("y.safetensors"))["b"], state["b"])
+    assert read(Path("z.safetensors")).keys() == state.keys()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpcdist.control.codec import decode, encode
-from hpcdist.files.h5 import Dataset
+from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
 from hpcdist.routes.base import Alltoall
 

@@ -24,13 +24,22 @@ def test_what_is_the_same_does_not_travel(world: hd.World, monkeypatch: pytest.M
     monkeypatch.setattr(objects, "all_gather_object", refuse)
     monkeypatch.setattr(objects, "broadcast_bytes", refuse)
     value = [world.rank] * 3
-    assert_on_all_ranks(world.comm, digests.same(world.comm, "save", ["key"], value, odd) is value)
+    for count in (0, 3, 9):  # a few integers of each rank travel with the digest, and more on their own
+        found, rows = digests.same(
+            world.comm, "save", ["key"], value, odd, lambda value, count=count: (value * 3)[:count]
+        )
+        expected = [[rank] * count for rank in range(world.world_size)]
+        assert_on_all_ranks(world.comm, found is value and rows.tolist() == expected, rows)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_differs_without_being_odd_is_that_of_rank_0(world: hd.World) -> None:
     value = [1, 2] if world.rank == 0 else [2, 1]
-    assert_on_all_ranks(world.comm, digests.same(world.comm, "save", value, value, odd) == [1, 2])
+    found, rows = digests.same(
+        world.comm, "save", value, value, odd, lambda value: [10 * i + world.rank for i in value]
+    )
+    expected = [[10 + rank, 20 + rank] for rank in range(world.world_size)]
+    assert_on_all_ranks(world.comm, found == [1, 2] and rows.tolist() == expected, (found, rows))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -14,13 +14,14 @@ DOC = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 @pytest.mark.once
 def test_the_conversions_of_the_page(tmp_path: Path) -> None:
     """In an order in which the files are there."""
-    lines = re.findall(r"\| `mpirun -n 8 python (-m hpcdist\.gather [^`]*)` \|", DOC)
+    lines = re.findall(r"\| `mpirun -n 8 python (-m hpcdist\.convert [^`]*)` \|", DOC)
     assert len(lines) == 5
     code = """
         import torch, hpcdist as hd
         from hpcdist import staging
         with hd.init(device="cpu"):
             staging.save("x.h5", {"w": torch.ones(2, 3), "b": torch.ones(2)})
+        torch.save({"w": torch.ones(2, 3)}, "x.pt")
     """
     assert mpirun(2, code=code, cwd=tmp_path).status == 0
     (tmp_path / "hf_dir").mkdir()

@@ -19,7 +19,7 @@ import hpcdist as hd
 from hpcdist import limits as sizes
 from hpcdist.comm import settings
 from hpcdist.comm.team import Team
-from hpcdist.files import commit, h5, raw
+from hpcdist.formats import plain
 from hpcdist.routes import c10d, hdf5, mpi, select, staged
 from hpcdist.routes.base import Alltoall, Route
 from hpcdist.tensors.dtypes import MemoryKind
@@ -265,9 +265,9 @@ def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
     seen: list[tuple[str, int]] = []
-    check = h5.check_visible
+    check = hdf5._check_visible
     monkeypatch.setattr(
-        h5, "check_visible", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), check(p))
+        hdf5, "_check_visible", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), check(p))
     )
     whole = hd.concat(torch.full((2,), world.rank), route="hdf5")
     findings = Findings(world.comm)
@@ -291,18 +291,17 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
     change_settings(monkeypatch, world, staging=str(folder / "none"))
     refused("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
-    monkeypatch.setattr(commit, "PATIENCE", 0.2)
     if world.rank == world.world_size - 1:
-        monkeypatch.setattr(h5, "_unseen", lambda place: "another file by that name on this rank")
+        monkeypatch.setattr(hdf5, "patiently", lambda look: "another file by that name on this rank")
     refused("the folder is not shared by all nodes")
     monkeypatch.undo()
     change_settings(monkeypatch, world, staging=str(folder))
-    write = raw.write_at
+    write = plain.write_at
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(raw, "write_at", full if world.rank == world.world_size - 1 else write)
+    monkeypatch.setattr(plain, "write_at", full if world.rank == world.world_size - 1 else write)
     refused("No space left on device")
-    monkeypatch.setattr(raw, "write_at", write)
+    monkeypatch.setattr(plain, "write_at", write)
     assert_on_all_ranks(world.comm, len(hd.concat(x, route="hdf5")) == 3 * world.world_size)

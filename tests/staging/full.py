@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective import assert_on_all_ranks, raises_on_all_ranks
-from conftest import WRITERS
+from conftest import WRITERS, holds
 
 import hpcdist as hd
 from hpcdist import staging
@@ -32,31 +32,26 @@ def fill(world: hd.World, folder: Path) -> None:
     world.comm.Barrier()
 
 
-def unaware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Space is found when it is asked for: others may take it meanwhile, as quotas do."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
-
-
-def piecewise(path: Path, x: torch.Tensor, world: hd.World, writer: str) -> None:
+def piecewise(path: Path, x: torch.Tensor) -> None:
+    world = hd.init()
     with staging.open(path, "w", {"data": ((world.world_size * len(x),), x.dtype)}) as file:
         for first in range(0, len(x), 10_000):
             file.write("data", x[first : first + 10_000], (world.rank * len(x) + first,))
 
 
-def at_once(path: Path, x: torch.Tensor, world: hd.World, writer: str) -> None:
-    staging.save(path, x, writer=writer)
-
-
-def in_gzip(path: Path, x: torch.Tensor, world: hd.World, writer: str) -> None:
-    staging.save(path, x, compression="gzip")
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(
-    ("save", "writer"), [*((at_once, writer) for writer in WRITERS), (piecewise, "auto"), (in_gzip, "auto")]
+    ("save", "options"),
+    [*((staging.save, {"writer": name}) for name in WRITERS), (piecewise, {}), (staging.save, {"compression": "gzip"})],
+    ids=str,
 )
 def test_nothing_is_lost(
-    save: Callable[..., Any], writer: str, known: bool, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    save: Callable[..., Any],
+    options: dict[str, Any],
+    known: bool,
+    world: hd.World,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same error on all ranks, the old file, nothing else, and with space the job goes on."""
     path, small = folder / "x.h5", torch.arange(1000) + 1000 * world.rank
@@ -64,14 +59,15 @@ def test_nothing_is_lost(
     staging.save(path, small)
     fill(world, folder)
     if not known:
-        unaware(monkeypatch)
+        # Space is found when it is asked for: others may take it meanwhile, as quotas do.
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     big = torch.randint(2**60, (200_000,))  # 1.6 MB a rank, which gzip makes no smaller
-    write = lambda: save(path, big, world, writer)  # noqa: E731
+    write = lambda: save(path, big, **options)  # noqa: E731
     kind = OSError if save is piecewise and not known else hd.RankError  # a write of a piece is no collective
     error = raises_on_all_ranks(world.comm, kind, write)
     assert_on_all_ranks(world.comm, "o space" in str(error), error)
     monkeypatch.undo()
-    assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == ["ballast", "x.h5"], os.listdir(folder))
+    holds(world, folder, "ballast", "x.h5")
     assert_on_all_ranks(world.comm, torch.equal(staging.load(path, dim=None), whole))
     world.comm.Barrier()
     if world.rank == 0:

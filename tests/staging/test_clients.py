@@ -5,31 +5,31 @@ Run on two clients by the run openmpi-clients of tests/run.py; elsewhere the fol
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from cases import extents_of, part, whole_of
+from cases import extents_of, load, part, whole_of
 from collective import Findings, change_settings
 from conftest import WRITERS
-from safetensors.torch import load_file
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.commands.outputs import Array, Output
-from hpcdist.files.raw import memory
-from hpcdist.staging.target import SaveOptions
+from hpcdist.commands.copying import OUTPUTS, copy
+from hpcdist.formats.contents import Dataset
+from hpcdist.staging.writer import SaveOptions
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_shards_that_meet_in_a_page(writer: str, world: hd.World, folder: Path) -> None:
+def test_shards_that_meet_in_a_page(writer: str, findings: Findings, world: hd.World, folder: Path) -> None:
     """A new name each time, and one that is replaced again and again: the bytes of all ranks, every time."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     for turn, counts in enumerate([(1000, 2007, 5, 0, 33)] * 3 + [(5, 3, 1, 1, 1), (100_000, 7, 0, 4000, 1)] * 2):
         extents = list(counts[:size])
         whole = whole_of((sum(extents),), torch.int16, salt=turn)
@@ -41,66 +41,47 @@ def test_shards_that_meet_in_a_page(writer: str, world: hd.World, folder: Path) 
             with staging.open(folder / "same.h5") as file:
                 findings.same(file.read("data", verify=True), whole, f"replaced in turn {turn}")
         world.comm.Barrier()
-    findings.settle()
 
 
-def test_small_tensors_and_compressed_ones(world: hd.World, folder: Path) -> None:
-    findings, extents = Findings(world.comm), extents_of("ragged", world.world_size)
+def test_small_tensors_and_compressed_ones(findings: Findings, world: hd.World, folder: Path) -> None:
+    extents = extents_of("ragged", world.world_size)
     wholes = {f"t{i}": whole_of((sum(extents), 1 + i % 7), torch.float32, salt=i) for i in range(50)}
-    mine = {name: part(whole, 0, extents, world.rank) for name, whole in wholes.items()}
-    for name, options in (("plain.h5", {}), ("gzip.h5", {"compression": "gzip"})):
-        staging.save(folder / name, mine, **options)
-        got = staging.load(folder / name, dim=None, verify=True)
+    for compression in (None, "gzip"):
+        mine = {name: part(whole, 0, extents, world.rank) for name, whole in wholes.items()}
+        staging.save(folder / f"{compression}.h5", mine, compression=compression)
+        got = staging.load(folder / f"{compression}.h5", dim=None, verify=True)
         for key, whole in wholes.items():
-            findings.same(got[key], whole, f"{name} {key}")
-    findings.settle()
+            findings.same(got[key], whole, f"{compression} {key}")
 
 
-def test_piecewise(world: hd.World, folder: Path) -> None:
-    """Rows of the ranks in turn, of 100 bytes and of 10,000; and boxes of any shape."""
-    findings, size = Findings(world.comm), world.world_size
+def test_piecewise(findings: Findings, world: hd.World, folder: Path) -> None:
+    """Rows of the ranks in turn, of 100 bytes and of 10,000; columns; boxes and their writers drawn at random."""
+    size, draw = world.world_size, random.Random(5)
+    cases = []
     for columns in (25, 2500):
-        whole = whole_of((40, columns), torch.int32)
-        path = folder / f"rows{columns}.h5"
-        with staging.open(path, "w", {"x": (tuple(whole.shape), whole.dtype)}, window=20_000) as file:
-            for row in range(world.rank, 40, size):
-                file.write("x", whole[row : row + 1], (row, 0))
-        findings.same(staging.load(path, "x", dim=None, verify=True), whole, f"{columns} columns")
-        path = folder / f"columns{columns}.h5"
-        with staging.open(path, "w", {"x": (tuple(whole.shape), whole.dtype)}) as file:
-            cuts = [columns * r // size for r in range(size + 1)]
-            first, end = cuts[world.rank], cuts[world.rank + 1]
-            file.write("x", whole[:, first:end], (0, first))
-        findings.same(staging.load(path, "x", dim=None, verify=True), whole, f"{columns} columns, cut")
-    findings.settle()
+        cuts = [columns * r // size for r in range(size + 1)]
+        cases += [(columns, [*range(41)], [0, columns]), (columns, [0, 40], cuts)]
+    cases += [(53, [0, *sorted(draw.sample(range(1, 40), 5)), 40], [0, *sorted(draw.sample(range(1, 53), 4)), 53])] * 4
+    for turn, (columns, rows, cuts) in enumerate(cases):
+        whole, path = whole_of((40, columns), torch.int32, salt=turn), folder / f"{turn}.h5"
+        with staging.open(path, "w", {"x": ((40, columns), whole.dtype)}, window=20_000 if turn < 4 else 300) as file:
+            for k, ((top, end), (left, right)) in enumerate(itertools.product(pairwise(rows), pairwise(cuts))):
+                if (k if turn < 4 else draw.randrange(size)) % size == world.rank:
+                    file.write("x", whole[top:end, left:right], (top, left))
+        findings.same(staging.load(path, "x", dim=None, verify=True), whole, f"turn {turn}")
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".pt", ".safetensors", ".h5"])
-def test_outputs_of_the_commands(suffix: str, world: hd.World, folder: Path) -> None:
-    findings = Findings(world.comm)
+@pytest.mark.parametrize("suffix", OUTPUTS)
+def test_outputs_of_the_commands(suffix: str, findings: Findings, world: hd.World, folder: Path) -> None:
     for n in (3000, 100_003):
-        whole = whole_of((n,), torch.float32)
-        path = folder / f"y{n}{suffix}"
-        out = Output(world.team, "test", Array(str(path), (n,), torch.float32), SaveOptions(window=9000))
-        for row in out.mine():
-            out.put(row, whole[out.pieces[row].slices()].contiguous())
-        out.finish()
-        findings.check(out.kept == 0, "written anew")
+        whole, path = whole_of((n,), torch.float32), str(folder / f"y{n}{suffix}")
+        one = [Dataset("data", (n,), torch.float32)]
+        read = lambda i, box, out: out.copy_(whole[box.slices()])  # noqa: B023, E731
+        made = copy(world, world.team, "test", path, one, read, SaveOptions("posix", 9000))
+        findings.check(made[1] == 0, made)
         if world.rank == 0:
-            findings.same(_read(path), whole, f"{n}")
+            findings.same(load(path, by_library=True), whole, f"{n}")
         world.comm.Barrier()
-    findings.settle()
-
-
-def _read(path: Path) -> torch.Tensor:
-    if path.suffix == ".npy":
-        return torch.from_numpy(np.load(path))
-    if path.suffix == ".pt":
-        return torch.load(path)  # type: ignore[no-any-return]
-    if path.suffix == ".safetensors":
-        return load_file(path)["data"]
-    with staging.open(path) as file:
-        return file.read("data", verify=True)
 
 
 def test_route_hdf5(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,22 +95,3 @@ def test_route_hdf5(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPat
         findings.same(got, mine, "split")
     findings.settle()
     assert os.listdir(folder) == []
-
-
-def test_in_any_order(world: hd.World, folder: Path) -> None:
-    """Boxes drawn at random, written by ranks drawn at random."""
-    findings, draw = Findings(world.comm), random.Random(5)
-    for turn in range(4):
-        whole = whole_of((37, 53), torch.int16, salt=turn)
-        rows, columns = sorted(draw.sample(range(1, 37), 5)), sorted(draw.sample(range(1, 53), 4))
-        boxes = [(slice(a, b), slice(c, d)) for a, b in zip([0, *rows], [*rows, 37], strict=True)
-                 for c, d in zip([0, *columns], [*columns, 53], strict=True)]  # fmt: skip
-        takers = [draw.randrange(world.world_size) for _ in boxes]
-        path = folder / f"boxes{turn}.h5"
-        with staging.open(path, "w", {"x": ((37, 53), torch.int16)}, window=300) as file:
-            for box, taker in zip(boxes, takers, strict=True):
-                if taker == world.rank:
-                    file.write("x", whole[box], (box[0].start, box[1].start))
-        findings.same(staging.load(path, "x", dim=None, verify=True), whole, f"turn {turn}")
-        findings.check(len(memory(whole)) == 37 * 53 * 2, "all of it")
-    findings.settle()

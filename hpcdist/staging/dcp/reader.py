@@ -24,13 +24,13 @@ from torch.futures import Future
 
 from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
-from hpcdist.files.regular import open_regular
+from hpcdist.formats.contents import Contents, Stored
+from hpcdist.formats.hdf5 import HDF5
 from hpcdist.layout import Box
-from hpcdist.staging.catalog import Catalog, Stored, describe
 from hpcdist.staging.dcp.record import Record, bytes_of, value_of
 from hpcdist.staging.in_flight import wait_for
-from hpcdist.staging.reader import DatasetReader
-from hpcdist.staging.target import WINDOW
+from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors.storage import written
 
 __all__ = ["HDF5Reader"]
@@ -75,7 +75,7 @@ class HDF5Reader(StorageReader):
             raise refusal(ValueError, "HD419", f"window is {window}, expected a number of bytes >= 1")
         self._path = os.fsdecode(path)
         self._verify, self._window, self._allow_pickle = verify, window, allow_pickle
-        self._catalog: Catalog | None = None
+        self._contents: Contents | None = None
         self._record = Record({}, _NO_PLANNER)
 
     @property
@@ -88,17 +88,17 @@ class HDF5Reader(StorageReader):
         return Path(os.fsdecode(checkpoint_id)).suffix in (".h5", ".hdf5")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._catalog = None
+        self._contents = None
         if checkpoint_id:
             self._path = os.fsdecode(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """List what the file holds. Every tensor is one chunk, of which any box can be read."""
         wait_for(self._path)
-        catalog = self._catalog = describe(self._path)
-        text = catalog.checkpoint
+        contents = self._contents = HDF5.describe(self._path)
+        text = contents.checkpoint
         self._record = Record({}, _NO_PLANNER) if text is None else Record.decode(self._path, text)
-        found: dict[str, Any] = {name: _metadata(stored) for name, stored in catalog.datasets.items()}
+        found: dict[str, Any] = {name: _metadata(stored) for name, stored in contents.tensors.items()}
         found |= dict.fromkeys(self._record.values, BytesStorageMetadata())
         planner_data = value_of(self._path, "planner_data", self._record.planner_data, self._allow_pickle)
         return Metadata(found, planner_data=planner_data, storage_meta=StorageMeta(checkpoint_id=self._path))
@@ -114,17 +114,17 @@ class HDF5Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items, tensors in the order of the file."""
-        catalog = self._catalog
-        assert catalog is not None
+        contents = self._contents
+        assert contents is not None
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 name = item.storage_index.fqn
                 value = bytes_of(self._path, name, self._record.values[name], self._allow_pickle)
                 planner.load_bytes(item, value)
-        with self._opened(catalog) as fd:
+        with self._opened(contents) as files:
             readers = {
-                name: DatasetReader(self._path, fd, catalog.datasets[name], self._verify)
+                name: TensorReader(files, contents.tensors[name], self._verify)
                 for name in {item.storage_index.fqn for item in tensors}
             }
             for item in sorted(tensors, key=lambda item: _place(readers[item.storage_index.fqn].stored)):
@@ -136,16 +136,15 @@ class HDF5Reader(StorageReader):
         return future
 
     @contextmanager
-    def _opened(self, catalog: Catalog) -> Iterator[int]:
-        with open_regular(self._path) as fd:
-            if not catalog.is_in(fd):
-                raise FileError("HD407", f"{self._path}: was replaced while it was read")
+    def _opened(self, contents: Contents) -> Iterator[OpenFiles]:
+        with OpenFiles(contents) as files:
             try:
-                yield fd
+                files.fd(self._path)
+                yield files
             except OSError as error:
                 raise FileError("HD402", f"{self._path}: cannot be read: {reason(error)}") from error
 
-    def _read(self, reader: DatasetReader, item: ReadItem, target: Tensor) -> None:
+    def _read(self, reader: TensorReader, item: ReadItem, target: Tensor) -> None:
         """Read a box into a tensor of its shape, on any device and of any dtype."""
         stored, box = reader.stored, Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.shape:

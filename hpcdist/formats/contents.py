@@ -1,0 +1,271 @@
+"""What a file holds, whatever its format: tensors, and where their bytes lie; and what is to be written to one."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.errors import FileError, listed
+from hpcdist.formats.paths import check_regular
+from hpcdist.formats.plain import Raw, page_size
+from hpcdist.layout import Box
+from hpcdist.layout.box_sequences import Ints, Listed
+from hpcdist.tensors.storage import DTYPES
+
+__all__ = ["Contents", "Dataset", "FileMap", "Format", "Identity", "Parts", "Slices", "Stored", "Table", "identity"]
+
+Table = np.ndarray[Any, np.dtype[np.void]]
+Slices = Callable[[Box], Tensor]
+"""Returns a box of an array as its format's own library reads it: a CPU tensor."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A tensor in parts, which together are the tensor.
+
+    Attributes:
+        files: their paths.
+        offsets, shapes: the boxes of the parts, a row for each.
+        places: for each part the number of its file, its first byte there, and the length of the archive of torch.save
+            that holds it, 0 for plain bytes.
+    """
+
+    files: list[str]
+    offsets: Ints
+    shapes: Ints
+    places: Ints
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, or in several.
+
+    Attributes:
+        name, shape, dtype: of the tensor.
+        raw: where its bytes lie, if they are one run of a file.
+        parts: where they lie, if they are in parts. With neither, only its format's library can read it.
+        pieces: the table of its pieces, if hpcdist wrote it: "offset", "shape", "xxh3_64" and "rank".
+        filters: name of its compression.
+        place: its name in the file, which differs from `name` if that is a link.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    raw: Raw | None = None
+    parts: Parts | None = None
+    pieces: Table | None = None
+    filters: str = ""
+    place: str = ""
+
+    @cached_property
+    def boxes(self) -> Listed:
+        """The boxes of its pieces; none if it has no table of them."""
+        n = len(self.shape)
+        if self.pieces is None:
+            none = np.empty((0, n), np.int64)
+            return Listed(none, none, self.shape)
+        return Listed(self.pieces["offset"][:, :n], self.pieces["shape"][:, :n], self.shape)
+
+    @cached_property
+    def part_boxes(self) -> Listed:
+        """The boxes of its parts."""
+        assert self.parts is not None
+        return Listed(self.parts.offsets, self.parts.shapes, self.shape)
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Identity:
+    """By what a file is recognised after it was described: its size and inode, or bytes that no other file has."""
+
+    size: int
+    inode: int
+    at: int = 0
+    mark: bytes = b""
+
+    def is_of(self, fd: int) -> bool:
+        """Whether this is the open file, which may have been replaced, or be another one on this node."""
+        if self.mark:
+            return os.pread(fd, len(self.mark), self.at) == self.mark
+        found = os.fstat(fd)
+        return (found.st_size, found.st_ino) == (self.size, self.inode)
+
+
+def identity(path: str) -> Identity:
+    """The size and inode of a regular file; a FileError if there is no such file."""
+    found = check_regular(path)
+    return Identity(found.st_size, found.st_ino)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file, or a folder of files, holds.
+
+    Attributes:
+        path: of the file or folder.
+        kind: what it is, for reports.
+        tensors: by name, in the order of the files' data.
+        files: the identity of each file, by path.
+        external: by name, why a tensor is not read: its data are not in this file.
+        left_out: what is no tensor: a description by name.
+        text: of .safetensors files, by name.
+        checked: whether hpcdist wrote it, with checksums.
+        checkpoint: of a checkpoint of torch's in an .h5 file: what it holds besides tensors, as JSON.
+    """
+
+    path: str
+    kind: str
+    tensors: dict[str, Stored]
+    files: dict[str, Identity]
+    external: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    text: Mapping[str, str] = field(default_factory=dict)
+    checked: bool = False
+    checkpoint: bytes | None = None
+
+    def __post_init__(self) -> None:
+        for name, stored in self.tensors.items():
+            if stored.dtype not in DTYPES:
+                raise FileError("HD503", f"{self.path}: {name}: holds {stored.dtype}, which cannot be moved")
+
+    def nbytes(self) -> int:
+        return sum(stored.nbytes() for stored in self.tensors.values())
+
+    def fingerprint(self) -> str:
+        """A text that differs once the files are changed."""
+        return repr([(path, at.size, os.stat(path).st_mtime_ns) for path, at in self.files.items()])
+
+    def require(self, name: str = "") -> None:
+        """Raise a FileError if a tensor, or one in the group `name`, has its data in other files."""
+        for key, why in self.external.items():
+            if _is_in(key, name):
+                raise FileError("HD415", f"{self.path}: {key} {why}")
+
+    def chosen(self, name: str | None) -> Contents:
+        """What it holds of a tensor, or of a group of them; all of it for None.
+
+        Raises:
+            FileError: nothing of that name, or nothing that a tensor can hold, or data in another file.
+        """
+        self.require(name or "")
+        found = {key: stored for key, stored in self.tensors.items() if _is_in(key, name or "")}
+        others = [f"{key} ({what})" if key else what for key, what in self.left_out.items() if _is_in(key, name or "")]
+        if not found and others:
+            which = f" {name!r}" if name else ""
+            raise FileError("HD408", f"{self.path}: holds no tensor{which}, but {listed(others)}")
+        if name and not found:
+            raise FileError("HD408", f"{self.path}: holds no tensor {name!r}; it has: {listed(self.tensors)}")
+        used = {file for stored in found.values() for file in _files_of(stored)} or self.files.keys()
+        return replace(self, tensors=found, files={path: at for path, at in self.files.items() if path in used})
+
+
+def _is_in(key: str, name: str) -> bool:
+    return not name or key == name or key.startswith(f"{name}/")
+
+
+def _files_of(stored: Stored) -> Iterable[str]:
+    if stored.parts is not None:
+        return stored.parts.files
+    return [] if stored.raw is None else [stored.raw.path]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A tensor to be written.
+
+    Attributes:
+        name, shape, dtype: of the whole tensor.
+        pieces: the boxes that are written, and checked, one at a time.
+        chunks: the shape of a chunk, if it is compressed.
+        filters: h5py's arguments for the filters of the chunks.
+        attrs: HDF5 attributes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Listed | None = None
+    chunks: tuple[int, ...] | None = None
+    filters: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileMap:
+    """Byte offsets in a file that is being written.
+
+    Attributes:
+        path: of the file.
+        data: where each dataset begins; None for a compressed one.
+        page: size of a page, each of which is written by one rank: see :mod:`hpcdist.staging.pages`.
+    """
+
+    path: str
+    data: list[int | None]
+    page: int
+
+    @classmethod
+    def of(cls, path: Path, data: Iterable[int | None]) -> FileMap:
+        """The map of a file whose datasets begin at these bytes."""
+        return cls(str(path), list(data), page_size(path.parent))
+
+
+class Format(ABC):
+    """A file format.
+
+    Attributes:
+        dtypes: those that a file can hold; empty for a format that is only read.
+        named: whether its tensors have names.
+        checksums: whether its files have checksums of their pieces.
+    """
+
+    dtypes: frozenset[torch.dtype] = frozenset()
+    named = True
+    checksums = False
+
+    @abstractmethod
+    def describe(self, path: str, name: str | None = None) -> Contents:
+        """List what a file holds, without the data; also what `name` links to, if it is given.
+
+        Raises:
+            FileError: no such file, not of this format, damaged, truncated or incomplete.
+        """
+
+    @abstractmethod
+    def by_library(self, path: str, stored: Stored) -> Slices:
+        """Return a tensor as the format's own library reads it: what no other way can read, and to compare. No file
+        stays open, and no more than the box is read if the library can do that.
+
+        Args:
+            path: of the file, or of a descriptor: ``/proc/self/fd/N``.
+        """
+
+    def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
+        """Lay out a new file for these datasets, of its full size: only the data are missing.
+
+        Args:
+            attrs: of the file itself.
+        """
+        raise NotImplementedError  # a format that is only read
+
+    def complete(  # noqa: B027  # most formats need nothing
+        self, path: Path, datasets: Sequence[Dataset], tables: Sequence[Table], checkpoint: bytes | None
+    ) -> None:
+        """Write what is known when all data are there: the pieces of each dataset, what a checkpoint holds besides
+        tensors."""

@@ -1,0 +1,572 @@
+"""The HDF5 format: ordinary datasets, and in files of hpcdist a small group that records what was written.
+
+    /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
+      @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits
+    /_hpcdist          attribute version: 1
+      plan             uint8[n]: the tensors, as JSON, against which readers hold what HDF5 says
+      pieces           uint8[n]: a table for each tensor, in that order, of its pieces: offset, shape, checksum, rank
+      checkpoint       uint8[n]: what a checkpoint holds besides tensors, as JSON; only in those that
+                       torch.distributed.checkpoint has written, see hpcdist.staging.dcp
+      state            uint8[8]: the checksum of plan, pieces and checkpoint
+
+HDF5's own structures are those of version 1.10, which have checksums; nothing is in its global heap, which has none.
+
+The tensors are laid out before the first data are written, and the group is filled when all data are there: a file
+whose group is empty is incomplete. Ranks write data, and rank 0 the rest.
+
+Only the file that is named is read. Three things in an HDF5 file refer to other files: a link into another file, a
+dataset with external storage, and a virtual dataset. Somebody who hands a user such a file could make the user's job
+read any file that the user may read, so all three are found before anything is opened.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist import activity
+from hpcdist.errors import FileError, coded, listed, reason, refusal
+from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Slices, Stored, Table
+from hpcdist.formats.paths import check_regular
+from hpcdist.formats.plain import Raw, digest
+from hpcdist.layout import Box
+from hpcdist.layout.box_sequences import Ints
+from hpcdist.tensors.storage import BARE, DTYPES
+
+__all__ = [
+    *("ALIGNMENT", "DTYPE_ATTRIBUTE", "GROUP", "HDF5", "NUMPY", "VERSION", "attributes", "opened"),
+    *("record_dtype", "stored_dtype", "table_of"),
+]
+
+GROUP = "_hpcdist"
+DTYPE_ATTRIBUTE = "torch_dtype"
+VERSION = 1
+ALIGNMENT = 2**20  # bytes: datasets of this size and more begin at a multiple of it, or of the file system's block
+NUMPY = frozenset(
+    {d for d in DTYPES if not d.is_floating_point or d in (torch.float64, torch.float32, torch.float16)}
+    - {torch.complex32, *BARE}
+)
+_NEW = {"libver": "v110", "locking": False}  # the oldest format of HDF5's structures in which they have checksums
+_RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
+_ELEMENT = 16  # bytes: of the largest dtype
+_PLAN, _PIECES, _CHECKPOINT, _STATE = "plan", "pieces", "checkpoint", "state"
+_CHUNK = 2**26  # bytes of a chunk, which HDF5 reads whole, that are always allowed
+_DEEPEST = 1000  # groups within each other
+_MOST = 40  # soft links in one path, as in Linux
+_CHANGED = f"it is damaged, or another program has changed it and left /{GROUP}"
+
+
+def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The dtype in which a tensor is stored: numpy's own, or raw bits."""
+    if dtype in NUMPY:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    return np.dtype(_RAW_BITS[dtype.itemsize])
+
+
+@cache
+def record_dtype(ndim: int) -> np.dtype[np.void]:
+    """A row of the table of pieces of a tensor; a 0-d tensor counts as 1-d."""
+    n = (max(1, ndim),)
+    return np.dtype([("offset", "<i8", n), ("shape", "<i8", n), ("xxh3_64", "<u8"), ("rank", "<i4")])
+
+
+def table_of(dataset: Dataset, rows: Ints, checksums: np.ndarray[Any, Any], ranks: Ints) -> Table:
+    """The table of a dataset whose pieces with these numbers have these checksums, and were written by these ranks; in
+    the order of the tensor's elements."""
+    boxes, n = dataset.pieces, len(dataset.shape)
+    assert boxes is not None
+    table = np.zeros(len(boxes), record_dtype(n))
+    table["offset"][:, :n], table["shape"][:, :n] = boxes.offsets, boxes.shapes
+    if not n:
+        table["shape"] = 1
+    table["xxh3_64"][rows], table["rank"][rows] = checksums, ranks
+    return table[np.lexsort(table["offset"].T[::-1])]
+
+
+class _HDF5(Format):
+    dtypes = frozenset(DTYPES)
+    checksums = True
+
+    def describe(self, path: str, name: str | None = None) -> Contents:
+        before = check_regular(path)
+        try:
+            with opened(path) as file:
+                contents = _contents(path, file, name, Identity(before.st_size, before.st_ino))
+        except FileError:
+            raise
+        except OSError as error:
+            raise FileError(_why(path, error)) from error
+        except Exception as error:  # whatever h5py makes of a file that is damaged
+            raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+        if not os.path.samestat(before, os.stat(path)):
+            return self.describe(path, name)  # replaced meanwhile: which of the two was read is unknown
+        for stored in contents.tensors.values():
+            if stored.raw is not None and stored.raw.offset + stored.nbytes() > os.path.getsize(path):
+                raise FileError("HD404", f"{path}: truncated: {stored.name} ends after the end of the file")
+        return contents
+
+    def by_library(self, path: str, stored: Stored) -> Slices:
+        def read(box: Box) -> Tensor:
+            with opened(path) as file:
+                dataset = None if _hard_path(path, file, stored.place) != stored.place else file[stored.place]
+                if dataset is None or _external(dataset.id.get_create_plist()) is not None:
+                    raise FileError("HD407", f"{path}: has changed while it was read")
+                chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
+                if chunk > max(_CHUNK, 2 * box.size() * stored.dtype.itemsize):
+                    what = f"is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than window"
+                    raise FileError("HD416", f"{path}: {stored.place}: {what}")
+                array = np.asarray(dataset[box.slices()]).astype(stored_dtype(stored.dtype), copy=False)
+            return torch.from_numpy(np.ascontiguousarray(array)).view(stored.dtype).view(box.shape)
+
+        return read
+
+    def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
+        import h5py
+
+        align = max(ALIGNMENT, os.stat(path.parent).st_blksize)  # on Lustre, the stripe
+        # HDF5 does not survive a write that fails: let a limit on file sizes show before it is used.
+        plain = [d for d in datasets if d.chunks is None]
+        os.truncate(path, sum(d.nbytes() + (align if d.nbytes() >= align else 0) for d in plain))
+        large = [d for d in plain if d.nbytes() >= align]
+        places: dict[str, int | None] = {}
+        if large:
+            with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, **_NEW) as file:
+                places = {dataset.name: _create(file, dataset) for dataset in large}
+        # All others begin where any dtype's elements may: a border between pages is then one between elements.
+        mode = "r+" if large else "w"
+        with h5py.File(path, mode, alignment_threshold=1, alignment_interval=_ELEMENT, **_NEW) as file:
+            _set(file, "/", attrs)
+            for dataset in datasets:
+                if dataset.name not in places:
+                    places[dataset.name] = _create(file, dataset)
+                _set(file, dataset.name, dataset.attrs)
+                if dataset.dtype not in NUMPY:
+                    _set(file, dataset.name, {DTYPE_ATTRIBUTE: str(dataset.dtype).removeprefix("torch.").encode()})
+            file.create_group(GROUP).attrs["version"] = VERSION
+        return FileMap.of(path, (places[d.name] for d in datasets))
+
+    def complete(
+        self, path: Path, datasets: Sequence[Dataset], tables: Sequence[Table], checkpoint: bytes | None
+    ) -> None:
+        import h5py
+
+        entries = [
+            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
+            | {"pieces": len(table)}
+            for d, table in zip(datasets, tables, strict=True)
+        ]
+        parts = {_PLAN: json.dumps({"datasets": entries}).encode(), _PIECES: b"".join(t.tobytes() for t in tables)}
+        if checkpoint is not None:
+            parts[_CHECKPOINT] = checkpoint
+        with h5py.File(path, "r+", **_NEW) as file:
+            for name, content in (*parts.items(), (_STATE, _seal(parts))):
+                file[GROUP].pop(name, None)  # of a save that was killed before the file had its name
+                made = _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1"))
+                made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.frombuffer(content, np.uint8))
+
+
+HDF5 = _HDF5()
+
+
+def _seal(parts: Mapping[str, bytes]) -> bytes:
+    """The state of a file with these records."""
+    made = digest()
+    for name in (_PLAN, _PIECES, _CHECKPOINT):
+        made.update(parts.get(name, b""))
+    return int(made.intdigest()).to_bytes(8, "little")
+
+
+def _set(file: Any, name: str, attrs: Mapping[str, Any]) -> None:
+    if attrs:  # h5py takes a while to open an object
+        file[name].attrs.update({key: _fixed_length(value) for key, value in attrs.items()})
+
+
+def _create(file: Any, dataset: Dataset) -> int | None:
+    """Create a dataset; return its place, None for a compressed one."""
+    dtype = stored_dtype(dataset.dtype)
+    if dataset.chunks is None:
+        place: int | None = _create_plain(file, dataset.name, dataset.shape, dtype).get_offset()
+        return place
+    file.create_dataset(dataset.name, dataset.shape, dtype, chunks=dataset.chunks, **dataset.filters)
+    return None
+
+
+def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """A contiguous dataset, as HDF5's object, whose place is known at once, and which HDF5 fills with nothing."""
+    from h5py import h5d, h5p, h5s, h5t
+
+    made = h5p.create(h5p.DATASET_CREATE)
+    made.set_layout(h5d.CONTIGUOUS)
+    made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    made.set_fill_time(h5d.FILL_TIME_NEVER)
+    links = h5p.create(h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+    return h5d.create(file.id, name.encode(), h5t.py_create(dtype, logical=True), space, made, links)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Any]:
+    """Open an HDF5 file for reading.
+
+    HDF5 may read a damaged one for ever, and h5py holds Python's lock meanwhile: no thread of Python's could end that.
+    Other ranks see it at the deadline; for a rank without others, faulthandler's thread ends the process, and prints
+    the line where it is. It has one timer: a program's own is cancelled.
+    """
+    import h5py
+
+    limit = activity.lone_limit
+    if limit is not None:
+        faulthandler.dump_traceback_later(limit, exit=True, file=2)
+    try:
+        # HDF5 2.0 does not open a descriptor's path once the file has another name, or none; h5py reads one by Python.
+        by_fd = path.startswith("/proc/self/fd/")
+        with (
+            open(path, "rb", buffering=0) if by_fd else nullcontext(path) as source,
+            h5py.File(source, "r", locking="best-effort") as file,
+        ):
+            yield file
+    finally:
+        if limit is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _why(path: str, error: OSError) -> str:
+    """What keeps HDF5 from opening a file, in a few words."""
+    import h5py
+
+    if not os.access(path, os.R_OK):
+        return coded("HD402", f"{path}: cannot be read: Permission denied")
+    text = reason(error)
+    if "truncated" in text:
+        return coded("HD404", f"{path}: truncated ({text})")
+    if h5py.is_hdf5(path):
+        return coded("HD402", f"{path}: cannot be read ({text})")
+    return coded("HD403", f"{path}: not an HDF5 file")
+
+
+def _contents(path: str, file: Any, wanted: str | None, at: Identity) -> Contents:
+    import h5py
+    from h5py import h5g
+
+    names, others = _dataset_names(path, file)
+    places = {name: name for name in names if not name.startswith(f"{GROUP}/")}
+    if wanted and wanted not in places and wanted not in others:
+        place = _hard_path(path, file, wanted)
+        if place is not None and isinstance(file[place or "/"], h5py.Dataset):
+            places[wanted] = place  # a link
+    group = h5py.Group(h5g.open(file.id, GROUP.encode())) if _hard_path(path, file, GROUP) == GROUP else None
+    version = None if group is None else group.attrs.get("version")
+    if version is None:  # of another tool
+        found = _stored(path, file, places, {})
+        return Contents(path, "HDF5 file", found[0], {path: at}, others | found[1], found[2])
+    if version != VERSION:
+        raise FileError("HD406", f"{path}: is in version {version} of the format, and this hpcdist reads {VERSION}")
+    own = _own(path, file, [name for name in names if name.startswith(f"{GROUP}/")])
+    if _STATE not in own:
+        raise FileError("HD405", f"{path}: incomplete: the job that wrote it ended before it was done")
+    parts = {name: _content(dataset).tobytes() for name, dataset in own.items()}
+    if not {_PLAN, _PIECES} <= parts.keys() or parts[_STATE] != _seal(parts):
+        raise FileError("HD404", f"{path}: its plan, tables of pieces or values differ from their checksum: {_CHANGED}")
+    planned = {d["name"]: (d, table) for d, table in _tables(path, json.loads(parts[_PLAN]), parts[_PIECES])}
+    # A tensor with another hard link, which h5py makes of file["b"] = file["a"], is listed by one of its names alone.
+    places |= {name: name for name in planned.keys() - places.keys() if _hard_path(path, file, name) == name}
+    if lost := planned.keys() - places.keys():
+        raise FileError("HD404", f"{path}: holds no {listed(sorted(lost))}, which its plan has: {_CHANGED}")
+    tensors, external, left_out = _stored(path, file, places, planned)
+    at = Identity(at.size, at.inode, own[_STATE].get_offset(), parts[_STATE])
+    values = parts.get(_CHECKPOINT)
+    if values is not None:
+        left_out |= _values(path, values)
+    return Contents(
+        path, "HDF5 file", tensors, {path: at}, others | external, left_out, checked=True, checkpoint=values
+    )
+
+
+def _values(path: str, checkpoint: bytes) -> dict[str, str]:
+    """The names of the values that a checkpoint holds besides tensors."""
+    try:
+        return dict.fromkeys(json.loads(checkpoint)["values"], "a value")
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileError("HD402", f"{path}: what it holds besides tensors cannot be read: {reason(error)}") from error
+
+
+def _own(path: str, file: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The datasets of our group by name, as HDF5's objects; those that have their bytes in one run of this file."""
+    from h5py import h5d
+
+    size, own = os.path.getsize(path), {}
+    for name in names:
+        dataset = h5d.open(file.id, name.encode())
+        made, shape, dtype = dataset.get_create_plist(), dataset.shape, dataset.dtype
+        if _external(made) is not None or made.get_layout() == h5d.CHUNKED or shape is None or dtype.kind not in "uV":
+            continue
+        offset = dataset.get_offset() if prod(shape) else 0
+        if offset is not None and offset + prod(shape) * dtype.itemsize <= size:
+            own[name.removeprefix(f"{GROUP}/")] = dataset
+    return own
+
+
+def _content(dataset: Any) -> np.ndarray[Any, Any]:
+    """All elements of a dataset, which is HDF5's object: h5py's own needs several times as long for a small one."""
+    from h5py import h5s
+
+    found = np.empty(dataset.shape, dataset.dtype)
+    if found.size:
+        dataset.read(h5s.ALL, h5s.ALL, found)
+    return found
+
+
+def _tables(path: str, plan: Mapping[str, Any], content: bytes) -> Iterator[tuple[dict[str, Any], Table]]:
+    """Yield each tensor of the plan with the table of its pieces; a FileError if one cannot be that of the tensor."""
+    at = 0
+    for d in plan["datasets"]:
+        shape, row = d["shape"], record_dtype(len(d["shape"]))
+        table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
+        at += d["pieces"] * row.itemsize
+        offsets, shapes, extents = table["offset"], table["shape"], np.array(shape or (1,), np.int64)
+        inside = (offsets >= 0) & (shapes >= 0) & (offsets <= extents - shapes)
+        elements = int(shapes.prod(axis=1).sum())
+        if len(table) != d["pieces"] or not inside.all() or elements != prod(shape):
+            raise FileError("HD404", f"{path}: {d['name']}: its table of pieces is damaged")
+        yield d, table
+    if at != len(content):
+        raise FileError("HD404", f"{path}: its tables of pieces are damaged")
+
+
+def _stored(
+    path: str, file: Any, places: Mapping[str, str], planned: Mapping[str, tuple[Mapping[str, Any], Table]]
+) -> tuple[dict[str, Stored], dict[str, str], dict[str, str]]:
+    """The datasets at these places, each of which is opened once; why some are not read; and what is no tensor.
+
+    Args:
+        planned: by name, the tensor's entry in the plan, which it must fit, and the table of its pieces.
+    """
+    import h5py
+    from h5py import h5d
+
+    found, external, others = {}, {}, {}
+    for name, place in places.items():
+        dataset = h5d.open(file.id, place.encode())
+        made = dataset.get_create_plist()
+        why = _external(made)
+        if why is not None:
+            external[name] = why
+            continue
+        shape, dtype, table = dataset.shape, _dtype_of(dataset), None
+        chunks = made.get_chunk() if made.get_layout() == h5d.CHUNKED else None
+        if name in planned:
+            entry, table = planned[name]
+            _check_planned(path, entry, dataset, dtype, chunks)
+        if dtype not in DTYPES or shape is None:
+            others[name] = _type_text(dataset)
+            continue
+        where = None
+        if chunks is None and dataset.get_offset() is not None and dataset.get_type() == _type_of(dtype):
+            where = Raw(path, dataset.get_offset(), shape, dtype)
+        filters = str(h5py.Dataset(dataset).compression or "chunked") if chunks else ""
+        found[name] = Stored(name, shape, dtype, where, None, table, filters, place)
+    return found, external, others
+
+
+def _check_planned(
+    path: str, entry: Mapping[str, Any], dataset: Any, dtype: torch.dtype | None, chunks: tuple[int, ...] | None
+) -> None:
+    """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
+    shape = None if dataset.shape is None else list(dataset.shape)
+    found = {"dtype": str(dtype), "shape": shape, "chunks": chunks and list(chunks)}
+    if getattr(torch, entry["dtype"].removeprefix("torch."), None) not in DTYPES:
+        del found["dtype"]  # one of another torch, whose integers are read
+    differ = [f"{key} {value}, not {entry[key]}" for key, value in found.items() if value != entry[key]]
+    if not differ and dtype is not None and dataset.get_type() != _type_of(dtype):
+        differ = [f"{dtype} stored as {dataset.dtype.str}, not {_type_of(dtype).dtype.str}"]
+    if differ:
+        raise FileError("HD404", f"{path}: {entry['name']} has {', '.join(differ)}, which was written: {_CHANGED}")
+
+
+@cache
+def _type_of(dtype: torch.dtype) -> Any:
+    """HDF5's type of a tensor's elements as hpcdist stores them."""
+    from h5py import h5t
+
+    return h5t.py_create(stored_dtype(dtype), logical=True)
+
+
+def _dtype_of(dataset: Any) -> torch.dtype | None:
+    """The dtype of a dataset, HDF5's object, as a tensor; None if torch has no such dtype."""
+    import h5py
+    from h5py import h5a
+
+    kept = None
+    if h5a.exists(dataset, DTYPE_ATTRIBUTE.encode()):
+        kept = h5py.Dataset(dataset).attrs[DTYPE_ATTRIBUTE]
+    kept = kept.decode() if isinstance(kept, bytes) else kept
+    named: torch.dtype | None = getattr(torch, kept, None) if isinstance(kept, str) else None
+    try:
+        stored = dataset.dtype
+        if stored.subdtype is not None:  # each element is an array
+            return None
+        if named in DTYPES and named not in NUMPY and stored == stored_dtype(named):
+            return named
+        return torch.from_numpy(np.empty(0, stored.newbyteorder("="))).dtype
+    except TypeError:  # a type that numpy, or torch, does not have
+        return None
+
+
+def _type_text(dataset: Any) -> str:
+    """Describe a dataset that no tensor can hold."""
+    if dataset.shape is None:
+        return "without a value"
+    try:
+        return "text or references" if dataset.dtype.hasobject else f"dtype {dataset.dtype}"
+    except TypeError:
+        return "a type that numpy does not have"
+
+
+def _external(made: Any) -> str | None:
+    """Why the data of a dataset, made with these properties, are not read; None if they are in its own file."""
+    from h5py import h5d
+
+    if made.get_layout() == h5d.VIRTUAL:  # its shape may be that of other files
+        return "is a virtual dataset: it is made of other datasets, which are read only where they are"
+    if made.get_external_count() > 0:
+        return f"has its data in another file ({_text(made.get_external(0)[0])}), which is not read"
+    return None
+
+
+def _hard_path(path: str, file: Any, name: str) -> str | None:
+    """The path of a name in the file, with all links resolved; None if there is nothing.
+
+    Raises:
+        FileError: it leads into another file.
+    """
+    import h5py
+
+    left, at, soft = [part for part in name.split("/") if part][::-1], "", 0
+    group, step = file["/"], ""  # what is open so far, and the next step from there
+    while left:
+        part = left.pop()
+        group, step = group[step] if step else group, ""
+        try:
+            link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+        except TypeError:  # a user-defined kind
+            link = h5py.ExternalLink("?", "?")
+        if isinstance(link, h5py.ExternalLink):
+            raise FileError(
+                "HD415", f"{path}: {name} is a link into another file ({_text(link.filename)}), which is not read"
+            )
+        if link is None or soft > _MOST:
+            return None
+        if isinstance(link, h5py.SoftLink):
+            soft += 1
+            if link.path.startswith("/"):
+                group, at = file["/"], ""
+            left += [part for part in link.path.split("/") if part not in ("", ".")][::-1]
+        else:
+            at, step = f"{at}/{part}".strip("/"), part
+    return at
+
+
+def _dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
+    """The names of all datasets, by hard links only; and of those that h5py cannot open, the reason."""
+    from h5py import h5g, h5l, h5o
+
+    names: list[str] = []
+    others: dict[str, str] = {}
+    root = file["/"].id
+    seen = {h5o.get_info(root).addr}  # a group may hold itself
+    groups = [(b"", root, _link_names(root))]
+    while groups:  # HDF5's own visit resolves each path from the root
+        prefix, group, links = groups[-1]
+        name = next(links, None)
+        if name is None:
+            groups.pop()
+            continue
+        if group.links.get_info(name).type != h5l.TYPE_HARD:
+            continue
+        info = h5o.get_info(group, name)
+        if info.addr in seen:
+            continue
+        seen.add(info.addr)
+        if info.type == h5o.TYPE_GROUP:
+            inner = h5g.open(group, name)
+            groups.append((prefix + name + b"/", inner, _link_names(inner)))
+            if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
+                raise FileError(
+                    "HD402", f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other"
+                )
+        elif info.type == h5o.TYPE_DATASET:
+            try:
+                names.append((prefix + name).decode())
+            except UnicodeDecodeError:
+                others[(prefix + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
+    return names, others
+
+
+def _link_names(group: Any) -> Iterator[bytes]:
+    """The names of a group's links, in its order."""
+    from h5py import h5
+
+    if group.get_create_plist().get_link_creation_order():
+        return iter(group)
+    names: list[bytes] = []
+    # For any other order HDF5 makes a list, and 1.10 ends the process where a flipped bit keeps it from filling that.
+    group.links.iterate(names.append, order=h5.ITER_NATIVE)
+    return iter(sorted(names))
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
+
+
+def attributes(path: str, name: str) -> dict[str, Any]:
+    """The attributes of a tensor or a group of a file; of the file itself for "". Text comes as text."""
+    import h5py
+
+    try:
+        with opened(path) as file:
+            place = _hard_path(path, file, name)
+            if place is None:
+                raise FileError("HD408", f"{path}: holds no {name!r}")
+            held, found = file[place or "/"], {}
+            for key, value in held.attrs.items():
+                kind = h5py.check_string_dtype(held.attrs.get_id(key).dtype)
+                if kind is not None and kind.encoding == "utf-8" and kind.length is not None and np.size(value):
+                    texts = np.array([t.decode(errors="surrogateescape") for t in np.ravel(value).tolist()], object)
+                    value = texts.reshape(np.shape(value)) if np.ndim(value) else texts[0]
+                found[key] = value
+    except FileError:
+        raise
+    except Exception as error:  # whatever h5py makes of a file that is damaged
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    found.pop(DTYPE_ATTRIBUTE, None)
+    return found
+
+
+def _fixed_length(value: Any) -> Any:
+    """Text as strings of a fixed length; other values as they are. HDF5 keeps strings of any length in its global heap,
+    which has no checksums."""
+    import h5py
+
+    if not isinstance(value, str | bytes | list | tuple) and getattr(value, "dtype", None) != np.dtype(object):
+        return value
+    held = np.array(value, object)
+    if not held.size or not all(isinstance(text, str | bytes) for text in held.flat):
+        return value
+    encoded = [text.encode() if isinstance(text, str) else bytes(text) for text in held.flat]
+    if any(b"\0" in text for text in encoded):
+        raise refusal(ValueError, "HD418", "an attribute's text cannot hold NUL")
+    encoding = "utf-8" if any(isinstance(text, str) for text in held.flat) else "ascii"
+    length = max(1, *map(len, encoded))
+    return np.array(encoded, h5py.string_dtype(encoding, length)).reshape(held.shape)

@@ -1,0 +1,190 @@
+"""Arrays that are plain bytes at an offset of a file: read boxes of them, write bytes, compute checksums.
+
+Every system call is positioned, so any number of processes can work on one file at once; buffers stay within the
+caller's window. A checksum is computed block by block, while the block is in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpcdist import layout
+from hpcdist.errors import refusal
+from hpcdist.layout import Box
+from hpcdist.tensors import pool
+from hpcdist.tensors.storage import as_bytes, bits
+
+__all__ = [
+    *("BLOCK", "SHORT", "Digest", "Raw"),
+    *("checksum", "digest", "forget", "memory", "page_size", "read_at", "start_writeback", "write_at"),
+]
+
+
+# Bytes that are written at once: half of a second-level cache, so that a block is still there to be hashed. Nor does
+# the page cache take memory in larger pieces then, for which a virtual machine may wait: see benchmarks/README.md.
+BLOCK = 2**19
+SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
+
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_LARGEST = 2**16  # bytes: a preferred block may be a stripe of many MiB, which no client caches as one page
+
+
+class Digest(Protocol):
+    """A checksum in the making: one of hashlib's or xxhash's objects."""
+
+    def update(self, data: memoryview, /) -> object: ...
+
+
+def digest() -> Any:
+    """Begin a checksum: XXH3, 64 bits."""
+    import xxhash
+
+    return xxhash.xxh3_64()
+
+
+def checksum(data: memoryview) -> int:
+    """Return the checksum of bytes in memory."""
+    import xxhash
+
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def page_size(folder: Path) -> int:
+    """The size of what two ranks must not both write: a page of memory, or the file system's block."""
+    return max(mmap.PAGESIZE, min(os.stat(folder).st_blksize, _LARGEST))
+
+
+def memory(x: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor."""
+    return memoryview(as_bytes(x).numpy())  # type: ignore[arg-type]
+
+
+def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None) -> None:
+    """Fill `into` from the file.
+
+    Raises:
+        OSError: the file cannot be read; EOFError: it ends before.
+    """
+    done, step = 0, len(into) if digest is None else BLOCK
+    while done < len(into):
+        block = into[done : done + step]
+        got = os.preadv(fd, [block], offset + done)
+        if got == 0:
+            raise refusal(EOFError, "HD404", f"the file ends at byte {offset + done}, in the middle of the data")
+        if digest is not None:
+            digest.update(block[:got])
+        done += got
+
+
+def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = None) -> None:
+    """Write all of `data` at `offset`.
+
+    Raises:
+        OSError: it cannot be written; how much of it was is unknown.
+    """
+    done = 0
+    while done < len(data):
+        block = data[done : done + BLOCK]
+        put = os.pwrite(fd, block, offset + done)
+        if digest is not None:
+            digest.update(block[:put])
+        done += put
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Start to write what was just written to the disk, so that the sync at the end has less to do.
+
+    Nothing waits for it, and the pages stay in the cache. Errors show at the sync.
+    """
+    sync_file_range = _sync_file_range()
+    if sync_file_range is not None:
+        sync_file_range(fd, offset, nbytes, _WRITE)
+
+
+@cache
+def _sync_file_range() -> Any:
+    """Linux's call, which Python does not have; None elsewhere.
+
+    posix_fadvise(POSIX_FADV_DONTNEED) starts the disk, too, but then drops what is on it already from the cache, for
+    which it waits until every core of the node has emptied its list of pages (mm/fadvise.c).
+    """
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call
+
+
+def forget(fd: int) -> None:
+    """Drop a file from the system's cache, so that it is read from the disk or the server."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """An array in a file: plain bytes in C order, in this machine's byte order.
+
+    Attributes:
+        path, offset: the file, and the first byte of the array in it.
+        shape, dtype: of the array.
+    """
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def place(self, box: Box) -> int:
+        """The position in the file of a box that is one run."""
+        _, _, starts = layout.runs(box, self.shape)
+        return self.offset + next(starts) * self.dtype.itemsize
+
+    def read(self, fd: int, box: Box, out: Tensor, window: int) -> None:
+        """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
+
+        Straight into place if `out` is contiguous and the box consists of runs of SHORT bytes or more; else by way of
+        a buffer of at most `window` bytes, with what lies between short runs.
+        """
+        if box.size() == 0:
+            return
+        cover = self.cover(box)
+        if cover == box and out.is_contiguous():
+            self._read_runs(fd, box, out)
+            return
+        for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
+            held = part.intersect(box)
+            if held.size():
+                buffer = pool.empty(part.shape, self.dtype, "cpu", fixed=True)
+                self._read_runs(fd, part, buffer)
+                bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
+
+    def cover(self, box: Box) -> Box:
+        """Return what is read for a box: its short runs extended by all that lies between them."""
+        length, count, _ = layout.runs(box, self.shape)
+        dim = len(self.shape)
+        while count > 1 and length * self.dtype.itemsize < SHORT and dim > 0:
+            dim -= 1
+            offset = (*box.offset[:dim], *(0,) * (len(self.shape) - dim))
+            box = Box(offset, (*box.shape[:dim], *self.shape[dim:]))
+            length, count, _ = layout.runs(box, self.shape)
+        return box
+
+    def _read_runs(self, fd: int, box: Box, out: Tensor) -> None:
+        """Read a box run by run into contiguous memory."""
+        target = memory(out)
+        length, _, starts = layout.runs(box, self.shape)
+        size = length * self.dtype.itemsize
+        for i, start in enumerate(starts):
+            read_at(fd, self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size])

@@ -1,0 +1,245 @@
+"""The format of the safetensors library, in one file, or in several with an index, as Hugging Face's libraries do.
+
+A file is 8 bytes of the header's length, the header as JSON, and the tensors' bytes. The header follows from names,
+shapes and dtypes alone, so that every rank can write its part of the data at its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.errors import FileError, listed, reason, refusal
+from hpcdist.formats.atomic import sync, write_text
+from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Parts, Slices, Stored, identity
+from hpcdist.formats.paths import check_regular, utf8_path
+from hpcdist.formats.plain import Raw
+from hpcdist.layout import Box
+from hpcdist.tensors.storage import BARE, DTYPES
+
+__all__ = ["INDEX", "METADATA", "SAFETENSORS", "SUFFIX", "divide", "index_of", "replace_form", "write_index"]
+
+SUFFIX = ".safetensors"
+INDEX = f"{SUFFIX}.index.json"  # the end of the name of an index
+METADATA = "__metadata__"  # in the header, text by name; no tensor may have this name
+_PARTS = "DCP_SHARDING_INFO"  # in the text of files that torch's HuggingFaceStorageWriter has not consolidated
+_MOST = 100_000_000  # bytes of a header, in the library
+_ALIGNMENT = 4096  # bytes: the data begin with a page, so that large tensors are written, and mapped, in whole pages
+
+
+class _Safetensors(Format):
+    dtypes = frozenset(set(DTYPES) - {torch.complex128, torch.complex32, *BARE})  # that torch can save and load
+
+    def describe(self, path: str, name: str | None = None) -> Contents:
+        """As :meth:`Format.describe`, of a file, an index, or a folder of files with or without an index."""
+        files, where = _files(path) if os.path.isdir(path) or path.endswith(INDEX) else ([path], None)
+        found: dict[str, list[tuple[tuple[int, ...], Raw]]] = {}  # by name the parts: offset, and bytes
+        text: dict[str, str] = {}
+        left_out: dict[str, str] = {}
+        for file in files:
+            held, own = _header(file)
+            offsets = _offsets(file, own)
+            for key, raw in held.items():
+                if where is not None and where.get(key) != file:
+                    left_out[key] = f"in {os.path.basename(file)}, where the index does not look for it"
+                    continue
+                if key in found and (offsets is None or found[key][0][1].dtype != raw.dtype):
+                    raise FileError("HD510", f"{file}: {key} is in another file of the folder, too")
+                offset = (0,) * len(raw.shape) if offsets is None else offsets[key]
+                found.setdefault(key, []).append((offset, raw))
+            text |= own
+        if gone := next((key for key in where or () if key not in found), None):
+            what = f"{gone} is not in {os.path.basename((where or {})[gone])}, where the index says"
+            raise FileError("HD510", f"{path}: incomplete: {what}")
+        tensors = {key: _joined(path, key, parts) for key, parts in found.items()}
+        text.pop(_PARTS, None)
+        kind = "safetensors file" if where is None and files == [path] else "safetensors folder"
+        return Contents(path, kind, tensors, {file: identity(file) for file in files}, {}, left_out, text)
+
+    def by_library(self, path: str, stored: Stored) -> Slices:
+        from safetensors import safe_open
+
+        def read(box: Box) -> Tensor:
+            # Opened for each box, since what the library has mapped stays in memory; it takes memory on the default
+            # device, which is the user's.
+            with utf8_path(path) as known, torch.device("cpu"), safe_open(known, framework="pt") as file:
+                x: Tensor = file.get_slice(stored.place)[box.slices()] if box.shape else file.get_tensor(stored.place)
+                return x
+
+        return read
+
+    def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
+        """As :meth:`Format.create`; a ValueError if there are too many tensors for the format.
+
+        Those with larger elements come first, so that every element is aligned.
+        """
+        order = sorted(range(len(datasets)), key=lambda i: -datasets[i].dtype.itemsize)
+        kinds = _names_of_dtypes(frozenset(dataset.dtype for dataset in datasets))
+        header: dict[str, Any] = {METADATA: dict(attrs)} if attrs else {}
+        starts, end = {}, 0
+        for i in order:
+            d = datasets[i]
+            starts[i], end = end, end + d.nbytes()
+            header[d.name] = {"dtype": kinds[d.dtype], "shape": list(d.shape), "data_offsets": [starts[i], end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        if len(text) > _MOST:
+            what = f"the header has {len(text):,} bytes, {_MOST:,} at most are possible: names are too many"
+            raise refusal(ValueError, "HD418", what)
+        os.truncate(path, 8 + len(text) + end)  # raises, if the file system has a limit on the size of files
+        with path.open("r+b") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+        return FileMap.of(path, (8 + len(text) + starts[i] for i in range(len(datasets))))
+
+
+SAFETENSORS = _Safetensors()
+
+
+def _header(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
+    """The place of each tensor of a file, by name in the order of the data; and the file's own text, by name."""
+    from safetensors import safe_open
+
+    check_regular(path)
+    try:
+        with utf8_path(path) as known, safe_open(known, framework="pt"), open(path, "rb") as file:  # checks the header
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except Exception as error:  # the library's own
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    text = header.pop(METADATA, {})
+    dtypes, found = {name: dtype for dtype, name in _names_of_dtypes(SAFETENSORS.dtypes).items()}, {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in dtypes:
+            raise FileError("HD503", f"{path}: {name}: holds dtype {entry['dtype']}, which cannot be moved")
+        start = 8 + size + entry["data_offsets"][0]
+        found[name] = Raw(path, start, tuple(entry["shape"]), dtypes[entry["dtype"]])
+    return found, text
+
+
+@cache
+def _names_of_dtypes(dtypes: frozenset[torch.dtype]) -> dict[torch.dtype, str]:
+    """The names that the format has for dtypes: the library tells them only in a file."""
+    from safetensors.torch import save
+
+    found = {}
+    for dtype in dtypes:
+        small = save({"data": torch.empty(1, dtype=dtype, device="cpu")})
+        found[dtype] = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])["data"]["dtype"]
+    return found
+
+
+def _offsets(file: str, text: Mapping[str, str]) -> dict[str, tuple[int, ...]] | None:
+    """Where the parts of tensors belong that torch's DCP has put into a file; None of a file of whole tensors."""
+    if _PARTS not in text:
+        return None
+    try:
+        return {name: tuple(map(int, of["saved_offsets"])) for name, of in json.loads(text[_PARTS]).items()}
+    except Exception as error:
+        raise FileError("HD402", f"{file}: cannot be read: {_PARTS}: {reason(error)}") from error
+
+
+def _joined(path: str, name: str, parts: Sequence[tuple[tuple[int, ...], Raw]]) -> Stored:
+    """A tensor in these parts."""
+    first = parts[0][1]
+    if len(parts) == 1 and not any(parts[0][0]):
+        return Stored(name, first.shape, first.dtype, first, place=name)
+    files = list(dict.fromkeys(raw.path for _, raw in parts))
+    offsets = np.array([offset for offset, _ in parts], np.int64).reshape(len(parts), len(first.shape))
+    shapes = np.array([raw.shape for _, raw in parts], np.int64).reshape(offsets.shape)
+    places = np.array([(files.index(raw.path), raw.offset, 0) for _, raw in parts], np.int64)
+    whole = tuple((offsets + shapes).max(axis=0).tolist())
+    found = Stored(name, whole, first.dtype, parts=Parts(files, offsets, shapes, places), place=name)
+    if not found.part_boxes.tile():
+        raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {whole}, once")
+    return found
+
+
+def _files(path: str) -> tuple[list[str], dict[str, str] | None]:
+    """The .safetensors files of a folder or an index, and where there is an index, which holds each tensor."""
+    if path.endswith(INDEX):
+        return _read_index(path)
+    names = sorted(os.listdir(path))
+    indices = [name for name in names if name.endswith(INDEX)]
+    if len(indices) > 1:
+        raise FileError("HD509", f"{path}: holds several checkpoints; name one of them: {listed(indices)}")
+    if indices:
+        return _read_index(os.path.join(path, indices[0]))
+    found = [os.path.join(path, name) for name in names if name.endswith(SUFFIX)]
+    if not found:
+        kinds = f".metadata of torch's DCP, {INDEX} or {SUFFIX} files"
+        what = "is a folder that holds no checkpoint, or an incomplete one"
+        raise FileError("HD509", f"{path}: {what}: there is no {kinds}")
+    return found, None
+
+
+def _read_index(path: str) -> tuple[list[str], dict[str, str]]:
+    """The files that an index names, and the path of the one that holds each tensor, by its name."""
+    check_regular(path)
+    try:
+        where = {str(name): str(file) for name, file in json.loads(Path(path).read_bytes())["weight_map"].items()}
+    except Exception as error:
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    odd = next((file for file in where.values() if os.path.basename(file) != file), None)
+    if odd is not None:
+        raise FileError("HD510", f"{path}: names a file outside the folder: {odd}")
+    where = {name: str(Path(path).with_name(file)) for name, file in where.items()}
+    return list(dict.fromkeys(where.values())), where
+
+
+def index_of(path: str) -> str:
+    """Return the name of the index of a save to `path`."""
+    return path.removesuffix(SUFFIX) + INDEX
+
+
+def divide(path: str, datasets: Sequence[Dataset], limit: int | None) -> list[tuple[str, list[int]]]:
+    """Divide tensors among files of at most `limit` bytes of data, in their order; a larger tensor has its own.
+
+    Returns:
+        The path of each file, and the numbers of its tensors: `path` itself if all are in one, else
+        ``NAME-00001-of-00002.safetensors`` and so on.
+    """
+    files: list[list[int]] = [[]]
+    nbytes = 0
+    for i, dataset in enumerate(datasets):
+        if limit is not None and files[-1] and nbytes + dataset.nbytes() > limit:
+            files.append([])
+            nbytes = 0
+        files[-1].append(i)
+        nbytes += dataset.nbytes()
+    if len(files) == 1:
+        return [(path, files[0])]
+    stem = path.removesuffix(SUFFIX)
+    return [(f"{stem}-{k:05d}-of-{len(files):05d}{SUFFIX}", rows) for k, rows in enumerate(files, 1)]
+
+
+def write_index(path: str, datasets: Sequence[Dataset], files: Sequence[tuple[str, Sequence[int]]]) -> None:
+    """Write ``NAME.safetensors.index.json``: which file holds each tensor. A FileError if it cannot be written."""
+    names = {datasets[i].name: Path(file).name for file, rows in files for i in rows}
+    index = {"metadata": {"total_size": sum(dataset.nbytes() for dataset in datasets)}, "weight_map": names}
+    write_text(index_of(path), json.dumps(index, indent=2) + "\n")
+
+
+def replace_form(name: str) -> None:
+    """Remove what an earlier save has left in another form: the index of several files, or the single file.
+
+    Readers take the file before the index, or the index before the file: of both, one would be the old one. And an
+    index may name files of an earlier save, of which some are about to be replaced. The files that it names stay.
+
+    Raises:
+        FileError: it cannot be removed.
+    """
+    try:
+        os.unlink(name)
+        sync(Path(name).parent)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise FileError("HD410", f"{name}: is of an earlier save, and cannot be removed: {reason(error)}") from error

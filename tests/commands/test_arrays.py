@@ -1,0 +1,548 @@
+"""gather, concat and split as a user starts them: what they print, write and refuse, on any number of ranks, in windows
+far smaller than the data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from launch import Job, commands, mpirun
+from safetensors.torch import load_file, save_file
+
+import hpcdist as hd
+from hpcdist import __version__
+from hpcdist.commands import arrays, conversion
+from hpcdist.formats.table import describe
+
+WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
+SUFFIXES = (".npy", ".npz", ".pt", ".safetensors", ".h5")
+
+
+def jobs(np_: int, cwd: Path, *lines: str | Sequence[object], env: dict[str, str] | None = None) -> list[Job]:
+    """Commands, one after the other in one job: ``gather x.npy -o y.h5``."""
+    split = [line.split(" ") if isinstance(line, str) else line for line in lines]
+    return commands(np_, *((f"hpcdist.{what}", *args) for what, *args in split), cwd=cwd, env=env)
+
+
+def reports(np_: int, cwd: Path, *lines: str) -> list[dict[str, Any]]:
+    """What commands report that end well, with a result that is verified."""
+    done = jobs(np_, cwd, *(f"{line} --json --verify" for line in lines))
+    assert [job.err for job in done if job.status] == []
+    found = [json.loads(job.out) for job in done]
+    assert all(report["verified"] for report in found)
+    return found
+
+
+def write(path: Path, x: np.ndarray) -> None:
+    """An array in a file of any kind, by the libraries of others."""
+    if path.suffix == ".npy":
+        np.save(path, x)
+    elif path.suffix == ".npz":
+        np.savez_compressed(path, x)
+    elif path.suffix == ".pt":
+        torch.save({"x": torch.from_numpy(x.copy())}, path)
+    elif path.suffix == ".safetensors":
+        save_file({"x": torch.from_numpy(x.copy())}, path)
+    else:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("deep/x", data=x, chunks=(min(100, len(x)), 1), compression="gzip")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def read(path: Path) -> np.ndarray:
+    if path.suffix == ".npy":
+        return np.asarray(np.load(path))
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True).numpy()
+    if path.suffix == ".safetensors":
+        return load_file(path)["data"].numpy()
+    with h5py.File(path) as file:
+        return np.asarray(file["data"][()])
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("np_", [0, 6])
+def test_default_input_is_the_standard_library(np_: int) -> None:
+    """The hash is that of the files read here, one after the other."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(str(p) for p in root.rglob("*.py") if "site-packages" not in p.parts)
+    digest = hashlib.sha256(b"".join(Path(p).read_bytes() for p in paths)).hexdigest()
+    job = mpirun(np_, "-m", "hpcdist.gather")
+    assert job.status == 0, job.err
+    assert f"sha256 {digest}: equal to the inputs read on one process" in job.out
+    assert f"gather: {len(paths)} source files" in job.out
+    assert job.out.count("ranks:") == 1  # rank 0 alone prints
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("np_", [0, 2, 6])
+def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, tmp_path: Path) -> None:
+    """Ragged shards, of which the second one is empty, along either dim."""
+    for dim, cuts in enumerate(([900, 900, 1500, 2900], [1, 1, 4, 6])):
+        for i, (part, suffix) in enumerate(zip(np.split(WHOLE, cuts, dim), SUFFIXES, strict=True)):
+            write(tmp_path / f"{dim}s{i}{suffix}", part)
+    outs = [f"{dim}out{suffix}" for dim in (0, 1) for suffix in SUFFIXES if suffix != ".npz"]
+    lines = [f"gather {out[0]}s* --dim {out[0]} -o {out} --window 4K --root {max(np_ - 1, 0)}" for out in outs]
+    for out, report in zip(outs, reports(np_, tmp_path, *lines), strict=True):
+        assert (report["shape"], report["dtype"], report["files"], report["ranks"], report["bytes_sent"]) == (
+            [3000, 7], "int32", 5, max(np_, 1), 0
+        )  # fmt: skip
+        assert np.array_equal(read(tmp_path / out), WHOLE)
+    assert len(list(tmp_path.iterdir())) == 2 * 5 + len(outs)
+
+
+@pytest.mark.once
+def test_inputs_keep_their_order(tmp_path: Path) -> None:
+    """As given; those of a pattern as one counts, s2 before s10. Scalars are stacked; there may be nothing at all."""
+    for i in range(12):
+        np.save(tmp_path / f"s{i}.npy", np.float32(i))
+        np.save(tmp_path / f"e{i}.npy", np.empty((0, 3)))
+    order = [7, 10, 11, 0, 1, 2, 3, 4, 5, 6]
+    report, _ = reports(2, tmp_path, "gather s7.npy s1?.npy s[0-6].npy -o y.npy", "gather e?.npy -o e.npy")
+    assert report["inputs"] == [f"s{i}.npy" for i in order]
+    assert np.load(tmp_path / "y.npy").tolist() == order
+    assert np.load(tmp_path / "e.npy").shape == (0, 3)
+    (shown,) = jobs(2, tmp_path, "gather s?.npy s1?.npy")
+    assert "order: s0.npy, s1.npy, s2.npy, s3.npy, ..., s11.npy" in shown.out, shown.err
+
+
+def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
+    whole = torch.arange(60.0).view(3, 10, 2)
+    for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
+        torch.save(part.clone(), tmp_path / f"{i}.pt")
+    routes = ("mpi", "gloo", "hdf5", "auto")
+    ends = [f"{where} --route {route}" for where in ("--all", "--root 1 -o {}.npy --window 3K") for route in routes]
+    lines = [f"gather ?.pt --dim -2 {end}".format(i) for i, end in enumerate(ends)]
+    for i, report in enumerate(reports(3, tmp_path, *lines)):
+        if i < 4:
+            assert report["bytes_sent"] == 2 * whole.nbytes
+        else:
+            assert (report["bytes_sent"] == 0) == (routes[i % 4] in ("hdf5", "auto"))  # from file to file
+            assert np.array_equal(np.load(tmp_path / f"{i}.npy"), whole.numpy())
+
+
+def test_compare_runs_every_route_on_the_same_data(tmp_path: Path) -> None:
+    for i, part in enumerate(np.split(WHOLE, [1000])):
+        np.save(tmp_path / f"{i}.npy", part)
+    job, text = jobs(2, tmp_path, "gather ?.npy --compare --json", "gather ?.npy --compare")
+    assert job.status == 0, job.err
+    report = json.loads(job.out)
+    ran = [row for row in report["routes"] if "refused" not in row]
+    assert {row["route"] for row in ran} >= {"gloo", "mpi", "hdf5"}
+    assert all(row["same_result"] is True and row["seconds"] > 0 for row in ran)
+    assert min(row["ratio_to_best"] for row in ran) == 1
+    refused = [row["refused"] for row in report["routes"] if row not in ran]
+    assert torch.cuda.is_available() or "needs a GPU of its own" in refused[0]
+    assert report["bytes_sent"] == 2000 * 7 * 4  # the second file goes from rank 1 to rank 0
+    assert "time (ms)" in text.out and "ratio to best" in text.out
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("env", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"])
+def test_names_that_no_terminal_can_print(env: dict[str, str], tmp_path: Path) -> None:
+    """Bytes that are no UTF-8, letters that ASCII lacks, a newline: read, written and printed, in one line each."""
+    np.save(tmp_path / os.fsdecode(b"a\xff.npy"), np.arange(4))
+    np.save(tmp_path / "b\né.npy", np.arange(4, 6))
+    h5, npy, none = (os.fsdecode(name % b"\xff\n\xc3\xa9") for name in (b"out%s.h5", b"out%s.npy", b"no%s.npy"))
+    gathering = ("gather", "[ab]*.npy", "--verify", "-o")
+    lines = ((*gathering, h5), ("staging", "ls", h5), ("staging", "verify", h5), (*gathering, npy), ("gather", none))
+    done = jobs(2, tmp_path, *lines, env=env)
+    assert [job.status for job in done] == [0, 0, 0, 0, 2], done
+    assert r"written: out\udcff\n" in done[0].out
+    assert "equal to the inputs" in done[0].out.splitlines()[-1]
+    assert r"out\udcff\n" in done[2].out and done[2].out.count("\n") == 1
+    assert np.load(tmp_path / npy).tolist() == [0, 1, 2, 3, 4, 5]
+    assert re.fullmatch(r"hpcdist.gather: error: no\\udcff\\n.*no such file.*\n", done[4].err), done[4].err
+
+
+GOOD = "gather s0.npy s1.npy s2.npy "  # the bad file is met by the last rank
+MISTAKES = {
+    f"{GOOD}none.npy": "none.npy: no such file",
+    "gather none*.npy": "none*.npy: no such file, and no file matches",
+    f"{GOOD}junk.npy": "junk.npy: cannot be read",
+    f"{GOOD}float32.npy": "float32.npy: dtype torch.float32, but s0.npy has torch.int32",
+    f"{GOOD}wide.npy": "wide.npy: shape (6, 4) does not fit (6, 7) of s0.npy along dim 0",
+    f"{GOOD}flat.npy": "flat.npy: shape (3,) does not fit (6, 7)",
+    f"{GOOD}--dim 2": "--dim 2: s0.npy has 2 dims, expected -2 to 1",
+    f"{GOOD}--root 3": "--root 3: expected 0 to 1 with 2 ranks",
+    f"{GOOD}--route pigeon": "invalid choice: 'pigeon'",
+    f"{GOOD}--root 0 --all": "not allowed with argument",
+    f"{GOOD}--nonsense": "unrecognized arguments: --nonsense",
+    f"{GOOD}-o y.npy --window much": "expected a number of bytes such as 64M",
+    f"{GOOD}-o y.txt": "unknown suffix '.txt'",
+    f"{GOOD}-o none/y.h5": "none/y.h5: no such folder",
+    f"{GOOD}-o y{{rank}}.npy": "y{rank}.npy: gather writes one file",
+    f"{GOOD}--resume": "--resume: needs -o, and is without --all, --compare and --route",
+    f"{GOOD}-o y.h5 --resume --route mpi": "--resume: needs -o, and",
+    f"{GOOD}--route hdf5 --staging none": "the staging folder: no such folder",
+    f"{GOOD}s0.npy": "s0.npy: named twice",
+    "gather s0.npy link.npy": "link.npy: named twice, also as s0.npy",
+    "gather -o y.npy": "y.npy: no INPUT is given, and without one nothing is written",
+    f"{GOOD}-o s1.npy": "s1.npy: is also an input, which it would replace",
+    "gather s0.npy -o link.npy": "link.npy: is also an input",
+    "gather s0.npy -o hard.npy": "hard.npy: is also an input",
+    "concat s1.npy -o s{rank}.npy": "s1.npy: is also an input",
+    "split s1.npy -o s{rank}.npy": "s1.npy: is also an input",
+    "gather s0.npy -o s0.npy/.": "s0.npy/.: is the name of a folder",
+    "concat s1.npy -o s{rank}.npy//": "s0.npy//: is the name of a folder",
+    "split s1.npy -o s{rank}.npy/.": "s0.npy/.: is the name of a folder",
+    "gather fifo.npy": "fifo.npy: is a FIFO, expected a regular file",
+    f"{GOOD}-o fifo.npy": "fifo.npy: is a FIFO: only a regular file is replaced",
+    "split s0.npy -o fifo{rank}.npy": "fifo1.npy: is a FIFO: only a regular",
+    "gather no\nfile.npy": "no\\nfile.npy: no such file",
+    "gather no\udcff.npy": "no\\udcff.npy: no such file",
+    f"gather {'x' * 300}.npy": "no such file",
+    f"{GOOD}-o {'x' * 300}.npy": "cannot be written: File name too long",
+    "gather none.h5": "none.h5: holds no array",
+    "gather bad.npz -o y.npy": "bad.npz: cannot be read",
+    "gather cut.npy": "cut.npy: cannot be read: it ends in the middle of its data",
+    "concat large.npy": "are available: with -o FILE, and without --all, --compare and",
+    "gather large.npy": "memory on this host, and",
+    "gather large.npy -o y.npy": "no space for the output",
+    "split s0.npy -o part.npy": "part.npy: gives parts the same name; write {rank} or",
+    "split s0.npy -o {part}.npy": "{part}.npy: cannot be a pattern",
+    "split s0.npy -o {rank.numerator}.npy": "cannot be a pattern (unsupported field)",
+    "split s0.npy -o {rank:09999999999d}.npy": "cannot be a pattern (unsupported field)",
+    "split s0.npy -o {rank}.npy --parts 0": "--parts 0: expected 1 to 1000000",
+    "split s0.npy -o {rank}.npy --parts 1000000000000": "--parts 1000000000000: expected 1",
+    "split s0.npy -o d{rank}/part.npy": "d1/part.npy: is the same file as d0/part",
+    "concat s0.npy -o d{rank}/c.npy": "d1/c.npy: is the same file as d0/c.npy",
+    "concat s0.npy -o {rank}/../s0.npy": "no such folder",
+    "split s[01].npy -o {rank}.npy": "[01].npy: matches 2 files, expected one",
+    "split s0.npy -o {rank}.npy --dim 2": "--dim 2: s0.npy has 2 dims",
+    "split scalar.npy -o {rank}.npy": "scalar.npy: is 0-d",
+    "split bad.npz -o {rank}.npz": "unknown suffix '.npz'",
+}
+if not torch.cuda.is_available():
+    refused = "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto [HD207]"
+    MISTAKES |= {f"{GOOD}--route nccl{out}": refused for out in ("", " -o y.npy", " -o y.h5")}
+
+
+def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mistake in turn, in one job; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        np.save(f"s{i}.npy", WHOLE[:6])
+    new = {"scalar": np.float32(1), "float32": np.float32(WHOLE[:6]), "wide": WHOLE[:6, :4], "flat": WHOLE[0, :3]}
+    for name, x in new.items():
+        np.save(name, x)
+    Path("junk.npy").write_text("junk")
+    os.mkdir("d0")
+    os.symlink("d0", "d1")
+    os.symlink("s0.npy", "link.npy")
+    os.link("s0.npy", "hard.npy")
+    os.mkfifo("fifo.npy")
+    os.mkfifo("fifo1.npy")
+    h5py.File("none.h5", "w").close()
+    for name, size in {"large.npy": 2**42, "cut.npy": 2**20}.items():  # a file with a hole takes no space
+        with open(name, "wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (2**42,)})
+            file.truncate(file.tell() + size)
+    np.savez_compressed("bad.npz", WHOLE)
+    flip(Path("bad.npz"), os.path.getsize("bad.npz") // 2)
+    before = sorted(os.listdir())
+    for (line, message), job in zip(MISTAKES.items(), jobs(2, tmp_path, *MISTAKES), strict=True):
+        assert (job.status, job.out) == (2, ""), f"{line}: {job}"
+        assert job.err.startswith(f"hpcdist.{line.split()[0]}: error: ") and job.err.count("\n") == 1, f"{line}: {job}"
+        assert message in job.err, f"{line}: {job}"
+        code = re.search(r" \[(HD\d{3})\].* \(see python -m hpcdist\.explain (HD\d{3})\)\n", job.err)
+        assert code[1] == code[2] if code else job.err.endswith(" (see --help)\n"), f"{line}: {job}"
+    assert sorted(os.listdir()) == before
+
+
+def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A write fails, and all ranks end with the same error."""
+    np.save(tmp_path / "x.npy", np.arange(3_000_000))
+    code = """
+        import errno, os, hpcdist as hd
+        from hpcdist.commands.arrays import gather_main, gather_parser
+        pwrite, calls = os.pwrite, []
+        def failing(fd, data, offset):
+            calls.append(offset)
+            if len(calls) > 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return pwrite(fd, data, offset)
+        os.pwrite = failing
+        from hpcdist.staging import drivers
+        drivers.missing = lambda name: "made up"  # HDF5's own writes cannot be made to fail here
+        with hd.init(device="cpu") as world:
+            for output, route in (("out.h5", "auto"), ("out.npy", "auto"), ("out.pt", "mpi")):
+                calls.clear()
+                try:
+                    gather_main(world, gather_parser().parse_args(
+                        ["x.npy", "-o", output, "--window", "1M", "--route", route]))
+                except hd.RankError as error:
+                    print(f"<{output}: writing failed: No space left on device>" if output in str(error) else error)
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status == 0, job.err
+    for output in ("out.h5", "out.npy", "out.pt"):
+        assert job.out.count(f"<{output}: writing failed: No space left on device>") == 2, job.out
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
+
+
+@pytest.mark.once
+def test_help_and_the_list_of_commands_are_printed_once() -> None:
+    told, job = commands(3, ("hpcdist.gather", "--help"), ("hpcdist",))
+    assert (told.status, told.out.count("usage: hpcdist.gather")) == (0, 1)
+    assert job.status == 0, job.err
+    assert job.out.count("python -m hpcdist.gather") == 1
+    for line in (f"hpcdist  {' ' * 4}{__version__}", "MPI ", "HDF5 ", "ranks        3 on 1 node"):
+        assert line in job.out
+
+
+@pytest.mark.once
+def test_split_and_concat(tmp_path: Path) -> None:
+    """Parts and copies of every kind; bf16 through every format that has it."""
+    for kind in (".npy", ".pt", ".npz"):
+        write(tmp_path / f"x{kind}", WHOLE)
+    x = torch.arange(100).to(torch.bfloat16).view(20, 5)
+    torch.save(x, tmp_path / "b.pt")
+    wanted = {("x.npy", ".npy"): (0, 2), ("x.pt", ".pt"): (1, 5), ("x.npz", ".h5"): (0, 7)}
+    reports(
+        2, tmp_path,
+        *(
+            f"split {name} -o {{rank:04d}}-{name}{out} --dim {dim} --parts {parts} --window 5K"
+            for (name, out), (dim, parts) in wanted.items()
+        ),
+        *("split x.npy -o {rank}.npy", "concat ?.npy -o one.h5", "concat [01].npy -o copy-{rank}.npy --window 8K"),
+        *("split b.pt -o b{rank}.h5", "gather b?.h5 -o b.safetensors"),
+    )  # fmt: skip
+    for (name, out), (dim, parts) in wanted.items():
+        for i, part in enumerate(np.array_split(WHOLE, parts, dim)):
+            assert np.array_equal(read(tmp_path / f"{i:04d}-{name}{out}"), part)
+        assert len(list(tmp_path.glob(f"*-{name}{out}"))) == parts
+    assert torch.equal(load_file(tmp_path / "b.safetensors")["data"], x)
+    text, refused = jobs(3, tmp_path, "concat [01].npy", "gather b?.h5 -o b.npy")
+    assert "shape (3000, 7) on every rank" in text.out  # in memory
+    assert refused.status == 2
+    assert "a .npy file cannot hold torch.bfloat16; use one of .pt, .safetensors, .h5" in refused.err
+    for copy in ("copy-0.npy", "copy-1.npy"):
+        assert np.array_equal(read(tmp_path / copy), WHOLE)
+
+
+RESUMED = """
+    import atexit, os, runpy, signal, sys
+    from hpcdist.staging.writer import RankWriter
+    record, rows = RankWriter.record, []
+    def dying(self, i, row, checksum):
+        record(self, i, row, checksum)
+        rows.append(row)
+        if len(rows) == {until}:
+            self.team.comm.Barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+    RankWriter.record = dying
+    atexit.register(lambda: sys.stdout.write(f"wrote {{len(rows)}}\\n"))
+    sys.argv = ["gather", "x.npy", "-o", {output!r}, "--window", "8K", "--resume"]
+    runpy.run_module("hpcdist.gather", run_name="__main__")
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("output", ["y.h5", "y.npy"])
+def test_resume_on_another_number_of_ranks(output: str, tmp_path: Path) -> None:
+    """A gather dies half way; the next one writes only the rest, and all of it where the input has changed."""
+    np.save(tmp_path / "x.npy", WHOLE)
+    for change in (0, 1):
+        job = mpirun(2, code=RESUMED.format(until=4, output=output), cwd=tmp_path)
+        assert job.status != 0
+        part = next(p.name for p in tmp_path.glob(".*.part"))
+        if output == "y.h5":
+            for refused in jobs(1, tmp_path, *(f"staging {what} {part}" for what in ("ls", "verify"))):
+                assert refused.status == 2
+                assert f"{part}: incomplete: the job that wrote it ended before it was done" in refused.err
+        np.save(tmp_path / "x.npy", WHOLE + change) if change else None
+        job = mpirun(3, code=RESUMED.format(until=-1, output=output), cwd=tmp_path)
+        assert job.status == 0, job.err
+        kept = 0 if change else 7  # at the border between two ranks, the page of both is written at the end
+        assert sum(map(int, re.findall(r"wrote (\d+)", job.out))) == 21 - kept
+        assert f"resumed: {kept} of 21 pieces were there and are kept" in job.out
+        assert np.array_equal(read(tmp_path / output), WHOLE + change)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", output]
+
+
+COMMANDS = ("gather", "concat", "split")
+
+
+def parser(what: str) -> Any:
+    """The parser of a command."""
+    if what in COMMANDS:
+        return getattr(arrays, f"{what}_parser")()
+    return conversion.parser() if what == "convert" else import_module(f"hpcdist.{what}.__main__").parser()
+
+
+@pytest.mark.once
+def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every command: names that are empty, sizes that there are not."""
+    of_all = {
+        ("-o", ""): "-o/--output: expected a name, got an empty one",
+        ("-o", "{rank}.npy", "--staging", ""): "--staging: expected a name",
+        ("-o", "{rank}.npy", "--window", "9" * 99): "a number of bytes such as",
+        ("-o", "{rank}.npy", "--window", "-1"): "a number of bytes such as",
+        ("-o", "{rank}.npy", "--dim", "x\ny"): "invalid int value: 'x\\ny'",
+    }
+    wrong: list[tuple[str, list[str], str]] = [
+        *((what, ["x.npy", *args], text) for what in COMMANDS for args, text in of_all.items()),
+        ("split", ["x.npy"], "the following arguments are required: -o/--output"),
+        ("convert", ["x.h5", ""], "DST: expected a name, got an empty one"),
+        ("staging", [], "the following arguments are required: ls|verify"),
+        ("staging", ["list", "x.h5"], "invalid choice: 'list'"),
+        ("jobscript", ["-o", ""], "-o/--script: expected a name, got an empty one"),
+        ("doctor", ["--limit", "nan"], "--limit: expected seconds, more than 0, got 'nan'"),
+    ]
+    for what, args, text in wrong:
+        ask = import_module("hpcdist.jobscript.__main__").main if what == "jobscript" else parser(what).parse_args
+        with pytest.raises(SystemExit) as ended:
+            ask(args)
+        err = capsys.readouterr().err
+        assert (ended.value.code, err.count("\n")) == (2, 1), f"{what} {args}: {err}"
+        assert err.startswith(f"hpcdist.{what}") and text in err, f"{what} {args}: {err}"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("what", [*COMMANDS, "convert", "jobscript", "doctor", "stage_env"])
+def test_two_dashes_are_the_value_of_an_option(what: str) -> None:
+    """Of ``--time=--``, argparse of Python 3.11 makes a list."""
+    made = parser(what)
+    required = {"jobscript": "", "doctor": "", "split": "x -o y", "convert": "x y"}.get(what, "x").split()
+    options = [option for action in made._actions if action.nargs is None for option in action.option_strings]
+    assert len(options) > 1
+    for option in options:
+        given: dict[str, object] = {}
+        with suppress(SystemExit):  # not a number, or not one of the choices
+            given = vars(made.parse_args([*required, f"{option}=--"]))
+        assert not given or "--" in given.values() or ["--"] in given.values(), option
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("more", [{}, {"compression": "gzip", "chunks": (500, 7)}], ids=["", "gzip"])
+def test_a_damaged_piece_is_named(more: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever is read of it, along any dim, and nothing is written."""
+    with hd.init(device="cpu"):
+        hd.staging.save(tmp_path / "y.h5", torch.from_numpy(WHOLE), window=40_000, **more)
+    count = len(describe(str(tmp_path / "y.h5")).tensors["data"].boxes)
+    np.save(tmp_path / "x.npy", WHOLE)
+    good, listed, foreign = jobs(2, tmp_path, "staging verify y.h5", "staging ls y.h5 --json", "staging verify x.npy")
+    assert (good.status, f"y.h5: {count} pieces, 82.0 KiB: all as they were written" in good.out) == (0, True), good
+    assert (foreign.status, "all can be read; there are no checksums" in foreign.out) == (0, True), foreign
+    report = json.loads(listed.out)
+    assert (report["kind"], report["checksums"]) == ("HDF5 file", True)
+    assert report["tensors"] == [
+        {"name": "data", "shape": [3000, 7], "dtype": "int32", "bytes": 84000, "pieces": count}
+        | {"storage": more.get("compression", "contiguous")}
+    ]
+    with h5py.File(tmp_path / "y.h5", "r+") as file:
+        file["data"][2999, 6] = 7
+    lines = "gather y.h5 -o z.npy", "convert y.h5 z.h5", "split y.h5 -o z{rank}.npy --dim 1", "staging verify y.h5"
+    *refused, bad = jobs(2, tmp_path, *lines)
+    named = rf"y\.h5: data: piece {count - 1} is damaged: elements \[\d+:3000, 0:7\], written by rank 0"
+    assert (bad.status, f"1 of {count} pieces are DAMAGED" in bad.out) == (1, True), bad
+    assert re.search(named, bad.out)
+    assert all(job.status == 2 and re.search(named, job.err) for job in refused), refused
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.h5"]
+
+
+@pytest.mark.once
+def test_verify_reads_in_another_way(tmp_path: Path) -> None:
+    """What our own reading gets wrong is found, though it is wrong in the same way a second time, and so is what is not
+    written as it was read: of every format, streamed and in memory, by all three commands."""
+    for suffix in SUFFIXES[:4]:
+        write(tmp_path / f"x{suffix}", WHOLE)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = WHOLE
+    code = """
+        import hpcdist as hd
+        from hpcdist.commands import arrays
+        from hpcdist.formats import plain
+        from hpcdist.staging.reader import TensorReader
+        from hpcdist.staging.writer import RankWriter
+        read_runs, by_library, put = plain.Raw._read_runs, TensorReader._by_library, RankWriter.put
+        def misread(self, fd, box, out):
+            read_runs(self, fd, box, out)
+            plain.memory(out)[:1] = b"?"
+        def misread_by_library(self, box):
+            x = by_library(self, box)
+            plain.memory(x)[:1] = b"?"
+            return x
+        with hd.init(device="cpu") as world:
+            for read, library, write in (
+                (read_runs, by_library, put),
+                (misread, misread_by_library, put),
+                (read_runs, by_library, lambda self, i, row, piece: put(self, i, row, piece.flip(0))),
+            ):
+                plain.Raw._read_runs, TensorReader._by_library, RankWriter.put = read, library, write
+                for suffix in (".npy", ".npz", ".pt", ".safetensors", ".h5"):
+                    for what, *args in (
+                        ("gather", "-o", "y.npy"), ("gather", "-o", "y.h5", "--route", "mpi"), ("gather",),
+                        ("gather", "-o", "y.h5", "--all"), ("concat", "-o", "y{rank}.h5"),
+                        ("split", "-o", "y{rank}.safetensors"),
+                    ):
+                        parser = getattr(arrays, f"{what}_parser")()
+                        asked = parser.parse_args([f"x{suffix}", "--verify", *args])
+                        status = getattr(arrays, f"{what}_main")(world, asked)
+                        if world.rank == 0:
+                            print(f"<{suffix} {what} {' '.join(args)}: {status}>")
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status == 0, job.err
+    said = re.findall(r"<(.*): (\d)>", job.out)
+    assert len(said) == 3 * 30
+    wrong = [i for i, (_, status) in enumerate(said) if status == "1"]
+    in_memory = range(62, 90, 6)  # nothing is written there
+    assert wrong == [i for i in range(30, 90) if i not in in_memory]
+    assert job.out.count("NOT EQUAL to the inputs") + job.out.count("NOT EQUAL to the input\n") == len(wrong)
+
+
+@pytest.mark.once
+def test_memory_stays_within_the_window(tmp_path: Path) -> None:
+    """600 MB gathered with a window of 16 MiB, and 128 MiB a rank saved and loaded: what is resident beside the
+    caller's tensors is two windows at most."""
+    np.save(tmp_path / "small.npy", np.arange(2_000_000))
+    np.save(tmp_path / "big.npy", np.arange(75_000_000))
+    code = """
+        import torch, hpcdist as hd
+        from hpcdist.commands.arrays import gather_main, gather_parser
+
+        def peak():
+            return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+        with hd.init(device="cpu") as world:
+            def gather(name):
+                gather_main(world, gather_parser().parse_args([name, "-o", "m.h5", "--window", "16M", "--verify"]))
+
+            gather("small.npy")
+            big, out = torch.ones(4096, 4096, dtype=torch.int64), torch.zeros(4096, 4096, dtype=torch.int64)
+            steps = [lambda: gather("big.npy")]
+            for dim in (0, 1):
+                for x, y in ((torch.ones(64, 64), torch.zeros(64, 64)), (big.t(), out), (big, out.t())):
+                    steps += [lambda x=x, dim=dim: hd.staging.save("m.h5", x, dim, window=2**24)]
+                    steps += [lambda y=y, dim=dim: hd.staging.load("m.h5", dim=dim, out=y, window=2**24)]
+            for step in steps:
+                open("/proc/self/clear_refs", "w").write("5")  # the peak is what is resident now
+                before = peak()
+                step()
+                print(f"grown {peak() - before} ")
+            assert out.sum() == big.sum()
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status == 0, job.err
+    grown = [int(kib) for kib in re.findall(r"grown (\d+) ", job.out)]
+    assert len(grown) == 2 * 13, job.out
+    assert max(grown) < (2 * 16 + 16) * 1024, f"KiB: {grown}"
