@@ -20,7 +20,7 @@ import torch
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.files.raw import page_size
+from hpcdist.formats.plain import page_size
 
 ROUNDS = 15
 CASES: dict[str, Any] = {
@@ -48,7 +48,7 @@ def main() -> None:
             seconds: dict[bool, list[float]] = {True: [], False: []}
             for turn in range(2 * ROUNDS + 2):
                 whole = turn % 2 == 0
-                with mock.patch("hpcdist.files.h5.page_size", page_size if whole else lambda folder: 1):
+                with mock.patch("hpcdist.formats.contents.page_size", page_size if whole else lambda folder: 1):
                     took = save(world, path, data)
                 if turn > 1:  # the first two are warm-up
                     seconds[whole].append(1e3 * took)

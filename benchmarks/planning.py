@@ -26,7 +26,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 BESIDES = 256  # extent of the other dim; float32
@@ -75,15 +77,16 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
 
 def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
     """Plan loads, with different shapes, since plans are cached by shape; with `counts`, all extents are equal."""
+    import numpy as np
     import torch
 
     from hpcdist import layout
-    from hpcdist.files.h5 import records
-    from hpcdist.files.raw import Raw
+    from hpcdist.formats.contents import Stored
+    from hpcdist.formats.hdf5 import record_dtype
+    from hpcdist.formats.plain import Raw
     from hpcdist.layout import Box
-    from hpcdist.staging.catalog import Stored
-    from hpcdist.staging.wants import Arguments, find_wants, plan_load, reads_alone
 
+    planner = import_module("hpcdist.staging.load")  # the package has the function of that name
     dim = None if how == "dim=None" else 1 if "dim 1" in how or "boxes" in how else 0
     counts, box, tables = None, None, {}
     if how.startswith("ragged"):
@@ -93,26 +96,28 @@ def load(asked: argparse.Namespace, how: str, table: bool = False) -> int:
     for i in range(asked.tensors):
         shape = shape_of(dim, asked.extent + (0 if counts or box else i))
         if table and shape not in tables:
-            rows = [Box((start, 0), (n, shape[1])) for start, n in layout.pieces(shape[0], -(-shape[0] // asked.ranks))]
-            tables[shape] = records(rows, 2)
+            rows = list(layout.pieces(shape[0], -(-shape[0] // asked.ranks)))
+            table_ = tables[shape] = np.zeros(len(rows), record_dtype(2))
+            table_["offset"][:, 0], table_["shape"] = [at for at, n in rows], [(n, shape[1]) for at, n in rows]
         raw = Raw("x.h5", 0, shape, torch.float32)
-        datasets[str(i)] = Stored(str(i), shape, torch.float32, raw, tables.get(shape), "")
+        datasets[str(i)] = Stored(str(i), shape, torch.float32, raw, pieces=tables.get(shape))
+    asks = []
     each = asked.extent // asked.ranks
     asks = []
     for rank in range(asked.ranks):
         box = Box((0, rank * each), (BESIDES, each)) if how == "boxes" else None
-        asks.append(Arguments({"dim": dim, "counts": counts}, box))
+        asks.append(planner._Ask(box, None))
     asked.before = asked.before or resident()
     start, found = now(), 0
-    wants, problems = find_wants(datasets, asks)
+    wants, problems = planner._find_wants(SimpleNamespace(tensors=datasets), {"dim": dim, "counts": counts}, asks)
     if problems:
         raise SystemExit(f"{how}: {problems}")
     for key, stored in datasets.items():
         stored = replace(stored)  # as load() does, for what is computed from a table is not kept
-        if reads_alone(stored, wants[key], None):
+        if planner._reads_alone(stored, wants[key], None):
             found += len(stored.boxes.intersecting(wants[key][asked.ranks // 2])) if table else 1
         else:
-            found += peers(plan_load(stored, wants[key], WINDOW, asked.ranks, None)[0], asked.ranks // 2)
+            found += peers(planner.plan_load(stored, wants[key], WINDOW, asked.ranks, None)[0], asked.ranks // 2)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
 
@@ -121,10 +126,9 @@ def save_safetensors(asked: argparse.Namespace) -> int:
     """Plan several .safetensors files and write their headers: what rank 0 does, besides the plan of each tensor."""
     import torch
 
-    from hpcdist.files import safetensors
-    from hpcdist.files.h5 import Dataset
-    from hpcdist.staging.boxes import Grid
-    from hpcdist.staging.sharded_files import divide
+    from hpcdist.formats.contents import Dataset
+    from hpcdist.formats.safetensors import SAFETENSORS, divide
+    from hpcdist.layout.box_sequences import grid
 
     asked.before = asked.before or resident()
     with tempfile.TemporaryDirectory() as folder:
@@ -132,11 +136,11 @@ def save_safetensors(asked: argparse.Namespace) -> int:
         start = now()
         shape = shape_of(0, asked.extent)
         datasets = [
-            Dataset(f"layers.{i}.weight", shape, torch.float32, Grid(shape, WINDOW)) for i in range(asked.tensors)
+            Dataset(f"layers.{i}.weight", shape, torch.float32, grid(shape, WINDOW // 4)) for i in range(asked.tensors)
         ]
         files = divide(str(path), datasets, 5 * 10**9)
         path.touch()
-        found = len(safetensors.lay_out(path, datasets))
+        found = len(SAFETENSORS.create(path, datasets, {}).data)
         asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found + len(files)
 
@@ -146,37 +150,35 @@ def convert(asked: argparse.Namespace) -> int:
     import numpy as np
     import torch
 
-    from hpcdist.commands.shares import Shares
-    from hpcdist.files.h5 import Dataset
-    from hpcdist.staging.boxes import Grid
+    from hpcdist.commands.copying import Shares
+    from hpcdist.formats.contents import Dataset
+    from hpcdist.layout.box_sequences import grid
 
     asked.before = asked.before or resident()
     start = now()
     shape = shape_of(0, asked.extent)
-    pieces = Grid(shape, 2**24)
+    pieces = grid(shape, 2**22)
     shares = Shares([Dataset(str(i), shape, torch.float32, pieces) for i in range(asked.tensors)], asked.ranks)
     found = 0
-    for i, rows in shares.of(asked.ranks // 2):
-        found += len(rows) + len(shares.owners(i, np.array([0, shape[0] * shape[1] - 1])))
+    for i in range(asked.tensors):
+        found += len(shares.rows(i, asked.ranks // 2)) + len(shares.owners(i, np.array([0, shape[0] * shape[1] - 1])))
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
 
 
 def dcp_save(asked: argparse.Namespace) -> int:
-    """Plan the file of HDF5Writer on the coordinator: pieces, checks, tables, and what each rank has to know."""
-    from hpcdist.files.h5 import FileMap, summary, tables
-    from hpcdist.staging.dcp.planning import divide, plan_file
+    """Plan the file of HDF5Writer on the coordinator: pieces, checks, and what each rank has to know."""
+    from hpcdist.staging.dcp.writer import plan_file
+    from hpcdist.staging.writer import SaveOptions, summary
 
     if not asked.before:
         asked.plans = sharded_plans(asked.tensors, asked.ranks, shape_of(0, asked.extent))
         asked.before = resident()
     start = now()
-    datasets, numbers = plan_file(asked.plans, WINDOW)
-    summary(datasets, {}, "")
-    content = tables(datasets)
-    works = divide(FileMap("x.h5", [0] * len(datasets), 4096), numbers, {}, ("", 0), 1)
+    datasets, firsts = plan_file(asked.plans, WINDOW)
+    summary(datasets, SaveOptions())
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
-    return len(content) and sum(len(work.indices) for work in works)
+    return sum(map(len, firsts))
 
 
 def sharded_plans(tensors: int, ranks: int, shape: tuple[int, int]) -> list[Any]:

@@ -174,7 +174,7 @@ class NoDigest:
 
 
 def save_unchecked(case: Case) -> None:
-    with mock.patch("hpcdist.files.h5.digest", NoDigest):
+    with mock.patch("hpcdist.formats.hdf5.digest", NoDigest):
         save_hpcdist(case)
 
 
