@@ -211,10 +211,11 @@ def _read_shared(team: Team, call: Load, key: str, out: Tensor) -> list[str]:
     stored, problems, nodes = call.tensors[key], list[str](), team.topology.nodes
     if len(nodes) == 1:
         plan, _ = plan_load(stored, call.wants[key], call.same["window"], call.same["readers"] or team.size, None)
+        reader = call.reader(key)
         with kept(problems):
             for row in plan.rows(team.rank):
                 box = plan.pieces[row]
-                call.reader(key).read(box, out[box.slices()], call.same["window"])
+                reader.read(box, out[box.slices()], call.same["window"])
         return problems
     first = np.zeros((team.size, 1), bool)  # one rank of a node receives for all
     first[[ranks[0] for ranks in nodes]] = True
