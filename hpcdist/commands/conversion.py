@@ -27,7 +27,7 @@ from hpcdist.layout.box_sequences import Listed
 from hpcdist.runtime.cli import Parser, meter, nbytes, path, plural, show_bytes
 from hpcdist.runtime.world import World
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size
-from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
+from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.writer import WINDOW, SaveOptions
 from hpcdist.validation.local import WrongError
@@ -100,8 +100,7 @@ def _check(contents: Contents, args: argparse.Namespace) -> int | None:
         for name, stored in contents.tensors.items():
             try:
                 check_shape(stored.shape, stored.dtype.itemsize)
-                limit = max(1, min(PIECE, args.window // 4) // stored.dtype.itemsize)
-                check_pieces(stored.shape, stored.dtype.itemsize, limit)
+                check_pieces(stored.shape, stored.dtype.itemsize, piece_limit(args.window // 4, stored.dtype.itemsize))
             except WrongError as error:
                 raise InputError("HD418", f"{contents.path}: {name} {error}") from error
         if "" in dtypes:
@@ -149,7 +148,7 @@ class _Source:
 
     def _pieces(self, stored: Stored) -> Listed:
         """Those of the file, if they are runs of the tensor: each is then read once, with its checksum."""
-        boxes, limit = stored.boxes, max(1, min(PIECE, self._window // 2) // stored.dtype.itemsize)
+        boxes, limit = stored.boxes, piece_limit(self._window // 2, stored.dtype.itemsize)
         if len(boxes) and int(boxes.sizes.max()) <= limit and boxes.are_runs:
             return boxes
         return pieces_of(stored.shape, stored.dtype, self._window)

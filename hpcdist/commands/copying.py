@@ -23,7 +23,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Ints, Listed, grid, summed
 from hpcdist.runtime.cli import meter
 from hpcdist.runtime.world import World
-from hpcdist.staging.pieces import PIECE
+from hpcdist.staging.pieces import piece_limit
 from hpcdist.staging.writer import FileWriter, SaveOptions
 
 __all__ = ["OUTPUTS", "Read", "Shares", "check_output", "copy", "pieces_of"]
@@ -57,7 +57,7 @@ def check_output(path: str, data: Inputs, nbytes: int) -> None:
 
 def pieces_of(shape: tuple[int, ...], dtype: torch.dtype, window: int) -> Listed:
     """The pieces of a tensor: half of the window each, since reading one may take as much again."""
-    return grid(shape, max(1, min(PIECE, window // 2) // dtype.itemsize))
+    return grid(shape, piece_limit(window // 2, dtype.itemsize))
 
 
 def copy(

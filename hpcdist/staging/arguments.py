@@ -18,7 +18,7 @@ from hpcdist.errors import listed, refusal
 from hpcdist.formats import safetensors
 from hpcdist.formats.hdf5 import DTYPE_ATTRIBUTE, GROUP
 from hpcdist.process import abort
-from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
+from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
@@ -114,7 +114,7 @@ def shape_and_dtype(name: str, spec: Any, window: int) -> tuple[tuple[int, ...],
         raise WrongError("HD418", f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
     try:
         check_shape(extents, dtype.itemsize)
-        check_pieces(extents, dtype.itemsize, max(1, min(PIECE, window) // dtype.itemsize))
+        check_pieces(extents, dtype.itemsize, piece_limit(window, dtype.itemsize))
     except WrongError as error:
         raise WrongError("HD418", f"{name!r} {error}") from None
     return extents, dtype

@@ -30,7 +30,7 @@ from hpcdist.runtime import world
 from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
 from hpcdist.staging.exchange import deliver
 from hpcdist.staging.in_flight import wait_for
-from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds
+from hpcdist.staging.pieces import PiecePlan, block_bounds, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
@@ -516,7 +516,7 @@ def plan_load(
     if largest and 2 * largest <= window:
         workers = max(1, min(readers, window // (2 * largest)))
     else:
-        pieces, rows = grid(stored.shape, max(1, min(PIECE, window // (2 * readers)) // itemsize)), None
+        pieces, rows = grid(stored.shape, piece_limit(window // (2 * readers), itemsize)), None
     if isinstance(wants, Listed) and not (verify and rows is not None):
         chosen = pieces.intersecting(wants.cover)  # no rank may want some of the pieces within these
         if len(chosen) < len(pieces):

@@ -25,6 +25,7 @@ __all__ = [
         "block_bounds",
         "check_pieces",
         "check_shape",
+        "piece_limit",
         "plan_save",
     ),
     "shard_boxes",
@@ -44,6 +45,11 @@ def check_shape(shape: Sequence[int], itemsize: int) -> None:
         raise WrongError("HD418", f"has {len(shape)} dims, and HDF5 has {_MOST_DIMS} at most")
     if max(prod(shape) * itemsize, *shape, 0) > _MOST_BYTES:
         raise WrongError("HD418", f"has shape {tuple(shape)}: no file has more than {_MOST_BYTES} bytes")
+
+
+def piece_limit(nbytes: int, itemsize: int) -> int:
+    """The elements of a piece, at most, where so many bytes of host memory are left for it."""
+    return max(1, min(PIECE, nbytes) // itemsize)
 
 
 def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
@@ -142,7 +148,7 @@ def plan_save(x: Sharded, window: int, writers: int) -> PiecePlan:
     """
     size, itemsize = len(x.extents), x.dtype.itemsize
     held = Copies(x.shape, size) if x.dim is None else Shards(x.shape, x.dim, summed(x.extents))
-    limit = max(1, min(PIECE, window) // itemsize)
+    limit = piece_limit(window, itemsize)
     joined = x.dim is None or prod(x.shape[: x.dim]) == 1 or np.count_nonzero(x.extents) < 2
     own = joined and x.dim is not None and x.chunks is None and writers == size
     straight = x.dim is None and x.chunks is None

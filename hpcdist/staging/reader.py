@@ -19,7 +19,7 @@ from hpcdist.formats.plain import Raw, memory
 from hpcdist.formats.table import format_of
 from hpcdist.layout import Box
 from hpcdist.staging.exchange import incoming
-from hpcdist.staging.pieces import PIECE
+from hpcdist.staging.pieces import piece_limit
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 
@@ -116,7 +116,7 @@ class TensorReader:
         Raises:
             FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
         """
-        parts = self.parts(want, max(1, min(PIECE, window // 2) // out.itemsize))
+        parts = self.parts(want, piece_limit(window // 2, out.itemsize))
         local = [part.box.relative_to(want.offset) for part in parts]
         for part, target in zip(parts, incoming(out, local), strict=True):
             for row in part.checks:

@@ -32,7 +32,7 @@ from hpcdist.staging.drivers import Posix
 from hpcdist.staging.exchange import outgoing
 from hpcdist.staging.in_flight import Upload, wait_for
 from hpcdist.staging.pages import RootPages
-from hpcdist.staging.pieces import PIECE, check_pieces, check_shape
+from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.staging.writer import WINDOW, Laid, PartFile, RankWriter, SaveOptions, Target
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import local
@@ -256,7 +256,7 @@ def _check_item(item: WriteItem, window: int) -> None:
 
 
 def _limit(data: TensorWriteData, window: int) -> int:
-    return max(1, min(PIECE, window) // data.properties.dtype.itemsize)
+    return piece_limit(window, data.properties.dtype.itemsize)
 
 
 def _pieces(data: TensorWriteData, window: int) -> list[Box]:
