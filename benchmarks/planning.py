@@ -168,7 +168,7 @@ def convert(asked: argparse.Namespace) -> int:
 
 def dcp_save(asked: argparse.Namespace) -> int:
     """Plan the file of HDF5Writer on the coordinator: pieces, checks, and what each rank has to know."""
-    from hpcdist.staging.dcp.writer import plan_file
+    from hpcdist.staging.dcp import plan_file
     from hpcdist.staging.writer import SaveOptions, summary
 
     if not asked.before:

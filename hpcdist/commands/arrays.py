@@ -267,8 +267,7 @@ def _write(
         from_inputs: Read = lambda i, box, out: joined.read(box, out)  # noqa: E731
         for name, whole in parts:
             at = whole.offset
-            source = f"{data.fingerprint()}{whole}" if args.resume else ""
-            options = SaveOptions("posix", args.window, args.resume, source=source)
+            options = SaveOptions("posix", args.window, args.resume)
             shifted: Read = lambda i, box, out, at=at: (read or from_inputs)(i, box.shift(at), out)  # type: ignore[misc]  # noqa: E731
             done = copy(world, team, args.prog, name, [Dataset("data", whole.shape, data.dtype)], shifted, options)
             pieces, kept = pieces + done[0], kept + done[1]
@@ -478,7 +477,7 @@ def _add_common(p: Parser) -> None:
         "--window", type=nbytes, default=WINDOW, metavar="BYTES",
         help="with -o: host memory that a rank may use for data, such as 64M (default 256M)",
     )  # fmt: skip
-    p.add_argument("--resume", action="store_true", help="resume a killed job, if it had --resume, too")
+    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from what it has left")
     p.add_argument("--staging", type=path, metavar="DIR", help="staging folder of route hdf5, shared by all nodes")
     p.add_argument(
         "--verify", action="store_true",

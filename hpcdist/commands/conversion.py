@@ -59,11 +59,11 @@ def main(world: World, args: argparse.Namespace) -> int:
     with OpenFiles(contents) as files:
         source = _Source(files, args.window)
         if Path(args.output).suffix in _FILES:
-            fingerprint = contents.fingerprint() if args.resume else ""
-            options = SaveOptions("posix", args.window, args.resume, contents.text, limit, fingerprint)
+            options = SaveOptions("posix", args.window, args.resume, contents.text, limit)
             pieces, kept = copy(world, world.team, _VERB, args.output, source.datasets, source.read, options)
             report |= {"pieces": pieces, "pieces_kept": kept} if args.resume else {}
-            report["output_files"] = [name for name, _ in safetensors.divide(args.output, source.datasets, limit)]
+            names = [(args.output, 0)] if limit is None else safetensors.divide(args.output, source.datasets, limit)
+            report["output_files"] = [name for name, _ in names]
         else:
             report["output_files"] = _write_folder(world, source, args.output)
     report["seconds"] = max(objects.all_gather_object(comm, time.perf_counter() - started))
@@ -258,6 +258,6 @@ def parser() -> Parser:
         "--window", type=nbytes, default=WINDOW, metavar="BYTES",
         help="host memory that a rank may use for data, such as 64M (default 256M)",
     )  # fmt: skip
-    p.add_argument("--resume", action="store_true", help="resume a killed job, if it had --resume, too")
+    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from what it has left")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return p

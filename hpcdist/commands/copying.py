@@ -84,8 +84,7 @@ def copy(
     with meter(world, verb, sum(d.nbytes() for d in datasets) // team.size) as bar:
         options = replace(options, progress=bar.update)
         with FileWriter(team, verb, path, datasets, shares.owners, options) as file:
-            file.prove(mine)
-            left = [(i, row) for i, rows in enumerate(mine) for row in rows if (i, row) not in file.done]
+            left = [(i, row) for i, rows in enumerate(mine) for row in rows]
             sizes = [int(pieces[i].sizes[row]) * datasets[i].dtype.itemsize for i, row in left]
             buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device="cpu")
             try:
@@ -97,7 +96,7 @@ def copy(
                     file.put(i, row, x)
             except InputError as error:
                 file.fail(error)
-    return sum(map(len, pieces)), sum(objects.all_gather_object(team.comm, len(file.done)))
+    return sum(map(len, pieces)), sum(objects.all_gather_object(team.comm, file.kept))
 
 
 class Shares:

@@ -82,11 +82,6 @@ class Inputs:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def fingerprint(self) -> str:
-        """A text that differs for other inputs, and for these once they are changed."""
-        stats = [(s.spec, os.stat(path_of(s.spec))) for s in self.sources]
-        return repr((self.dim, [(spec, stat.st_size, stat.st_mtime_ns) for spec, stat in stats]))
-
     def nbytes_by_rank(self) -> list[int]:
         """The bytes of the arrays that each rank reads."""
         row = self.nbytes() // self.shape[self.dim] if self.shape[self.dim] else 0
@@ -194,7 +189,7 @@ def _described(spec: str, text: bool = False) -> tuple[Contents, Stored]:
         raise InputError("HD501", f"{path}: unknown suffix {Path(path).suffix!r}; expected one of {', '.join(FORMATS)}")
     try:
         key = name and name.strip("/")
-        contents = FORMATS[Path(path).suffix].describe(path, key)
+        contents = FORMATS[Path(path).suffix].describe(path)
         found = _pick(contents, key, [*contents.tensors, *contents.external, *contents.left_out])
         return contents, contents.chosen(found).tensors[found]
     except InputError:
@@ -258,7 +253,7 @@ def find(world: World, given: Sequence[str], dim: int, output: str | None) -> In
 
     def describe(spec: str) -> Source:
         stored = _described(spec, not given)[1]
-        return Source(spec, stored.shape, stored.dtype, stored.place, not given)
+        return Source(spec, stored.shape, stored.dtype, stored.name, not given)
 
     described = objects.all_gather(comm, "inputs", lambda: [describe(spec) for spec in progress(mine, world, "look")])
     sources = [source for part in described for source in part]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpcdist.errors import FileError, coded, reason
+from hpcdist.formats import plain
 from hpcdist.formats.paths import status_of_old
 
 __all__ = [
@@ -39,6 +40,7 @@ T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be out of date
 _NAP = 0.1  # seconds between two attempts
+_BLOCK = 2**20  # bytes that are copied at a time
 _GRACE = 60  # seconds in which the creator of a file may not have locked it yet
 _KEPT = ("user.", "system.posix_acl_access")  # extended attributes that a file takes over from the one that it replaces
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # no locks; NFS: open for reading only
@@ -154,8 +156,8 @@ class Commit:
 
     Attributes:
         target: name that the file will have; of a symbolic link, the name that it points to.
-        part: name that it has until then; it exists, and is empty unless `keep` found what another run left.
-        resumed: whether something was left.
+        part: name that it has until then; it exists, and is empty.
+        left: with `keep`, the part that a dead process has left, open; else None. See :meth:`adopt`.
 
     Raises:
         FileError: another process is writing the same target, or the part cannot be made.
@@ -166,36 +168,28 @@ class Commit:
         check_target(path, 0)
         self._old = status_of_old(self.target)
         self.part = self.target.with_name(_part_name(self.target.name))
+        self.left: int | None = None
+        self._left_path = self.part
+        mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
         try:
-            self._lock, self.resumed = self._open_part(path, keep)
-        except OSError as error:
-            raise FileError("HD410", f"{path}: cannot be written: {reason(error)}") from error
+            for left in _left(self.target):
+                self._take_over(path, left, keep)
+            self._lock = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
+            lock(self._lock)
+        except BaseException as error:
+            self._close_left()
+            if isinstance(error, OSError):
+                raise FileError("HD410", f"{path}: cannot be written: {reason(error)}") from error
+            raise
         _held.add(self.part.name)
 
-    def journals(self) -> list[Path]:
-        """Files beside the part, ``.NAME.TAG.*.journal``, in which ranks may note what is complete. They share the
-        part's fate."""
-        return _journals(self.part)
-
-    def _open_part(self, path: str | Path, keep: bool) -> tuple[int, bool]:
-        """Open the part and lock it; and whether it is one that was left, which is taken over."""
-        mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
-        for left in _left(self.target):
-            if (fd := self._take_over(path, left, keep)) is not None:
-                os.fchmod(fd, mode & ~umask())
-                return fd, True
-        fd = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
-        lock(fd)
-        return fd, False
-
-    def _take_over(self, path: str | Path, left: Path, keep: bool) -> int | None:
-        """Open and lock a part that a dead process has left, and give it this one's name; or remove it, and return
-        None. A part of a process that may be alive stays."""
+    def _take_over(self, path: str | Path, left: Path, keep: bool) -> None:
+        """Open and lock a part that a dead process has left, or remove it. A part of a process that may be alive
+        stays."""
         try:
             fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:  # its writer has finished meanwhile
-            return None
-        taken = False
+            return
         try:
             if not lock(fd):
                 who = "this process is writing it already" if left.name in _held else "another process is writing it"
@@ -203,19 +197,43 @@ class Commit:
             if not _is_dead(left, fd):  # no locks, or not locked yet: whichever ends last gets the name
                 if keep:
                     text = f"{left} may still be written by another host, and is not resumed: written again"
-                    warnings.warn(coded("HD420", text), stacklevel=2)
-            elif keep and os.fstat(fd).st_size > 0 and _renamed(left, self.part):
-                for path in _journals(left):
-                    _renamed(path, path.with_name(path.name.replace(left.stem, self.part.stem)))
-                taken = True
-                _remove_beside(left)
+                    warnings.warn(coded("HD420", text), stacklevel=3)
+                return
+            for path in left.parent.glob(f"{glob.escape(left.name)}-*.lock"):  # of Open MPI's MPI-IO
+                path.unlink(missing_ok=True)
+            if keep and self.left is None and os.fstat(fd).st_size > 0:
+                self.left, self._left_path, fd = fd, left, -1
             else:
-                _remove_beside(left)
-                _remove([left])
+                left.unlink(missing_ok=True)
         finally:
-            if not taken:
+            if fd >= 0:
                 os.close(fd)
-        return fd if taken else None
+
+    def adopt(self, spans: Iterable[tuple[int, int]]) -> bool:
+        """Replace the part by the one that was left, with the data that it holds in `spans`, (first byte, end) each;
+        outside of them, and in size, it becomes equal to this one. False if another process has taken it."""
+        left, self.left = self.left, None
+        assert left is not None
+        made, size = self._lock, os.fstat(self._lock).st_size
+        try:
+            os.replace(self._left_path, self.part)  # first: of several processes, one gets it
+        except FileNotFoundError:
+            os.close(left)
+            return False
+        self._lock = left
+        try:
+            os.fchmod(left, stat.S_IMODE(os.fstat(made).st_mode))
+            os.truncate(left, size)
+            at = 0
+            for start, end in (*sorted(spans), (size, size)):
+                for place in range(at, start, _BLOCK):
+                    block = os.pread(made, min(_BLOCK, start - place), place)
+                    if os.pread(left, len(block), place) != block:  # most are holes
+                        plain.write_at(left, place, memoryview(block))
+                at = max(at, end)
+        finally:
+            os.close(made)
+        return True
 
     def finish(self, mode: int | None = None) -> None:
         """Put the complete file in place, with `mode` if given. The caller has synced what other processes wrote."""
@@ -224,7 +242,6 @@ class Commit:
         if mode is not None:
             os.fchmod(self._lock, mode)
         os.fsync(self._lock)
-        _remove(self.journals())
         try:
             os.replace(self.part, self.target)
         except FileNotFoundError as error:
@@ -236,14 +253,20 @@ class Commit:
     def discard(self, keep: bool = False) -> None:
         """Give up; what was written is removed, or kept for another try. After finish(), or again, it does nothing."""
         if self._lock >= 0:
-            if not keep:
-                _remove([*self.journals(), self.part])
+            if not keep or self.left is not None:
+                self.part.unlink(missing_ok=True)
             self._unlock()
 
     def _unlock(self) -> None:
         _held.discard(self.part.name)
         os.close(self._lock)
         self._lock = -1
+        self._close_left()
+
+    def _close_left(self) -> None:
+        if self.left is not None:
+            os.close(self.left)
+            self.left = None
 
 
 def _part_name(name: str) -> str:
@@ -286,7 +309,7 @@ def _started(pid: int) -> str:
 
 
 def _left(target: Path) -> list[Path]:
-    """The parts of a target, newest first; only this user's, and such as hpcdist makes."""
+    """The parts of a target, those with the most data first; only this user's, and such as hpcdist makes."""
     stem = _stem(target.name)
     tag = re.compile(re.escape(f"{stem}{_digest(target.name)}") + r"[0-9a-f]{32}\.part")
     found, names = [], []
@@ -296,7 +319,7 @@ def _left(target: Path) -> list[Path]:
         with suppress(FileNotFoundError):  # its writer has finished meanwhile
             stat_ = os.lstat(path)
             if stat.S_ISREG(stat_.st_mode) and stat_.st_uid == os.geteuid() and stat_.st_nlink == 1:
-                found.append((stat_.st_mtime_ns, path))
+                found.append((stat_.st_blocks, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -308,27 +331,6 @@ def _is_dead(part: Path, fd: int) -> bool:
     if system != _system():
         return time.time() - os.fstat(fd).st_mtime > _GRACE
     return part.name not in _held if pid == os.getpid() else started != _started(pid)
-
-
-def _remove_beside(part: Path) -> None:
-    """Remove the files that belong to a part: its journals, and the locks of Open MPI's MPI-IO, if it was killed."""
-    _remove([*_journals(part), *part.parent.glob(f"{glob.escape(part.name)}-*.lock")])
-
-
-def _journals(part: Path) -> list[Path]:
-    return list(part.parent.glob(f"{glob.escape(part.stem)}.*.journal"))
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def _renamed(old: Path, new: Path) -> bool:
-    with suppress(FileNotFoundError):  # another process was first
-        os.rename(old, new)
-        return True
-    return False
 
 
 def _look_like(fd: int, old: os.stat_result, path: Path) -> None:

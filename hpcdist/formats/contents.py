@@ -56,7 +56,6 @@ class Stored:
         parts: where they lie, if they are in parts. With neither, only its format's library can read it.
         pieces: the table of its pieces, if hpcdist wrote it: "offset", "shape", "xxh3_64" and "rank".
         filters: name of its compression.
-        place: its name in the file, which differs from `name` if that is a link.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Stored:
     parts: Parts | None = None
     pieces: Table | None = None
     filters: str = ""
-    place: str = ""
 
     @cached_property
     def boxes(self) -> Listed:
@@ -123,7 +121,7 @@ class Contents:
         left_out: what is no tensor: a description by name.
         text: of .safetensors files, by name.
         checked: whether hpcdist wrote it, with checksums.
-        checkpoint: of a checkpoint of torch's in an .h5 file: what it holds besides tensors, as JSON.
+        checkpoint: of a checkpoint of torch's in an .h5 file: what it holds besides tensors: see hpcdist.staging.dcp.
     """
 
     path: str
@@ -134,7 +132,7 @@ class Contents:
     left_out: dict[str, str] = field(default_factory=dict)
     text: Mapping[str, str] = field(default_factory=dict)
     checked: bool = False
-    checkpoint: bytes | None = None
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, stored in self.tensors.items():
@@ -143,10 +141,6 @@ class Contents:
 
     def nbytes(self) -> int:
         return sum(stored.nbytes() for stored in self.tensors.values())
-
-    def fingerprint(self) -> str:
-        """A text that differs once the files are changed."""
-        return repr([(path, at.size, os.stat(path).st_mtime_ns) for path, at in self.files.items()])
 
     def require(self, name: str = "") -> None:
         """Raise a FileError if a tensor, or one in the group `name`, has its data in other files."""
@@ -214,11 +208,13 @@ class FileMap:
         path: of the file.
         data: where each dataset begins; None for a compressed one.
         page: size of a page, each of which is written by one rank: see :mod:`hpcdist.staging.pages`.
+        resumed: whether it may hold data already, which another run has written.
     """
 
     path: str
     data: list[int | None]
     page: int
+    resumed: bool = False
 
     @classmethod
     def of(cls, path: Path, data: Iterable[int | None]) -> FileMap:
@@ -240,8 +236,8 @@ class Format(ABC):
     checksums = False
 
     @abstractmethod
-    def describe(self, path: str, name: str | None = None) -> Contents:
-        """List what a file holds, without the data; also what `name` links to, if it is given.
+    def describe(self, path: str) -> Contents:
+        """List what a file holds, without the data.
 
         Raises:
             FileError: no such file, not of this format, damaged, truncated or incomplete.

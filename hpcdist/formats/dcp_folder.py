@@ -41,7 +41,7 @@ _CLASSES = {
 
 
 class _Dcp(Format):
-    def describe(self, path: str, name: str | None = None) -> Contents:
+    def describe(self, path: str) -> Contents:
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
         held, tensors, values = _metadata(Path(path) / NAME), {}, {}
@@ -104,7 +104,7 @@ def _stored(path: str, name: str, entry: Any, places: Sequence[Any], files: dict
         for corner in ([chunk.offsets for chunk in entry.chunks], [chunk.sizes for chunk in entry.chunks])
     )
     parts = Parts(used, offsets, shapes, np.array(rows, np.int64).reshape(-1, 3))
-    found = Stored(name, shape, entry.properties.dtype, parts=parts, place=name)
+    found = Stored(name, shape, entry.properties.dtype, parts=parts)
     if not found.part_boxes.tile():
         raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {shape}, once")
     return found

@@ -63,7 +63,6 @@ _ELEMENT = 16  # bytes: of the largest dtype
 _PLAN, _PIECES, _CHECKPOINT, _STATE = "plan", "pieces", "checkpoint", "state"
 _CHUNK = 2**26  # bytes of a chunk, which HDF5 reads whole, that are always allowed
 _DEEPEST = 1000  # groups within each other
-_MOST = 40  # soft links in one path, as in Linux
 _CHANGED = f"it is damaged, or another program has changed it and left /{GROUP}"
 
 
@@ -98,11 +97,11 @@ class _HDF5(Format):
     dtypes = frozenset(DTYPES)
     checksums = True
 
-    def describe(self, path: str, name: str | None = None) -> Contents:
+    def describe(self, path: str) -> Contents:
         before = check_regular(path)
         try:
             with opened(path) as file:
-                contents = _contents(path, file, name, Identity(before.st_size, before.st_ino))
+                contents = _contents(path, file, Identity(before.st_size, before.st_ino))
         except FileError:
             raise
         except OSError as error:
@@ -110,7 +109,7 @@ class _HDF5(Format):
         except Exception as error:  # whatever h5py makes of a file that is damaged
             raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
         if not os.path.samestat(before, os.stat(path)):
-            return self.describe(path, name)  # replaced meanwhile: which of the two was read is unknown
+            return self.describe(path)  # replaced meanwhile: which of the two was read is unknown
         for stored in contents.tensors.values():
             if stored.raw is not None and stored.raw.offset + stored.nbytes() > os.path.getsize(path):
                 raise FileError("HD404", f"{path}: truncated: {stored.name} ends after the end of the file")
@@ -119,13 +118,13 @@ class _HDF5(Format):
     def by_library(self, path: str, stored: Stored) -> Slices:
         def read(box: Box) -> Tensor:
             with opened(path) as file:
-                dataset = None if _hard_path(path, file, stored.place) != stored.place else file[stored.place]
+                dataset = file[stored.name] if _is_hard(file, stored.name) else None
                 if dataset is None or _external(dataset.id.get_create_plist()) is not None:
                     raise FileError("HD407", f"{path}: has changed while it was read")
                 chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
                 if chunk > max(_CHUNK, 2 * box.size() * stored.dtype.itemsize):
                     what = f"is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than window"
-                    raise FileError("HD416", f"{path}: {stored.place}: {what}")
+                    raise FileError("HD416", f"{path}: {stored.name}: {what}")
                 array = np.asarray(dataset[box.slices()]).astype(stored_dtype(stored.dtype), copy=False)
             return torch.from_numpy(np.ascontiguousarray(array)).view(stored.dtype).view(box.shape)
 
@@ -256,76 +255,38 @@ def _why(path: str, error: OSError) -> str:
     return coded("HD403", f"{path}: not an HDF5 file")
 
 
-def _contents(path: str, file: Any, wanted: str | None, at: Identity) -> Contents:
+def _contents(path: str, file: Any, at: Identity) -> Contents:
     import h5py
     from h5py import h5g
 
     names, others = _dataset_names(path, file)
-    places = {name: name for name in names if not name.startswith(f"{GROUP}/")}
-    if wanted and wanted not in places and wanted not in others:
-        place = _hard_path(path, file, wanted)
-        if place is not None and isinstance(file[place or "/"], h5py.Dataset):
-            places[wanted] = place  # a link
-    group = h5py.Group(h5g.open(file.id, GROUP.encode())) if _hard_path(path, file, GROUP) == GROUP else None
+    tensors = [name for name in names if not name.startswith(f"{GROUP}/")]
+    group = h5py.Group(h5g.open(file.id, GROUP.encode())) if _is_hard(file, GROUP) else None
     version = None if group is None else group.attrs.get("version")
     if version is None:  # of another tool
-        found = _stored(path, file, places, {})
-        return Contents(path, "HDF5 file", found[0], {path: at}, others | found[1], found[2])
+        found, external, left_out = _stored(path, file, tensors, {})
+        return Contents(path, "HDF5 file", found, {path: at}, external, others | left_out)
     if version != VERSION:
         raise FileError("HD406", f"{path}: is in version {version} of the format, and this hpcdist reads {VERSION}")
-    own = _own(path, file, [name for name in names if name.startswith(f"{GROUP}/")])
-    if _STATE not in own:
+    own, _, _ = _stored(path, file, [name for name in names if name.startswith(f"{GROUP}/")], {})
+    places = {name.removeprefix(f"{GROUP}/"): raw for name, stored in own.items() if (raw := stored.raw) is not None}
+    if _STATE not in places:
         raise FileError("HD405", f"{path}: incomplete: the job that wrote it ended before it was done")
-    parts = {name: _content(dataset).tobytes() for name, dataset in own.items()}
-    if not {_PLAN, _PIECES} <= parts.keys() or parts[_STATE] != _seal(parts):
+    with open(path, "rb") as content:
+        parts = {name: os.pread(content.fileno(), raw.nbytes(), raw.offset) for name, raw in places.items()}
+    if _PLAN not in parts or parts[_STATE] != _seal(parts):
         raise FileError("HD404", f"{path}: its plan, tables of pieces or values differ from their checksum: {_CHANGED}")
-    planned = {d["name"]: (d, table) for d, table in _tables(path, json.loads(parts[_PLAN]), parts[_PIECES])}
-    # A tensor with another hard link, which h5py makes of file["b"] = file["a"], is listed by one of its names alone.
-    places |= {name: name for name in planned.keys() - places.keys() if _hard_path(path, file, name) == name}
-    if lost := planned.keys() - places.keys():
+    tables = _tables(path, json.loads(parts[_PLAN]), parts.get(_PIECES, b""))
+    planned = {d["name"]: (d, table) for d, table in tables}
+    # Those in a group with another hard link, which h5py makes of file["b"] = file["a"], are listed in one of the two.
+    tensors += [name for name in planned.keys() - set(tensors) if _is_hard(file, name)]
+    if lost := planned.keys() - set(tensors):
         raise FileError("HD404", f"{path}: holds no {listed(sorted(lost))}, which its plan has: {_CHANGED}")
-    tensors, external, left_out = _stored(path, file, places, planned)
-    at = Identity(at.size, at.inode, own[_STATE].get_offset(), parts[_STATE])
-    values = parts.get(_CHECKPOINT)
-    if values is not None:
-        left_out |= _values(path, values)
-    return Contents(
-        path, "HDF5 file", tensors, {path: at}, others | external, left_out, checked=True, checkpoint=values
-    )
-
-
-def _values(path: str, checkpoint: bytes) -> dict[str, str]:
-    """The names of the values that a checkpoint holds besides tensors."""
-    try:
-        return dict.fromkeys(json.loads(checkpoint)["values"], "a value")
-    except (ValueError, KeyError, TypeError) as error:
-        raise FileError("HD402", f"{path}: what it holds besides tensors cannot be read: {reason(error)}") from error
-
-
-def _own(path: str, file: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The datasets of our group by name, as HDF5's objects; those that have their bytes in one run of this file."""
-    from h5py import h5d
-
-    size, own = os.path.getsize(path), {}
-    for name in names:
-        dataset = h5d.open(file.id, name.encode())
-        made, shape, dtype = dataset.get_create_plist(), dataset.shape, dataset.dtype
-        if _external(made) is not None or made.get_layout() == h5d.CHUNKED or shape is None or dtype.kind not in "uV":
-            continue
-        offset = dataset.get_offset() if prod(shape) else 0
-        if offset is not None and offset + prod(shape) * dtype.itemsize <= size:
-            own[name.removeprefix(f"{GROUP}/")] = dataset
-    return own
-
-
-def _content(dataset: Any) -> np.ndarray[Any, Any]:
-    """All elements of a dataset, which is HDF5's object: h5py's own needs several times as long for a small one."""
-    from h5py import h5s
-
-    found = np.empty(dataset.shape, dataset.dtype)
-    if found.size:
-        dataset.read(h5s.ALL, h5s.ALL, found)
-    return found
+    found, external, left_out = _stored(path, file, tensors, planned)
+    at = Identity(at.size, at.inode, places[_STATE].offset, parts[_STATE])
+    values = json.loads(parts.get(_CHECKPOINT, b"{}"))
+    left_out |= others | dict.fromkeys(values.get("values", ()), "a value")
+    return Contents(path, "HDF5 file", found, {path: at}, external, left_out, checked=True, checkpoint=values)
 
 
 def _tables(path: str, plan: Mapping[str, Any], content: bytes) -> Iterator[tuple[dict[str, Any], Table]]:
@@ -346,9 +307,9 @@ def _tables(path: str, plan: Mapping[str, Any], content: bytes) -> Iterator[tupl
 
 
 def _stored(
-    path: str, file: Any, places: Mapping[str, str], planned: Mapping[str, tuple[Mapping[str, Any], Table]]
+    path: str, file: Any, names: Iterable[str], planned: Mapping[str, tuple[Mapping[str, Any], Table]]
 ) -> tuple[dict[str, Stored], dict[str, str], dict[str, str]]:
-    """The datasets at these places, each of which is opened once; why some are not read; and what is no tensor.
+    """The datasets of these names, each of which is opened once; why some are not read; and what is no tensor.
 
     Args:
         planned: by name, the tensor's entry in the plan, which it must fit, and the table of its pieces.
@@ -357,8 +318,8 @@ def _stored(
     from h5py import h5d
 
     found, external, others = {}, {}, {}
-    for name, place in places.items():
-        dataset = h5d.open(file.id, place.encode())
+    for name in names:
+        dataset = h5d.open(file.id, name.encode())
         made = dataset.get_create_plist()
         why = _external(made)
         if why is not None:
@@ -376,7 +337,7 @@ def _stored(
         if chunks is None and dataset.get_offset() is not None and dataset.get_type() == _type_of(dtype):
             where = Raw(path, dataset.get_offset(), shape, dtype)
         filters = str(h5py.Dataset(dataset).compression or "chunked") if chunks else ""
-        found[name] = Stored(name, shape, dtype, where, None, table, filters, place)
+        found[name] = Stored(name, shape, dtype, where, None, table, filters)
     return found, external, others
 
 
@@ -445,41 +406,23 @@ def _external(made: Any) -> str | None:
     return None
 
 
-def _hard_path(path: str, file: Any, name: str) -> str | None:
-    """The path of a name in the file, with all links resolved; None if there is nothing.
-
-    Raises:
-        FileError: it leads into another file.
-    """
+def _is_hard(file: Any, name: str) -> bool:
+    """Whether a name is there, by hard links only, which stay in the file."""
     import h5py
 
-    left, at, soft = [part for part in name.split("/") if part][::-1], "", 0
-    group, step = file["/"], ""  # what is open so far, and the next step from there
-    while left:
-        part = left.pop()
-        group, step = group[step] if step else group, ""
+    at = file["/"]
+    for part in name.split("/"):
         try:
-            link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+            if not isinstance(at, h5py.Group) or not isinstance(at.get(part, getlink=True), h5py.HardLink):
+                return False
         except TypeError:  # a user-defined kind
-            link = h5py.ExternalLink("?", "?")
-        if isinstance(link, h5py.ExternalLink):
-            raise FileError(
-                "HD415", f"{path}: {name} is a link into another file ({_text(link.filename)}), which is not read"
-            )
-        if link is None or soft > _MOST:
-            return None
-        if isinstance(link, h5py.SoftLink):
-            soft += 1
-            if link.path.startswith("/"):
-                group, at = file["/"], ""
-            left += [part for part in link.path.split("/") if part not in ("", ".")][::-1]
-        else:
-            at, step = f"{at}/{part}".strip("/"), part
-    return at
+            return False
+        at = at[part]
+    return True
 
 
 def _dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
-    """The names of all datasets, by hard links only; and of those that h5py cannot open, the reason."""
+    """The names of all datasets, by hard links only; and of what is not read, the reason."""
     from h5py import h5g, h5l, h5o
 
     names: list[str] = []
@@ -493,24 +436,24 @@ def _dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
         if name is None:
             groups.pop()
             continue
-        if group.links.get_info(name).type != h5l.TYPE_HARD:
+        kind, text = group.links.get_info(name).type, _text(prefix + name)
+        if kind != h5l.TYPE_HARD:
+            where = f"into another file ({_text(group.links.get_val(name)[0])})" if kind == h5l.TYPE_EXTERNAL else ""
+            others[text] = " ".join(filter(None, ["a link", where])) + ", which is not followed"
             continue
         info = h5o.get_info(group, name)
-        if info.addr in seen:
-            continue
-        seen.add(info.addr)
-        if info.type == h5o.TYPE_GROUP:
+        if info.type == h5o.TYPE_GROUP and info.addr not in seen:
+            seen.add(info.addr)
             inner = h5g.open(group, name)
             groups.append((prefix + name + b"/", inner, _link_names(inner)))
             if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
-                raise FileError(
-                    "HD402", f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other"
-                )
+                what = f"it has more than {_DEEPEST:,} groups within each other"
+                raise FileError("HD402", f"{path}: cannot be read: {what}")
         elif info.type == h5o.TYPE_DATASET:
             try:
                 names.append((prefix + name).decode())
             except UnicodeDecodeError:
-                others[(prefix + name).decode(errors="surrogateescape")] = "has a name that is not UTF-8"
+                others[text] = "has a name that is not UTF-8"
     return names, others
 
 
@@ -526,8 +469,8 @@ def _link_names(group: Any) -> Iterator[bytes]:
     return iter(sorted(names))
 
 
-def _text(name: str | bytes) -> str:
-    return name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
+def _text(name: bytes) -> str:
+    return name.decode(errors="surrogateescape")
 
 
 def attributes(path: str, name: str) -> dict[str, Any]:
@@ -536,10 +479,9 @@ def attributes(path: str, name: str) -> dict[str, Any]:
 
     try:
         with opened(path) as file:
-            place = _hard_path(path, file, name)
-            if place is None:
+            if name and not _is_hard(file, name):
                 raise FileError("HD408", f"{path}: holds no {name!r}")
-            held, found = file[place or "/"], {}
+            held, found = file[name or "/"], {}
             for key, value in held.attrs.items():
                 kind = h5py.check_string_dtype(held.attrs.get_id(key).dtype)
                 if kind is not None and kind.encoding == "utf-8" and kind.length is not None and np.size(value):

@@ -30,7 +30,7 @@ class _Npy(Format):
     dtypes = NUMPY
     named = False
 
-    def describe(self, path: str, name: str | None = None) -> Contents:
+    def describe(self, path: str) -> Contents:
         at = identity(path)
         with _errors(path), open(path, "rb") as file:
             stored, _ = _header(path, "", file)
@@ -57,7 +57,7 @@ class _Npy(Format):
 
 
 class _Npz(Format):
-    def describe(self, path: str, name: str | None = None) -> Contents:
+    def describe(self, path: str) -> Contents:
         at, tensors = identity(path), {}
         with _errors(path), zipfile.ZipFile(path) as archive:
             for member in dict.fromkeys(archive.namelist()):
@@ -67,7 +67,7 @@ class _Npz(Format):
                         stored, begin = _header(path, key, file)
                     if begin + stored.nbytes() > archive.getinfo(member).file_size:
                         raise FileError("HD404", f"{path}: cannot be read: {key} ends in the middle of its data")
-                    tensors[key] = Stored(key, stored.shape, stored.dtype, place=key)
+                    tensors[key] = Stored(key, stored.shape, stored.dtype)
         return Contents(path, ".npz file", tensors, {path: at})
 
     def by_library(self, path: str, stored: Stored) -> Slices:
@@ -76,7 +76,7 @@ class _Npz(Format):
         memory.require(path, stored.nbytes())
         with np.load(path, allow_pickle=False) as held, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it was written by Python 2
-            array = held[stored.place]
+            array = held[stored.name]
         return lambda box: _tensor(array[box.slices()])
 
 
@@ -123,4 +123,4 @@ def _header(path: str, name: str, file: IO[bytes]) -> tuple[Stored, int]:
         raise FileError("HD503", f"{path}: holds dtype {dtype}, which torch does not have") from None
     plain = dtype.newbyteorder("=") == dtype and not (fortran and len(shape) > 1)
     raw = Raw(path, file.tell(), shape, kind) if plain else None
-    return Stored(name, shape, kind, raw, place=name), file.tell()
+    return Stored(name, shape, kind, raw), file.tell()

@@ -13,13 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats.atomic import sync, write_text
-from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Parts, Slices, Stored, identity
+from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
 from hpcdist.formats.paths import check_regular, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
@@ -38,29 +37,28 @@ _ALIGNMENT = 4096  # bytes: the data begin with a page, so that large tensors ar
 class _Safetensors(Format):
     dtypes = frozenset(set(DTYPES) - {torch.complex128, torch.complex32, *BARE})  # that torch can save and load
 
-    def describe(self, path: str, name: str | None = None) -> Contents:
+    def describe(self, path: str) -> Contents:
         """As :meth:`Format.describe`, of a file, an index, or a folder of files with or without an index."""
         files, where = _files(path) if os.path.isdir(path) or path.endswith(INDEX) else ([path], None)
-        found: dict[str, list[tuple[tuple[int, ...], Raw]]] = {}  # by name the parts: offset, and bytes
+        tensors: dict[str, Stored] = {}
         text: dict[str, str] = {}
         left_out: dict[str, str] = {}
         for file in files:
             held, own = _header(file)
-            offsets = _offsets(file, own)
+            if _PARTS in own:
+                what = "holds parts of tensors, which torch's consolidate_safetensors_files() joins"
+                raise FileError("HD511", f"{file}: {what}")
+            text |= own
             for key, raw in held.items():
                 if where is not None and where.get(key) != file:
                     left_out[key] = f"in {os.path.basename(file)}, where the index does not look for it"
-                    continue
-                if key in found and (offsets is None or found[key][0][1].dtype != raw.dtype):
+                elif key in tensors:
                     raise FileError("HD510", f"{file}: {key} is in another file of the folder, too")
-                offset = (0,) * len(raw.shape) if offsets is None else offsets[key]
-                found.setdefault(key, []).append((offset, raw))
-            text |= own
-        if gone := next((key for key in where or () if key not in found), None):
+                else:
+                    tensors[key] = Stored(key, raw.shape, raw.dtype, raw)
+        if gone := next((key for key in where or () if key not in tensors), None):
             what = f"{gone} is not in {os.path.basename((where or {})[gone])}, where the index says"
             raise FileError("HD510", f"{path}: incomplete: {what}")
-        tensors = {key: _joined(path, key, parts) for key, parts in found.items()}
-        text.pop(_PARTS, None)
         kind = "safetensors file" if where is None and files == [path] else "safetensors folder"
         return Contents(path, kind, tensors, {file: identity(file) for file in files}, {}, left_out, text)
 
@@ -71,7 +69,7 @@ class _Safetensors(Format):
             # Opened for each box, since what the library has mapped stays in memory; it takes memory on the default
             # device, which is the user's.
             with utf8_path(path) as known, torch.device("cpu"), safe_open(known, framework="pt") as file:
-                x: Tensor = file.get_slice(stored.place)[box.slices()] if box.shape else file.get_tensor(stored.place)
+                x: Tensor = file.get_slice(stored.name)[box.slices()] if box.shape else file.get_tensor(stored.name)
                 return x
 
         return read
@@ -136,32 +134,6 @@ def _names_of_dtypes(dtypes: frozenset[torch.dtype]) -> dict[torch.dtype, str]:
     return found
 
 
-def _offsets(file: str, text: Mapping[str, str]) -> dict[str, tuple[int, ...]] | None:
-    """Where the parts of tensors belong that torch's DCP has put into a file; None of a file of whole tensors."""
-    if _PARTS not in text:
-        return None
-    try:
-        return {name: tuple(map(int, of["saved_offsets"])) for name, of in json.loads(text[_PARTS]).items()}
-    except Exception as error:
-        raise FileError("HD402", f"{file}: cannot be read: {_PARTS}: {reason(error)}") from error
-
-
-def _joined(path: str, name: str, parts: Sequence[tuple[tuple[int, ...], Raw]]) -> Stored:
-    """A tensor in these parts."""
-    first = parts[0][1]
-    if len(parts) == 1 and not any(parts[0][0]):
-        return Stored(name, first.shape, first.dtype, first, place=name)
-    files = list(dict.fromkeys(raw.path for _, raw in parts))
-    offsets = np.array([offset for offset, _ in parts], np.int64).reshape(len(parts), len(first.shape))
-    shapes = np.array([raw.shape for _, raw in parts], np.int64).reshape(offsets.shape)
-    places = np.array([(files.index(raw.path), raw.offset, 0) for _, raw in parts], np.int64)
-    whole = tuple((offsets + shapes).max(axis=0).tolist())
-    found = Stored(name, whole, first.dtype, parts=Parts(files, offsets, shapes, places), place=name)
-    if not found.part_boxes.tile():
-        raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {whole}, once")
-    return found
-
-
 def _files(path: str) -> tuple[list[str], dict[str, str] | None]:
     """The .safetensors files of a folder or an index, and where there is an index, which holds each tensor."""
     if path.endswith(INDEX):
@@ -199,7 +171,7 @@ def index_of(path: str) -> str:
     return path.removesuffix(SUFFIX) + INDEX
 
 
-def divide(path: str, datasets: Sequence[Dataset], limit: int | None) -> list[tuple[str, list[int]]]:
+def divide(path: str, datasets: Sequence[Dataset], limit: int) -> list[tuple[str, list[int]]]:
     """Divide tensors among files of at most `limit` bytes of data, in their order; a larger tensor has its own.
 
     Returns:
@@ -209,7 +181,7 @@ def divide(path: str, datasets: Sequence[Dataset], limit: int | None) -> list[tu
     files: list[list[int]] = [[]]
     nbytes = 0
     for i, dataset in enumerate(datasets):
-        if limit is not None and files[-1] and nbytes + dataset.nbytes() > limit:
+        if files[-1] and nbytes + dataset.nbytes() > limit:
             files.append([])
             nbytes = 0
         files[-1].append(i)

@@ -26,6 +26,6 @@ def format_of(path: str) -> Format:
     return FORMATS.get(Path(path).suffix, HDF5)
 
 
-def describe(path: str, name: str | None = None) -> Contents:
+def describe(path: str) -> Contents:
     """List what a file or folder holds: see :meth:`Format.describe`."""
-    return format_of(path).describe(path, name)
+    return format_of(path).describe(path)

@@ -39,7 +39,7 @@ _LOCAL = 30  # bytes of a member's own header, before its name and its extra fie
 class _Pt(Format):
     dtypes = frozenset(d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d)))
 
-    def describe(self, path: str, name: str | None = None) -> Contents:
+    def describe(self, path: str) -> Contents:
         at, members = identity(path), _members_of(path)
         held = None
         if members is not None:
@@ -53,14 +53,14 @@ class _Pt(Format):
                 others[key] = f"a {kind} tensor"
                 continue
             raw = None if held is None or members is None else raw_of(path, x, members)
-            tensors[key] = Stored(key, tuple(x.shape), x.dtype, raw, place=key)
+            tensors[key] = Stored(key, tuple(x.shape), x.dtype, raw)
         return Contents(path, ".pt file", tensors, {path: at}, left_out=others)
 
     def by_library(self, path: str, stored: Stored) -> Slices:
         mapped = _members_of(path) is not None
 
         def find() -> Tensor:
-            return _tensors(path, _whole(path, mapped))[stored.place]
+            return _tensors(path, _whole(path, mapped))[stored.name]
 
         x = None if mapped else find()
 

@@ -27,8 +27,8 @@ __all__ = [
     "Background",
     "Handle",
     "background",
-    "before_leaving",
     "check_threads",
+    "join_uploads",
     "leave_all",
     "prepare",
     "report_failures",
@@ -36,8 +36,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-before_leaving: list[Callable[[], None]] = []  # wait for what runs in threads of others, and uses torch's groups
 
 
 class Handle(Generic[T]):
@@ -268,8 +266,16 @@ def background(team: Team) -> Background:
     return team.background
 
 
+def join_uploads() -> None:
+    """Wait for the threads of torch's ``dcp.async_save``, each of which ends with its save; in one of them, for none:
+    torch's own rule is that one save begins when the one before has ended."""
+    uploads = [thread for thread in threading.enumerate() if thread.name.startswith("AsyncCheckpointExecutor")]
+    if threading.current_thread() not in uploads:
+        for thread in uploads:
+            thread.join()
+
+
 def leave_all(teams: Iterable[Team]) -> list[Handle[None]]:
     """Leave the backgrounds of all teams, after their calls in progress. The caller must set a deadline."""
-    for wait in before_leaving:
-        wait()
+    join_uploads()
     return [background(team).submit(LEAVE, leave, watched=False) for team in teams if team.background is not None]

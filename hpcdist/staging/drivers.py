@@ -78,22 +78,22 @@ class Posix:
 
     def __init__(self, file_map: FileMap) -> None:
         self.path = file_map.path
-        self._fd = -1
+        self.fd = -1
 
     def open(self) -> None:
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
         """Write bytes at a position of the file, and let the disk start meanwhile."""
         for start in range(0, len(data), _AHEAD):
-            plain.write_at(self._fd, place + start, data[start : start + _AHEAD], digest)
-            plain.start_writeback(self._fd, place + start, _AHEAD)
+            plain.write_at(self.fd, place + start, data[start : start + _AHEAD], digest)
+            plain.start_writeback(self.fd, place + start, _AHEAD)
 
     def close(self) -> None:
         """Close the file. Closing it again does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def write_filtered(team: Team, path: str, dataset: Dataset, box: Box | None, data: memoryview | None) -> None:
@@ -161,14 +161,14 @@ class Mpio:
         held = sorted((at, d.nbytes(), d.name) for d, at in zip(datasets, file_map.data, strict=True) if at is not None)
         self._held = [row for row in held if row[1]]
         self._starts = [at for at, _, _ in self._held]
-        self._fd = -1
+        self.fd = -1
         self._file: Any = None
 
     def open(self) -> None:
         import h5py
 
         self._file = h5py.File(self.path, "r+", driver="mpio", comm=self._comm)  # first: no rank may wait for this one
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)  # to start the writeback of what MPI-IO has written
+        self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)  # to start the writeback of what MPI-IO has written
         self._data = [(at + nbytes, self._file[name].id) for at, nbytes, name in self._held]
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
@@ -189,13 +189,13 @@ class Mpio:
                         digest.update(data[:nbytes])
                     place, data = place + nbytes, data[nbytes:]
                     if place - begun >= _AHEAD:
-                        plain.start_writeback(self._fd, begun, place - begun)
+                        plain.start_writeback(self.fd, begun, place - begun)
                         begun = place
 
     def _reason(self, error: OSError, nbytes: int) -> OSError:
         """Find out whether a write failed for lack of space: HDF5 does not pass on the error of MPI-IO."""
         try:
-            free = os.fstatvfs(self._fd)
+            free = os.fstatvfs(self.fd)
         except OSError:
             return error
         if free.f_bavail * free.f_frsize < nbytes:
@@ -204,7 +204,7 @@ class Mpio:
 
     def close(self) -> None:
         """Close the file. Collective; closing it again does nothing."""
-        file, fd, self._file, self._fd = self._file, self._fd, None, -1
+        file, fd, self._file, self.fd = self._file, self.fd, None, -1
         try:
             if file is not None:
                 file.close()  # first: collective

@@ -29,9 +29,9 @@ from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shar
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
 from hpcdist.staging.exchange import deliver
-from hpcdist.staging.in_flight import wait_for
 from hpcdist.staging.pieces import PiecePlan, block_bounds, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
 from hpcdist.tensors.pinned import Scratch
@@ -49,7 +49,6 @@ VERB = "staging.load"
 _ONCE_PER = ("auto", "rank", "job")
 LEAST = 2**16  # bytes that ranks read together by default; below, to read them takes less time than to send them
 _NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between attempts to see the same file on all ranks
-_MOST = 2**61  # elements: no tensor of a file is larger, and the sum of two such numbers is an int64
 
 
 def load(
@@ -133,6 +132,8 @@ def load(
         targets: dict[str, Tensor] = {}
 
         def allocate() -> None:
+            if out is not None:
+                _check_out(call.tensors, out, call.wants, team.rank)
             for key, stored in call.tensors.items():
                 want, memory = call.wants[key][team.rank], windows.get(key)
                 if out is not None:
@@ -278,15 +279,21 @@ class Load:
 
 @dataclass(frozen=True)
 class _Ask:
-    """What one rank wants to load.
+    """What one rank wants to load, checked on this rank.
 
     Attributes:
+        same: options that must agree.
         box: box that this rank wants, if the caller gives one.
-        out: dtype and shape of the memory for it, if the caller gives that.
+        out: memory for it, if the caller gives that.
+        device: of the result, without `out`.
+        progress: called with the number of bytes just read.
     """
 
+    same: dict[str, Any]
     box: Box | None
-    out: tuple[torch.dtype, tuple[int, ...]] | None
+    out: Tensor | None
+    device: torch.device
+    progress: Callable[[int], None] | None
 
 
 def _check(
@@ -305,9 +312,8 @@ def _check(
     once_per: Any,
     shared: Any,
     progress: Any,
-) -> tuple[dict[str, Any], _Ask, torch.device, Any]:
-    """Check the arguments of load() on this rank; return the options that must agree, what it wants, the device of the
-    result, and `progress`."""
+) -> _Ask:
+    """Check the arguments of load() on this rank."""
     if name is not None and not isinstance(name, str):
         raise WrongError("HD419", f"name must be a string or None, got {name!r}")
     if box is not None and (dim != 0 or counts is not None):
@@ -327,8 +333,7 @@ def _check(
         "window": positive("window", window), "readers": count("readers", readers, team.size), "verify": verify,
         "box": "not given" if box is None else "given", "once_per": once_per, "shared": bool(shared),
     }  # fmt: skip
-    held = None if out is None else (out.dtype, tuple(out.shape))
-    return same, _Ask(mine, held), target, progress
+    return _Ask(same, mine, out, target, progress)
 
 
 def _check_shared(dim: Any, box: Any, out: Tensor | None, device: torch.device, once_per: str) -> None:
@@ -359,92 +364,64 @@ def planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[Loa
     Raises:
         RankError: on every rank: see load().
     """
-    with agreed(team, verb, lambda: _check(team, **arguments)) as (own, mine, device, progress):
-        same, _ = digests.same(team.comm, verb, own, own, objects.first_difference)
-        with _opened(team, verb, mine, str(same["path"]), same["name"]) as (files, asks):
-            wants, wrong = _find_wants(files.contents, same, asks)
-            objects.raise_problems(verb, wrong)
+    with agreed(team, verb, lambda: _check(team, **arguments)) as ask:
+        same, _ = digests.same(team.comm, verb, ask.same, ask.same, objects.first_difference)
+        with _opened(team, verb, str(same["path"]), same["name"]) as files:
+            tensors = files.contents.tensors
+            boxes = list[Box]()
+            if (box := ask.box) is not None:
+                boxes = objects.all_gather(team.comm, verb, lambda: _inside(tensors, box))
+            try:
+                wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}
+            except ValueError as error:
+                objects.raise_problems(verb, dict.fromkeys(range(team.size), str(error)))
             nodes = len({team.settings.node_of[peer] for peer in team.peers})
-            yield Load(files, same, wants, device, progress, nodes)
+            yield Load(files, same, wants, ask.device, ask.progress, nodes)
 
 
 @contextmanager
-def _opened(team: Team, verb: str, mine: _Ask, path: str, name: str | None) -> Iterator[tuple[OpenFiles, list[_Ask]]]:
+def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[OpenFiles]:
     """Open what a file or folder holds of `name`, the same on every rank; a RankError everywhere if a rank cannot.
 
-    What each rank asks for travels with the answer to whether it sees the same. A file may be replaced meanwhile, and
-    caches of names may be some seconds out of date: it is opened again then.
+    A file may be replaced meanwhile, and caches of names may be some seconds out of date: it is opened again then.
     """
     for nap in (*_NAPS, None):
-        contents: Contents = objects.broadcast(team.comm, verb, lambda: describe(path, name).chosen(name))
+        contents: Contents = objects.broadcast(team.comm, verb, lambda: describe(path).chosen(name))
         with OpenFiles(contents) as files:
 
-            def see(last: bool = nap is None, files: OpenFiles = files) -> tuple[bool, _Ask]:
+            def sees(last: bool = nap is None, files: OpenFiles = files) -> bool:
                 try:
                     for file in files.contents.files:
                         files.fd(file)
                 except FileError:
                     if last:
                         raise
-                    return False, mine
-                return True, mine
+                    return False
+                return True
 
-            answers = objects.all_gather(team.comm, verb, see)
-            if all(right for right, _ in answers):
-                yield files, [ask for _, ask in answers]
+            if all(objects.all_gather(team.comm, verb, sees)):
+                yield files
                 return
         time.sleep(nap or 0)
 
 
-def _find_wants(
-    contents: Contents, same: Mapping[str, Any], asks: Sequence[_Ask]
-) -> tuple[dict[str, BoxSequence], dict[int, str]]:
-    """Find the box of each tensor for each rank; and by rank, why it cannot be read, or does not fit `out`."""
-    wants: dict[str, BoxSequence] = {}
-    problems: dict[int, str] = {}
-    given = [ask.box for ask in asks if ask.box is not None]
-    corners: dict[int, tuple[Ints, Ints]] = {}  # of the boxes that the ranks give, by number of dims
-    for key, stored in contents.tensors.items():
-        try:
-            if not given:
-                wants[key] = _along_dim(stored, same, len(asks))
-                continue
-            n = len(stored.shape)
-            if n not in corners:
-                corners[n] = _corners(given, n)
-            boxes = wants[key] = Listed(*corners[n], stored.shape)
-            for rank in _outside(boxes, given):
-                box = f"(offset {given[rank].offset}, shape {given[rank].shape})"
-                text = f"{key}: box is {box}, which is not in shape {stored.shape}"
-                problems.setdefault(rank, coded("HD213", text))
-        except ValueError as error:
-            for rank in range(len(asks)):
-                problems.setdefault(rank, coded("HD212", f"{key}: {error}"))
-    for rank, ask in enumerate(asks):
-        if ask.out is not None and rank not in problems:
-            unfit = _unfit(contents.tensors, ask.out, wants, rank)
-            if unfit is not None:
-                problems[rank] = unfit
-    return wants, problems
+def _inside(tensors: Mapping[str, Stored], box: Box) -> Box:
+    """The box that this rank wants; a ValueError if it is not in each tensor."""
+    for key, stored in tensors.items():
+        if not box.is_in(stored.shape):
+            what = f"(offset {box.offset}, shape {box.shape}), which is not in shape {stored.shape}"
+            raise refusal(ValueError, "HD213", f"{key}: box is {what}")
+    return box
 
 
-def _corners(given: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
-    """The offsets and shapes of boxes with so many dims; those with another number are in no tensor."""
-    nowhere = Box((-1,) * ndim, (0,) * ndim)
-    fit = [box if len(box.offset) == len(box.shape) == ndim else nowhere for box in given]
-    offsets, shapes = (
-        np.array([[max(-1, min(n, _MOST)) for n in part] for part in parts], np.int64).reshape(len(fit), ndim)
-        for parts in ([box.offset for box in fit], [box.shape for box in fit])
-    )
-    return offsets, shapes
-
-
-def _outside(boxes: Listed, given: Sequence[Box]) -> list[int]:
-    """The ranks whose box is not in the tensor."""
-    if not boxes.shape:
-        return [rank for rank, box in enumerate(given) if not box.is_in(())]
-    wrong = (boxes.offsets < 0) | (boxes.shapes < 0) | (boxes.offsets + boxes.shapes > np.array(boxes.shape))
-    return np.flatnonzero(wrong.any(axis=1)).tolist()
+def _wants(stored: Stored, same: Mapping[str, Any], boxes: Sequence[Box], size: int) -> BoxSequence:
+    """The box of a tensor for each of `size` ranks."""
+    if boxes:
+        return Listed.of(boxes, stored.shape)
+    try:
+        return _along_dim(stored, same, size)
+    except ValueError as error:
+        raise refusal(ValueError, "HD212", f"{stored.name}: {error}") from None
 
 
 def _along_dim(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequence:
@@ -468,22 +445,17 @@ def _displs(counts: str | tuple[int, ...] | None, extent: int, size: int) -> Int
     return found
 
 
-def _unfit(
-    tensors: Mapping[str, Stored],
-    out: tuple[torch.dtype, tuple[int, ...]],
-    wants: Mapping[str, BoxSequence],
-    rank: int,
-) -> str | None:
-    """Explain why `out` does not fit what a rank gets; None if it does."""
+def _check_out(tensors: Mapping[str, Stored], out: Tensor, wants: Mapping[str, BoxSequence], rank: int) -> None:
+    """Raise a ValueError if `out` does not fit what a rank gets."""
     if len(wants) != 1:
-        return coded("HD208", f"out is given for one tensor, but {len(wants)} are read: {listed(wants)}")
+        raise refusal(ValueError, "HD208", f"out is given for one tensor, but {len(wants)} are read: {listed(wants)}")
     ((key, boxes),) = wants.items()
-    dtype, shape = out
-    if dtype != tensors[key].dtype:
-        return coded("HD208", f"out has dtype {dtype}, expected {tensors[key].dtype}, that of {key!r} in the file")
-    return (
-        None if shape == boxes[rank].shape else coded("HD208", f"out has shape {shape}, expected {boxes[rank].shape}")
-    )
+    dtype, shape = tensors[key].dtype, boxes[rank].shape
+    if out.dtype != dtype:
+        what = f"out has dtype {out.dtype}, expected {dtype}, that of {key!r} in the file"
+        raise refusal(ValueError, "HD208", what)
+    if tuple(out.shape) != shape:
+        raise refusal(ValueError, "HD208", f"out has shape {tuple(out.shape)}, expected {shape}")
 
 
 def _reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:

@@ -26,9 +26,9 @@ from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Ints, Listed
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import agreed, check_attrs, flatten, positive, shape_and_dtype, target_path
-from hpcdist.staging.in_flight import wait_for
 from hpcdist.staging.pieces import MOST_PIECES, PIECE
 from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
@@ -209,10 +209,9 @@ class ReadFile:
         if self._files is None:
             raise refusal(ValueError, "HD422", "the file is closed")
         key = name.strip("/")
-        if key in self._contents.external:
-            self._contents.require(key)
         if key not in self._contents.tensors:
-            raise FileError("HD408", f"{self._contents.path}: holds no tensor {name!r}; it has: {listed(self.names)}")
+            self._contents.chosen(key)  # says what else it may be
+            raise FileError("HD408", f"{self._contents.path}: {name!r} is a group; it has: {listed(self.names)}")
         return self._contents.tensors[key]
 
 
@@ -304,7 +303,7 @@ class WriteFile:
             tables = [np.frombuffer(boxes[i], np.int64).reshape(-1, 2 * n) if n else boxes[i] for boxes in found]
             first = sum(len(table) for table in tables[: team.rank])
             for row, checksum in enumerate(of.checksums(), first):
-                file.record(i, row, checksum)
+                file.written[i, row] = checksum
             count = sum(map(len, tables))
             corners = np.concatenate(tables).reshape(count, 2 * n) if n else np.empty((count, 0), np.int64)
             pieces = Listed(corners[:, :n], corners[:, n:], dataset.shape)

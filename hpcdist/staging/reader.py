@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.errors import FileError, coded
+from hpcdist.errors import FileError
 from hpcdist.formats import dcp_folder, plain
 from hpcdist.formats.contents import Contents, Slices, Stored
 from hpcdist.formats.paths import open_regular
@@ -51,11 +51,6 @@ class OpenFiles:
                         raise FileError("HD413", text)
                 self._open[path] = stack.pop_all(), fd
         return self._open[path][1]
-
-    def forget(self) -> None:
-        """Drop what this node's cache has of the files, which may be out of date."""
-        for _, fd in self._open.values():
-            plain.forget(fd)
 
     def close(self) -> None:
         """Close all of them. They are opened again if they are read."""
@@ -102,7 +97,6 @@ class TensorReader:
         self.files, self.stored, self.verify, self.progress = files, stored, verify, progress
         self.path = files.contents.path if stored.raw is None else stored.raw.path
         self._checked: set[int] = set()
-        self._begun: dict[int, Any] = {}  # the checksums of pieces half read
         self._library: tuple[int, Slices] | None = None  # for this descriptor
         self._part: tuple[int, Raw | Tensor] | None = None  # the last part of a tensor in parts
 
@@ -123,15 +117,8 @@ class TensorReader:
                 self.check(row, window)
             self.fill(part.box, part.row, target, window)
 
-    def whole(self, window: int) -> Tensor:
-        """Read all of it, as a CPU tensor."""
-        x = torch.empty(self.stored.shape, dtype=self.stored.dtype, device="cpu")
-        self.read(layout.whole(self.stored.shape), x, window)
-        return x
-
-    def parts(self, want: Box, limit: int, follow: bool = False) -> list[Part]:
-        """Return what a box is read in: parts of at most `limit` elements; with `follow`, larger pieces where follow()
-        can read them."""
+    def parts(self, want: Box, limit: int) -> list[Part]:
+        """Return what a box is read in: parts of at most `limit` elements."""
         stored, found = self.stored, []
         rows: list[int] = []
         if self.verify is not False and stored.pieces is not None:
@@ -142,7 +129,7 @@ class TensorReader:
         for row in rows:
             piece = stored.boxes[row]
             box = piece.intersect(want)
-            if box == piece and (box.size() <= limit or (follow and self.follows(row))):
+            if box == piece and box.size() <= limit:
                 found.append(Part(box, row))
                 continue
             checks: tuple[int, ...] = (row,) if self.verify or box == piece else ()
@@ -164,28 +151,6 @@ class TensorReader:
         whole = all(piece.intersect(want) == piece for piece in pieces)
         return whole and any(layout.runs(piece, stored.shape)[1] > 1 for piece in pieces)
 
-    def follows(self, row: int) -> bool:
-        """Return whether a piece can be read in parts, one after the other, by follow()."""
-        where = self.stored.raw
-        return where is not None and layout.runs(self.stored.boxes[row], where.shape)[1] == 1
-
-    def follow(self, row: int, part: Box, target: Tensor) -> bool:
-        """Read the next part of a piece, which is read from its first element to its last, into contiguous host memory.
-
-        Returns:
-            Whether its checksum is right, if this is its last part; else True.
-        """
-        where, piece = self.stored.raw, self.stored.boxes[row]
-        assert where is not None
-        if part.offset == piece.offset:
-            self._begun[row] = plain.digest()
-        with self._truncation():
-            plain.read_at(self.fd, where.place(part), memory(target), self._begun[row])
-        self._note(target)
-        if any(o + n < at + extent for o, n, at, extent in zip(*part, *piece, strict=True)):
-            return True
-        return int(self._begun.pop(row).intdigest()) == self._expected(row)
-
     def fill(self, part: Box, row: int | None, target: Tensor, window: int) -> None:
         """Read a box into contiguous host memory; if it is the piece `row`, check it."""
         if row is None:
@@ -193,9 +158,6 @@ class TensorReader:
                 self._read(part, target, window)
         else:
             self._prove(row, partial(self._read_piece, part, target, window))
-        self._note(target)
-
-    def _note(self, target: Tensor) -> None:
         activity.touch()
         if self.progress is not None:
             self.progress(target.nbytes)
@@ -268,26 +230,19 @@ class TensorReader:
         plain.read_at(self.fd, where.place(box), memory(target), digest)
         return int(digest.intdigest())
 
-    def _expected(self, row: int) -> int:
-        assert self.stored.pieces is not None
-        return int(self.stored.pieces[row]["xxh3_64"])
-
     def _prove(self, row: int, read: Callable[[], int]) -> None:
         """Compare the checksum of what `read` reads; once more, in case the cache is out of date."""
+        assert self.stored.pieces is not None
+        entry, box = self.stored.pieces[row], self.stored.boxes[row]
         with self._truncation():
-            if read() == self._expected(row):
+            if read() == int(entry["xxh3_64"]):
                 return
             plain.forget(self.fd)
-            if read() != self._expected(row):
-                raise FileError(self.damage(row))
-
-    def damage(self, row: int) -> str:
-        """Describe a piece that is not as it was written."""
-        assert self.stored.pieces is not None
-        box, rank = self.stored.boxes[row], self.stored.pieces[row]["rank"]
+            if read() == int(entry["xxh3_64"]):
+                return
         where = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
-        text = f"{self.path}: {self.stored.name}: piece {row} is damaged: elements [{where}], written by rank {rank}"
-        return coded("HD404", text)
+        what = f"piece {row} is damaged: elements [{where}], written by rank {entry['rank']}"
+        raise FileError("HD404", f"{self.path}: {self.stored.name}: {what}")
 
     @contextmanager
     def _truncation(self) -> Iterator[None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from operator import index
@@ -13,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import activity, layout, memory
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
 from hpcdist.runtime import world
-from hpcdist.runtime.background import Handle, background
+from hpcdist.runtime.background import Handle, background, join_uploads
 from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
     agreed,
@@ -33,23 +35,28 @@ from hpcdist.staging.arguments import (
     target_path,
 )
 from hpcdist.staging.exchange import collect, outgoing
-from hpcdist.staging.in_flight import Flight, buffer_of, wait_for
 from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
+from hpcdist.tensors import pool
 from hpcdist.tensors.pinned import Scratch
+from hpcdist.tensors.storage import copyable
 from hpcdist.validation import local
 from hpcdist.validation.local import WrongError
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
 
-__all__ = ["save"]
+__all__ = ["save", "wait_for"]
 
 VERB = "staging.save"
 _CHUNK = 2**20  # bytes of a chunk, where the caller does not give its shape
 # Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the
 # caller's may go on.
 _HEAD_START = 1e-3
+_ALIGNMENT = 64  # bytes, of the copies that a save in the background writes
+_POLL = 0.5  # seconds; events tell earlier, unless a job has ended before its first step
+
+_flights: list[Flight] = []  # saves in the background, of this process, in the order of the calls
 
 
 @overload
@@ -134,10 +141,9 @@ def save(
             :func:`hpcdist.staging.writer`. The file is the same. Must agree. What is compressed, and a .safetensors
             file, is written by "posix".
         writers: how many ranks write; all by default. Must agree.
-        resume: continue what a job that died in the same save, with `resume`, has left: pieces whose checksums prove
-            that they are complete, and hold the same data, are not written again. If this call fails, what it has
-            written is kept for another try. With other shards than before (along dim 0: on another number of ranks) it
-            begins anew.
+        resume: continue what a job that died has left: pieces that the unfinished file holds already are not written
+            again. If this call fails, what it has written is kept for another try. The number of ranks may differ. Must
+            agree.
         max_shard_size: of a .safetensors file: bytes, or text such as "5GB". What has more data becomes several files,
             ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
             load by their index. They get their names when all are complete, one after the other, the index last; an
@@ -280,7 +286,7 @@ def _check(
             raise WrongError("HD421", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs, {"compression": filters, "chunks": chunk})
         own, same["writer"] = {"format": "pt", **own}, "posix"
-    options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], "", progress)
+    options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
     return SaveCall(flat, shards, same, attrs, options)
 
 
@@ -337,7 +343,6 @@ def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], No
         datasets, plans = _plan(team, call)
         owner = lambda i, elements: plans[i].owners_at(elements)  # noqa: E731
         with FileWriter(team, VERB, call.same["path"], datasets, owner, call.options) as file:
-            file.prove([plan.rows(team.rank) for plan in plans])
             for i, plan in enumerate(plans):
                 _write(file, i, plan, call.tensors[datasets[i].name])
                 if written is not None:
@@ -431,3 +436,160 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
             file.put_filtered(i, mine, collected)
         elif collected is not None and mine is not None:
             file.put(i, mine, collected)
+
+
+class Flight:
+    """A save on its way.
+
+    Args:
+        team: the ranks that save.
+        path: of the file, as the caller has passed it.
+        mpio: whether HDF5 writes it through MPI-IO.
+
+    Attributes:
+        tensors: by name, what is yet to be written: copies, and tensors of the caller's.
+    """
+
+    def __init__(self, team: Team, path: Any, mpio: bool) -> None:
+        self.team, self.place, self.mpio = team, _place(path), mpio
+        self.tensors: dict[str, Tensor] = {}
+        self.nbytes = 0  # of the copies
+        self._callers: set[str] = set()  # names of tensors that are not copied, and not written yet
+        self._released, self._ended = threading.Event(), threading.Event()
+        self._handle: Handle[None] | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor], buffer: int) -> None:
+        """Copy tensors to host memory: the last ones, as many as fit into `buffer` bytes with the copies of earlier
+        saves, for which it waits if need be."""
+        needed = sum(x.nbytes for x in tensors.values())
+        for flight in list(_flights):
+            if needed + _copied_bytes() <= buffer:
+                break
+            flight.wait()
+        left = buffer - _copied_bytes()
+        chosen: dict[str, Tensor] = {}
+        for name, x in reversed(list(tensors.items())):
+            left -= x.nbytes
+            if left < 0:
+                break
+            chosen[name] = x
+        copies = _copied(chosen)
+        for device in {x.device for x in tensors.values() if x.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        self.nbytes = sum(x.nbytes for x in copies.values())
+        self._callers = tensors.keys() - copies.keys()
+        self.tensors.update({name: copies.get(name, x) for name, x in tensors.items()})
+
+    def start(self, submit: Callable[[], Handle[None]]) -> Handle[None]:
+        """Submit the save, and return once the caller's tensors may be changed."""
+        _flights.append(self)
+        try:
+            self._handle = submit()
+        except BaseException:
+            self.end()
+            raise
+        if self._callers:
+            self._wait(self._released)
+        return self._handle
+
+    def written(self, name: str) -> None:
+        """Let go a tensor that is in the file."""
+        del self.tensors[name]
+        self._callers.discard(name)
+        if not self._callers:
+            self._released.set()
+
+    def end(self) -> None:
+        """The save is complete, or has failed."""
+        self.tensors.clear()
+        with suppress(ValueError):  # another thread was first
+            _flights.remove(self)
+        self._released.set()
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Wait for its end; the error, if it fails, is for those who wait for its handle."""
+        self._wait(self._ended)
+        self.end()
+
+    def _wait(self, event: threading.Event) -> None:
+        # No deadline: the save has one of its own.
+        with activity.InCall("staging.save", self.team, activity.NOBODY):
+            while not event.wait(_POLL):
+                if self._handle is not None and self._handle.done():
+                    return
+
+
+def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
+    """Wait for the saves in flight to the same name, so that what is older does not come after what is newer.
+
+    Also to the file of which `path` is the index, and to files in it, if it is a folder; and for all saves of torch's
+    ``dcp.async_save``, whatever their names.
+
+    Args:
+        mpio: whether HDF5 will open the file on all ranks together: while it opens one, it holds a lock, for which the
+            ranks would wait crosswise if they opened another one meanwhile.
+        after: team in whose background the caller's own save will run, after these.
+    """
+    join_uploads()
+    place = _place(path)
+    for flight in list(_flights):
+        if flight.team is not after and (_is_at(flight.place, place) or (mpio and flight.mpio)):
+            flight.wait()
+
+
+def buffer_of(team: Team, given: Any) -> int:
+    """Return the bytes that copies may have; by default half of what is free, divided among the ranks of this node."""
+    if given is not None:
+        if index(given) < 0:
+            raise WrongError("HD419", f"buffer is {given}, expected a number of bytes >= 0")
+        return index(given)
+    node_of = team.settings.node_of
+    ranks = node_of.count(node_of[team.peers[team.rank]])
+    return memory.available() // 2 // ranks
+
+
+def _copied_bytes() -> int:
+    return sum(flight.nbytes for flight in list(_flights))
+
+
+def _is_at(saved: str | None, place: str | None) -> bool:
+    if saved is None or place is None:
+        return False
+    return place in (saved, os.path.dirname(saved)) or (
+        place.endswith(safetensors.INDEX) and place == safetensors.index_of(saved)
+    )
+
+
+def _place(path: Any) -> str | None:
+    try:
+        return os.path.realpath(os.fsdecode(path))
+    except (TypeError, ValueError):  # reported when the call is checked
+        return None
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to contiguous host memory, pinned for those on a GPU; none if there is no memory for them.
+
+    All lie in one block, which the next save uses again, and for which the pool searches once.
+    """
+    copies = {}
+    try:
+        for pinned in (False, True):
+            mine = {name: x for name, x in tensors.items() if x.is_cuda == pinned}
+            sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in mine.values()]
+            if not mine:
+                continue
+            if pinned:
+                block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True, device="cpu")
+            else:
+                block = pool.empty([sum(sizes)], torch.uint8, "cpu", fixed=True)
+            for (name, x), part in zip(mine.items(), torch.split(block, sizes), strict=True):
+                copies[name] = part[: x.nbytes].view(x.dtype).view(x.shape)
+                copyable(copies[name]).copy_(copyable(x), non_blocking=pinned)
+    except (MemoryError, RuntimeError):
+        return {}
+    return copies
+
+
+os.register_at_fork(after_in_child=_flights.clear)  # the saves are the parent's

@@ -298,17 +298,17 @@ def test_a_launcher_that_is_none_is_refused(slurm: Slurm, folder: Path) -> None:
 SLOW = """
 import os, runpy, subprocess, time
 from hpcdist.staging.writer import RankWriter
-record, run, rows = RankWriter.record, os.environ.get("SLURM_RESTART_COUNT", "0"), []
+write, run, rows = RankWriter.write, os.environ.get("SLURM_RESTART_COUNT", "0"), []
 if run != "0":
     subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "TimeLimit=10"], check=True)
-def slow(self, i, row, checksum):
-    record(self, i, row, checksum)
-    rows.append(row)
+def slow(self, i, box, *data):
+    write(self, i, box, *data)
+    rows.append(box.offset[0])
     with open(f"rows-{run}-{self.team.rank}", "a") as file:
-        file.write(f"{row}\\n")
+        file.write(f"{rows[-1]}\\n")
     if run == "0" and len(rows) == 4:
         time.sleep(600)
-RankWriter.record = slow
+RankWriter.write = slow
 runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
 """
 PIECES = 21  # of WHOLE with a window of 8K
@@ -324,7 +324,7 @@ def _submit_slow(slurm: Slurm, folder: Path, launcher: str, *options: str, **env
 
 
 def _rows(folder: Path, run: int) -> list[int]:
-    """The pieces that a run of the job has written, on all ranks."""
+    """The first row of each piece that a run of the job has written, on all ranks."""
     return sorted(int(row) for path in folder.glob(f"rows-{run}-*") for row in path.read_text().split())
 
 
@@ -339,7 +339,7 @@ def _check_resumed(folder: Path, ended: Ended) -> None:
     report = _report(ended)
     first, second = _rows(folder, 0), _rows(folder, 1)
     assert len(first) == 8
-    assert sorted({*first, *second}) == list(range(PIECES))
+    assert len({*first, *second}) == PIECES
     assert len(set(first) & set(second)) <= 1  # no piece is written again, but that with a page of both ranks
     assert (report["pieces"], report["pieces_kept"]) == (PIECES, PIECES - len(second))
     assert np.array_equal(_written(folder / "whole.h5"), WHOLE)

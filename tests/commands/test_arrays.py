@@ -341,14 +341,14 @@ def test_split_and_concat(tmp_path: Path) -> None:
 RESUMED = """
     import atexit, os, runpy, signal, sys
     from hpcdist.staging.writer import RankWriter
-    record, rows = RankWriter.record, []
-    def dying(self, i, row, checksum):
-        record(self, i, row, checksum)
-        rows.append(row)
+    write, rows = RankWriter.write, []
+    def dying(self, *piece):
+        write(self, *piece)
+        rows.append(piece)
         if len(rows) == {until}:
             self.team.comm.Barrier()
             os.kill(os.getpid(), signal.SIGKILL)
-    RankWriter.record = dying
+    RankWriter.write = dying
     atexit.register(lambda: sys.stdout.write(f"wrote {{len(rows)}}\\n"))
     sys.argv = ["gather", "x.npy", "-o", {output!r}, "--window", "8K", "--resume"]
     runpy.run_module("hpcdist.gather", run_name="__main__")

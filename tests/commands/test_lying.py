@@ -207,7 +207,7 @@ def test_hdf5_bombs_loops_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with h5py.File("loop.h5", "w") as file:
         file["a/x"] = X
         file["a/again"], file["a/root"] = file["a"], file["/"]
-    assert load("loop.h5").tolist() == load("loop.h5:a/root/a/again/x").tolist() == X.tolist()
+    assert load("loop.h5").tolist() == load("loop.h5:a/x").tolist() == X.tolist()
     with h5py.File("names.h5", "w") as file:
         h5py.h5d.create(file.id, b"a\xff", h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple((3,)))
         file["n\nl"] = X

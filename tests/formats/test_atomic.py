@@ -27,16 +27,19 @@ def test_the_name_holds_the_old_file_until_the_end() -> None:
     """There is one writer at a time; what it has left is kept if that is wanted."""
     target = Path("x")
     target.write_text("old")
-    for text, resumed in (("half", False), ("half", True)):
+    for left in (None, b"half"):
         one = Commit("x", keep=True)
-        assert (one.resumed, one.part.read_text()) == (resumed, text if resumed else "")
-        one.part.write_text(text)
+        assert one.part.read_text() == ""
+        assert (None if one.left is None else os.pread(one.left, 9, 0)) == left
+        one.part.write_text("half")
+        if left:
+            assert one.adopt([])
         with pytest.raises(FileError, match="this process is writing it already"):
             Commit(target)
         one.discard(keep=True)
         assert target.read_text() == "old"
     new = Commit("x")
-    assert (new.resumed, new.part.read_text()) == (False, "")
+    assert (new.left, new.part.read_text()) == (None, "")
     new.part.write_text("new")
     new.finish()
     assert (target.read_text(), os.listdir()) == ("new", ["x"])
@@ -44,6 +47,25 @@ def test_the_name_holds_the_old_file_until_the_end() -> None:
     again.part.write_text("newer")
     again.discard()
     assert (target.read_text(), os.listdir()) == ("new", ["x"])
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("left", ["LEFT-data-LEFT-more-LEFT and on", "LEFT-da", ""])
+def test_what_was_left_is_adopted(left: str, gone: bool) -> None:
+    """Its data alone: the rest, and the size, are those of the new part. If another process has taken it: none of it."""
+    before = Commit("x", keep=True)
+    before.part.write_text(left)
+    before.discard(keep=True)
+    one = Commit("x", keep=True)
+    assert (one.left is None) == (not left)
+    one.part.write_text("new .... new .... new")
+    if gone:
+        before.part.unlink(missing_ok=True)
+    if left:
+        assert one.adopt([(15, 15), (13, 17), (4, 8)]) is not gone
+    kept = (left[4:8].ljust(4, "\0"), left[13:17].ljust(4, "\0")) if left and not gone else ("....", "....")
+    one.finish()
+    assert (Path("x").read_text(), os.listdir()) == (f"new {kept[0]} new {kept[1]} new", ["x"])
 
 
 def test_a_lock_on_the_finished_file_is_not_taken_for_one_on_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +168,7 @@ def test_a_part_that_somebody_has_planted_is_left_alone(
     if plant == "another user's":
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     two = Commit("x", keep)
-    assert not two.resumed
+    assert two.left is None
     two.part.write_text("new")
     two.finish()
     assert Path("precious").read_text() == "precious"
@@ -183,7 +205,7 @@ def test_whose_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
             left.part.with_name(f"{left.part.name}-1-2.lock").touch()  # as Open MPI's MPI-IO does
             left.discard(keep=True)
         one = Commit("x", keep=True)
-        assert one.resumed is dead, (system, age)
+        assert (one.left is not None) is dead, (system, age)
         one.discard()
         left.part.unlink(missing_ok=True)
         lock = left.part.with_name(f"{left.part.name}-1-2.lock")

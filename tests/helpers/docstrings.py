@@ -34,9 +34,9 @@ x = distribute_tensor(torch.arange(16).view(4, 4), mesh, [Shard(0), Shard(1)])
 """,
     "hpcdist.p2p.sendrecv.send": "w1, w2 = torch.ones(2), torch.ones(3)",
     "hpcdist.runtime.background.Handle": "x, compute = torch.ones(2), int",
-    "hpcdist.staging.dcp.reader.HDF5Reader": _DCP + _NETWORK + "dcp.save({'model': model.state_dict()}, "
+    "hpcdist.staging.dcp.HDF5Reader": _DCP + _NETWORK + "dcp.save({'model': model.state_dict()}, "
     "storage_writer=HDF5Writer('model.h5'))",
-    "hpcdist.staging.dcp.writer.HDF5Writer": _DCP + _NETWORK,
+    "hpcdist.staging.dcp.HDF5Writer": _DCP + _NETWORK,
     "hpcdist.staging.load.load": "hd.staging.save('x.h5', torch.arange(10).view(5, 2), dim=None)",
     "hpcdist.staging.piecewise.open": "compute = lambda row: torch.zeros(1, 64)",
     "hpcdist.staging.save.save": "import h5py",

@@ -24,7 +24,7 @@ from hpcdist import staging
 from hpcdist.formats import plain
 from hpcdist.formats.safetensors import SAFETENSORS
 from hpcdist.runtime import background
-from hpcdist.staging import in_flight
+from hpcdist.staging.save import _flights
 from hpcdist.tensors.storage import bits
 
 mpi = pytest.mark.mpi
@@ -94,7 +94,7 @@ def test_values_of_the_call(
     check_file(findings, path, wholes, options)
     with staging.open(path) as file:
         findings.check(file.attrs()["title"] == "a", file.attrs())
-    findings.check(in_flight._flights == [], in_flight._flights)
+    findings.check(_flights == [], _flights)
     total = world.comm.allreduce(sum(seen))
     findings.check(total == sum(x.nbytes for x in wholes.values()), total)
 
@@ -156,7 +156,7 @@ def test_copies_are_bounded(gate: threading.Event, world: hd.World, findings: Fi
     """A second save waits for the memory of the first; a larger state is written before the call returns."""
     x = torch.arange(200_000)
     first = staging.save(folder / "a.h5", x, None, buffer=x.nbytes, async_op=True)
-    findings.check([flight.nbytes for flight in in_flight._flights] == [x.nbytes], "one copy")
+    findings.check([flight.nbytes for flight in _flights] == [x.nbytes], "one copy")
     threading.Timer(0.3, gate.set).start()
     begin = time.monotonic()
     second = staging.save(folder / "b.h5", x, None, buffer=x.nbytes + 10, async_op=True)
@@ -167,7 +167,7 @@ def test_copies_are_bounded(gate: threading.Event, world: hd.World, findings: Fi
     begin, state = time.monotonic(), {name: x + i for i, name in enumerate("abc")}
     third = staging.save(folder / "c.h5", state, buffer=2 * x.nbytes, async_op=True)
     findings.check(time.monotonic() - begin > 0.1, "it has waited until a is written")
-    copied = sum(flight.nbytes for flight in in_flight._flights)
+    copied = sum(flight.nbytes for flight in _flights)
     findings.check(copied in (0, 2 * x.nbytes), copied)  # 0: it is complete by now
     for y in state.values():
         bits(y).zero_()
@@ -202,7 +202,7 @@ def test_a_failure_is_raised_by_wait(
             handle = staging.save(path, **given, async_op=True)
             for _ in range(2):
                 refused(world, text, handle.wait, ranks=[last])
-        findings.check(in_flight._flights == [], in_flight._flights)
+        findings.check(_flights == [], _flights)
         holds(world, folder, path.name)
         findings.same(staging.load(path, "data", dim=None), old.repeat(world.world_size), "the old file")
     staging.save(path, new, async_op=True).wait()

@@ -28,7 +28,8 @@ import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats.atomic import Commit
 from hpcdist.layout import Box
-from hpcdist.staging.dcp import HDF5Reader, HDF5Writer, writer
+from hpcdist.staging import dcp as hdf5_dcp
+from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 from hpcdist.staging.drivers import Posix
 
 pytestmark = pytest.mark.mpi
@@ -357,7 +358,7 @@ def test_ranks_on_several_hosts(
     findings: Findings, world: hd.World, folder: Path, path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank writes a page that it does not fill: the coordinator does, or says that there is too much of it."""
-    monkeypatch.setattr(writer, "_host", lambda: f"host {world.rank}")
+    monkeypatch.setattr(hdf5_dcp, "_host", lambda: f"host {world.rank}")
     write, page, filled = Posix.write, os.stat(folder).st_blksize, list[bool]()
 
     def checked(driver: Posix, place: int, data: memoryview, digest: Any = None) -> None:
@@ -386,7 +387,7 @@ class Custom:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_values_that_json_cannot_hold(findings: Findings, world: hd.World, path: Path) -> None:
+def test_values_that_are_no_tensors(findings: Findings, world: hd.World, path: Path) -> None:
     """Torch's own safe types load; others if they are asked for."""
     deep: Any = []
     for _ in range(200):

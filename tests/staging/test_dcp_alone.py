@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from hpcdist.layout import Box
-from hpcdist.staging.dcp.writer import plan_file
+from hpcdist.staging.dcp import plan_file
 
 pytestmark = pytest.mark.once
 

@@ -129,8 +129,8 @@ def test_a_file_that_is_replaced_while_it_is_opened(
         describe = module.describe
         replaced: list[int] = []
 
-        def late(path: str, name: str | None, inner: Any = describe, done: list[int] = replaced) -> Any:
-            contents = inner(path, name)
+        def late(path: str, inner: Any = describe, done: list[int] = replaced) -> Any:
+            contents = inner(path)
             if not done:
                 done.append(1)
                 os.replace(folder / "new.h5", folder / "old.h5")

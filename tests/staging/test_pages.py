@@ -17,7 +17,7 @@ from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.plain import page_size
 from hpcdist.layout import Box, run_boxes, whole
 from hpcdist.staging.pages import Edges, Pages
-from hpcdist.staging.writer import Laid, PartFile, RankWriter, SaveOptions
+from hpcdist.staging.writer import PartFile, RankWriter, SaveOptions
 
 PAGE = 64
 
@@ -37,7 +37,7 @@ class _Copy:
 
 def _part(world: hd.World, folder: Path, pages: Pages, limit: int, end: int) -> tuple[PartFile, _Copy]:
     copy: Any = _Copy(end)
-    return PartFile(str(folder / "x.h5"), Laid(FileMap("x", [0], PAGE)), copy, world.rank, pages, limit), copy
+    return PartFile(str(folder / "x.h5"), FileMap("x", [0], PAGE), copy, world.rank, pages, limit), copy
 
 
 @pytest.mark.mpi
@@ -73,7 +73,7 @@ def test_short_runs(length: int, world: hd.World, tmp_path: Path, monkeypatch: p
     expected[:5] = 0
     pages = Pages(PAGE, [(5, rows * length * size)], lambda i, at: at // PAGE % size)
     file, copy = _part(world, tmp_path, pages, 100, len(expected))
-    one = RankWriter([file], [Dataset("x", (rows, size * length), torch.uint8)], [(file, 5, 0)], SaveOptions())
+    one = RankWriter([file], [Dataset("x", (rows, size * length), torch.uint8)], [(file, 5)], SaveOptions())
     whole, left = expected[5:].reshape(rows, size * length), world.rank * length
     data = memoryview(whole[:, left : left + length].tobytes())
     one.write(0, Box((0, left), (rows, length)), data)

@@ -246,11 +246,9 @@ def _index(folder: Path, where: dict[str, str]) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda f: None, "holds no checkpoint"),
     "torch's folder": (lambda f: (f / ".metadata").write_bytes(b""), ".metadata: cannot be read"),
-    "a part is missing": (
-        lambda f: save_file(
-            {"x": torch.ones(2)}, f / "a.safetensors", {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [1]}}'}
-        ),
-        "incomplete: the parts of x are not the tensor of shape (3,)",
+    "parts of tensors": (
+        lambda f: save_file({"x": torch.ones(2)}, f / "a.safetensors", {"DCP_SHARDING_INFO": "{}"}),
+        "holds parts of tensors, which torch's consolidate_safetensors_files() joins",
     ),
     "the file of an index is missing": (lambda f: _index(f, {"x": "gone.safetensors"}), "gone.safetensors"),
     "an index that leads out": (lambda f: _index(f, {"x": "../x.safetensors"}), "names a file outside the folder"),

@@ -198,7 +198,7 @@ def _foreign(path: Path, whole: np.ndarray) -> None:
         made = h5py.h5d.create(file.id, b"compact", h5py.h5t.STD_I32LE, h5py.h5s.create_simple(whole.shape), compact)
         made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(whole))
         file["text"] = "not a tensor"
-        file["link"] = h5py.SoftLink("/compressed")
+        file["link"] = h5py.SoftLink("/compressed")  # left out
         file["compound"] = np.zeros(2, [("a", "i4"), ("b", "f8")])
         for name, bits, dtype in (("12 bits", 12, h5py.h5t.STD_I16LE), ("24 bits", 24, h5py.h5t.STD_I32LE)):
             odd = dtype.copy()
@@ -230,7 +230,6 @@ def test_files_of_other_tools(dim: int | None, world: hd.World, findings: Findin
     for window in (SMALL, 4096):
         loaded = staging.load(folder / "x.h5", dim=dims, window=window, verify=True)
         findings.check(set(loaded) == {*wholes}, f"tensors: {list(loaded)}")
-        findings.same(staging.load(folder / "x.h5", "link", dim=None), wholes["plain"], "a link")
         for name, expected in wholes.items():
             if dim is not None:
                 along = min(dim, expected.dim() - 1)

@@ -1,11 +1,28 @@
-"""HDF5Writer: DCP's storage writer."""
+"""Checkpoints of torch.distributed.checkpoint (DCP) in one HDF5 file of staging's own format.
+
+>>> import torch.distributed.checkpoint as dcp
+>>> from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
+>>> dcp.save(state, storage_writer=HDF5Writer("model.h5"))      # each tensor whole, under its name in the state
+>>> dcp.load(state, storage_reader=HDF5Reader("model.h5"))      # on any number of ranks, in any placement
+
+DCP plans and agrees through its own process group; these classes use neither MPI nor :func:`hpcdist.init`, so that they
+work under any launcher, in a group of some of the ranks, and in the thread of ``dcp.async_save``. Every rank writes its
+shards at their place in the file; DCP's coordinator lays the file out and gives it its name when all have finished.
+
+What is no tensor, such as numbers and strings, DCP hands over as torch.save has written it. It is stored so, and read
+only if torch finds it safe, or the caller asks for it.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,34 +30,201 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats.atomic import sync
-from hpcdist.formats.contents import Dataset
+from hpcdist.formats.contents import Contents, Dataset, FileMap, Stored
+from hpcdist.formats.hdf5 import HDF5
 from hpcdist.formats.plain import write_at
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Listed
 from hpcdist.staging.arguments import flatten
-from hpcdist.staging.dcp.record import Item, Record, item_of, item_of_bytes
 from hpcdist.staging.drivers import Posix
 from hpcdist.staging.exchange import outgoing
-from hpcdist.staging.in_flight import Upload, wait_for
 from hpcdist.staging.pages import RootPages
 from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
-from hpcdist.staging.writer import WINDOW, Laid, PartFile, RankWriter, SaveOptions, Target
-from hpcdist.tensors.storage import DTYPES
+from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.save import wait_for
+from hpcdist.staging.writer import WINDOW, PartFile, RankWriter, SaveOptions, Target
+from hpcdist.tensors.storage import DTYPES, written
 from hpcdist.validation import local
 from hpcdist.validation.local import WrongError
 
-__all__ = ["HDF5Writer", "plan_file"]
+__all__ = ["HDF5Reader", "HDF5Writer", "plan_file"]
 
 _NOT_ROOT = 1  # the number of every writer: the coordinator writes what is left of pages when all have finished
+_ADVICE = "HDF5Reader(..., allow_pickle=True) loads it, which can run any code: only for files that you trust"
+
+
+class HDF5Reader(StorageReader):
+    """Read a checkpoint of ``torch.distributed.checkpoint`` from an HDF5 file, on any number of ranks.
+
+    For ``dcp.load``. Every rank reads the boxes of its own shards straight into their memory. The file may be one of
+    :class:`HDF5Writer`, of :func:`hpcdist.staging.save`, or of any other program: its datasets are the tensors.
+
+    Args:
+        path: of the file, seen by all ranks; ``checkpoint_id=`` of dcp.load replaces it.
+        verify: True: check every piece of which something is read against its checksum; None: those that are read
+            whole; False: none.
+        window: bytes of host memory that a rank may use besides the state.
+        allow_pickle: whether to load values that are stored as pickles of more than what torch considers safe. A pickle
+            can run any code.
+
+    Raises:
+        CheckpointException: from dcp.load, on every rank, naming the ranks on which something failed: no such file,
+            incomplete, damaged, a name or shape that differs from the state's.
+
+    Example::
+
+        >>> state = {"model": model.state_dict()}
+        >>> dcp.load(state, storage_reader=HDF5Reader("model.h5"))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool | None = None,
+        window: int = WINDOW,
+        allow_pickle: bool = False,
+    ) -> None:
+        super().__init__()
+        if window < 1:
+            raise refusal(ValueError, "HD419", f"window is {window}, expected a number of bytes >= 1")
+        self._path = os.fsdecode(path)
+        self._verify, self._window, self._allow_pickle = verify, window, allow_pickle
+        self._contents: Contents | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the file."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Path(os.fsdecode(checkpoint_id)).suffix in (".h5", ".hdf5")
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._contents = None
+        if checkpoint_id:
+            self._path = os.fsdecode(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        """List what the file holds. Every tensor is one chunk, of which any box can be read."""
+        wait_for(self._path)
+        contents = self._contents = HDF5.describe(self._path)
+        found: dict[str, Any] = {name: _metadata(stored) for name, stored in contents.tensors.items()}
+        found |= dict.fromkeys(contents.checkpoint.get("values", ()), BytesStorageMetadata())
+        planner_data = None
+        if "planner_data" in contents.checkpoint:
+            held = self._value("planner_data", contents.checkpoint["planner_data"])
+            planner_data = torch.load(held, weights_only=False)  # checked there
+        return Metadata(found, planner_data=planner_data, storage_meta=StorageMeta(checkpoint_id=self._path))
+
+    def _value(self, name: str, text: Any) -> io.BytesIO:
+        """A value that is no tensor, as its planner made it; a FileError if it is a pickle that is not safe, unless
+        `allow_pickle`."""
+        try:
+            data = io.BytesIO(b64decode(text, validate=True))
+        except (ValueError, TypeError) as error:
+            raise FileError("HD402", f"{self._path}: {name}: cannot be read: {reason(error)}") from error
+        if not self._allow_pickle:
+            try:
+                torch.load(data, weights_only=True)
+            except Exception as error:  # torch has several
+                what = f"is stored as a pickle of more than plain values: {_ADVICE}"
+                raise FileError("HD511", f"{self._path}: {name} {what}") from error
+            data.seek(0)
+        return data
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items, tensors in the order of the file."""
+        contents = self._contents
+        assert contents is not None
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                planner.load_bytes(item, self._value(name, contents.checkpoint["values"][name]))
+        with self._opened(contents) as files:
+            readers = {
+                name: TensorReader(files, contents.tensors[name], self._verify)
+                for name in {item.storage_index.fqn for item in tensors}
+            }
+            for item in sorted(tensors, key=lambda item: _place(readers[item.storage_index.fqn].stored)):
+                target = planner.resolve_tensor(item).detach()
+                self._read(readers[item.storage_index.fqn], item, target)
+                planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @contextmanager
+    def _opened(self, contents: Contents) -> Iterator[OpenFiles]:
+        with OpenFiles(contents) as files:
+            try:
+                files.fd(self._path)
+                yield files
+            except OSError as error:
+                raise FileError("HD402", f"{self._path}: cannot be read: {reason(error)}") from error
+
+    def _read(self, reader: TensorReader, item: ReadItem, target: Tensor) -> None:
+        """Read a box into a tensor of its shape, on any device and of any dtype."""
+        stored, box = reader.stored, Box(tuple(item.storage_offsets), tuple(item.lengths))
+        if tuple(target.shape) != box.shape:
+            raise refusal(
+                ValueError, "HD423", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
+            )
+        lazy = target.is_conj() or target.is_neg()  # its memory holds other values than it shows
+        if target.dtype == stored.dtype and (target.is_cpu or target.is_cuda) and not lazy:
+            written(target, None)
+            reader.read(box, target, self._window)
+            return
+        for part in layout.boxes(box, max(1, self._window // 2 // stored.dtype.itemsize)):
+            x = torch.empty(part.shape, dtype=stored.dtype, device="cpu")
+            reader.read(part, x, self._window // 2)
+            target[part.slices(box.offset)].copy_(x)
+
+
+def _metadata(stored: Stored) -> TensorStorageMetadata:
+    size = torch.Size(stored.shape)
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [whole])
+
+
+def _place(stored: Stored) -> int:
+    return 0 if stored.raw is None else stored.raw.offset
 
 
 class HDF5Writer(StorageWriter):
@@ -48,15 +232,13 @@ class HDF5Writer(StorageWriter):
 
     For ``dcp.save`` and ``dcp.async_save``. Each tensor of the state is one ordinary dataset, whole, under its name:
     :func:`hpcdist.staging.load`, ``python -m hpcdist.staging ls|verify`` and every HDF5 program read it, and it can be
-    loaded on any number of ranks. Other values (numbers, strings, lists of these) are stored as
-    JSON; a pickle only of what JSON cannot hold. The file appears under its name when it is complete and on the disk:
+    loaded on any number of ranks. The file appears under its name when it is complete and on the disk:
     until then, even if the job dies, the name keeps the old file.
 
     Args:
         path: of the file, in a folder that all ranks see; ``checkpoint_id=`` of dcp.save replaces it. Must agree.
-        resume: continue what a job that died in the same save, with `resume`, has left: pieces whose checksums prove
-            that they are complete, and hold the same data, are not written again. If this save fails, what it has
-            written is kept for another try. With other shards than before it begins anew. Must agree.
+        resume: continue what a job that died has left: pieces that the unfinished file holds already are not written
+            again. If this save fails, what it has written is kept for another try. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just done.
 
@@ -88,11 +270,10 @@ class HDF5Writer(StorageWriter):
         self._options = SaveOptions("posix", window, resume, progress=progress)
         self._file: _File | None = None
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped
-        self._upload: Upload | None = None  # of async_save
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of ``AsyncCheckpointerType.PROCESS``, which begins the save."""
-        return {**vars(self), "_file": None, "_end": None, "_upload": None}
+        return {**vars(self), "_file": None, "_end": None}
 
     @property
     def checkpoint_id(self) -> str:
@@ -112,36 +293,8 @@ class HDF5Writer(StorageWriter):
         if checkpoint_id:
             self._path = os.fsdecode(checkpoint_id)
 
-    # What makes it an AsyncStager, from which dcp.async_save gets the copies that it writes: so the writer knows of the
-    # save on the thread of the call, before torch's own thread begins it.
-    _synchronize_after_execute = False
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return self._synchronize_after_execute
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copy a state to host memory, as async_save does by default; until it has been written, staging's functions
-        on the same file wait for it."""
-        self._upload = Upload(self._path)
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        try:
-            return stager.stage(state_dict)
-        finally:
-            stager.close()
-
-    def synchronize_staging(self) -> None:
-        """Do nothing: stage() returns when all is copied."""
-
-    def close(self) -> None:
-        """Do nothing, likewise."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Let earlier saves to the same file end."""
-        if Upload.is_here():
-            if self._upload is None or self._upload.thread is not None:
-                self._upload = Upload(self._path)
-            self._upload.begin(self._path)
         wait_for(self._path)
         if not kwargs.get("use_collectives", True):
             raise refusal(
@@ -162,27 +315,29 @@ class HDF5Writer(StorageWriter):
         datasets, firsts = plan_file(plans, self._options.window)
         self._file = _File(self._path, datasets, self._options)
         self._end = weakref.finalize(self, self._file.discard)
-        laid, hosts = self._file.laid, len({plan.storage_data for plan in plans})
+        laid, hosts = self._file.map, len({plan.storage_data for plan in plans})
         works = [
-            _Work(
-                replace(laid, map=replace(laid.map, data=[])), rank, hosts,
-                {index: (i, laid.map.data[i] or 0, first) for index, (i, first) in mine.items()},
-            )
-            for rank, mine in enumerate(firsts)
-        ]  # fmt: skip
+            _Work(replace(laid, data=[]), hosts, {at: (i, laid.data[i] or 0, row) for at, (i, row) in mine.items()})
+            for mine in firsts
+        ]
         return [replace(plan, storage_data=work) for plan, work in zip(plans, works, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; values, and what it has done, go to the coordinator."""
         if getattr(planner, "_enable_plan_caching", False):
             raise refusal(ValueError, "HD423", _CACHED)
-        tensors = [item for item in plan.items if item.tensor_data is not None]
-        results = [_value(item, planner) for item in plan.items if item.tensor_data is None]
+        tensors, results = [], list[WriteResult]()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                tensors.append(item)
+            else:
+                value = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
+                results.append(WriteResult(item.index, len(value), b64encode(value).decode()))
         with _RankFile(self._path, tensors, plan.storage_data, self._options) as file:
             for k, item in enumerate(tensors):
                 done = file.write(k, item, planner.resolve_data(item))
                 results.append(WriteResult(item.index, file.nbytes(k), done))
-        sync(Path(plan.storage_data.laid.map.path))
+        sync(Path(plan.storage_data.map.path))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -190,13 +345,13 @@ class HDF5Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the file its name, on the coordinator, complete and on the disk."""
         assert self._file is not None
-        values: dict[str, Item] = {}
-        done: list[list[_Done]] = []
-        for mine in results:
-            values |= {result.index.fqn: result.storage_data.item for result in mine if _is_value(result)}
-            done.append([result.storage_data for result in mine if not _is_value(result)])
+        buffer = io.BytesIO()
+        torch.save(metadata.planner_data, buffer)
+        values = {of.index.fqn: of.storage_data for mine in results for of in mine if isinstance(of.storage_data, str)}
+        checkpoint = json.dumps({"values": values, "planner_data": b64encode(buffer.getbuffer()).decode()})
+        done = [[of.storage_data for of in mine if isinstance(of.storage_data, _Done)] for mine in results]
         try:
-            self._file.complete(done, Record(values, item_of(metadata.planner_data)).encode())
+            self._file.complete(done, checkpoint.encode())
         except FileError:
             raise
         except Exception as error:  # each library has errors of its own
@@ -221,22 +376,6 @@ _CACHED = (
     "HDF5Writer needs the plans of every save: not DefaultSavePlanner(enable_plan_caching=True), which keeps those of "
     "the first"
 )
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value that is not a tensor, as it is stored."""
-
-    item: Item
-
-
-def _value(item: WriteItem, planner: SavePlanner) -> WriteResult:
-    data = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
-    return WriteResult(item.index, len(data), _Value(item_of_bytes(data)))
-
-
-def _is_value(result: WriteResult) -> bool:
-    return isinstance(result.storage_data, _Value)
 
 
 def _check_item(item: WriteItem, window: int) -> None:
@@ -309,15 +448,13 @@ class _Work:
     """What a rank needs to know of the file. It travels with DCP's plan.
 
     Attributes:
-        laid: the file; without the places of all tensors.
-        number: of the rank.
+        map: the file; without the places of all tensors.
         hosts: number of hosts that write.
         places: by item the number of its tensor in the file, the first byte of the tensor there, and the number of the
             item's first piece among those of the tensor.
     """
 
-    laid: Laid
-    number: int
+    map: FileMap
     hosts: int
     places: dict[MetadataIndex, tuple[int, int, int]]
 
@@ -344,30 +481,19 @@ class _RankFile:
 
     def __init__(self, path: str, items: Sequence[WriteItem], work: _Work, options: SaveOptions) -> None:
         self._places = [work.places[item.index] for item in items]
-        datasets = []
+        datasets, self._pieces = [], list[Listed]()
         for item in items:
             data = item.tensor_data
             assert data is not None
-            pieces = Listed.of(_pieces(data, options.window), data.size)
-            datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype, pieces))
-        laid = work.laid
-        journal = f"{laid.journal}.{work.number}" if laid.journal else ""
-        pages = RootPages(laid.map.page) if work.hosts > 1 else None
-        self._file = PartFile(path, replace(laid, journal=journal), Posix(laid.map), _NOT_ROOT, pages, options.window)
-        where = [(self._file, start, i) for i, start, _ in self._places]
-        self._rank = RankWriter([self._file], datasets, where, options, [first for _, _, first in self._places])
-
-    def _rows(self, k: int) -> range:
-        return range(len(self._pieces(k)))
-
-    def _pieces(self, k: int) -> Listed:
-        pieces = self._rank.datasets[k].pieces
-        assert pieces is not None
-        return pieces
+            self._pieces.append(Listed.of(_pieces(data, options.window), data.size))
+            datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype, self._pieces[-1]))
+        pages = RootPages(work.map.page) if work.hosts > 1 else None
+        self._file = PartFile(path, work.map, Posix(work.map), _NOT_ROOT, pages, options.window)
+        self._rank = RankWriter([self._file], datasets, [(self._file, start) for _, start, _ in self._places], options)
 
     def nbytes(self, k: int) -> int:
         """The bytes of the k-th item."""
-        return int(self._pieces(k).sizes.sum()) * self._rank.datasets[k].dtype.itemsize
+        return int(self._pieces[k].sizes.sum()) * self._rank.datasets[k].dtype.itemsize
 
     def write(self, k: int, item: WriteItem, x: Any) -> _Done:
         """Write the k-th item, of which `x` is the tensor.
@@ -379,28 +505,25 @@ class _RankFile:
         rank, chunk, dataset = self._rank, item.tensor_data.chunk, self._rank.datasets[k]
         try:
             shard: Tensor = local.ready(x, repr(dataset.name))
-        except local.WrongError as error:
+        except WrongError as error:
             raise refusal(ValueError, "HD202", str(error)) from None
         if (tuple(shard.shape), shard.dtype) != (tuple(chunk.sizes), dataset.dtype):
             what = f"{shard.dtype} of shape {tuple(shard.shape)}"
             planned = f"{dataset.dtype} of {tuple(chunk.sizes)}"
             raise refusal(ValueError, "HD423", f"{dataset.name!r} is {what}, but was planned as {planned}")
-        parts = [box.relative_to(tuple(chunk.offsets)) for box in self._pieces(k)]
-        for row, piece in zip(self._rows(k), outgoing(shard, parts), strict=True):
+        parts = [box.relative_to(tuple(chunk.offsets)) for box in self._pieces[k]]
+        i, _, first = self._places[k]
+        done = _Done()
+        for row, piece in enumerate(outgoing(shard, parts)):
             rank.put(k, row, piece)
             if rank.problem is not None:
                 raise FileError(rank.problem)
-        i, _, first = self._places[k]
-        done = [(i, first + row, rank.written[k, row]) for row in self._rows(k)]
-        return _Done(done, self._file.edges.take())
+            done.pieces.append((i, first + row, rank.written[k, row]))
+        done.edges = self._file.edges.take()
+        return done
 
     def __enter__(self) -> _RankFile:
-        try:
-            self._file.open()
-            self._rank.prove([self._rows(k) for k in range(len(self._places))])
-        except BaseException:
-            self._rank.close()
-            raise
+        self._file.open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -414,7 +537,7 @@ class _File:
     again or dropped, when this thread, or another after the end of this one, begins a save, or when the program ends.
 
     Attributes:
-        laid: the file as it is laid out.
+        map: the file as it is laid out.
     """
 
     _open: set[_File] = set()  # noqa: RUF012  # of this process
@@ -425,17 +548,14 @@ class _File:
             if other._thread is self._thread or not other._thread.is_alive():  # a thread is in one save at a time
                 other.discard()
         self._target = Target(path, datasets, options)
-        self.laid = self._target.lay_out()
+        self.map = self._target.lay_out()
         _File._open.add(self)
 
     def complete(self, done: Sequence[Sequence[_Done]], checkpoint: bytes) -> None:
         """Write what lies in pages of several hosts, the tables and the mark, and give the file its name."""
-        fd = os.open(self.laid.map.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
+        with open(self.map.path, "r+b", buffering=0) as file:
             for place, data in (edge for mine in done for item in mine for edge in item.edges):
-                write_at(fd, place, memoryview(data))
-        finally:
-            os.close(fd)
+                write_at(file.fileno(), place, memoryview(data))
         rows = [[piece for item in mine for piece in item.pieces] for mine in done]
         written = [np.array(mine, np.uint64).astype(np.int64).reshape(-1, 3) for mine in rows]
         self._target.complete(written, checkpoint)
