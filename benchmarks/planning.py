@@ -59,7 +59,8 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
     import numpy as np
     import torch
 
-    from hpcdist.staging.pieces import Sharded, plan_save
+    from hpcdist.formats.contents import Dataset
+    from hpcdist.staging.pieces import plan_save
 
     asked.before = asked.before or resident()
     extents = np.empty((asked.tensors, asked.ranks), np.int64)  # as gathered from all ranks
@@ -69,7 +70,7 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
     start = now()
     for along in extents:
         shape = shape_of(dim, int(along.sum()))
-        plans.append(plan_save(Sharded(shape, torch.float32, dim, along, chunks), WINDOW, asked.ranks))
+        plans.append(plan_save(Dataset("x", shape, torch.float32, None, chunks), dim, along, WINDOW, asked.ranks))
     found = sum(peers(plan, asked.ranks // 2) for plan in plans)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found

@@ -477,7 +477,7 @@ def _add_common(p: Parser) -> None:
         "--window", type=nbytes, default=WINDOW, metavar="BYTES",
         help="with -o: host memory that a rank may use for data, such as 64M (default 256M)",
     )  # fmt: skip
-    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from what it has left")
+    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from its output")
     p.add_argument("--staging", type=path, metavar="DIR", help="staging folder of route hdf5, shared by all nodes")
     p.add_argument(
         "--verify", action="store_true",

@@ -258,6 +258,6 @@ def parser() -> Parser:
         "--window", type=nbytes, default=WINDOW, metavar="BYTES",
         help="host memory that a rank may use for data, such as 64M (default 256M)",
     )  # fmt: skip
-    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from what it has left")
+    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from its output")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return p

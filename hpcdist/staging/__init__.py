@@ -8,10 +8,11 @@
 The format is an ordinary HDF5 file: see :mod:`hpcdist.formats.hdf5`.
 """
 
-from hpcdist.staging import explained  # noqa: F401  # what hpcdist.explain() tells of load()
-from hpcdist.staging.drivers import active as writer
+from hpcdist.staging import drivers
 from hpcdist.staging.load import load
 from hpcdist.staging.piecewise import ReadFile, WriteFile, open
 from hpcdist.staging.save import save
+
+writer = drivers.active  # last: it has the name of a module
 
 __all__ = ["ReadFile", "WriteFile", "load", "open", "save", "writer"]

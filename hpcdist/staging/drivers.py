@@ -22,7 +22,7 @@ from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import stored_dtype
 from hpcdist.formats.plain import Digest
 from hpcdist.layout import Box
-from hpcdist.staging.exchange import Bytes, all_to_all
+from hpcdist.staging.exchange import all_to_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -106,11 +106,11 @@ def write_filtered(team: Team, path: str, dataset: Dataset, box: Box | None, dat
         chunks = [] if box is None or data is None else list(_filtered(dataset, box, data))
     except Exception as error:  # raised when no rank waits for this one
         problem = error
-    nothing = np.empty(0, np.uint8)
-    arrived, _ = all_to_all(team, [_packed(chunks) if rank == 0 else nothing for rank in range(team.size)])
+    nothing, mine = np.empty(0, np.uint8), np.frombuffer(bytearray(codec.encode(chunks)), np.uint8)
+    arrived, _ = all_to_all(team, [nothing if rank else mine for rank in range(team.size)])
     if problem is not None:
         raise problem
-    found = [chunk for block in arrived for chunk in _unpacked(block)] if team.rank == 0 else []
+    found = [chunk for block in arrived if len(block) for chunk in codec.decode(block.tobytes())]
     if found:
         with h5py.File(path, "r+", locking=False) as file:
             for offset, mask, content in found:
@@ -135,22 +135,6 @@ def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
             at = tuple(part.start for part in chunk)
             mask, content = held.id.read_direct_chunk(at)
             yield tuple(map(sum, zip(at, box.offset, strict=True))), mask, content
-
-
-def _packed(chunks: list[_Chunk]) -> Bytes:
-    """Encode chunks as one message: the length of the header; the header, as text; and the chunks' bytes."""
-    head = codec.encode([(offset, mask, len(content)) for offset, mask, content in chunks])
-    message = bytearray().join([len(head).to_bytes(8, "little"), head, *(content for _, _, content in chunks)])
-    return np.frombuffer(message, np.uint8)
-
-
-def _unpacked(message: Bytes) -> list[_Chunk]:
-    start = 8 + int.from_bytes(message[:8].tobytes(), "little")
-    chunks = []
-    for offset, mask, length in codec.decode(message[8:start].tobytes()):
-        chunks.append((offset, mask, message[start : start + length].tobytes()))
-        start += length
-    return chunks
 
 
 class Mpio:

@@ -27,10 +27,11 @@ from hpcdist.formats.table import describe
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
+from hpcdist.runtime.explanation import Explanation, explained
 from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
 from hpcdist.staging.exchange import deliver
-from hpcdist.staging.pieces import PiecePlan, block_bounds, piece_limit
-from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds, piece_limit
+from hpcdist.staging.reader import OpenFiles, Part, TensorReader
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
     from hpcdist.comm.windows import Window
 
-__all__ = ["Load", "Method", "load", "plan_load", "planned"]
+__all__ = ["load", "plan_load"]
 
 VERB = "staging.load"
+_EXPLAIN = "explain of staging.load"
 _ONCE_PER = ("auto", "rank", "job")
 LEAST = 2**16  # bytes that ranks read together by default; below, to read them takes less time than to send them
 _NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between attempts to see the same file on all ranks
@@ -126,9 +128,9 @@ def load(
         "progress": progress,
     }  # fmt: skip
     wait_for(path)
-    with planned(team, VERB, arguments) as call:
+    with _planned(team, VERB, arguments) as call:
         methods = {key: call.method(key) for key in call.tensors}
-        windows = {key: _window(team, call.tensors[key]) for key, how in methods.items() if how is Method.SHARED}
+        windows = {key: _window(team, call.tensors[key]) for key, how in methods.items() if how is _Method.SHARED}
         targets: dict[str, Tensor] = {}
 
         def allocate() -> None:
@@ -147,7 +149,7 @@ def load(
         written(out, None)
         problems: list[str] = []
         for key, how in methods.items():
-            if how is Method.ALONE:
+            if how is _Method.ALONE:
                 with kept(problems):
                     call.reader(key).read(call.wants[key][team.rank], targets[key], call.same["window"])
             elif windows.get(key) is None:
@@ -181,7 +183,7 @@ def kept(problems: list[str]) -> Iterator[None]:
         problems.append(coded("HD402", reason(error)))
 
 
-def _read_in_rounds(team: Team, call: Load, key: str, wants: BoxSequence, out: Tensor) -> list[str]:
+def _read_in_rounds(team: Team, call: _Load, key: str, wants: BoxSequence, out: Tensor) -> list[str]:
     """Read the pieces of a tensor, each on one rank, and send their parts to those that want them; return the errors of
     this rank. Collective."""
     reader, window = call.reader(key), call.same["window"]
@@ -207,7 +209,7 @@ def _read_in_rounds(team: Team, call: Load, key: str, wants: BoxSequence, out: T
     return problems
 
 
-def _read_shared(team: Team, call: Load, key: str, out: Tensor) -> list[str]:
+def _read_shared(team: Team, call: _Load, key: str, out: Tensor) -> list[str]:
     """Read a tensor into memory that the ranks of a node share; return the errors of this rank. Collective."""
     stored, problems, nodes = call.tensors[key], list[str](), team.topology.nodes
     if len(nodes) == 1:
@@ -225,7 +227,7 @@ def _read_shared(team: Team, call: Load, key: str, out: Tensor) -> list[str]:
     return _read_in_rounds(team, call, key, wants, out if first[team.rank] else out[out.shape[0] :])
 
 
-class Method(Enum):
+class _Method(Enum):
     """How the ranks read a tensor."""
 
     ALONE = "each rank reads its part"
@@ -234,7 +236,7 @@ class Method(Enum):
 
 
 @dataclass(frozen=True)
-class Load:
+class _Load:
     """What a call of load() reads on this rank.
 
     Attributes:
@@ -258,19 +260,19 @@ class Load:
         """The tensors by name, in the order of the files."""
         return self.files.contents.tensors
 
-    def method(self, key: str) -> Method:
+    def method(self, key: str) -> _Method:
         """Return how a tensor is read. What each rank wants whole, "auto" reads once a job on several nodes, and what
         is compressed; the ranks of a node read the rest from the system's cache as fast as they could send it."""
         stored, wants, same = self.tensors[key], self.wants[key], self.same
         if isinstance(wants, Copies):
             if same["shared"] and stored.nbytes() >= LEAST and stored.shape:
-                return Method.SHARED
+                return _Method.SHARED
             once = same["once_per"] == "job" or same["readers"] is not None
             if same["once_per"] == "auto" and stored.nbytes() >= LEAST:
                 once = once or self.nodes > 1 or (stored.raw is None and stored.parts is None)
-            return Method.ROUNDS if once and stored.nbytes() and len(wants) > 1 else Method.ALONE
+            return _Method.ROUNDS if once and stored.nbytes() and len(wants) > 1 else _Method.ALONE
         alone = same["readers"] is None and _reads_alone(stored, wants, same["verify"])
-        return Method.ALONE if alone or stored.raw is None else Method.ROUNDS
+        return _Method.ALONE if alone or stored.raw is None else _Method.ROUNDS
 
     def reader(self, key: str) -> TensorReader:
         """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
@@ -355,7 +357,7 @@ def _dim(dim: Any) -> int | None:
 
 
 @contextmanager
-def planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[Load]:
+def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_Load]:
     """Agree on a load, open the file on every rank, and plan who reads what. Collective.
 
     Args:
@@ -376,7 +378,7 @@ def planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[Loa
             except ValueError as error:
                 objects.raise_problems(verb, dict.fromkeys(range(team.size), str(error)))
             nodes = len({team.settings.node_of[peer] for peer in team.peers})
-            yield Load(files, same, wants, ask.device, ask.progress, nodes)
+            yield _Load(files, same, wants, ask.device, ask.progress, nodes)
 
 
 @contextmanager
@@ -495,3 +497,84 @@ def plan_load(
             pieces = Listed(pieces.offsets[chosen], pieces.shapes[chosen], pieces.shape)
             rows = None if rows is None else chosen
     return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants, straight=False), rows
+
+
+def _explain(*, group: Any, **arguments: Any) -> Explanation:
+    """Explain a call of load(). Collective: see :func:`hpcdist.explain`."""
+    team = world.current().context.team_of(group)
+    with _planned(team, _EXPLAIN, arguments) as call:
+        methods = {key: call.method(key) for key in call.tensors}
+        traffic = [_traffic(call, team, key, how) for key, how in methods.items()]
+        read, sent, received = (sum(row[i] for row in traffic) for i in range(3))
+        result = _result(call, arguments["out"], set(methods.values()))
+    everywhere = objects.all_gather_object(
+        team.comm, (read, sent, list({how.value for how in methods.values()})), _EXPLAIN
+    )
+    total_read, total_sent = (sum(row[i] for row in everywhere) for i in range(2))
+    found = dict.fromkeys(how for *_, of in everywhere for how in of)
+    why = f"once_per={call.same['once_per']!r}, on {call.nodes} node{'s' * (call.nodes > 1)}"
+    return Explanation(
+        verb="staging.load",
+        route="mpi" if total_sent else "none",
+        methods=tuple(found),
+        sent=sent,
+        received=received,
+        result=result,
+        reasons=(why,),
+        read=read,
+        read_by_all=total_read,
+        sent_by_all=total_sent,
+    )
+
+
+def _result(call: _Load, out: Any, methods: set[_Method]) -> str:
+    if out is not None:
+        return "out"
+    if methods == {_Method.SHARED}:
+        return "shared"
+    if len(call.tensors) > 1:
+        return "structure"
+    (stored,) = call.tensors.values()
+    return "pool" if pool.holds(stored.nbytes(), call.device) else "new"
+
+
+def _traffic(call: _Load, team: Team, key: str, how: _Method) -> tuple[int, int, int]:
+    """The bytes of a tensor that this rank reads, sends and receives."""
+    reader, wants, same, me = call.reader(key), call.wants[key], call.same, team.rank
+    stored, verify = reader.stored, same["verify"]
+    if how is _Method.ALONE:
+        limit = max(1, min(PIECE, same["window"] // 2) // stored.dtype.itemsize)
+        return _read(reader, reader.parts(wants[me], limit)), 0, 0
+    plan, rows = plan_load(stored, wants, same["window"], same["readers"] or team.size, verify)
+    nodes = team.topology.nodes
+    firsts = {ranks[0] for ranks in nodes} if how is _Method.SHARED and len(nodes) > 1 else set[int]()
+    mine, sent, received = list[Part](), 0, 0
+    if verify and rows is None:
+        mine += [Part(stored.boxes[row]) for row in range(me, len(stored.boxes), team.size)]
+    for rank in range(team.size):
+        for row in plan.rows(rank):
+            box = plan.pieces[row]
+            dests = set(wants.intersecting(box).tolist())
+            if how is _Method.SHARED:
+                dests &= firsts
+            if rank == me and ((verify and rows is not None) or dests or how is _Method.SHARED):
+                mine.append(Part(box))
+                sent += sum(box.intersect(wants[dest]).size() for dest in dests if dest != me)
+            elif rank != me and me in dests:
+                received += box.intersect(wants[me]).size()
+    size = stored.dtype.itemsize
+    return _read(reader, mine), sent * size, received * size
+
+
+def _read(reader: TensorReader, parts: list[Part]) -> int:
+    """Return the bytes that are read for some parts of a dataset."""
+    stored, elements = reader.stored, 0
+    checked = set[int]()
+    for box, _, checks in parts:
+        elements += sum(stored.boxes[piece].size() for piece in {*checks} - checked)
+        checked |= {*checks}
+        elements += box.size() if stored.raw is None or not box.size() else stored.raw.cover(box).size()
+    return elements * stored.dtype.itemsize
+
+
+explained[load] = _explain

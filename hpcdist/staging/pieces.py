@@ -8,27 +8,16 @@ from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
-import torch
 
 from hpcdist import layout
+from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, cut_shards, grid, summed
 from hpcdist.validation.local import WrongError
 
 __all__ = [
-    *(
-        "MOST_PIECES",
-        "PIECE",
-        "ROUND",
-        "PiecePlan",
-        "Sharded",
-        "block_bounds",
-        "check_pieces",
-        "check_shape",
-        "piece_limit",
-        "plan_save",
-    ),
-    "shard_boxes",
+    *("MOST_PIECES", "PIECE", "ROUND", "PiecePlan", "block_bounds", "check_pieces", "check_shape", "piece_limit"),
+    *("plan_save", "shard_boxes"),
 ]
 
 ROUND = 2**24  # bytes of a piece that ranks bring together: its memory is soon used again
@@ -60,25 +49,6 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
             "HD419",
             f"has {size:,} bytes, in more than {MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small",
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Sharded:
-    """A tensor to be written, as the ranks hold it.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: of its elements.
-        dim: dimension along which it is cut; None if every rank holds the whole.
-        extents: of the shards along `dim`; an entry, without meaning, for each rank if `dim` is None.
-        chunks: shape of a chunk, if it is to be compressed.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int | None
-    extents: Sequence[int] | Ints
-    chunks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,18 +110,22 @@ def shard_boxes(shape: Sequence[int], dim: int | None, extents: Sequence[int]) -
     return [layout.whole(shape).narrow(dim, start, start + extent) for start, extent in starts]
 
 
-def plan_save(x: Sharded, window: int, writers: int) -> PiecePlan:
+def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window: int, writers: int) -> PiecePlan:
     """Plan how `writers` ranks write a tensor.
 
     Each rank writes its own shard where that is one run of the file; otherwise the pieces of the file are divided among
     the writers, and each collects the data of its own in memory of at most `window` bytes.
+
+    Args:
+        dim: dimension along which it is cut; None if every rank holds the whole.
+        extents: of the shards along `dim`; an entry, without meaning, for each rank if `dim` is None.
     """
-    size, itemsize = len(x.extents), x.dtype.itemsize
-    held = Copies(x.shape, size) if x.dim is None else Shards(x.shape, x.dim, summed(x.extents))
+    size, itemsize = len(extents), x.dtype.itemsize
+    held = Copies(x.shape, size) if dim is None else Shards(x.shape, dim, summed(extents))
     limit = piece_limit(window, itemsize)
-    joined = x.dim is None or prod(x.shape[: x.dim]) == 1 or np.count_nonzero(x.extents) < 2
-    own = joined and x.dim is not None and x.chunks is None and writers == size
-    straight = x.dim is None and x.chunks is None
+    joined = dim is None or prod(x.shape[:dim]) == 1 or np.count_nonzero(extents) < 2
+    own = joined and dim is not None and x.chunks is None and writers == size
+    straight = dim is None and x.chunks is None
     if not (own or straight):
         limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
     check_pieces(x.shape, itemsize, limit)

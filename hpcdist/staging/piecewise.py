@@ -295,18 +295,16 @@ class WriteFile:
     def _record(self) -> list[Dataset]:
         """Make the boxes of all ranks the pieces of the file; a failure is kept, such as a missing box. Collective."""
         file, team = self._file, self._file.team
-        mine = [of.boxes().tobytes() for of in self._written]
+        mine = [of.table().tobytes() for of in self._written]
         found = objects.all_gather_object(team.comm, mine, file.verb)
         datasets = []
-        for i, (dataset, of) in enumerate(zip(file.datasets, self._written, strict=True)):
+        for i, dataset in enumerate(file.datasets):
             n = len(dataset.shape)
-            tables = [np.frombuffer(boxes[i], np.int64).reshape(-1, 2 * n) if n else boxes[i] for boxes in found]
-            first = sum(len(table) for table in tables[: team.rank])
-            for row, checksum in enumerate(of.checksums(), first):
-                file.written[i, row] = checksum
-            count = sum(map(len, tables))
-            corners = np.concatenate(tables).reshape(count, 2 * n) if n else np.empty((count, 0), np.int64)
-            pieces = Listed(corners[:, :n], corners[:, n:], dataset.shape)
+            tables = [np.frombuffer(tables[i], np.int64).reshape(-1, 2 * n + 1) for tables in found]
+            first, own = sum(map(len, tables[: team.rank])), tables[team.rank][:, -1].view(np.uint64)
+            file.written.update({(i, first + k): int(checksum) for k, checksum in enumerate(own)})
+            rows = np.concatenate(tables)
+            count, pieces = len(rows), Listed(rows[:, :n], rows[:, n:-1], dataset.shape)
             if count > MOST_PIECES:
                 what = f"was written in {count:,} boxes, {MOST_PIECES:,} at most are possible"
                 file.fail(refusal(ValueError, "HD422", f"{dataset.name}: {what}"))
@@ -321,37 +319,32 @@ class _Written:
 
     def __init__(self, dataset: Dataset) -> None:
         self._shape, self._most = dataset.shape, PIECE // dataset.dtype.itemsize
-        self._boxes = array("q")  # offset and shape of each
-        self._checksums = array("Q")
-        self._last: Box | None = None  # of the piece that may go on
-        self._digest: Any = None
+        self._rows = array("q")  # offset, shape and bits of the checksum of each piece
+        self._last: tuple[Box, Any] | None = None  # the piece that may go on, and its checksum in the making
 
     def add(self, box: Box, data: memoryview) -> None:
         """Note a box that has been written."""
         if not box.size():
             return
-        joined = None if self._last is None else _joined(self._last, box, self._shape)
-        if joined is None or joined.size() > self._most:
+        joined = None if self._last is None else _joined(self._last[0], box, self._shape)
+        if self._last is None or joined is None or joined.size() > self._most:
             self._end()
-            self._last, self._digest = box, plain.digest()
+            self._last = box, plain.digest()
         else:
-            self._last = joined
-        self._digest.update(data)
+            self._last = joined, self._last[1]
+        self._last[1].update(data)
 
     def _end(self) -> None:
         if self._last is not None:
-            self._boxes.extend((*self._last.offset, *self._last.shape))
-            self._checksums.append(self._digest.intdigest())
+            box, digest = self._last
+            checksum = int.from_bytes(digest.digest(), "big", signed=True)
+            self._rows.extend((*box.offset, *box.shape, checksum))
             self._last = None
 
-    def boxes(self) -> Ints | np.ndarray[Any, np.dtype[np.uint8]]:
-        """The offsets and shapes of the pieces, one after the other; a byte for each of a 0-d tensor."""
+    def table(self) -> Ints:
+        """Offset, shape and bits of the checksum of each piece, one after the other."""
         self._end()
-        return np.array(self._boxes, np.int64) if self._shape else np.zeros(len(self._checksums), np.uint8)
-
-    def checksums(self) -> array[int]:
-        """The checksums of the pieces."""
-        return self._checksums
+        return np.array(self._rows, np.int64)
 
 
 def _joined(one: Box, other: Box, shape: Sequence[int]) -> Box | None:

@@ -35,7 +35,7 @@ from hpcdist.staging.arguments import (
     target_path,
 )
 from hpcdist.staging.exchange import collect, outgoing
-from hpcdist.staging.pieces import PiecePlan, Sharded, check_shape, plan_save
+from hpcdist.staging.pieces import PiecePlan, check_shape, plan_save
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import pool
 from hpcdist.tensors.pinned import Scratch
@@ -356,19 +356,16 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
         team.comm, VERB, key, (call.same, call.shards), _difference, lambda first: _extents(call, first[1])
     )
     same, datasets, plans = call.same, list[Dataset](), list[PiecePlan]()
-    wholes: dict[str, Sharded] = {}
     try:
         for (name, (dtype, dim, shape)), along in zip(shards[1].items(), extents.T, strict=True):
             if dim is not None:
                 shape = (*shape[:dim], sum(along.tolist()), *shape[dim + 1 :])
             check_shape(shape, dtype.itemsize)
-            wholes[name] = Sharded(shape, dtype, dim, along, _chunks(shape, dtype, same))
-        for name, x in wholes.items():
-            plans.append(plan_save(x, same["window"], same["writers"]))
-            filters = same["compression"] if x.chunks else {}
-            datasets.append(
-                Dataset(name, x.shape, x.dtype, plans[-1].pieces, x.chunks, filters, call.attrs.get(name, {}))
-            )
+            chunks = _chunks(shape, dtype, same)
+            filters = same["compression"] if chunks else {}
+            x = Dataset(name, shape, dtype, None, chunks, filters, call.attrs.get(name, {}))
+            plans.append(plan_save(x, dim, along, same["window"], same["writers"]))
+            datasets.append(replace(x, pieces=plans[-1].pieces))
     except WrongError as error:
         objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
     return datasets, plans

@@ -52,7 +52,7 @@ def test_the_name_holds_the_old_file_until_the_end() -> None:
 @pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("left", ["LEFT-data-LEFT-more-LEFT and on", "LEFT-da", ""])
 def test_what_was_left_is_adopted(left: str, gone: bool) -> None:
-    """Its data alone: the rest, and the size, are those of the new part. If another process has taken it: none of it."""
+    """Its data alone: the rest, and the size, are the new part's. If another process has taken it, nothing is."""
     before = Commit("x", keep=True)
     before.part.write_text(left)
     before.discard(keep=True)

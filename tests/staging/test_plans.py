@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from hpcdist import layout
 from hpcdist.formats import hdf5
-from hpcdist.formats.contents import Stored
+from hpcdist.formats.contents import Dataset, Stored
 from hpcdist.layout import Box, whole
 from hpcdist.layout.box_sequences import BoxSequence, Copies, Listed, Shards, cut_shards, grid, summed
-from hpcdist.staging.pieces import PiecePlan, Sharded, plan_save, shard_boxes
+from hpcdist.staging.pieces import PiecePlan, plan_save, shard_boxes
 
 plan_load = import_module("hpcdist.staging.load").plan_load  # hpcdist.staging.load is the function
 
@@ -113,8 +113,8 @@ def test_the_plan_of_a_save(
     chunks = None
     if prod(shape) and data.draw(st.booleans()):
         chunks = tuple(data.draw(st.integers(1, n)) for n in shape)
-    x = Sharded(shape, torch.int32, dim, extents, chunks)
-    plan = plan_save(x, window, writers)
+    x = Dataset("x", shape, torch.int32, chunks=chunks)
+    plan = plan_save(x, dim, extents, window, writers)
     held, pieces, owners = shard_boxes(shape, dim, extents), list(plan.pieces), owners_of(plan.bounds)
     assert list(plan.held) == held
     check_rounds(plan, pieces, owners)
