@@ -27,7 +27,7 @@ import hpcdist as hd
 
 
 def plan(case: Case) -> Callable[..., Any]:
-    return case.plan(lambda: hd.plan_concat(case.shard))
+    return case.plan(lambda: hd.plan(hd.concat, case.shard))
 
 
 CONTENDERS = [

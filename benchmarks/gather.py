@@ -24,7 +24,7 @@ import hpcdist as hd
 
 
 def plan(case: Case) -> Callable[..., Any]:
-    return case.plan(lambda: hd.plan_gather(case.shard))
+    return case.plan(lambda: hd.plan(hd.gather, case.shard))
 
 
 CONTENDERS = [

@@ -66,7 +66,7 @@ UNITS = State("MiB", "MiB", "MiB", "fds", "threads", "comms", "objects", "record
 
 def state(world: hd.World) -> State:
     """Count what this rank has now. Collective over the world."""
-    hd.empty_cache()
+    hd.memory.empty_cache()
     for _ in range(3):  # what a finalizer drops may be garbage, too
         gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
@@ -203,7 +203,7 @@ def _async(world: hd.World, folder: Path) -> Callable[[int], object]:
 
 def _plan_calls(world: hd.World, folder: Path) -> Callable[[int], object]:
     x = torch.ones(3)
-    plans: list[Any] = [hd.plan_concat(x), hd.plan_gather(x), hd.plan_split(x if world.rank == 0 else None)]
+    plans: list[Any] = [hd.plan(hd.concat, x), hd.plan(hd.gather, x), hd.plan(hd.split, x if world.rank == 0 else None)]
     return lambda i: plans[i % 3](x if i % 3 < 2 or world.rank == 0 else None)
 
 
@@ -211,10 +211,10 @@ def _plans(world: hd.World, folder: Path) -> Callable[[int], object]:
     def call(i: int) -> None:
         x = torch.ones(i % 20 + 1, 2)
         whole = x if world.rank == 0 else None
-        hd.plan_concat(x)(x)
-        hd.plan_gather(x)(x)
-        hd.plan_split(whole)(whole)
-        hd.plan_redistribute(x, hd.Split(0), hd.Split(1) if world.world_size < 3 else hd.Replicate())
+        hd.plan(hd.concat, x)(x)
+        hd.plan(hd.gather, x)(x)
+        hd.plan(hd.split, whole)(whole)
+        hd.plan(hd.redistribute, x, hd.Split(0), hd.Split(1) if world.world_size < 3 else hd.Replicate())
 
     return call
 

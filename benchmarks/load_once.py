@@ -50,8 +50,8 @@ def once(
 ) -> tuple[int, ...]:
     """Check a load; return (bytes read, sent, memory that it added) of all ranks. Collective."""
     comm = world.comm
-    said = hd.explain(hd.staging.load, path, dim=None, **options)
-    hd.empty_cache()
+    said = hd.plan(hd.staging.load, path, dim=None, **options)
+    hd.memory.empty_cache()
     ctypes.CDLL(None).malloc_trim(0)
     comm.Barrier()
     before, memory = bytes_read(), proportional_memory()

@@ -58,7 +58,7 @@ def node(comm: MPI.Intracomm, call: Callable[[], object]) -> int:
     memory that is not of files).
     """
     gc.collect()
-    hd.empty_cache()
+    hd.memory.empty_cache()
     hd.current().team.leave_node()  # its windows would be used again unnoticed
     _trim()
     comm.Barrier()

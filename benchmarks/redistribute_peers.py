@@ -331,6 +331,6 @@ def no_heat(case: Case) -> str | None:
 def plan(case: Case) -> Callable[..., Tensor]:
     """Return hpcdist's plan, made in advance."""
     found: Callable[..., Tensor] = case.once(
-        "plan", lambda: hd.plan_redistribute(case.shard, *case.layouts, route="mpi")
+        "plan", lambda: hd.plan(hd.redistribute, case.shard, *case.layouts, route="mpi")
     )
     return found

@@ -33,7 +33,7 @@ def split(case: Case, route: str = "auto", out: Tensor | None = None) -> Tensor:
 
 def plan(case: Case) -> Callable[..., Any]:
     counts = None if case.whole is None else case.counts
-    return case.plan(lambda: hd.plan_split(case.whole, counts=counts))
+    return case.plan(lambda: hd.plan(hd.split, case.whole, counts=counts))
 
 
 CONTENDERS = [

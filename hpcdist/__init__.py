@@ -24,32 +24,28 @@ if _MODULE != "hpcdist.stage_env":
     from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old
 
     # isort: split
-    from hpcdist import layout, staging
+    from hpcdist import layout, memory, staging
     from hpcdist.collectives.local import balance, local
-    from hpcdist.collectives.plans import Plan, plan_concat, plan_gather, plan_redistribute, plan_split
+    from hpcdist.collectives.plans import plan
     from hpcdist.collectives.redistribute import redistribute
     from hpcdist.concat import concat
     from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
-    from hpcdist.explain import Explanation, explain
     from hpcdist.gather import gather
-    from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split
+    from hpcdist.layout import Block, Boxes, Replicate, Split
     from hpcdist.p2p.sendrecv import irecv, isend, recv, send
     from hpcdist.runtime.background import Handle
+    from hpcdist.runtime.plan import Plan
     from hpcdist.runtime.world import World, current, finalize, init
     from hpcdist.split import split
     from hpcdist.staging.checkpointable import checkpointable
     from hpcdist.tensors import eager
-    from hpcdist.tensors.pool import empty_cache, memory_stats
 
     __all__ = [
-        "Block", "Box", "Boxes", "Explanation", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError",
-        "Layout", "Plan", "RankError", "Replicate", "Split", "World", "balance", "checkpointable", "concat", "current",
-        "empty_cache", "explain", "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory_stats",
-        "plan_concat", "plan_gather", "plan_redistribute", "plan_split", "recv", "redistribute", "send", "split",
-        "staging",
+        "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan", "RankError",
+        "Replicate", "Split", "World", "balance", "checkpointable", "concat", "current", "finalize", "gather", "init",
+        "irecv", "isend", "layout", "local", "memory", "plan", "recv", "redistribute", "send", "split", "staging",
     ]  # fmt: skip
 
-    eager.not_compiled([balance, checkpointable, concat, current, empty_cache, finalize, gather, init, irecv, isend])
-    eager.not_compiled([local, recv, redistribute, send, split, plan_concat, plan_gather, plan_redistribute])
-    eager.not_compiled([plan_split, explain, Handle, Plan, World, memory_stats])
+    eager.not_compiled([balance, checkpointable, concat, current, finalize, gather, init, irecv, isend, local, recv])
+    eager.not_compiled([redistribute, send, split, plan, Handle, Plan, World, memory.empty_cache, memory.memory_stats])
     eager.not_compiled(vars(staging)[name] for name in staging.__all__)

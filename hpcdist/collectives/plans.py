@@ -1,218 +1,160 @@
-"""Plans: operations that all ranks have agreed on once, to be executed many times."""
+"""Plans: calls that all ranks have agreed on once, to be explained, and executed many times."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hpcdist.collectives import autograd
+from hpcdist.collectives import autograd, concat, gather, redistribute, split
 from hpcdist.collectives import run as driver
-from hpcdist.collectives.concat import Concat
-from hpcdist.collectives.gather import Gather
 from hpcdist.collectives.inline import Inline, fits
-from hpcdist.collectives.redistribute import Redistribute
-from hpcdist.collectives.run import Executable, Plannable
-from hpcdist.collectives.split import Counts, Scatter
+from hpcdist.collectives.run import Executable, Operation, Plannable
 from hpcdist.comm.team import Team
-from hpcdist.errors import HpcdistError, coded
-from hpcdist.layout import Box, Layout
+from hpcdist.errors import HpcdistError, refusal
+from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.routes import select
+from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import world
+from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
+from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
-    from hpcdist.runtime.background import Handle
 
-__all__ = ["Plan", "plan_concat", "plan_gather", "plan_redistribute", "plan_split"]
+__all__ = ["plan"]
 
-X = TypeVar("X", Tensor, Tensor | None)
-Y = TypeVar("Y", Tensor, Tensor | None)
-
-
-def plan_gather(
-    x: Tensor, dim: int = 0, root: int = 0, *, group: GroupLike | None = None, route: str = "auto"
-) -> Plan[Tensor, Tensor | None]:
-    """Plan a gather once, to execute it many times: see :func:`hpcdist.gather`.
-
-    Collective over `group`. `x` is neither sent nor kept: only its shape, dtype, device, and whether it needs a
-    gradient are used.
-
-    Args:
-        x: this rank's shard, a tensor; see :func:`hpcdist.gather`.
-        dim, root, group, route: as in :func:`hpcdist.gather`. Must agree.
-
-    Returns:
-        The plan: call it with tensors like `x`.
-
-    Raises:
-        RankError: on every rank, as in gather.
-        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
-
-    Example, on 2 ranks::
-
-        >>> losses_on_0 = hd.plan_gather(torch.zeros(1))
-        >>> losses_on_0(torch.tensor([0.5 + rank]))
-        tensor([0.5000, 1.5000])             # on rank 0; None on rank 1
-    """
-    return Plan(Gather(x, dim, root, route, None), group)
+_OPERATIONS: dict[Any, Callable[..., Operation]] = {
+    gather.gather: gather.operation,
+    concat.concat: concat.operation,
+    split.split: split.operation,
+    redistribute.redistribute: redistribute.Redistribute,
+}
 
 
-def plan_concat(
-    x: Tensor, dim: int = 0, *, group: GroupLike | None = None, route: str = "auto"
-) -> Plan[Tensor, Tensor]:
-    """Plan a concat once, to execute it many times: see :func:`hpcdist.concat`.
+def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, **options: Any) -> Plan:
+    """Plan a call once, to see what it does, or to execute it many times.
 
-    Collective over `group`. `x` is neither sent nor kept: only its shape, dtype, device, and whether it needs a
-    gradient are used.
+    Collective over `group`. The ranks agree on the call and plan it, as the verb does; then nothing is sent, allocated
+    or kept. (Data that are small enough to travel behind the headers are exchanged with these, and dropped.) A plan of
+    tensors spares its calls that agreement; a plan of structures, of ``shared=True`` and of files calls the verb.
+
+    What only the call can find is not foreseen: a shared result, or a window for messages, for which the node has no
+    memory then.
 
     Args:
-        x: this rank's shard, a tensor; see :func:`hpcdist.concat`.
-        dim, group, route: as in :func:`hpcdist.concat`. Must agree.
+        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`,
+            :func:`hpcdist.staging.load` or :func:`hpcdist.staging.save` itself. Must agree.
+        args, group, options: the arguments of the verb, `x` first, as in the verb. Of tensors, only shape, dtype,
+            device, and whether they need a gradient are used. `async_op` makes no difference.
 
     Returns:
-        The plan: call it with tensors like `x`.
+        On every rank, the plan: what concerns all ranks is the same on all of them; bytes and result are this rank's.
 
     Raises:
-        RankError: on every rank, as in concat.
-        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
+        RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree: as in the verb.
+        TypeError, ValueError: on this rank, if `verb` is none of these, or as in the verb.
 
-    Example, on 2 ranks::
+    Example, on rank 0 of 4 ranks of a node, with a tensor of 1 KiB each::
 
-        >>> join = hd.plan_concat(torch.empty(rank + 1))       # 1 and 2 elements
-        >>> join(torch.full((rank + 1,), float(rank)))
-        tensor([0., 1., 1.])                 # on both ranks
+        >>> join = hd.plan(hd.concat, x)
+        >>> print(join)
+        concat: route mpi, MPI_Allgatherv
+          this rank sends 3,072 bytes, receives 3,072 bytes; result: new memory
+          because route='auto' takes mpi for data in host memory
+          because the data of a rank are more than the 192 bytes that travel behind a header
+        >>> join(x).shape
+        torch.Size([1024])
     """
-    return Plan(Concat(x, dim, route, None), group)
+    try:
+        make, other = _OPERATIONS.get(verb), planners.get(verb)
+    except TypeError:
+        make = other = None
+    bound = None if make is None and other is None else inspect.signature(verb).bind(*args, **options)
+    if bound is None:
+        names = ", ".join(f.__name__ for f in (*_OPERATIONS, *planners))
+        raise refusal(TypeError, "HD205", f"plan(): verb is {verb!r}, expected one of {names}")
+    bound.apply_defaults()
+    arguments = {name: value for name, value in bound.arguments.items() if name not in ("group", "async_op")}
+    if make is None:
+        assert other is not None
+        return other(**arguments, group=group)
+    again = partial(verb, **{name: value for name, value in arguments.items() if name not in ("x", "out")}, group=group)
+    name = verb.__name__
+    if "root" in arguments and arguments["root"] is None and name == "split":
+        split.split(**{**arguments, "out": None}, group=group)
+        result = "view" if arguments["out"] is None else "out"
+        reason = "every rank holds x: each takes its own part"
+        return Plan(name, "none", ("no message",), 0, 0, result, (reason,), _call=again)
+    team = world.current().context.team_of(group)
+    op = make(**arguments)
+    op.name = f"plan of {name}"
+    agreed = driver.plan(op, team)
+    op.inline = agreed.inline
+    found = op.describe(team, agreed)
+    reasons = [select.reason(op.route, team, kinds) for kinds in found.routes]
+    reasons += [method.reason for method in found.methods if method.reason]
+    if not found.routes:
+        reasons.append("all tensors are small: packed, by MPI")
+    elsewhere = any(method.shared or method.name == BEHIND_HEADERS.name for method in found.methods)
+    may_be_inline = MemoryKind.CUDA not in agreed.kinds and op.route in ("auto", "mpi")
+    if may_be_inline and not elsewhere and (name, found.result) != ("split", "structure"):
+        reasons.append(f"the data of a rank are more than the {team.inline} bytes that travel behind a header")
+    kept = None
+    if isinstance(op, Plannable) and found.result != "structure" and not arguments.get("shared"):
+        kept = _Kept(op, name, team, agreed)
+    return Plan(
+        verb=name,
+        route=" and ".join(dict.fromkeys(route.name for route in found.routes.values())) or "mpi",
+        methods=tuple(dict.fromkeys(method.name for method in found.methods)),
+        sent=found.sent,
+        received=found.received,
+        result=found.result,
+        reasons=tuple(dict.fromkeys(reasons)),
+        shape=None if kept is None else kept.shape,
+        box=None if kept is None else kept.box,
+        _call=again if kept is None else kept,
+    )
 
 
-def plan_split(
-    x: Tensor | None,
-    dim: int = 0,
-    root: int = 0,
-    counts: Counts = None,
-    *,
-    group: GroupLike | None = None,
-    route: str = "auto",
-) -> Plan[Tensor | None, Tensor]:
-    """Plan a split once, to execute it many times: see :func:`hpcdist.split`.
-
-    Collective over `group`. `x` is neither sent nor kept: only its shape, dtype, device, and whether it needs a
-    gradient are used.
-
-    Args:
-        x: on the root, the whole tensor, see :func:`hpcdist.split`; None on the other ranks.
-        dim, root, group, route: as in :func:`hpcdist.split`. Must agree. (If all ranks hold `x`, nothing is sent, and
-            there is nothing to plan.)
-        counts: as in :func:`hpcdist.split`.
-
-    Returns:
-        The plan: call it with tensors like `x` on the root, and with None on the other ranks.
-
-    Raises:
-        RankError: on every rank, as in split.
-        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
-
-    Example, on 2 ranks::
-
-        >>> share = hd.plan_split(torch.empty(3) if rank == 0 else None)
-        >>> share(torch.tensor([0., 1., 2.]) if rank == 0 else None)
-        tensor([0., 1.])                     # on rank 0; tensor([2.]) on rank 1
-    """
-    return Plan(_TensorScatter(x, dim, root, counts, route, None, False), group)
-
-
-def plan_redistribute(
-    x: Tensor, src: Layout, dst: Layout, *, group: GroupLike | None = None, route: str = "auto"
-) -> Plan[Tensor, Tensor]:
-    """Plan a redistribution once, to execute it many times: see :func:`hpcdist.redistribute`.
-
-    Collective over `group`. `x` is neither sent nor kept: only its shape, dtype, device, and whether it needs a
-    gradient are used.
-
-    Args:
-        x: this rank's part of the tensor in `src`.
-        src, dst, group, route: as in :func:`hpcdist.redistribute`. Must agree.
-
-    Returns:
-        The plan: call it with tensors like `x`.
-
-    Raises:
-        RankError: on every rank, as in redistribute.
-        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
-
-    Example::
-
-        >>> to_columns = hd.plan_redistribute(x, hd.Split(0), hd.Split(1))
-        >>> for x in batches:
-        ...     columns = to_columns(x)
-    """
-    return Plan(Redistribute(x, src, dst, route, None), group)
-
-
-class Plan(Generic[X, Y]):
-    """An operation on tensors that all ranks have agreed on; made by :func:`plan_gather` and its like.
+class _Kept:
+    """An operation on tensors, kept after its plan.
 
     Attributes:
         shape: shape of the whole tensor.
         box: box of the whole tensor that this rank receives; of size 0 if it receives none.
-        sent, received: bytes that this rank sends to and receives from other ranks.
     """
 
-    def __init__(self, op: Plannable, group: GroupLike | None) -> None:
-        self._team = team = world.current().context.team_of(group)
-        x, verb = op.x, op.name
-        op.name = f"plan_{verb}"
-        self._agreed = agreed = driver.plan(op, team)
+    def __init__(self, op: Plannable, verb: str, team: Team, agreed: Agreed) -> None:
+        self._team, self._agreed = team, agreed
         team.plans_made += 1
         self._number = team.plans_made  # the same on all ranks
         self._parts = parts = op.parts(team)
         self._source, self._dest = parts.sources[team.rank], parts.dests[team.rank]
         self._dtype, self._device = parts.dtype, parts.device
-        self._x_shape = None if self._source is None else x.shape
+        self._x_shape = None if self._source is None else op.x.shape
         self._kind = MemoryKind(agreed.kinds[team.rank])
         nothing = Box((0,) * len(parts.shape), (0,) * len(parts.shape))
         self.shape, self.box = parts.shape, self._dest or nothing
-        self.sent, self.received = parts.traffic(team.rank)
         on_host = all(kind == MemoryKind.CPU for kind in agreed.kinds)
         self._is_inline = on_host and isinstance(parts.route, type(select.load("mpi"))) and fits(parts, team)
         self._recvs = parts.overlaps(team.rank).recvs
         self._inline: dict[bool, Inline] = {}  # of the team, and (True) of the team in its background
-        # Kept for calls, without the tensor.
-        op.name, op.x = f"a plan of {verb}", None
+        # Kept for calls, without the tensors.
+        op.name, op.x, op.out, op.inline = f"a plan of {verb}", None, None, False
         op.bind(None if self._source is None else torch.empty(0, device="cpu"), None, agreed)
         self._op = op
 
-    @overload
-    def __call__(self, x: X, out: Tensor | None = None, *, async_op: Literal[False] = False) -> Y: ...
-    @overload
-    def __call__(self, x: X, out: Tensor | None = None, *, async_op: Literal[True]) -> Handle[Y]: ...
-    def __call__(self, x: X, out: Tensor | None = None, *, async_op: bool = False) -> Any:
-        """Execute the plan. Collective over its group.
-
-        Small tensors in host memory travel in the one message by which the ranks notice a wrong call; larger ones
-        follow such a message.
-
-        Args:
-            x: this rank's tensor, of the shape, dtype and device that the plan was made for; any strides. None where
-                the plan was made with None. It may need a gradient only if the plan was made for one on any rank.
-            out: as in the planned operation, but always on the device of the plan's tensors.
-            async_op: as in the planned operation.
-
-        Returns:
-            As the planned operation.
-
-        Raises:
-            RankError: on every rank, if `x` or `out` does not match the plan on any rank, or the ranks call different
-                plans or operations. No data have moved, and the next call can succeed.
-            HpcdistError: on this rank, if the plan's world has ended, or its group was freed.
-        """
+    def __call__(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
         if self._team.freed or self._team.group.ended:
             raise HpcdistError("HD115", "the world of this plan has ended, or its group was freed: make a new plan")
         return driver.run(_Execution(self, x, out), self._team, async_op)
@@ -295,7 +237,7 @@ class _Execution(Executable):
 
     op: Plannable
 
-    def __init__(self, plan: Plan[Any, Any], x: Any, out: Any) -> None:
+    def __init__(self, plan: _Kept, x: Any, out: Any) -> None:
         self.name, self.x, self.out, self._plan = plan._op.name, x, out, plan
 
     def execute(self, team: Team) -> Any:
@@ -303,16 +245,6 @@ class _Execution(Executable):
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         return self.op.backward(team, grad)
-
-
-class _TensorScatter(Scatter):
-    """Split a tensor, but no structure."""
-
-    def validate(self, team: Team) -> Call:
-        call = super().validate(team)
-        if call.problem is None and team.rank == call.root and call.x is None:
-            call.problem = coded("HD201", f"x must be a torch.Tensor for a plan, got {type(self.x).__name__}")
-        return call
 
 
 def _show(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:

@@ -53,7 +53,7 @@ class Executable(ABC):
 
 
 class Description(NamedTuple):
-    """What a planned operation would do on this rank: see :class:`hpcdist.collectives.explain.Explanation`.
+    """What a planned operation would do on this rank: see :class:`hpcdist.runtime.plan.Plan`.
 
     Attributes:
         routes: route of the data, for the kinds of memory of all ranks for which it was selected. Structures may have

@@ -25,7 +25,7 @@ class Settings:
         timeout: deadline of every call.
         nodes: number of nodes.
         one_system: whether all ranks see each other's processes: one node, and no containers with pids of their own.
-        node_of, memory: index of the node of each rank of the world, and its memory.capacity().
+        node_of, memory: index of the node of each rank of the world, and its host_memory.capacity().
         staging: folder through which route "hdf5" moves data; rank 0's is used.
         child_environ: environment for a child process that runs MPI on its own, outside the job.
         making_group: makes a context in which gloo and NCCL find their network interfaces.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.comm.topology import Topology
 from hpcdist.control import objects
 from hpcdist.procstat import NOT_OPENED, identity, opened
@@ -261,7 +261,7 @@ class Windows:
         capacity = _capacity(nbytes)
         found = next((number for number in reversed(free) if self._slots[number].block.nbytes == capacity), None)
         if found is None:
-            short = nbytes > memory.available()
+            short = nbytes > host_memory.available()
             kept = sum(self._slots[number].block.nbytes for number in free)
             for later, number in zip(range(len(free), 0, -1), free, strict=True):  # the one used last comes last
                 if short or kept > KEPT or later > SPARE or len(self._slots) >= SLOTS:
@@ -306,7 +306,7 @@ class Windows:
 
 
 def _check_memory(nbytes: int) -> None:
-    free = memory.available()
+    free = host_memory.available()
     if nbytes > free:
         raise OSError(f"{nbytes:,} bytes do not fit into the {free:,} bytes of free memory")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist import layout, memory
+from hpcdist import host_memory, layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError, listed, reason
 from hpcdist.formats.contents import Contents, Slices, Stored, identity
@@ -335,7 +335,7 @@ def check_memory(world: World, data: Inputs, everywhere: bool, root: int) -> Non
     """
     own = data.nbytes_by_rank()[world.rank]
     need = own + (data.nbytes() if everywhere or world.rank == root else 0)
-    nodes = objects.all_gather_object(world.team.comm, (world.node, need, memory.available()))
+    nodes = objects.all_gather_object(world.team.comm, (world.node, need, host_memory.available()))
     for node in range(world.nodes):
         total = sum(bytes_ for where, bytes_, _ in nodes if where == node)
         free = min(free for where, _, free in nodes if where == node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from hpcdist import cgroups, memory
+from hpcdist import cgroups, host_memory
 from hpcdist.doctor.findings import Facts
 from hpcdist.doctor.topics import Ranks, Section, Verdict, grouped, topic
 from hpcdist.runtime.cli import plural, ranks_text, show_bytes
@@ -20,7 +20,7 @@ _CAP_IPC_LOCK = 14  # linux/capability.h: this process may lock memory beyond th
 
 def gather() -> Facts:
     """Collect the memory that this process can have, and its limits; None is unlimited."""
-    host = memory.capacity()[1]
+    host = host_memory.capacity()[1]
     folder, limit = min(cgroups.memory(), key=lambda found: found[1], default=(None, host))
     return {
         "memory": {
@@ -28,7 +28,7 @@ def gather() -> Facts:
             "limit": limit if limit < host else None,
             "group": str(folder) if folder and limit < host else None,
             "group_id": cgroups.identity(folder) if folder and limit < host else None,
-            "available": memory.available(),
+            "available": host_memory.available(),
         },
         "limits": {
             "locked": _limit(resource.RLIMIT_MEMLOCK),

@@ -27,7 +27,7 @@ def main() -> None:
     """Redistribute the table and look words up. Collective over all ranks of the job."""
     with hd.init() as world:
         tiling = hd.Block(grid(world.world_size), (0, 1))
-        layouts: dict[str, hd.Layout] = {"rows": hd.Split(0), "columns": hd.Split(1), "tiles": tiling}
+        layouts: dict[str, hd.layout.Layout] = {"rows": hd.Split(0), "columns": hd.Split(1), "tiles": tiling}
         held = {by: layout.boxes((WORDS, FEATURES), world.world_size) for by, layout in layouts.items()}
         mine = {by: boxes[world.rank] for by, boxes in held.items()}
 
@@ -38,7 +38,7 @@ def main() -> None:
         columns = hd.redistribute(rows, layouts["rows"], layouts["columns"])
 
         # To do it many times, as in every training step: the plan is made once, and then only data move.
-        to_tiles = hd.plan_redistribute(columns, layouts["columns"], layouts["tiles"])
+        to_tiles = hd.plan(hd.redistribute, columns, layouts["columns"], layouts["tiles"])
         tiles = to_tiles(columns)
         received = world.comm.gather((to_tiles.received, tiles.nbytes))  # on rank 0
 
@@ -67,13 +67,13 @@ def grid(size: int) -> tuple[int, int]:
     return size // columns, columns
 
 
-def table(box: hd.Box, device: torch.device) -> Tensor:
+def table(box: hd.layout.Box, device: torch.device) -> Tensor:
     """Return a part of the table, whose values encode their place: feature 3 of word 7 is 7.03."""
     words, features = (torch.arange(o, o + n, device=device) for o, n in zip(box.offset, box.shape, strict=True))
     return words[:, None] + features / 100
 
 
-def look_up(words: Tensor, part: Tensor, box: hd.Box) -> Tensor:
+def look_up(words: Tensor, part: Tensor, box: hd.layout.Box) -> Tensor:
     """Return the vectors of the words on every rank, whatever part each rank holds. Collective."""
     first, count = box.offset[0], box.shape[0]
     here = (words >= first) & (words < first + count)
@@ -89,7 +89,7 @@ def look_up_in_columns(words: Tensor, columns: Tensor) -> Tensor:
     return vectors
 
 
-def show(box: hd.Box) -> str:
+def show(box: hd.layout.Box) -> str:
     """Return the rows and columns of a box as text: [0:5, 0:3]."""
     return f"[{', '.join(f'{part.start}:{part.stop}' for part in box.slices())}]"
 

@@ -60,7 +60,7 @@ def to_another_layout(shape: tuple[int, int], world: hd.World) -> None:
         got = staging.load(path, "x", dim=1, device=world.device)
         compare(got, columns[world.rank], world)
 
-        row = hd.Box(offset=(world.rank, 0), shape=(1, COLUMNS))
+        row = hd.layout.Box(offset=(world.rank, 0), shape=(1, COLUMNS))
         compare(staging.load(path, "x", box=row, device=world.device), row, world)
     finally:
         if world.rank == 0:  # load has returned, so every rank has its data
@@ -71,13 +71,13 @@ def to_another_layout(shape: tuple[int, int], world: hd.World) -> None:
         print("each part equals that of one process")
 
 
-def part(box: hd.Box, device: torch.device) -> Tensor:
+def part(box: hd.layout.Box, device: torch.device) -> Tensor:
     """Return a part of the tensor, whose values are element numbers modulo 2**24, exact in float32."""
     rows, columns = (torch.arange(o, o + n, device=device) for o, n in zip(box.offset, box.shape, strict=True))
     return ((rows[:, None] * COLUMNS + columns) % 2**24).float()
 
 
-def compare(got: Tensor, box: hd.Box, world: hd.World) -> None:
+def compare(got: Tensor, box: hd.layout.Box, world: hd.World) -> None:
     if not torch.equal(got, part(box, world.device)):
         raise RuntimeError(f"rank {world.rank} did not get {box} of the tensor")
 

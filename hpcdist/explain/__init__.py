@@ -1,5 +1,1 @@
-"""The function explain, of a call, and the command ``python -m hpcdist.explain``, of errors."""
-
-from hpcdist.collectives.explain import Explanation, explain
-
-__all__ = ["Explanation", "explain"]
+"""The command ``python -m hpcdist.explain``: what an error code means, and what to do."""

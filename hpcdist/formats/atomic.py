@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpcdist.errors import FileError, coded, reason
-from hpcdist.formats import plain
 from hpcdist.formats.paths import status_of_old
 
 __all__ = [
@@ -229,7 +228,7 @@ class Commit:
                 for place in range(at, start, _BLOCK):
                     block = os.pread(made, min(_BLOCK, start - place), place)
                     if os.pread(left, len(block), place) != block:  # most are holes
-                        plain.write_at(left, place, memoryview(block))
+                        _write_at(left, place, memoryview(block))
                 at = max(at, end)
         finally:
             os.close(made)
@@ -267,6 +266,12 @@ class Commit:
         if self.left is not None:
             os.close(self.left)
             self.left = None
+
+
+def _write_at(fd: int, place: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(fd, data, place)
+        place, data = place + done, data[done:]
 
 
 def _part_name(name: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.errors import FileError, reason
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
 from hpcdist.formats.hdf5 import NUMPY, stored_dtype
@@ -73,7 +73,7 @@ class _Npz(Format):
     def by_library(self, path: str, stored: Stored) -> Slices:
         """As :meth:`Format.by_library`; a FileError if memory cannot hold the whole array, which a few bytes may
         unpack to."""
-        memory.require(path, stored.nbytes())
+        host_memory.require(path, stored.nbytes())
         with np.load(path, allow_pickle=False) as held, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it was written by Python 2
             array = held[stored.name]

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.errors import FileError, reason
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
 from hpcdist.formats.paths import utf8_path
@@ -109,7 +109,7 @@ def load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
 def _whole(path: str, mapped: bool) -> Any:
     """What a file holds, its data mapped, or read if memory can hold them."""
     if not mapped:
-        memory.require(path, max(os.path.getsize(path), _unpacked(path)))
+        host_memory.require(path, max(os.path.getsize(path), _unpacked(path)))
     return load(path, map_location="cpu", mmap=mapped)
 
 

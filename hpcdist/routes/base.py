@@ -37,7 +37,7 @@ class Alltoall(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How data move, and why so: for hpcdist.explain(). The same on all ranks.
+    """How data move, and why so: for hpcdist.plan(). The same on all ranks.
 
     Attributes:
         shared: whether the result is memory that the ranks of a node share.

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, LaunchError, coded
 from hpcdist.process import exits
@@ -109,7 +109,7 @@ def nbytes(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: `text` is not a number of bytes, or too small for a window.
     """
-    count = memory.parse(text) or 0
+    count = host_memory.parse(text) or 0
     if not _MIN_WINDOW <= count < 2**63:
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, {_MIN_WINDOW} or more, got {text!r}")
     return count

@@ -24,7 +24,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.atomic import private_folder
-from hpcdist.memory import capacity
+from hpcdist.host_memory import capacity
 from hpcdist.process import abort, exits, forks, streams
 from hpcdist.runtime import background, process_group, registration
 from hpcdist.tensors import pool

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from hpcdist.formats.table import describe
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
-from hpcdist.runtime.explanation import Explanation, explained
+from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
 from hpcdist.staging.exchange import deliver
 from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds, piece_limit
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "plan_load"]
 
 VERB = "staging.load"
-_EXPLAIN = "explain of staging.load"
+_PLAN = "plan of staging.load"
 _ONCE_PER = ("auto", "rank", "job")
 LEAST = 2**16  # bytes that ranks read together by default; below, to read them takes less time than to send them
 _NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between attempts to see the same file on all ranks
@@ -96,7 +96,7 @@ def load(
         once_per: how often the file is read for ranks that want the whole of a tensor (`dim=None`, 0-d tensors): "job":
             once, by all ranks together, which send each other what they have read; "rank": by every rank for itself.
             "auto": as "job" on several nodes, and for what is compressed; on one node, and for less than 64 KiB, as
-            "rank". Must agree. :func:`hpcdist.explain` reports what is read and sent.
+            "rank". Must agree. ``print(hpcdist.plan(staging.load, ...))`` reports what is read and sent.
         shared: whether the ranks of a node share one copy of what all ranks want whole (`dim=None`): it is read, or
             received, into memory for all. Treat it as read-only: writes are private (copy-on-write). The memory of a
             tensor is used again once no rank has it. For host memory; where the node has none for it, or for less than
@@ -499,31 +499,30 @@ def plan_load(
     return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants, straight=False), rows
 
 
-def _explain(*, group: Any, **arguments: Any) -> Explanation:
-    """Explain a call of load(). Collective: see :func:`hpcdist.explain`."""
+def _planned_load(*, group: Any, **arguments: Any) -> Plan:
+    """Plan a call of load(). Collective: see :func:`hpcdist.plan`."""
     team = world.current().context.team_of(group)
-    with _planned(team, _EXPLAIN, arguments) as call:
+    with _planned(team, _PLAN, arguments) as call:
         methods = {key: call.method(key) for key in call.tensors}
         traffic = [_traffic(call, team, key, how) for key, how in methods.items()]
         read, sent, received = (sum(row[i] for row in traffic) for i in range(3))
         result = _result(call, arguments["out"], set(methods.values()))
     everywhere = objects.all_gather_object(
-        team.comm, (read, sent, list({how.value for how in methods.values()})), _EXPLAIN
+        team.comm, (read, sent, list({how.value for how in methods.values()})), _PLAN
     )
     total_read, total_sent = (sum(row[i] for row in everywhere) for i in range(2))
-    found = dict.fromkeys(how for *_, of in everywhere for how in of)
-    why = f"once_per={call.same['once_per']!r}, on {call.nodes} node{'s' * (call.nodes > 1)}"
-    return Explanation(
-        verb="staging.load",
+    return Plan(
+        verb=VERB,
         route="mpi" if total_sent else "none",
-        methods=tuple(found),
+        methods=tuple(dict.fromkeys(how for *_, of in everywhere for how in of)),
         sent=sent,
         received=received,
         result=result,
-        reasons=(why,),
-        read=read,
-        read_by_all=total_read,
+        reasons=(f"once_per={call.same['once_per']!r}, on {call.nodes} node{'s' * (call.nodes > 1)}",),
+        file_bytes=read,
+        file_bytes_of_all=total_read,
         sent_by_all=total_sent,
+        _call=partial(load, **arguments, group=group),
     )
 
 
@@ -577,4 +576,4 @@ def _read(reader: TensorReader, parts: list[Part]) -> int:
     return elements * stored.dtype.itemsize
 
 
-explained[load] = _explain
+planners[load] = _planned_load

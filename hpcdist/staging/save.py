@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout, memory
+from hpcdist import activity, host_memory, layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
+from hpcdist.layout.box_sequences import Copies
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, background, join_uploads
+from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
     agreed,
@@ -435,6 +437,46 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
             file.put(i, mine, collected)
 
 
+def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
+    """Plan a call of save(). Collective: see :func:`hpcdist.plan`."""
+    team = world.current().context.team_of(group)
+    name = "plan of staging.save"
+    with agreed(team, name, lambda: _check(team, **arguments)) as call:
+        datasets, plans = _plan(team, call)
+    traffic = [_traffic(plan, x.dtype.itemsize, team.rank) for x, plan in zip(datasets, plans, strict=True)]
+    written, sent, received = (sum(row[i] for row in traffic) for i in range(3))
+    everywhere = objects.all_gather_object(team.comm, (written, sent), name)
+    how = {True: "each rank writes its own data", False: "pieces are brought together, and each written by one rank"}
+    return Plan(
+        verb=VERB,
+        route="none" if all(plan.straight for plan in plans) else "mpi",
+        methods=tuple(dict.fromkeys(how[plan.straight] for plan in plans)),
+        sent=sent,
+        received=received,
+        result="file",
+        reasons=(f"writer={arguments['writer']!r} is {call.same['writer']}",),
+        file_bytes=written,
+        file_bytes_of_all=sum(of for of, _ in everywhere),
+        sent_by_all=sum(of for _, of in everywhere),
+        _call=lambda tensors, **options: save(
+            **arguments | {"tensors": tensors, "buffer": buffer} | options, group=group
+        ),
+    )
+
+
+def _traffic(plan: PiecePlan, itemsize: int, me: int) -> tuple[int, int, int]:
+    """The bytes of a tensor that a rank writes, sends and receives."""
+    rows, held = plan.rows(me), plan.held[me]
+    written = int(plan.pieces.sizes[rows.start : rows.stop].sum())
+    if plan.straight or isinstance(plan.held, Copies):
+        return written * itemsize, 0, 0
+    own = sum(plan.pieces[row].intersect(held).size() for row in rows)
+    return written * itemsize, (held.size() - own) * itemsize, (written - own) * itemsize
+
+
+planners[save] = _planned_save
+
+
 class Flight:
     """A save on its way.
 
@@ -543,7 +585,7 @@ def buffer_of(team: Team, given: Any) -> int:
         return index(given)
     node_of = team.settings.node_of
     ranks = node_of.count(node_of[team.peers[team.rank]])
-    return memory.available() // 2 // ranks
+    return host_memory.available() // 2 // ranks
 
 
 def _copied_bytes() -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from hpcdist import limits, memory
+from hpcdist import host_memory, limits
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
@@ -160,7 +160,7 @@ def check_memory(nbytes: int) -> None:
     Raises:
         HpcdistError: if it has not.
     """
-    if nbytes > INLINE and nbytes > (most := memory.capacity()[0]):
+    if nbytes > INLINE and nbytes > (most := host_memory.capacity()[0]):
         raise HpcdistError(
             "HD310", f"{nbytes} bytes of tensors are announced, more than the memory of this host ({most})"
         )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.errors import refusal
 from hpcdist.tensors import pages
 from hpcdist.tensors.reusable import Block, problem
@@ -239,7 +239,7 @@ def limit_of(text: str | None, share: int) -> int:
     """
     if not text:
         return share // _SHARE
-    nbytes = memory.parse(text)
+    nbytes = host_memory.parse(text)
     if nbytes is None:
         raise refusal(ValueError, "HD114", f"HPCDIST_CACHE is {text!r}, expected bytes such as 512M or 2G, or 0")
     return nbytes
@@ -282,8 +282,8 @@ def empty_cache() -> None:
 
     Example::
 
-        >>> hd.empty_cache()
-        >>> hd.memory_stats()["idle_bytes"]
+        >>> hd.memory.empty_cache()
+        >>> hd.memory.memory_stats()["idle_bytes"]
         0
     """
     _pool.clear()
@@ -315,7 +315,7 @@ def memory_stats() -> dict[str, int | str]:
     Example::
 
         >>> whole = hd.concat(x)                   # 64 MiB
-        >>> hd.memory_stats()["in_use_bytes"]
+        >>> hd.memory.memory_stats()["in_use_bytes"]
         67108864
     """
     return _pool.stats() | {"window_bytes": sum(cache.nbytes() for cache in list(_others.values()))}

@@ -189,13 +189,3 @@ def test_it_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
         done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, ""), done
         assert done.stdout.startswith("# HD102: ")
-
-
-def test_the_function_explain_stays_the_function() -> None:
-    """Importing hpcdist.explain, the folder of the command, does not put a module in its place."""
-    import hpcdist.explain
-
-    code = "import hpcdist.explain, hpcdist as hd; from hpcdist import explain; print(hd.explain is explain, explain)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("True <function explain"), done
-    assert callable(hpcdist.explain)

@@ -82,7 +82,13 @@ def check_layouts(world: hd.World, route: str, findings: Findings) -> None:
     whole = whole_of(shape, torch.float64)
     ragged = (0, *(1 for _ in range(size - 2)), 7 - (size - 2))
     grid = (1, size) if size % 2 else (2, size // 2)
-    layouts: list[hd.Layout] = [hd.Split(0), hd.Split(1), hd.Split(0, ragged), hd.Block(grid, (0, 1)), hd.Replicate()]
+    layouts: list[Any] = [
+        hd.Split(0),
+        hd.Split(1),
+        hd.Split(0, ragged),
+        hd.Block(grid, (0, 1)),
+        hd.Replicate(),
+    ]
     for src, dst in itertools.permutations(layouts, 2):
         x = whole[index(src, shape, world)].clone()
         expected = whole[index(dst, shape, world)].contiguous()
@@ -91,7 +97,7 @@ def check_layouts(world: hd.World, route: str, findings: Findings) -> None:
         findings.same(handle.wait(30), expected, f"{route}: {src} to {dst}, async")
 
 
-def index(layout: hd.Layout, shape: tuple[int, ...], world: hd.World) -> tuple[slice, ...]:
+def index(layout: hd.layout.Layout, shape: tuple[int, ...], world: hd.World) -> tuple[slice, ...]:
     box = layout.boxes(shape, world.world_size)[world.rank]
     return tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
 

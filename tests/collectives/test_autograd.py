@@ -121,14 +121,14 @@ def test_redistribute(world: hd.World, route: str) -> None:
     rows = hd.Split(0).boxes(shape, size)
     columns = hd.Split(1).boxes(shape, size)
 
-    def go(src: hd.Layout, dst: hd.Layout) -> Callable[[Tensor], Tensor]:
+    def go(src: hd.layout.Layout, dst: hd.layout.Layout) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:
             result: Tensor = hd.redistribute(x, src, dst, route=route)
             return result
 
         return call
 
-    def cut(x: Tensor, boxes: list[hd.Box]) -> list[Tensor]:
+    def cut(x: Tensor, boxes: list[hd.layout.Box]) -> list[Tensor]:
         return [x[box.slices()] for box in boxes]
 
     _check(
@@ -337,7 +337,7 @@ def test_backward_on_some_ranks_only_is_an_error(world: hd.World) -> None:
 def test_no_grad_on_one_rank_only(world: hd.World, route: str) -> None:
     """The results are counted alike on all ranks, so that the backward passes that follow find each other."""
     findings, last = Findings(world.comm), world.world_size - 1
-    plan = hd.plan_redistribute(torch.ones(2, requires_grad=True), hd.Split(0), hd.Replicate(), route=route)
+    plan = hd.plan(hd.redistribute, torch.ones(2, requires_grad=True), hd.Split(0), hd.Replicate(), route=route)
     verbs: list[Callable[[Tensor], Tensor]] = [
         lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate(), route=route),
         lambda x: hd.concat(x, route=route),
@@ -360,7 +360,7 @@ def test_no_grad_on_one_rank_only(world: hd.World, route: str) -> None:
 def test_a_backward_pass_through_a_call_within_no_grad_on_one_rank(world: hd.World, columns: int) -> None:
     """That rank takes part: through verbs and plans alike, of small tensors and of larger ones."""
     findings, last, rank = Findings(world.comm), world.world_size - 1, world.rank
-    plan = hd.plan_concat(torch.ones(2, columns, requires_grad=True))
+    plan = hd.plan(hd.concat, torch.ones(2, columns, requires_grad=True))
     for verb in (hd.concat, plan):
         x = torch.full((2, columns), 1.0 + rank, requires_grad=True)
         with torch.set_grad_enabled(rank != last or last == 0):

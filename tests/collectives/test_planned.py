@@ -31,13 +31,13 @@ class Planned:
         self.root = len(extents) - 1
         x = self.x(whole)
         if verb == "concat":
-            self.plan: Any = hd.plan_concat(x, dim, **options)
+            self.plan: Any = hd.plan(hd.concat, x, dim, **options)
         elif verb == "gather":
-            self.plan = hd.plan_gather(x, dim, self.root, **options)
+            self.plan = hd.plan(hd.gather, x, dim, self.root, **options)
         elif verb == "split":
-            self.plan = hd.plan_split(x, dim, self.root, extents if rank == self.root else None, **options)
+            self.plan = hd.plan(hd.split, x, dim, self.root, extents if rank == self.root else None, **options)
         else:
-            self.plan = hd.plan_redistribute(x, hd.Split(dim, extents), hd.Split(dim, extents[::-1]), **options)
+            self.plan = hd.plan(hd.redistribute, x, hd.Split(dim, extents), hd.Split(dim, extents[::-1]), **options)
 
     def x(self, whole: Tensor) -> Any:
         if self.verb == "split":
@@ -105,15 +105,17 @@ def test_through_hdf5(world: hd.World, verb: str) -> None:
 def test_0d_4d_and_no_elements(world: hd.World) -> None:
     findings, size, rank = Findings(world.comm), world.world_size, world.rank
     scalar, numbers = torch.tensor(float(rank)), torch.arange(float(size))
-    findings.same(hd.plan_concat(scalar)(scalar), numbers, "0-d shards are stacked")
-    got = hd.plan_gather(scalar)(scalar)
+    findings.same(hd.plan(hd.concat, scalar)(scalar), numbers, "0-d shards are stacked")
+    got = hd.plan(hd.gather, scalar)(scalar)
     findings.check(got is None if rank else same_bits(got, numbers), got)  # type: ignore[arg-type]
-    copies = hd.plan_redistribute(scalar, hd.Replicate(), hd.Replicate())
+    copies = hd.plan(hd.redistribute, scalar, hd.Replicate(), hd.Replicate())
     findings.same(copies(scalar, torch.zeros(())), scalar, "0-d copies")
     for shape in ((0,), (0, 3), (2, 0, 1)):
-        findings.same(hd.plan_concat(torch.ones(shape))(torch.ones(shape)), torch.ones(size * shape[0], *shape[1:]), "")
+        findings.same(
+            hd.plan(hd.concat, torch.ones(shape))(torch.ones(shape)), torch.ones(size * shape[0], *shape[1:]), ""
+        )
     x = torch.ones(1, 2, 1, 2).contiguous(memory_format=torch.channels_last)
-    got = hd.plan_concat(x, 1)(x)
+    got = hd.plan(hd.concat, x, 1)(x)
     findings.check(got.is_contiguous() and got.shape == (1, 2 * size, 1, 2), got.stride())
     findings.settle()
 
@@ -149,7 +151,7 @@ def test_neither_sent_nor_kept(world: hd.World) -> None:
     findings = Findings(world.comm)
     for columns in COLUMNS:
         x = torch.full((2, columns), float(world.rank))
-        plan = hd.plan_concat(x)
+        plan = hd.plan(hd.concat, x)
         storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
         del x
         findings.check(storage.expired(), "x is kept")
@@ -214,25 +216,20 @@ def test_where_no_tensor_is_expected(world: hd.World) -> None:
     findings, size, last = Findings(world.comm), world.world_size, world.rank == world.world_size - 1
     for columns in COLUMNS:
         whole = torch.ones(size, columns)
-        split = hd.plan_split(whole if world.rank == 0 else None)
+        split = hd.plan(hd.split, whole if world.rank == 0 else None)
         x = whole if world.rank == 0 or last else None
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda split=split, x=x: split(x))
         findings.check(error.problems == {size - 1: _WITHOUT[0]}, error)
-        gather = hd.plan_gather(whole)
+        gather = hd.plan(hd.gather, whole)
         out = torch.ones(size * size, columns) if world.rank == 0 or last else None
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda g=gather, x=whole, out=out: g(x, out))
         findings.check(error.problems == {size - 1: _WITHOUT[1]}, error)
         findings.check(gather(whole, out if world.rank == 0 else None) is (None if world.rank else out), "next")
-    structures: list[Callable[[], Any]] = [
-        lambda: hd.plan_concat([1]),  # type: ignore[arg-type]
-        lambda: hd.plan_gather({"x": torch.ones(1)}),  # type: ignore[arg-type]
-        lambda: hd.plan_split([1, 2] if world.rank == 0 else None),  # type: ignore[arg-type]
-        lambda: hd.plan_split(None),
-        lambda: hd.plan_split(torch.ones(2), root=None),  # type: ignore[arg-type]
-    ]
-    for call in structures:
-        raises_on_all_ranks(world.comm, hd.RankError, call)
-    findings.same(hd.plan_concat(torch.ones(1))(torch.ones(1)), torch.ones(size), "the next call")
+    raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.plan(hd.split, None))
+    join = hd.plan(hd.concat, {"x": torch.ones(1)})
+    findings.check(join({"x": torch.ones(2)})["x"].numel() == 2 * size, "a structure")
+    findings.same(hd.plan(hd.concat, torch.ones(1), shared=True)(torch.ones(3)), torch.ones(3 * size), "shared")
+    findings.same(hd.plan(hd.concat, torch.ones(1))(torch.ones(1)), torch.ones(size), "the next call")
     findings.settle()
 
 
@@ -248,15 +245,15 @@ def test_ranks_that_call_something_else(world: hd.World, columns: int) -> None:
     """Another plan, another verb, the same with async_op: an error on all ranks, and no hang."""
     findings, last = Findings(world.comm), world.rank == world.world_size - 1
     x = torch.ones(2, columns)
-    one, other, gather = hd.plan_concat(x), hd.plan_concat(x), hd.plan_gather(x)
-    small = hd.plan_concat(torch.ones(1))
+    one, other, gather = hd.plan(hd.concat, x), hd.plan(hd.concat, x), hd.plan(hd.gather, x)
+    small = hd.plan(hd.concat, torch.ones(1))
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: other(x), "the plan is "),
         (lambda: gather(x), "called a plan of concat()"),
         (lambda: small(torch.ones(1)), "the plan is "),
         (lambda: hd.concat(x), "called concat()"),
         (lambda: hd.split(None), "called split()"),
-        (lambda: hd.plan_concat(x), "called plan_concat()"),
+        (lambda: hd.plan(hd.concat, x), "called plan of concat()"),
     ]
     for wrong, text in calls:
         error = raises_on_all_ranks(world.comm, hd.RankError, wrong if last else lambda: one(x))
@@ -319,7 +316,10 @@ def test_several_plans_in_flight(world: hd.World) -> None:
             findings.check(plans[i].problem(plans[i].plan(plans[i].x(of[i])), of[i]) is None, "in the foreground")
         for i, handle in reversed(handles):
             findings.check(plans[i].problem(handle.wait(60), of[i]) is None, "in the background")
-    pairs = [(hd.plan_concat(torch.ones(1), group=comm), hd.plan_concat(torch.ones(99), group=comm)) for comm in comms]
+    pairs = [
+        (hd.plan(hd.concat, torch.ones(1), group=comm), hd.plan(hd.concat, torch.ones(99), group=comm))
+        for comm in comms
+    ]
     wrong: list[object] = []
 
     def many(number: int) -> None:
@@ -346,7 +346,7 @@ def test_after_its_group_was_freed(world: hd.World, columns: int) -> None:
     findings = Findings(world.comm)
     comm = world.comm.Split(world.rank % 2, -world.rank)
     x = torch.full((1, columns), float(comm.rank))
-    plan = hd.plan_concat(x, group=comm)
+    plan = hd.plan(hd.concat, x, group=comm)
     findings.same(plan(x), torch.arange(float(comm.size)).view(-1, 1).expand(-1, columns).contiguous(), "in a group")
     comm.Free()
     findings.settle()
@@ -359,7 +359,7 @@ def test_in_and_out_of_inference_mode(world: hd.World) -> None:
     for columns in COLUMNS:
         with torch.inference_mode():
             x = torch.ones(1, columns)
-            plan = hd.plan_concat(x)
+            plan = hd.plan(hd.concat, x)
             plan(x)
         findings.same(plan(torch.ones(1, columns)), torch.ones(world.world_size, columns), "outside")
         with torch.inference_mode():
@@ -370,8 +370,8 @@ def test_in_and_out_of_inference_mode(world: hd.World) -> None:
 def test_many_calls_and_plans_take_no_memory(world: hd.World) -> None:
     """20,000 calls, and 500 plans that are dropped; fewer of ranks that wait for a core."""
     x, size = torch.ones(2), world.world_size
-    concat, split = hd.plan_concat(x), hd.plan_split(torch.ones(size) if world.rank == 0 else None)
-    large = hd.plan_concat(torch.ones(300))
+    concat, split = hd.plan(hd.concat, x), hd.plan(hd.split, torch.ones(size) if world.rank == 0 else None)
+    large = hd.plan(hd.concat, torch.ones(300))
     whole = torch.ones(size) if world.rank == 0 else None
 
     def use(calls: int, plans: int) -> None:
@@ -381,7 +381,7 @@ def test_many_calls_and_plans_take_no_memory(world: hd.World) -> None:
             if turn % 20 == 0:
                 large(torch.ones(300))
         for _ in range(plans):
-            hd.plan_concat(x)(x)
+            hd.plan(hd.concat, x)(x)
         gc.collect()
 
     use(500, 100)

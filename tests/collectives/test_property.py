@@ -381,7 +381,7 @@ def _redistribution(world: hd.World, case: Redistribution) -> str | None:
         options |= {"out": out.view, "async_op": case.async_op}
         result = _waited(hd.redistribute(x, src, dst, **options), case.async_op)
         return out.problem(result, expected, x) or _unchanged(x, case, 0, sources[rank])
-    plan_ = hd.plan_redistribute(x, src, dst, **options)
+    plan_ = hd.plan(hd.redistribute, x, src, dst, **options)
     found = plan_.shape, plan_.box.shape, plan_.received
     wanted = case.shape, tuple(expected.shape), case.dtype.itemsize * int((~own[dests[rank]]).sum())
     problem = None if found == wanted else f"the plan has (shape, box, received) {found}, expected {wanted}"

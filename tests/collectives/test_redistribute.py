@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 ROUTES = ("mpi", "gloo")
 
 
-def _layouts(size: int, shape: tuple[int, ...]) -> dict[str, hd.Layout]:
+def _layouts(size: int, shape: tuple[int, ...]) -> dict[str, hd.layout.Layout]:
     """All kinds of layouts for a tensor of this shape."""
-    found: dict[str, hd.Layout] = {"copies": hd.Replicate()}
+    found: dict[str, hd.layout.Layout] = {"copies": hd.Replicate()}
     for dim in range(len(shape)):
         found[f"block of dim {dim}"] = hd.Split(dim)
         found[f"chunk of dim {dim}"] = hd.Split(dim - len(shape), "chunk")
@@ -50,7 +50,7 @@ def _ragged(extent: int, size: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise([*cuts, extent])]
 
 
-def _part(whole: Tensor, layout: hd.Layout, rank: int, size: int) -> Tensor:
+def _part(whole: Tensor, layout: hd.layout.Layout, rank: int, size: int) -> Tensor:
     """A rank's part: by indexing with an index of every place, so that only the boxes themselves are believed."""
     box = layout.boxes(whole.shape, size)[rank]
     return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
@@ -131,7 +131,7 @@ def test_a_plan_is_executed_many_times(world: hd.World, route: str, monkeypatch:
     findings, size = Findings(world.comm), world.world_size
     whole = whole_of((2 * size + 1, 100), torch.float32)  # too much for the headers
     src, dst = hd.Split(0), hd.Split(1)
-    go = hd.plan_redistribute(_part(whole, src, world.rank, size), src, dst, route=route)
+    go = hd.plan(hd.redistribute, _part(whole, src, world.rank, size), src, dst, route=route)
     seen: list[str] = []
 
     class Spy:
@@ -165,7 +165,7 @@ def test_bytes_moved_are_the_fewest(world: hd.World) -> None:
     layouts = _layouts(size, shape)
     for src, dst in itertools.product(layouts, repeat=2):
         x = torch.zeros(layouts[src].boxes(shape, size)[world.rank].shape, dtype=torch.float64)
-        go = hd.plan_redistribute(x, layouts[src], layouts[dst])
+        go = hd.plan(hd.redistribute, x, layouts[src], layouts[dst])
         needed = 0
         for rank in range(size):
             has, wants = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
@@ -192,7 +192,7 @@ def test_what_is_sent_is_what_was_counted(world: hd.World, monkeypatch: pytest.M
 
     monkeypatch.setattr(mpi.Mpi, "exchange_views", spy)
     whole = whole_of((50 * size, size + 1), torch.int16)
-    go = hd.plan_redistribute(_part(whole, hd.Split(0), world.rank, size), hd.Split(0), hd.Split(1))
+    go = hd.plan(hd.redistribute, _part(whole, hd.Split(0), world.rank, size), hd.Split(0), hd.Split(1))
     findings.same(go(_part(whole, hd.Split(0), world.rank, size)), _part(whole, hd.Split(1), world.rank, size), "data")
     findings.check(sent == ([go.sent] if size > 1 else []), f"{sent} sent, {go.sent} counted")
     findings.settle()
@@ -278,8 +278,8 @@ def test_out_of_another_shape(world: hd.World) -> None:
 def test_a_plan_for_other_tensors(world: hd.World) -> None:
     """A RankError on all ranks that names those at fault; nothing has moved, and the next call succeeds."""
     last = world.world_size - 1
-    go = hd.plan_redistribute(torch.ones(2, 3), hd.Replicate(), hd.Split(0))
-    other = hd.plan_redistribute(torch.ones(2, 3), hd.Replicate(), hd.Split(0))
+    go = hd.plan(hd.redistribute, torch.ones(2, 3), hd.Replicate(), hd.Split(0))
+    other = hd.plan(hd.redistribute, torch.ones(2, 3), hd.Replicate(), hd.Split(0))
     findings = Findings(world.comm)
     wrong: list[tuple[Any, Any]] = [
         (torch.ones(3, 2), None),
@@ -314,7 +314,7 @@ def test_a_plan_for_other_tensors(world: hd.World) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_plan_that_has_outlived_its_group(world: hd.World) -> None:
     comm = world.comm.Split(0, -world.rank)
-    go = hd.plan_redistribute(torch.ones(2, 3), hd.Split(0), hd.Split(1), group=comm)
+    go = hd.plan(hd.redistribute, torch.ones(2, 3), hd.Split(0), hd.Split(1), group=comm)
     comm.Free()
     error = raises_on_all_ranks(world.comm, hd.HpcdistError, lambda: go(torch.ones(2, 3)))
     assert_on_all_ranks(world.comm, "make a new plan" in str(error), error)

@@ -14,7 +14,7 @@ import torch
 from collective import Findings, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.collectives import results
 from hpcdist.tensors import blocks
 
@@ -46,7 +46,7 @@ def test_more_than_there_is(
 ) -> None:
     findings = Findings(world.comm)
     x = torch.full((100 * world.world_size, 10), world.rank, dtype=torch.uint8)
-    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     with monkeypatch.context() as patch:
         change_settings(patch, world, memory=(limits,) * world.world_size)
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda: CALLS[verb](x, world.rank, plan))
@@ -78,7 +78,7 @@ def test_an_allocation_that_fails_on_one_rank(world: hd.World, monkeypatch: pyte
 def less_than(nbytes: int) -> Iterator[None]:
     """A context in which this process can have no more memory than `nbytes`, as after ``ulimit -v``."""
     gc.collect()  # what an error of before still holds
-    hd.empty_cache()
+    hd.memory.empty_cache()
     size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (int(size.split()[1]) * 1024 + nbytes, before[1]))
@@ -103,7 +103,7 @@ def test_memory_that_one_rank_cannot_have(world: hd.World, verb: str, monkeypatc
     splits = verb in ("split", "parts of structures")
     small, x = torch.ones(world.world_size, 10), torch.ones(1, 2**20 * (20 if splits else 10))
     x = x.expand(world.world_size, -1) if splits else x
-    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     if verb != "plan":
         call(small, world.rank, plan)
     if world.world_size > 1:
@@ -116,8 +116,8 @@ def test_memory_that_one_rank_cannot_have(world: hd.World, verb: str, monkeypatc
 
 def test_what_a_host_has(world: hd.World) -> None:
     findings = Findings(world.comm)
-    findings.check(world.settings.memory == (memory.capacity(),) * world.world_size, world.settings.memory)
-    own, host = memory.capacity()
-    findings.check(2**28 < memory.available() <= own <= host, (memory.available(), own, host))
+    findings.check(world.settings.memory == (host_memory.capacity(),) * world.world_size, world.settings.memory)
+    own, host = host_memory.capacity()
+    findings.check(2**28 < host_memory.available() <= own <= host, (host_memory.available(), own, host))
     findings.check(world.settings.node_of == (0,) * world.world_size, world.settings.node_of)
     findings.settle()

@@ -28,7 +28,7 @@ def _into(world: hd.World, folder: Path) -> dict[str, tuple[Callable[[Tensor], A
     """What writes into a caller's tensor: (the call with that as its out, the shape of the result on this rank)."""
     x, rows, rank = torch.ones(2), hd.Split(0), world.rank
     all_ = (2 * world.world_size,)
-    plan = hd.plan_redistribute(x, rows, hd.Replicate())
+    plan = hd.plan(hd.redistribute, x, rows, hd.Replicate())
     hd.staging.save(folder / "x.h5", {"x": x})
     root = world.world_size - 1
     return {
@@ -203,7 +203,7 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(world: hd.World, folder: 
     """Else the graph would return memory that nobody has written, or the values of the first run for ever."""
     findings, rank, size = Findings(world.comm), world.rank, world.world_size
     x, path = torch.ones(4, 2), folder / "x.h5"
-    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     hd.staging.save(path, x)
     refused: dict[str, tuple[type[Exception], Callable[[Tensor], Any]]] = {
         "concat": (hd.RankError, hd.concat),
@@ -343,7 +343,7 @@ def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
     findings, rank, size = Findings(world.comm), world.rank, world.world_size
     after, before, path = (rank + 1) % size, (rank - 1) % size, folder / "x.h5"
     x = torch.arange(3.0) + 3 * rank
-    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     out = torch.empty(3 * size)
 
     def through_a_file(x: Tensor) -> Tensor:

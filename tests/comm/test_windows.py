@@ -13,7 +13,7 @@ from launch import mpirun
 from mpi4py import MPI
 
 import hpcdist as hd
-from hpcdist import memory, procstat
+from hpcdist import host_memory, procstat
 from hpcdist.comm import windows
 from hpcdist.comm.topology import by_node
 
@@ -47,7 +47,7 @@ def test_without_room_results_are_private_and_say_why(world: hd.World) -> None:
     findings, group, last = Findings(world.comm), world.comm.Dup(), world.world_size - 1
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == last:
-            patch.setattr(memory, "available", lambda: 1000)
+            patch.setattr(host_memory, "available", lambda: 1000)
         _concat(world, group, findings, f"rank {last}: ")
         _concat(world, group, findings, "bytes of free memory")
     _concat(world, group, findings, "None")
@@ -67,7 +67,7 @@ def test_room_for_one_result_is_enough(world: hd.World) -> None:
         return room - sum(slot.block.memory_of_system() for slot in windows_._slots.values())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "available", available)
+        patch.setattr(host_memory, "available", available)
         whole = _concat(world, group, findings, "None")
         world.comm.Barrier()
         _concat(world, group, findings, "bytes of free memory")  # beside the first
@@ -89,13 +89,13 @@ def test_what_nobody_holds_is_given_back(world: hd.World) -> None:
 
     whole, other = _concat(world, group, findings, "None"), _concat(world, group, findings, "None")
     nbytes = whole.nbytes
-    hd.empty_cache()
+    hd.memory.empty_cache()
     findings.check(taken() >= 2 * nbytes, "windows that are held were freed")
-    stats = hd.memory_stats()["window_bytes"]
+    stats = hd.memory.memory_stats()["window_bytes"]
     findings.check(isinstance(stats, int) and stats >= 2 * nbytes, stats)
     del whole
     world.comm.Barrier()
-    hd.empty_cache()
+    hd.memory.empty_cache()
     world.comm.Barrier()
     findings.check(nbytes <= taken() < 1.5 * nbytes, "one is held")
     whole = _concat(world, group, findings, "None")

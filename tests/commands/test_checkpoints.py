@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import assert_refused, load, same_bits
 
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.commands import inputs
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
@@ -111,7 +111,7 @@ def test_what_is_read_whole_must_fit_in_memory(tmp_path: Path, monkeypatch: pyte
     torch.save(X, "old.pt", _use_new_zipfile_serialization=False)
     torch.save(X, "x.pt")
     repack("x.pt", "deflated.pt", zipfile.ZIP_DEFLATED)
-    monkeypatch.setattr(memory, "available", lambda: 100)
+    monkeypatch.setattr(host_memory, "available", lambda: 100)
     whole = "can only be read whole: "
     assert_refused(tmp_path, {"old.pt": whole, "deflated.pt": whole})
 

@@ -24,7 +24,7 @@ from cases import assert_refused, load, seal
 from launch import mpirun, run
 
 import hpcdist as hd
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.errors import FileError, HpcdistError
 from hpcdist.formats.hdf5 import record_dtype
 from hpcdist.formats.table import describe
@@ -118,7 +118,7 @@ def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {f"{n}.npz": "cannot be read: " for n in range(len(bad))}
         | {"evil.npz": "it holds Python objects", "header.npz": "its header has 4,294,967,295 bytes"},
     )
-    monkeypatch.setattr(memory, "available", lambda: 2**20)
+    monkeypatch.setattr(host_memory, "available", lambda: 2**20)
     assert_refused(tmp_path, {"data.npz": "can only be read whole: 1,073,741,824 bytes of memory needed"})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
     assert not Path("HACKED").exists()

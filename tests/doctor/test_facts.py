@@ -17,7 +17,7 @@ import pytest
 from facts import mount
 from launch import mpirun
 
-from hpcdist import cgroups, memory
+from hpcdist import cgroups, host_memory
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor import cores, examine, fabric, files, filesystems, quotas, software, supervisor
@@ -66,8 +66,8 @@ def test_limits_of_control_groups(
     monkeypatch.setattr(cgroups, "ROOT", tmp_path / "fs")
     assert cgroups.cpus() == [(tmp_path / "fs" / of_cpu, 2.5)]
     assert (tmp_path / "fs" / of_memory, 2**32) in cgroups.memory()
-    host = memory.capacity()[1]
-    assert memory.capacity()[0] == min(host, 2**32)
+    host = host_memory.capacity()[1]
+    assert host_memory.capacity()[0] == min(host, 2**32)
     found = cores.gather()
     assert (found["cpu_quota"], found["cpu_group"]) == (2.5, str(tmp_path / "fs" / of_cpu))
     own_group = (tmp_path / "fs" / of_cpu).stat()

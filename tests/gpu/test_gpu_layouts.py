@@ -41,7 +41,7 @@ def _redistribute(gpu_world: hd.World, whole: Tensor, layouts: list[Any]) -> Non
         expected = hd.local(whole, dst)
         got = hd.redistribute(x.view(dtype), src, dst, route=route)
         assert got.dtype == dtype and _equal(got.view(x.dtype), expected), (route, src, dst)
-        plan = hd.plan_redistribute(x.view(dtype), src, dst, route=route)
+        plan = hd.plan(hd.redistribute, x.view(dtype), src, dst, route=route)
         out = torch.zeros(plan.box.shape[::-1], dtype=x.dtype, device=x.device).t()
         plan(x.t().contiguous().t().view(dtype), out.view(dtype))
         assert _equal(out, expected), (route, src, dst)
@@ -127,9 +127,9 @@ def test_plans_and_repeated_small_calls(gpu_world: hd.World) -> None:
         sent = whole.to(device) if rank == 0 else None
         assert _equal(hd.split(sent, counts=counts, route=route), x.cpu()), (route, turn)
         for plan, given, expected in (
-            (hd.plan_concat(x, route=route), x, whole),
-            (hd.plan_gather(x, root=size - 1, route=route), x, whole if rank == size - 1 else None),
-            (hd.plan_split(sent, counts=counts, route=route), sent, x.cpu()),
+            (hd.plan(hd.concat, x, route=route), x, whole),
+            (hd.plan(hd.gather, x, root=size - 1, route=route), x, whole if rank == size - 1 else None),
+            (hd.plan(hd.split, sent, counts=counts, route=route), sent, x.cpu()),
         ):
             for _ in range(2):
                 result = plan(given)

@@ -181,11 +181,11 @@ def test_explain(gpu_world: hd.World, folder: Path) -> None:
     x = torch.ones(1 << 18, device=gpu_world.device)
     own = "nccl" if gpu_world.settings.own_gpus else "mpi"
     for route in ["auto", "mpi", "gloo", "hdf5"]:
-        said = hd.explain(hd.concat, x, route=route)
+        said = hd.plan(hd.concat, x, route=route)
         assert said.route == (own if route == "auto" else route), said
         assert said.sent == said.received == x.nbytes * (size - 1) and said.result in ("new", "pool"), said
-        said = hd.explain(hd.gather, x, route=route)
+        said = hd.plan(hd.gather, x, route=route)
         assert said.received == (0 if rank else x.nbytes * (size - 1)), said
     hd.staging.save(folder / "x.h5", {"a": x}, None)
-    said = hd.explain(hd.staging.load, folder / "x.h5", dim=None, once_per="job", device=gpu_world.device)
+    said = hd.plan(hd.staging.load, folder / "x.h5", dim=None, once_per="job", device=gpu_world.device)
     assert said.read_by_all == x.nbytes and said.sent_by_all == x.nbytes * (size - 1), said

@@ -24,8 +24,7 @@ _COMMENT = re.compile(r" *# .*")
 _NETWORK = "model = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
 _DCP = "import torch.distributed.checkpoint as dcp\nfrom hpcdist.staging.dcp import HDF5Reader, HDF5Writer\n"
 GIVEN = {
-    "hpcdist.collectives.explain.explain": "x = torch.zeros(256)",
-    "hpcdist.collectives.plans.plan_redistribute": "x = torch.zeros(2, 3)\nbatches = [x, x]",
+    "hpcdist.collectives.plans.plan": "x = torch.zeros(256)",
     "hpcdist.dtensor.layout_of": """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -203,7 +203,7 @@ class Cut:
     order: str = "row"
     held: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    def layout(self) -> hd.Layout:
+    def layout(self) -> hd.layout.Layout:
         if self.kind == "Replicate":
             return hd.Replicate()
         if self.kind == "Split":
@@ -236,7 +236,7 @@ class Boxed:
 
     of: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
-    def layout(self) -> hd.Layout:
+    def layout(self) -> hd.layout.Layout:
         return hd.Boxes(self.of)
 
     def slices(self, shape: tuple[int, ...]) -> list[Slices]:

@@ -30,7 +30,7 @@ CHILDREN = """
     in_child(("init-early", hd.init))
     world = hd.init()
     x = torch.ones(1)
-    plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+    plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     handle = hd.irecv(1 - world.rank)
     in_child(
         ("concat", lambda: hd.concat(x)), ("current", hd.current), ("init", hd.init), ("plan", lambda: plan(x)),

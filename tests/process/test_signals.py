@@ -9,7 +9,7 @@ BEGIN = """
 import os, signal, sys, time, torch, hpcdist as hd
 world = hd.init()
 x = torch.full((3,), float(world.rank))
-plan = hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
 hd.concat(x)
 class LateError(Exception): pass
 def handler(*_): raise LateError("too late")

@@ -461,11 +461,11 @@ def test_a_wrong_size_of_the_pool() -> None:
         except hd.RankError as error: say(str(error).split("\\n")[1])
         os.environ["HPCDIST_CACHE"] = "5M" if rank else "0"
     hd.init()
-    assert hd.memory_stats()["limit_bytes"] == (5 * 2**20 if rank else 0)
+    assert hd.memory.memory_stats()["limit_bytes"] == (5 * 2**20 if rank else 0)
     hd.concat(torch.zeros(2**20))
-    assert hd.memory_stats()["problem"] == ("" if rank else "switched off")
+    assert hd.memory.memory_stats()["problem"] == ("" if rank else "switched off")
     hd.finalize()
-    assert hd.memory_stats()["limit_bytes"] == 0
+    assert hd.memory.memory_stats()["limit_bytes"] == 0
     """,
     )
     assert sorted(line.split(", expected")[0] for line in lines) == sorted(

@@ -36,9 +36,9 @@ def older(test: Any) -> Any:
 SHAPES = {"a": (13, 7), "b": (6, 9, 4), "c": (5,), "none": (0, 3), "row": (1, 8), "scalar": ()}
 
 
-def layouts_of(shape: tuple[int, ...], size: int) -> list[hd.Layout]:
+def layouts_of(shape: tuple[int, ...], size: int) -> list[hd.layout.Layout]:
     """Of every kind: ragged, with empty parts, of several dims, copies, boxes that overlap."""
-    found: list[hd.Layout] = [hd.Replicate()]
+    found: list[hd.layout.Layout] = [hd.Replicate()]
     for dim, extent in enumerate(shape):
         one = [extent * (rank == size // 2) for rank in range(size)]
         ragged = hd.balance([1.0 + 3 * (i % 2) for i in range(extent)], size) if extent else one

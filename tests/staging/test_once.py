@@ -130,13 +130,13 @@ def test_bytes_read_and_sent(
     count(mpi.Mpi, "exchange", 1, lambda found, route, team, sends, *_: sum(x.nbytes for _, x in sends))
     whole = options.get("dim", 0) is None
     for name in ("x.h5", "z.h5")[: 1 + whole]:
-        said = hd.explain(staging.load, folder / name, group=comm, **options)
+        said = hd.plan(staging.load, folder / name, group=comm, **options)
         findings.check(moved == [0, 0], "explain reads and sends nothing")
         staging.load(folder / name, group=comm, **options)
         sent_too = not window.helps(team)  # else each byte comes to a node once, and is passed on there
-        findings.check([said.read, said.sent][: 1 + sent_too] == moved[: 1 + sent_too], (name, said, moved))
-        read, sent, received = (comm.allreduce(n) for n in (said.read, said.sent, said.received))
-        findings.check((said.read_by_all, said.sent_by_all, sent) == (read, received, received), (name, said))
+        findings.check([said.file_bytes, said.sent][: 1 + sent_too] == moved[: 1 + sent_too], (name, said, moved))
+        read, sent, received = (comm.allreduce(n) for n in (said.file_bytes, said.sent, said.received))
+        findings.check((said.file_bytes_of_all, said.sent_by_all, sent) == (read, received, received), (name, said))
         if whole:
             how, shared = options.get("once_per", "auto"), options.get("shared", False)
             once = how == "job" or shared or "readers" in options or (how == "auto" and (nodes > 1 or name == "z.h5"))
@@ -164,7 +164,7 @@ def test_one_copy_a_node(
         del got
         comm.Barrier()
     findings.same(load("small"), torch.arange(3), "small")
-    said = hd.explain(staging.load, folder / "x.h5", "small", dim=None, shared=True, group=comm)
+    said = hd.plan(staging.load, folder / "x.h5", "small", dim=None, shared=True, group=comm)
     findings.check(said.result == "new", said)
     monkeypatch.setattr(team.windows, "problem", "none today")
     findings.same(load("a"), LARGE, "private")

@@ -210,8 +210,8 @@ def test_every_part_of_a_folder(folder: Path, world: hd.World, findings: Finding
     out = torch.empty(4, 3, dtype=torch.int64).t()
     staging.load(folder, name, box=((world.rank, 5), (3, 4)), out=out)
     findings.same(out, WHOLES[name][world.rank : world.rank + 3, 5:9], "box")
-    said = hd.explain(staging.load, folder, dim=None, once_per="job")
-    findings.check(said.read_by_all == sum(x.nbytes for x in WHOLES.values()), said)
+    said = hd.plan(staging.load, folder, dim=None, once_per="job")
+    findings.check(said.file_bytes_of_all == sum(x.nbytes for x in WHOLES.values()), said)
 
 
 def test_groups_and_no_index(folder: Path, world: hd.World) -> None:

@@ -24,7 +24,7 @@ from collective import Findings
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import memory
+from hpcdist import host_memory
 from hpcdist.tensors import pages, pool, reusable
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, row_major
 
@@ -244,7 +244,7 @@ def test_a_child_that_is_forked_while_a_thread_has_the_lock() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     began.wait(60)
-    child = multiprocessing.get_context("fork").Process(target=hd.empty_cache)
+    child = multiprocessing.get_context("fork").Process(target=hd.memory.empty_cache)
     child.start()
     child.join(30)
     end.set()
@@ -292,8 +292,8 @@ def test_a_signal_handler_that_interrupts_the_pool(own: pool.Pool) -> None:
 
     def handler(*_: object) -> None:
         got.append(_new().fill_(1))
-        hd.empty_cache()
-        hd.memory_stats()
+        hd.memory.empty_cache()
+        hd.memory.memory_stats()
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
@@ -353,11 +353,11 @@ def test_the_bound_drops_what_was_used_longest_ago(own: pool.Pool) -> None:
 def test_empty_cache_and_stats(own: pool.Pool) -> None:
     x, y = _new(2 * MIB), _new(3 * MIB).fill_(3)
     del x
-    stats = hd.memory_stats()
+    stats = hd.memory.memory_stats()
     assert (stats["in_use_bytes"], stats["idle_bytes"], stats["limit_bytes"]) == (3 * MIB, 2 * MIB, 64 * MIB)
     assert (stats["in_use_blocks"], stats["idle_blocks"], stats["lazily_freed_bytes"]) == (1, 1, 0)
-    hd.empty_cache()
-    stats = hd.memory_stats()
+    hd.memory.empty_cache()
+    stats = hd.memory.memory_stats()
     assert (stats["in_use_bytes"], stats["idle_bytes"]) == (3 * MIB, 0) and own.total == 3 * MIB
     assert y.eq(3).all()
 
@@ -492,8 +492,8 @@ def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(pool, "_pool", pool.Pool(64 * MIB))
             assert "count" in pool._pool.problem
             x = _new(2 * MIB)
-            assert x.numel() == 2 * MIB and hd.memory_stats()["num_allocations"] == 0
-            assert "count" in str(hd.memory_stats()["problem"])
+            assert x.numel() == 2 * MIB and hd.memory.memory_stats()["num_allocations"] == 0
+            assert "count" in str(hd.memory.memory_stats()["problem"])
     reusable.problem.cache_clear()
     assert reusable.problem() == ""
 
@@ -505,7 +505,7 @@ def test_the_limit() -> None:
     for text in ("-1", "much", "1.5G", "9" * 30):
         with pytest.raises(ValueError, match="HPCDIST_CACHE"):
             pool.limit_of(text, 1)
-    assert memory.parse("64k") == 2**16
+    assert host_memory.parse("64k") == 2**16
 
 
 # --- huge pages ------------------------------------------------------------------------------------------------------
@@ -601,8 +601,8 @@ def _expected(name: str, i: int, rank: int, size: int) -> Tensor | None:
 def test_results_of_repeated_calls(world: hd.World, held: int) -> None:
     """While earlier ones are held."""
     findings = Findings(world.comm)
-    hd.empty_cache()
-    before = hd.memory_stats()["num_reuses"]
+    hd.memory.empty_cache()
+    before = hd.memory.memory_stats()["num_reuses"]
     for name, call in _calls(world).items():
         results: list[tuple[int, Tensor | None]] = []
         for i in range(7):
@@ -612,7 +612,7 @@ def test_results_of_repeated_calls(world: hd.World, held: int) -> None:
                 expected = _expected(name, j, world.rank, world.world_size)
                 right = result is None if expected is None else result is not None and torch.equal(result, expected)
                 findings.check(right, f"{name}: result {j} after call {i}")
-    findings.check(hd.memory_stats()["num_reuses"] > before, hd.memory_stats())  # type: ignore[operator]
+    findings.check(hd.memory.memory_stats()["num_reuses"] > before, hd.memory.memory_stats())  # type: ignore[operator]
     findings.settle()
 
 
@@ -620,7 +620,7 @@ def test_results_of_repeated_calls(world: hd.World, held: int) -> None:
 def test_gradients_while_results_are_held(world: hd.World) -> None:
     findings, rank, size = Findings(world.comm), world.rank, world.world_size
     n = MIB // 2
-    hd.empty_cache()
+    hd.memory.empty_cache()
     for i in range(4):
         x = torch.full((n,), float(rank + i), requires_grad=True)
         y, z = hd.concat(x), hd.redistribute(x, hd.Split(0), hd.Split(0, [n * size] + [0] * (size - 1)))
@@ -660,14 +660,17 @@ def test_staging_load(world: hd.World, folder: Path) -> None:
 @pytest.mark.mpi
 def test_the_watching_thread_sweeps(world: hd.World) -> None:
     findings = Findings(world.comm)
-    hd.empty_cache()
+    hd.memory.empty_cache()
     for _ in range(2):
         hd.concat(torch.ones(2 * MIB, dtype=torch.uint8))
-    findings.check(hd.memory_stats()["idle_bytes"], hd.memory_stats())
+    findings.check(hd.memory.memory_stats()["idle_bytes"], hd.memory.memory_stats())
     end = time.monotonic() + 12
-    while time.monotonic() < end and hd.memory_stats()["lazily_freed_bytes"] != hd.memory_stats()["idle_bytes"]:
+    while (
+        time.monotonic() < end
+        and hd.memory.memory_stats()["lazily_freed_bytes"] != hd.memory.memory_stats()["idle_bytes"]
+    ):
         time.sleep(0.1)
-    stats = hd.memory_stats()
+    stats = hd.memory.memory_stats()
     findings.check(0 != stats["idle_bytes"] == stats["lazily_freed_bytes"], stats)
     findings.check(stats["problem"] == "", stats)
     findings.settle()

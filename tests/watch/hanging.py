@@ -161,7 +161,7 @@ def call(verb: str, world: hd.World) -> None:
     elif verb == "load":
         hd.staging.load(os.path.join(tempfile.gettempdir(), "hanging.h5"))
     elif verb == "plan":
-        hd.plan_redistribute(x, hd.Split(0), hd.Replicate())
+        hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     elif verb == "backward":
         whole[0].sum().backward()
     elif verb == "recv":

@@ -1,4 +1,4 @@
-"""What explain says, against what the calls then do: spies on the operations of routes, and the results' memory."""
+"""What a plan says, against what the calls then do: spies on the operations of routes, and the results' memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcdist.tensors import pool
 pytestmark = pytest.mark.mpi
 
 SMALL, LARGE = 4, 40_000  # elements of float32: behind the headers, and above all limits but the pool's
-SPIED = [  # what moves data: (class, method, what explain calls it)
+SPIED = [  # what moves data: (class, method, what a plan calls it)
     (mpi.Mpi, "gatherv", "MPI_Gatherv"),
     (mpi.Mpi, "scatterv", "MPI_Scatterv"),
     (mpi.Mpi, "allgatherv", "MPI_Allgatherv"),
@@ -76,7 +76,7 @@ def test_it_says_what_the_call_does(world: hd.World, moves: list[str], route: st
     findings = Findings(world.comm)
     for verb, args in _calls(n, world):
         moves.clear()
-        said = hd.explain(verb, *args, route=route)
+        said = hd.plan(verb, *args, route=route)
         findings.check(not moves, f"{said}\n  but it called {moves}")
         done, _ = _done(moves, verb, args, {"route": route})
         findings.check(said.verb == verb.__name__, said)
@@ -101,26 +101,26 @@ def test_bytes_and_result(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> N
     total = 12 * size * (size + 1) // 2
     findings = Findings(world.comm)
 
-    def check(said: hd.Explanation, sent: int, received: int | None, result: str) -> None:
+    def check(said: hd.Plan, sent: int, received: int | None, result: str) -> None:
         findings.check((said.sent, said.received, said.result) == (sent, received, result), said)
 
     mine = 12 * (rank + 1)
-    check(hd.explain(hd.concat, x), mine * (size - 1), total - mine, "new")
-    check(hd.explain(hd.gather, x), mine if rank else 0, 0 if rank else total - mine, "none" if rank else "new")
+    check(hd.plan(hd.concat, x), mine * (size - 1), total - mine, "new")
+    check(hd.plan(hd.gather, x), mine if rank else 0, 0 if rank else total - mine, "none" if rank else "new")
     whole = torch.zeros(size, 3) if rank == 0 else None
-    check(hd.explain(hd.split, whole), 0 if rank else 12 * (size - 1), 12 if rank else 0, "new")
-    check(hd.explain(hd.concat, x, out=torch.empty(total // 12, 3)), mine * (size - 1), total - mine, "out")
-    check(hd.explain(hd.split, x, root=None), 0, 0, "view")
-    check(hd.explain(hd.split, x, root=None, counts=[rank + 1] + [0] * (size - 1)), 0, 0, "view")
+    check(hd.plan(hd.split, whole), 0 if rank else 12 * (size - 1), 12 if rank else 0, "new")
+    check(hd.plan(hd.concat, x, out=torch.empty(total // 12, 3)), mine * (size - 1), total - mine, "out")
+    check(hd.plan(hd.split, x, root=None), 0, 0, "view")
+    check(hd.plan(hd.split, x, root=None, counts=[rank + 1] + [0] * (size - 1)), 0, 0, "view")
     large = torch.zeros(2**18 // size + 1)
-    before = hd.memory_stats()["num_allocations"], hd.memory_stats()["num_reuses"]
-    said = hd.explain(hd.concat, large)
-    assert before == (hd.memory_stats()["num_allocations"], hd.memory_stats()["num_reuses"])
+    before = hd.memory.memory_stats()["num_allocations"], hd.memory.memory_stats()["num_reuses"]
+    said = hd.plan(hd.concat, large)
+    assert before == (hd.memory.memory_stats()["num_allocations"], hd.memory.memory_stats()["num_reuses"])
     kept = hd.concat(large)
-    after = hd.memory_stats()["num_allocations"], hd.memory_stats()["num_reuses"]
+    after = hd.memory.memory_stats()["num_allocations"], hd.memory.memory_stats()["num_reuses"]
     findings.check(said.result == ("pool" if after != before else "new"), f"{said} {before} {after}")
     monkeypatch.setattr(pool, "_pool", pool.Pool(0))
-    findings.check(hd.explain(hd.concat, large).result == "new", "the pool is switched off")
+    findings.check(hd.plan(hd.concat, large).result == "new", "the pool is switched off")
     del kept
     findings.settle()
 
@@ -134,7 +134,7 @@ def test_shared_results(world: hd.World, n: int) -> None:
         (hd.concat, (torch.zeros(n, 3), 1)),
         (hd.split, (torch.zeros(n, 3) if world.rank == root else None, 0, root)),
     ]:
-        said = hd.explain(verb, *args, shared=True)
+        said = hd.plan(verb, *args, shared=True)
         verb(*args, shared=True)
         shared = team.unshared is None
         findings.check(shared == (n == LARGE), team.unshared)
@@ -148,7 +148,7 @@ def test_shared_results(world: hd.World, n: int) -> None:
 def test_no_windows_here(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world.team.windows, "problem", "none today")
     x = torch.zeros(LARGE)
-    said = hd.explain(hd.concat, x, shared=True)
+    said = hd.plan(hd.concat, x, shared=True)
     assert_on_all_ranks(world.comm, said.result == "new" and "none today" in str(said), said)
 
 
@@ -163,7 +163,7 @@ def test_through_windows_between_nodes(world: hd.World, monkeypatch: pytest.Monk
     for n in (2**10, 2**18):
         x = torch.zeros(n)
         taken.clear()
-        said = hd.explain(hd.concat, x, group=comm)
+        said = hd.plan(hd.concat, x, group=comm)
         assert_on_all_ranks(comm, not taken, taken)
         hd.concat(x, group=comm)
         assert_on_all_ranks(comm, bool(taken) == ("memory that the ranks of a node share" in said.methods), said)
@@ -177,7 +177,7 @@ def test_mpi_by_sends_and_receives(world: hd.World, monkeypatch: pytest.MonkeyPa
     findings = Findings(world.comm)
     for verb, args in _calls(LARGE, world):
         if verb is not hd.redistribute:
-            said = hd.explain(verb, *args)
+            said = hd.plan(verb, *args)
             done, _ = _done(moves, verb, args, {})
             findings.check(
                 said.methods == ("MPI sends and receives",) and done[-1:] == list(said.methods), (said, done)
@@ -201,19 +201,19 @@ def test_structures(world: hd.World, moves: list[str]) -> None:
     findings = Findings(world.comm)
     held = 8 + 4 * LARGE
 
-    said = hd.explain(hd.concat, {"small": small})
+    said = hd.plan(hd.concat, {"small": small})
     findings.check(said.methods == (BEHIND_HEADERS.name,), said)
-    said = hd.explain(hd.concat, {"small": small, "large": large})
+    said = hd.plan(hd.concat, {"small": small, "large": large})
     findings.check((said.route, len(said.methods)) == ("mpi", 2), said)
     findings.check((said.sent, said.received, said.result) == ((size - 1) * held,) * 2 + ("structure",), said)
-    said = hd.explain(hd.gather, [small, large], route="gloo")
+    said = hd.plan(hd.gather, [small, large], route="gloo")
     findings.check(said.route == "gloo" and "MPI_Gatherv" in said.methods, said)
     findings.check((said.sent, said.received) == ((held, 0) if rank else (0, (size - 1) * held)), said)
     findings.check(said.result == ("none" if rank else "structure"), said)
-    said = hd.explain(hd.split, (torch.zeros(size, 2), torch.zeros(size, LARGE)) if rank == 0 else None)
+    said = hd.plan(hd.split, (torch.zeros(size, 2), torch.zeros(size, LARGE)) if rank == 0 else None)
     findings.check((said.sent, said.received) == ((0, None) if rank else ((size - 1) * held, 0)), said)
     findings.check(said.methods[0] == "MPI_Scatterv", said)
-    said = hd.explain(hd.split, (torch.zeros(size, 2),) if rank == 0 else None, route="gloo")
+    said = hd.plan(hd.split, (torch.zeros(size, 2),) if rank == 0 else None, route="gloo")
     findings.check((said.route, said.methods) == ("mpi", ("MPI_Scatterv",)), said)
     findings.check(not any("192" in reason for reason in said.reasons), said)
     findings.settle()
@@ -234,10 +234,10 @@ def test_wrong_arguments(world: hd.World) -> None:
         (hd.split, (x if world.rank == 0 else None, 0, on_last(77, 0)), {}),
         (hd.redistribute, (x, hd.Split(0, [3] * world.world_size), hd.Split(1)), {}),
     ]:
-        said = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.explain(verb, *args, **options))  # noqa: B023
+        said = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.plan(verb, *args, **options))  # noqa: B023
         done = raises_on_all_ranks(world.comm, hd.RankError, lambda: verb(*args, **options))  # noqa: B023
         assert_on_all_ranks(world.comm, said.problems == done.problems, (said, done))
-        assert_on_all_ranks(world.comm, f"explain of {verb.__name__}" in str(said), said)
+        assert_on_all_ranks(world.comm, f"plan of {verb.__name__}" in str(said), said)
     expected = world.world_size * x.numel()
     assert_on_all_ranks(world.comm, hd.concat(x).numel() == expected)
 
@@ -246,26 +246,26 @@ def test_wrong_on_this_rank_alone(world: hd.World) -> None:
     x = torch.zeros(2)
     for verb in (torch.cat, "concat", []):
         with pytest.raises(TypeError, match="expected one of gather, concat, split, redistribute"):
-            hd.explain(verb, x)  # type: ignore[arg-type]
+            hd.plan(verb, x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dims"):
-        hd.explain(hd.concat, x, dims=0)
+        hd.plan(hd.concat, x, dims=0)
     with pytest.raises(ValueError, match="dim"):
-        hd.explain(hd.split, x, 3, root=None)
+        hd.plan(hd.split, x, 3, root=None)
 
 
-def test_explain_never_meets_the_verb(world: hd.World) -> None:
+def test_planning_never_meets_the_verb(world: hd.World) -> None:
     if world.world_size > 1:
         x = torch.zeros(2)
-        call = (lambda: hd.explain(hd.concat, x)) if world.rank == 0 else (lambda: hd.concat(x))
+        call = (lambda: hd.plan(hd.concat, x)) if world.rank == 0 else (lambda: hd.concat(x))
         error = raises_on_all_ranks(world.comm, hd.RankError, call)
-        assert_on_all_ranks(world.comm, "explain of concat" in str(error), error)
-        calls = (lambda: hd.explain(hd.concat, x)) if world.rank == 0 else (lambda: hd.explain(hd.gather, x))
+        assert_on_all_ranks(world.comm, "plan of concat" in str(error), error)
+        calls = (lambda: hd.plan(hd.concat, x)) if world.rank == 0 else (lambda: hd.plan(hd.gather, x))
         raises_on_all_ranks(world.comm, hd.RankError, calls)
 
 
 def test_the_text(world: hd.World) -> None:
     size = world.world_size
-    text = str(hd.explain(hd.concat, torch.zeros(256)))
+    text = str(hd.plan(hd.concat, torch.zeros(256)))
     nbytes = f"{1024 * (size - 1):,}"
     assert text == (
         f"concat: route mpi, MPI_Allgatherv\n  this rank sends {nbytes} bytes, receives {nbytes} bytes; result: new "
@@ -281,8 +281,8 @@ def test_gradients_and_repeated_calls_go_on(world: hd.World) -> None:
     findings = Findings(world.comm)
     for _ in range(3):
         findings.same(hd.concat(x.detach()), expected, "repeated")
-        hd.explain(hd.concat, x.detach())
-        said = hd.explain(hd.concat, x)
+        hd.plan(hd.concat, x.detach())
+        said = hd.plan(hd.concat, x)
         findings.check(said.methods == (BEHIND_HEADERS.name,), said)
         whole = hd.concat(x)
         findings.same(whole.detach(), expected, "with a gradient")

@@ -1,0 +1,97 @@
+"""A call that all ranks have agreed on; and how calls of other packages are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcdist.layout import Box
+
+__all__ = ["Plan", "planners"]
+
+planners: dict[Callable[..., Any], Callable[..., Plan]] = {}
+"""By the verb of another package: takes all of its arguments by name, `group` included, and plans it."""
+
+_RESULTS = {
+    "new": "new memory",
+    "pool": "memory from the pool",
+    "shared": "memory that the ranks of this node share",
+    "out": "out",
+    "view": "a view of x",
+    "structure": "a structure; its large tensors in memory from the pool",
+    "file": "a file",
+    "none": "None",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call that all ranks have agreed on: made by :func:`plan`. ``print`` it to see what it does, and why; call it to
+    execute it.
+
+    Attributes:
+        verb: name of the verb.
+        route: "mpi", "nccl", "gloo" or "hdf5"; "none" if the verb does not communicate. For structures, the routes of
+            large tensors in host memory and on GPUs.
+        methods: how data move, such as "MPI_Allgatherv"; for structures, one for the small tensors and one for the
+            large ones in each kind of memory. The same on all ranks.
+        sent, received: bytes of this rank's data that other ranks get, and of theirs that it gets, each counted for
+            every receiver, however they move; None if it learns that only in the call.
+        result: memory of this rank's result: "new", "pool", "shared", "out", "view", "structure", "file" or "none".
+        reasons: why so. The same on all ranks.
+        shape: of the whole tensor; None of anything but one tensor.
+        box: box of the whole tensor that this rank receives, of size 0 if it receives none; likewise.
+        file_bytes: of a function of :mod:`hpcdist.staging`, bytes of data that this rank reads from the file, or writes
+            to it; of compressed data, as they are in memory.
+        file_bytes_of_all, sent_by_all: the same of all ranks together. The same on all ranks.
+    """
+
+    verb: str
+    route: str
+    methods: tuple[str, ...]
+    sent: int
+    received: int | None
+    result: str
+    reasons: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+    box: Box | None = None
+    file_bytes: int = 0
+    file_bytes_of_all: int = 0
+    sent_by_all: int = 0
+    _call: Callable[..., Any] = field(kw_only=True, repr=False)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Execute the plan. Collective over its group.
+
+        Small tensors in host memory travel in the one message by which the ranks notice a wrong call; larger ones
+        follow such a message.
+
+        Args:
+            x: this rank's tensor, of the shape, dtype and device that the plan was made for; any strides. None where
+                the plan was made with None. It may need a gradient only if the plan was made for one on any rank. Of
+                structures, any that the verb takes; of ``staging.save``, the tensors; of ``staging.load``, nothing.
+            out: as in the planned verb, but always on the device of the plan's tensors.
+            async_op: as in the planned verb.
+
+        Returns:
+            As the planned verb.
+
+        Raises:
+            RankError: on every rank, if `x` or `out` does not match the plan on any rank, or the ranks call different
+                plans or operations. No data have moved, and the next call can succeed.
+            HpcdistError: on this rank, if the plan's world has ended, or its group was freed.
+        """
+        return self._call(*args, **options)
+
+    def __str__(self) -> str:
+        received = "not known yet" if self.received is None else f"{self.received:,} bytes"
+        does = "writes {} bytes to" if self.result == "file" else "reads {} bytes from"
+        file = f"  this rank {does.format(f'{self.file_bytes:,}')} the file, all ranks {self.file_bytes_of_all:,}"
+        lines = [
+            f"{self.verb}: route {self.route}, {' and '.join(self.methods) or 'headers alone'}",
+            f"  this rank sends {self.sent:,} bytes, receives {received}; result: {_RESULTS[self.result]}",
+            *([f"{file}; these send {self.sent_by_all:,} bytes"] if self.file_bytes_of_all else []),
+            *(f"  because {reason}" for reason in self.reasons),
+        ]
+        return "\n".join(lines)
