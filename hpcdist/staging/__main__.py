@@ -13,7 +13,7 @@ from hpcdist.formats.contents import Contents, Stored
 from hpcdist.formats.paths import shown
 from hpcdist.formats.table import describe
 from hpcdist.layout import Box
-from hpcdist.runtime.cli import Parser, meter, ranks_text, run, show_bytes, table
+from hpcdist.runtime.cli import Parser, meter, plural, ranks_text, run, show_bytes, table
 from hpcdist.runtime.world import World
 from hpcdist.staging.pieces import PIECE
 from hpcdist.staging.reader import OpenFiles, TensorReader
@@ -55,7 +55,7 @@ def _listing(contents: Contents) -> str:
 
 def _storage(stored: Stored) -> str:
     if stored.parts is not None:
-        return f"{len(stored.parts.places)} parts"
+        return plural(len(stored.parts.places), "part")
     return stored.filters or ("contiguous" if stored.raw is not None else "read by its library")
 
 
