@@ -37,7 +37,6 @@ from hpcdist.tensors.storage import as_bytes, row_major
 __all__ = ["OUTPUTS", "join_main", "parser", "split_main"]
 
 OUTPUTS = tuple(suffix for suffix, of in FORMATS.items() if of.dtypes)
-_MISMATCH = 1  # exit status if the result differs from the inputs
 _MAX_PARTS = 10**6
 _NUMBER = re.compile(r"\{rank(:0?\d{0,2}d?)?\}")
 _ROUTES = ("mpi", "gloo", "hdf5", "nccl")
@@ -147,7 +146,7 @@ def _stream(
     done = write(world.team) if mine is None else objects.all_gather(comm, args.prog, write_alone)[world.rank]
     result = f"result: shape {data.shape} in {result}"
     lines = copied(world, args, report, started, done, result)
-    held = written if copies else files if world.rank == 0 else ()
+    held = written if copies else files if world.rank == (args.root or 0) else ()
     return _finish(world, args, data, report, lines, [name for name, _ in held])
 
 
@@ -195,7 +194,7 @@ def _join_in_memory(world: World, args: Namespace) -> int:
         *times,
     ]
     held = None if result is None else lambda box: result[box.slices()]
-    return _finish(world, args, data, report, lines, held, args.root or 0)
+    return _finish(world, args, data, report, lines, held)
 
 
 def _check_memory(world: World, nbytes: int) -> None:
@@ -232,7 +231,7 @@ def _time_routes(
         try:
             result = move(x, route=route)
         except RankError as error:
-            if not args.compare:
+            if not rows:
                 raise
             refused.append({"route": route, "refused": next(iter(error.problems.values()))})
             continue
@@ -264,7 +263,6 @@ def _finish(
     report: Report,
     lines: list[str],
     held: Slices | Sequence[str] | None,
-    root: int = 0,
 ) -> int:
     """Verify, if it is asked for or without INPUT; print the report; return the exit status. Collective.
 
@@ -276,14 +274,14 @@ def _finish(
     order = [f"order: {listed(map(shown, report['inputs']))}"] if args.input else []
     lines = [head, *order, *lines]
     if args.verify or not args.input:
-        report |= _verify(world, data, held, args.window, root)
+        report |= _verify(world, args, data, held)
         equals = "equal to" if report["verified"] else "NOT EQUAL to"
         lines.append(f"sha256 {report['sha256']}: {equals} the inputs read on one process")
     finish(world, args, report, lines)
-    return 0 if report.get("verified", True) else _MISMATCH
+    return 0 if report.get("verified", True) else 1  # the result differs from the inputs
 
 
-def _verify(world: World, data: Inputs, held: Slices | Sequence[str] | None, window: int, root: int) -> Report:
+def _verify(world: World, args: Namespace, data: Inputs, held: Slices | Sequence[str] | None) -> Report:
     """Compare the root's copy of the joined array with the inputs, bit by bit, and the copies of other ranks with it by
     their checksums. Inputs and files are read by the libraries of their formats, and not as the commands read, within a
     window. Collective.
@@ -306,10 +304,10 @@ def _verify(world: World, data: Inputs, held: Slices | Sequence[str] | None, win
                 return False, ""
             copy = files.by_library()
         right, digest, wanted = True, hashlib.sha256(), data.by_library()
-        for part in layout.boxes(layout.whole(data.shape), max(1, window // 4 // data.dtype.itemsize)):
+        for part in layout.boxes(layout.whole(data.shape), max(1, args.window // 4 // data.dtype.itemsize)):
             got = _bytes_of(copy(part))
             digest.update(got.numpy().data)
-            right = right and (world.rank != root or torch.equal(got, _bytes_of(wanted(part))))
+            right = right and (world.rank != (args.root or 0) or torch.equal(got, _bytes_of(wanted(part))))
         return right, digest.hexdigest()
 
     found = filter(None, objects.all_gather(world.team.comm, "verify", verify))
@@ -388,6 +386,7 @@ def parser(what: str) -> Parser:
     )  # fmt: skip
     if what == "gather":
         p.add_argument("--root", type=int, default=0, help="without -o: rank that receives the result (default 0)")
+        p.add_argument("--all", dest="root", action="store_const", const=None, help="every rank receives the result")
     if what == "split":
         p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
     else:

@@ -59,7 +59,7 @@ class _SourceFile(Format):
         return Contents(path, "file", {"": Stored("", raw.shape, raw.dtype, raw)}, {path: at})
 
     def by_library(self, path: str, stored: Stored) -> Slices:
-        return lambda box: torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)[box.slices()]
+        return lambda box: torch.from_file(path, size=stored.nbytes(), dtype=torch.uint8)[box.slices()]
 
 
 _READ: dict[str, Format] = {**FORMATS, ".py": _SourceFile()}
@@ -92,7 +92,10 @@ def described(spec: str) -> Source:
         raise InputError("HD501", f"{path}: unknown suffix {suffix!r}; expected {expected}")
     with input_errors(path):
         key = name and name.strip("/")
-        found = _READ[suffix].describe(path, key).chosen(key)
+        contents = _READ[suffix].describe(path, key)
+        if key and "" in contents.tensors:
+            raise InputError("HD408", f"{path}: holds an array without a name, and no array {key!r}")
+        found = contents.chosen(key)
     return Source(spec, _only(found, key), found)
 
 

@@ -130,8 +130,9 @@ def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     routes = ("mpi", "gloo", "hdf5")
     lines = [f"{what} ?.pt --dim -2 --route {route}" for what in ("concat", "gather --root 1") for route in routes]
-    lines.append("gather ?.pt --dim -2 --root 1 -o y.npy --window 3K")
-    sent = [2 * whole.nbytes] * 3 + [whole.nbytes * 9 // 10] * 3 + [0]  # rank 1 has one row of ten; from file to file
+    lines += ["gather ?.pt --dim -2 --all", "gather ?.pt --dim -2 --root 1 -o y.npy --window 3K"]
+    sent = [2 * whole.nbytes] * 3 + [whole.nbytes * 9 // 10] * 3  # rank 1 has one row of ten
+    sent += [2 * whole.nbytes, 0]  # from file to file
     for report, bytes_sent in zip(reports(3, tmp_path, *lines), sent, strict=True):
         assert (report["bytes_sent"], report["sha256"]) == (bytes_sent, digest)
     assert np.array_equal(np.load(tmp_path / "y.npy"), whole.numpy())

@@ -152,7 +152,7 @@ def refused() -> dict[str, str]:
         **{f"{name}.pt": "cannot be read: " for name in damaged},
         **{f"{name}.pt": "holds no array" for name in ("none", "numbers", "itself")},
         "numbers.pt:epoch": "holds no tensor 'epoch'; it has: nothing",
-        "good.pt:w": "holds no tensor 'w'; it has: ",
+        "good.pt:w": "holds an array without a name, and no array 'w'",
         "list.pt": "holds list, expected a tensor or a dict of tensors",
         "same.pt": "two of its tensors have the name '1'",
         "lying.pt": "cannot be read: a tensor is larger than its data",
