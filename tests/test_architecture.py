@@ -152,7 +152,7 @@ def test_only_commands_print() -> None:
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
-    allowed = ("process.abort", "runtime.cli", "commands.arrays")
+    allowed = ("process.abort", "runtime.cli", "commands.copying")
     assert not [n for n in printers if not (n.endswith("__main__") or n.startswith("examples.") or n in allowed)]
 
 

@@ -2,369 +2,320 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from string import Formatter
-from typing import Any
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import host_memory, layout
 from hpcdist.collectives.concat import concat
 from hpcdist.collectives.gather import gather
-from hpcdist.comm.groups import Group
-from hpcdist.comm.settings import ROUTES
 from hpcdist.comm.team import Team
-from hpcdist.commands import inputs
-from hpcdist.commands.compare import ROUNDS, compare, equal, route_table
-from hpcdist.commands.copying import Read, check_output, copy
-from hpcdist.commands.inputs import Inputs, Joined, find, slices_of
+from hpcdist.commands.copying import Report, add_options, check_output, copied, copy, finish
+from hpcdist.commands.inputs import Inputs, described, find, joined
 from hpcdist.control import objects
-from hpcdist.errors import InputError
+from hpcdist.errors import InputError, RankError, listed
 from hpcdist.formats.contents import Dataset, Slices
 from hpcdist.formats.paths import shown
+from hpcdist.formats.table import FORMATS
 from hpcdist.layout import Box
-from hpcdist.routes.select import best
-from hpcdist.runtime.cli import Parser, nbytes, path, placed, plural, show_bytes, timed
+from hpcdist.runtime.cli import Parser, path, placed, plural, progress, table, timed
+from hpcdist.runtime.commandline import problem
 from hpcdist.runtime.world import World
 from hpcdist.staging.pieces import shard_boxes
 from hpcdist.staging.writer import WINDOW, SaveOptions
 from hpcdist.tensors.storage import as_bytes, row_major
 
-__all__ = [
-    *("concat_main", "concat_parser", "gather_main", "gather_parser", "shortened", "show", "speed", "split_main"),
-    "split_parser",
-]
+__all__ = ["OUTPUTS", "join_main", "parser", "split_main"]
 
-Report = dict[str, Any]
-_MISMATCH = 1  # exit status if the result differs from the inputs
+OUTPUTS = tuple(suffix for suffix, of in FORMATS.items() if of.dtypes)
 _MAX_PARTS = 10**6
-_WIDTH = re.compile(r"0?\d{0,2}d?")
+_NUMBER = re.compile(r"\{rank(:0?\d{0,2}d?)?\}")
+_ROUTES = ("mpi", "gloo", "hdf5", "nccl")
+_ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
+
+File = tuple[str, Box]  # a file to be written, and the box of the joined array that it holds
+Move = Callable[..., Tensor | None]  # (shard, route=, out=) -> result
 
 
-def gather_main(world: World, args: argparse.Namespace) -> int:
-    """Gather the inputs on the ranks of the world; return the exit status. Collective."""
-    root = getattr(args, "root", 0)
-    if not 0 <= root < world.world_size:
+def join_main(world: World, args: Namespace) -> int:
+    """Join the inputs: with -o in a file, or in a copy for each rank; else in memory, on the root, or on every rank.
+
+    Collective.
+
+    Returns:
+        The exit status.
+    """
+    if args.root is not None and not 0 <= args.root < world.world_size:
         expected = f"expected 0 to {world.world_size - 1} with {world.world_size} ranks"
-        raise InputError("HD508", f"--root {root}: {expected}")
-    if args.output and "{" in args.output:
-        what = "gather writes one file; a pattern is for hpcdist.concat and hpcdist.split"
-        raise InputError("HD506", f"{args.output}: {what}")
-    return _join(world, args, "concat" if args.everywhere else "gather", args.everywhere)
+        raise InputError("HD508", f"--root {args.root}: {expected}")
+    if args.output is None:
+        if args.resume:
+            raise InputError("HD505", "--resume: needs -o")
+        return _join_in_memory(world, args)
+    if args.compare or args.route:
+        raise InputError("HD505", f"{args.output}: -o streams from file to file, without --compare and --route")
+    copies = "{" in args.output
+    names = _file_names(args.output, world.world_size if copies else 1)
+    data, report = _found(world, args)
+    files = [(name, layout.whole(data.shape)) for name in names]
+    if not copies:
+        return _stream(world, args, data, report, "the file; nothing sent between ranks", files)
+    mine = [files[world.rank]]  # perhaps in a folder that only this node has
+    return _stream(world, args, data, report, f"{len(names)} files, one per rank", files, mine, copies)
 
 
-def concat_main(world: World, args: argparse.Namespace) -> int:
-    """Join the inputs on every rank of the world; return the exit status. Collective."""
-    if args.output is None or "{" not in args.output:
-        return _join(world, args, "concat", args.output is None or args.compare)
-    if args.compare:
-        raise InputError("HD505", f"{args.output}: with --compare one file is written, and not one for each rank")
-    names, comm = _file_names(args.output, world.world_size), world.team.comm
-    data, report = _found(world, args, "concat")
-    own = [(names[world.rank], layout.whole(data.shape))]  # perhaps in a folder that only this node has
-    objects.all_gather(comm, "output", lambda: check_output(own[0][0], data, 0 if args.resume else data.nbytes()))
-    objects.broadcast(comm, "output", lambda: _check_distinct(names))
-    report |= _write_alone(world, args, data, own)
-    if args.verify:
-        found = objects.all_gather(comm, "verify", lambda: _verified(data, _files(own), args.window))
-        report |= found[0] | {"verified": all(one["verified"] for one in found)}
-    lines = [
-        f"result: shape {tuple(data.shape)} in {world.world_size} files, one per rank",
-        speed("every rank writes", report["seconds"], world.world_size * data.nbytes()),
-    ]
-    return _finish(world, args, data, report, lines, "the inputs")
-
-
-def split_main(world: World, args: argparse.Namespace) -> int:
-    """Split the input on the ranks of the world; return the exit status. Collective."""
+def split_main(world: World, args: Namespace) -> int:
+    """Split the inputs, joined, on the ranks of the world; return the exit status. Collective."""
     count = world.world_size if args.parts is None else args.parts
     if not 1 <= count <= _MAX_PARTS:
         raise InputError("HD508", f"--parts {count}: expected 1 to {_MAX_PARTS}")
     names = _file_names(args.output, count)
-    data, report = _found(world, args, "split")
-    if len(data.sources) > 1:
-        raise InputError("HD505", f"{args.input[0]}: matches {len(data.sources)} files, expected one")
-    if not data.sources[0].shape:
-        raise InputError("HD513", f"{args.input[0]}: is 0-d: it has no dimension to split along")
-
-    def check() -> None:
-        _check_distinct(names)
-        folders: set[str] = set()
-        for name in names:
-            folder = os.path.dirname(name)
-            check_output(name, data, 0 if args.resume or folder in folders else data.nbytes())
-            folders.add(folder)
-
-    objects.broadcast(world.team.comm, "output", check)
+    data, report = _found(world, args)
     extents = layout.block(data.shape[data.dim], count)
-    parts = list(zip(names, shard_boxes(data.shape, data.dim, extents), strict=True))
-    mine = layout.block_range(count, world.world_size, world.rank)
-    report |= _write_alone(world, args, data, [parts[i] for i in mine]) | {"parts": count, "extents": extents}
-    if args.verify:
-        report |= objects.broadcast(world.team.comm, "verify", lambda: _verified(data, _files(parts), args.window))
-    lines = [
-        f"ranks: {world.world_size}, each reads and writes its share, {show_bytes(args.window)} at a time",
-        f"result: shape {tuple(data.shape)} in {count} parts of {shortened(extents)} rows",
-        speed("every rank writes", report["seconds"], data.nbytes()),
-    ]
-    return _finish(world, args, data, report, lines, "the input", " of the parts, one after the other")
+    report |= {"parts": count, "extents": extents}
+    files = list(zip(names, shard_boxes(data.shape, data.dim, extents), strict=True))
+    mine = [files[i] for i in layout.block_range(count, world.world_size, world.rank)]
+    return _stream(world, args, data, report, f"{count} parts of {listed(extents)} rows", files, mine)
 
 
-def _join(world: World, args: argparse.Namespace, verb: str, everywhere: bool) -> int:
-    """Join the inputs: in one file, which all ranks write, or in memory, on the root or on every rank. Collective."""
-    in_memory = args.output is None or everywhere or args.compare or args.route not in ("auto", "hdf5")
-    root = getattr(args, "root", 0)
-    if args.resume and in_memory:
-        raise InputError("HD505", "--resume: needs -o, and is without --all, --compare and --route")
-    data, report = _found(world, args, verb)
-    if args.output is not None:
-        size = 0 if args.resume else data.nbytes()
-        objects.broadcast(world.team.comm, "output", lambda: check_output(args.output, data, size), root)
-    if in_memory:
-        lines = _join_in_memory(world, args, data, report, everywhere, root)
-        return _finish(world, args, data, report, lines, "the inputs read on one process")
-    report |= {"route": "every rank writes", "bytes_sent": 0}
-    report |= _write(world, args, data, world.team, [(args.output, layout.whole(data.shape))])
-    if args.verify:
-        files = _files([(args.output, layout.whole(data.shape))])
-        report |= objects.broadcast(world.team.comm, "verify", lambda: _verified(data, files, args.window))
-    lines = [
-        f"ranks: {world.world_size}, each reads and writes its share, {show_bytes(args.window)} at a time",
-        f"result: shape {tuple(data.shape)} in the file; nothing sent between ranks",
-    ]
-    if "pieces" in report:
-        lines.append(f"resumed: {report['pieces_kept']} of {report['pieces']} pieces were there and are kept")
-    lines.append(speed("every rank writes", report["seconds"], data.nbytes()))
-    return _finish(world, args, data, report, lines, "the inputs read on one process")
-
-
-def _join_in_memory(
-    world: World, args: argparse.Namespace, data: Inputs, report: Report, everywhere: bool, root: int
-) -> list[str]:
-    """Gather the inputs in memory, and write the output if there is one; complete the report. Collective.
-
-    Returns:
-        Lines of the report as text.
-    """
-    inputs.check_memory(world, data, everywhere, root)
-    shard = data.shard(world)
-    own = data.nbytes_by_rank()
-    report["bytes_sent"] = sum(own) * (world.world_size - 1) if everywhere else sum(own) - own[root]
-
-    def move(x: Tensor, route: str, out: Tensor | None) -> Tensor | None:
-        if everywhere:
-            return concat(x, data.dim, route=route, out=out)
-        return gather(x, data.dim, root, route=route, out=out)
-
-    if args.compare:
-        report["routes"], result = compare(world, shard, move, data.nbytes())
-    else:
-        x = placed(world, shard, args.route)
-        report["seconds"], result = timed(world, lambda: move(x, args.route, None))
-        report["route"] = best(world.team, x.is_cuda) if args.route == "auto" else args.route
-    held = None if result is None else result.cpu()
-    if args.output:
-        read: Read = lambda i, box, out: as_bytes(out).copy_(as_bytes(row_major(held[box.slices()])))  # type: ignore[index]  # noqa: E731
-        parts = [(args.output, layout.whole(data.shape))] if world.rank == root else []
-        _write_alone(world, args, data, parts, read)
-    if args.verify or data.demo:
-        report |= _verified_in_memory(world, data, held, args, root)
-    counts = shortened(end - start for start, end in pairwise(data.bounds))
-    where = "every rank" if everywhere else f"rank {root}"
-    lines = [
-        f"ranks: {world.world_size} on {plural(world.nodes, 'node')}; arrays per rank: {counts}",
-        f"result: shape {tuple(data.shape)} on {where}; {report['bytes_sent']:,} bytes sent between ranks",
-    ]
-    if args.compare:
-        lines += ["", route_table(report["routes"], report["bytes_sent"]), ""]
-        return [*lines, f"time: median of {ROUNDS} rounds, the slowest rank; GB/s: bytes of the result per time"]
-    return [*lines, speed(f"route {report['route']}", report["seconds"], data.nbytes())]
-
-
-def _found(world: World, args: argparse.Namespace, verb: str) -> tuple[Inputs, Report]:
+def _found(world: World, args: Namespace) -> tuple[Inputs, Report]:
     """Find the inputs, and begin the report. Collective."""
-    data = find(world, args.input, args.dim, args.output)
-    names = [] if data.demo else [source.spec for source in data.sources]
+    if args.output and not args.input:  # an empty variable of a script must not fill a file
+        raise InputError("HD505", f"{args.output}: no INPUT is given, and without one nothing is written")
+    data = find(world, args.input, args.dim)
     return data, {
-        "verb": verb, "ranks": world.world_size, "nodes": world.nodes, "files": len(data.sources), "inputs": names,
-        "dim": data.dim, "shape": list(data.shape), "dtype": str(data.dtype).removeprefix("torch."),
-        "bytes": data.nbytes(),
+        "verb": args.prog, "ranks": world.world_size, "nodes": world.nodes, "files": len(data.sources),
+        "inputs": [source.spec for source in data.sources], "dim": data.dim, "shape": list(data.shape),
+        "dtype": str(data.dtype).removeprefix("torch."), "bytes": data.nbytes(), "bytes_sent": 0,
     }  # fmt: skip
 
 
-def _finish(
-    world: World, args: argparse.Namespace, data: Inputs, report: Report, lines: list[str], whom: str, of: str = ""
-) -> int:
-    """Print the report on rank 0; return the exit status."""
-    if args.output:
-        report["output"] = args.output
-
-    def text() -> str:
-        kind = "source files of Python's standard library" if data.demo else "array" + "s" * (len(data.sources) > 1)
-        size = f"{report['bytes']:,} bytes of {report['dtype']}"
-        found = [f"{report['verb']}: {len(data.sources)} {kind}, {size}, along dim {report['dim']}"]
-        if report["inputs"]:
-            found.append(f"order: {shortened(map(shown, report['inputs']))}")
-        found += lines
-        if "output" in report:
-            found.append(f"written: {shown(report['output'])}")
-        if "verified" in report:
-            equals = "equal to" if report["verified"] else "NOT EQUAL to"
-            found.append(f"sha256 {report['sha256']}{of}: {equals} {whom}")
-        return "\n".join(found)
-
-    show(world, report, None if args.json else text)
-    return _MISMATCH if report.get("verified") is False else 0
-
-
-def show(world: World, report: Report, text: Callable[[], str] | None) -> None:
-    """Print a report on rank 0: as the text that `text` returns, or without it as JSON."""
-    if world.rank == 0:
-        print(json.dumps(report) if text is None else text(), flush=True)
-
-
-def shortened(items: Iterable[object]) -> str:
-    """Return a list as text; of a long one, the first four items and the last.
-
-    Example::
-
-        >>> shortened(range(12))
-        '0, 1, 2, 3, ..., 11'
-    """
-    texts = list(map(str, items))
-    return ", ".join(texts if len(texts) <= 8 else [*texts[:4], "...", texts[-1]])
-
-
-def speed(how: str, seconds: float, nbytes: int) -> str:
-    """Return the line of a report on the time that the data took."""
-    return f"{how}: {seconds * 1e3:.2f} ms, {nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
-
-
-def _write(
+def _stream(
     world: World,
-    args: argparse.Namespace,
+    args: Namespace,
     data: Inputs,
-    team: Team,
-    parts: Sequence[tuple[str, Box]],
-    read: Read | None = None,
-) -> Report:
-    """Write files, each of which holds a box of the array. Collective over `team`.
+    report: Report,
+    result: str,
+    files: Sequence[File],
+    mine: Sequence[File] | None = None,
+    copies: bool = False,
+) -> int:
+    """Write files straight from the inputs; return the exit status. Collective.
 
     Args:
-        read: fills memory with a box of the array; by default, from the inputs.
+        result: what is written, for the report.
+        mine: the files that this rank writes, alone; None: all ranks write all files together.
+        copies: whether each file is a copy of the whole, and not a part.
     """
-    start, pieces, kept = time.perf_counter(), 0, 0
-    with Joined(data, args.window // 2) as joined:
-        from_inputs: Read = lambda i, box, out: joined.read(box, out)  # noqa: E731
-        for name, whole in parts:
-            at = whole.offset
-            options = SaveOptions("posix", args.window, args.resume)
-            shifted: Read = lambda i, box, out, at=at: (read or from_inputs)(i, box.shift(at), out)  # type: ignore[misc]  # noqa: E731
-            done = copy(world, team, args.prog, name, [Dataset("data", whole.shape, data.dtype)], shifted, options)
-            pieces, kept = pieces + done[0], kept + done[1]
-    seconds = max(objects.all_gather_object(team.comm, time.perf_counter() - start))
-    return {"seconds": seconds} | ({"pieces": pieces, "pieces_kept": kept} if args.resume else {})
-
-
-def _write_alone(
-    world: World, args: argparse.Namespace, data: Inputs, parts: Sequence[tuple[str, Box]], read: Read | None = None
-) -> Report:
-    """Write files on this rank alone; return the seconds of the slowest rank. Collective over the world."""
-    start = time.perf_counter()
-
-    def write() -> None:
-        with _alone(world) as team:
-            _write(world, args, data, team, parts, read)
-
-    objects.all_gather(world.team.comm, args.prog, write)
-    return {"seconds": max(objects.all_gather_object(world.team.comm, time.perf_counter() - start))}
-
-
-@contextmanager
-def _alone(world: World) -> Iterator[Team]:
-    """Make a team of this rank only."""
     from mpi4py import MPI
 
-    team = Team(MPI.COMM_SELF.Dup(), Group(0, [world.rank], {}, MPI.COMM_SELF), world.settings)
-    try:
-        yield team
-    finally:
-        team.free()
+    started, comm = time.perf_counter(), world.team.comm
+    written = files if mine is None else mine
+    objects.all_gather(comm, "output", lambda: _check_outputs(args, data, written, () if world.rank else files))
+
+    def write(team: Team) -> tuple[int, int]:
+        pieces = kept = 0
+        with data.reader(args.window) as reader:
+            for name, whole in written:
+                options = SaveOptions("posix", args.window, args.resume)
+                dataset = Dataset("data", whole.shape, data.dtype)
+
+                def read(i: int, box: Box, out: Tensor, at: Sequence[int] = whole.offset) -> None:
+                    data.join(reader.read, box.shift(at), out)
+
+                done = copy(world, team, args.prog, name, [dataset], read, options)
+                pieces, kept = pieces + done[0], kept + done[1]
+        return pieces, kept
+
+    def write_alone() -> tuple[int, int]:
+        try:
+            return write(world.context.team_of(MPI.COMM_SELF))
+        except RankError as error:  # of one rank, which the other ranks learn of in a line
+            raise InputError(problem(error)) from error
+
+    done = write(world.team) if mine is None else objects.all_gather(comm, args.prog, write_alone)[world.rank]
+    result = f"result: shape {data.shape} in {result}"
+    lines = copied(world, args, report, started, done, result)
+    held = written if copies else files if world.rank == (args.root or 0) else ()
+    return _finish(world, args, data, report, lines, [name for name, _ in held])
 
 
-Held = tuple[Slices, Box]  # an array that holds a box of the whole
+def _check_outputs(args: Namespace, data: Inputs, written: Iterable[File], files: Iterable[File]) -> None:
+    """Check before any data move that files can be written, and that all files differ.
+
+    Raises:
+        InputError, FileError: one cannot: unknown suffix, no such folder, not writable, no space, a format without this
+            dtype, one of the inputs; or two names are of one file, through links or "..".
+    """
+    for name, _ in written:
+        suffix = Path(name).suffix
+        if suffix not in OUTPUTS:
+            raise InputError("HD501", f"{name}: unknown suffix {suffix!r}; expected one of {', '.join(OUTPUTS)}")
+        if data.dtype not in FORMATS[suffix].dtypes:
+            others = ", ".join(other for other in OUTPUTS if data.dtype in FORMATS[other].dtypes)
+            raise InputError("HD418", f"{name}: a {suffix} file cannot hold {data.dtype}; use one of {others}")
+        check_output(name, [of.contents.path for of in data.sources], 0 if args.resume else data.nbytes())
+    seen: dict[str, str] = {}
+    for name, _ in files:
+        if (other := seen.setdefault(os.path.realpath(name), name)) != name:
+            raise InputError("HD507", f"{name}: is the same file as {other}")
 
 
-def _files(parts: Sequence[tuple[str, Box]]) -> Callable[[torch.dtype], Iterator[Held]]:
-    """The arrays of files, as their formats' own libraries read them."""
+def _join_in_memory(world: World, args: Namespace) -> int:
+    """Gather the inputs in memory, on the root, or on every rank without one; return the exit status. Collective."""
+    data, report = _found(world, args)
+    own, kept = (data.share(world, rank) for rank in (world.rank, args.root or 0))
+    whole = data.nbytes() if args.root in (None, world.rank) else 0
+    _check_memory(world, own.size() * data.dtype.itemsize + whole)
+    shard = torch.empty(own.shape, dtype=data.dtype, device="cpu")
+    with data.reader(WINDOW) as reader:
+        objects.all_gather(world.team.comm, "read", lambda: data.join(reader.read, own, shard))
+    move: Move = partial(gather, dim=data.dim, root=args.root)
+    where, sent = f"rank {args.root}", data.nbytes() - kept.size() * data.dtype.itemsize
+    if args.root is None:
+        move = partial(concat, dim=data.dim)
+        where, sent = "every rank", data.nbytes() * (world.world_size - 1)
+    report["bytes_sent"] = sent
+    result, times = _time_routes(world, args, report, shard, move)
+    counts = listed(layout.block(len(data.sources), world.world_size))
+    lines = [
+        f"ranks: {world.world_size} on {plural(world.nodes, 'node')}; arrays per rank: {counts}",
+        f"result: shape {data.shape} on {where}; {sent:,} bytes sent between ranks",
+        *times,
+    ]
+    held = None if result is None else lambda box: result[box.slices()]
+    return _finish(world, args, data, report, lines, held)
 
-    def held(dtype: torch.dtype) -> Iterator[Held]:
-        for name, box in parts:
-            stored, slices = slices_of(name)
-            yield (slices if (stored.shape, stored.dtype) == (box.shape, dtype) else _other), box
 
-    return held
+def _check_memory(world: World, nbytes: int) -> None:
+    """Check before anything is read that each node has memory for its ranks' inputs and results. Collective.
+
+    Raises:
+        InputError: on all ranks, if one has not.
+    """
+    ranks = objects.all_gather_object(world.team.comm, (world.node, nbytes, host_memory.available()))
+    for node in range(world.nodes):
+        needs, free = zip(*((need, left) for where, need, left in ranks if where == node), strict=True)
+        if sum(needs) > min(free):
+            where = f"node {node}" if world.nodes > 1 else "this host"
+            raise InputError(
+                "HD504",
+                f"the inputs and the result need {sum(needs):,} bytes of memory on {where}, and {min(free):,} are "
+                "available: with -o FILE they are streamed through a window of it",
+            )
 
 
-def _other(box: Box) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu")  # equal to nothing
-
-
-def _verified(data: Inputs, held: Callable[[torch.dtype], Iterator[Held]], window: int) -> Report:
-    """Compare arrays with boxes of the inputs, bit by bit, on this rank alone and within a window. Both are read by the
-    libraries of their formats, and not as the commands read.
+def _time_routes(
+    world: World, args: Namespace, report: Report, shard: Tensor, move: Move
+) -> tuple[Tensor | None, list[str]]:
+    """Time `move` on one route, or to compare on each in turn, with results in existing memory. Collective.
 
     Returns:
-        "verified", and the "sha256" of the bytes of the arrays, one after the other.
+        The result of the first route, with which those of others are compared; and a table as lines of text.
     """
-    right, digest = True, hashlib.sha256()
-    limit = max(1, window // 4 // data.dtype.itemsize)
-    for slices, whole in held(data.dtype):
-        for source, box in zip(data.sources, data.boxes, strict=True):
-            common = box.intersect(whole)
-            if common.size():
-                stored, inner = slices_of(source.spec, source.text)
-                right = right and (stored.shape, stored.dtype) == (source.shape, source.dtype)
-                for part in layout.boxes(common, limit) if right else ():
-                    at = part.relative_to(box.offset) if source.shape else Box((), ())  # 0-d: one row of the whole
-                    got = slices(part.relative_to(whole.offset))
-                    right = right and equal(got, inner(at).view(part.shape))
-        for part in layout.boxes(layout.whole(whole.shape), limit):
-            digest.update(as_bytes(row_major(slices(part))).numpy().data)
-    return {"verified": right, "sha256": digest.hexdigest()}
+    rows: list[Report] = []
+    refused: list[Report] = []
+    expected: list[Tensor] = []
+    for route in progress(_ROUTES if args.compare else [args.route or "mpi"], world, "move"):
+        x = placed(world, shard, route)
+        try:
+            result = move(x, route=route)
+        except RankError as error:
+            if not rows:
+                raise
+            refused.append({"route": route, "refused": next(iter(error.problems.values()))})
+            continue
+        seconds = median(timed(world, partial(move, x, route=route, out=result))[0] for _ in range(_ROUNDS))
+        held = [] if result is None else [result.cpu()]
+        expected = expected if rows else held
+        same = all(map(torch.equal, map(_bytes_of, held), map(_bytes_of, expected)))
+        right = all(objects.all_gather_object(world.team.comm, same))
+        rows.append({"route": route, "seconds": seconds, "same_result": right})
+    fastest = min(row["seconds"] for row in rows)
+    cells = []
+    for row in rows:
+        row["ratio_to_best"] = row["seconds"] / fastest
+        speed = report["bytes"] / row["seconds"] / 1e9
+        numbers = [f"{number:.2f}" for number in (row["seconds"] * 1e3, speed, row["ratio_to_best"])]
+        cells.append([row["route"], *numbers, "yes" if row["same_result"] else "NO"])
+    report["routes"] = rows + refused
+    return expected[0] if expected else None, [
+        "", table(["route", "time (ms)", "GB/s", "ratio to best", "same result"], cells),
+        *(f"{row['route']}: not run: {row['refused']}" for row in refused),
+        "", f"time: median of {_ROUNDS} rounds, the slowest rank; GB/s: bytes of the result per time",
+    ]  # fmt: skip
 
 
-def _verified_in_memory(
-    world: World, data: Inputs, result: Tensor | None, args: argparse.Namespace, root: int
-) -> Report:
-    """Compare the result of `root`, and its output file, with the inputs, and that of other ranks with the root's.
-    Collective."""
-    whole = layout.whole(data.shape)
+def _finish(
+    world: World,
+    args: Namespace,
+    data: Inputs,
+    report: Report,
+    lines: list[str],
+    held: Slices | Sequence[str] | None,
+) -> int:
+    """Verify, if it is asked for or without INPUT; print the report; return the exit status. Collective.
 
-    def held(dtype: torch.dtype) -> Iterator[Held]:
-        assert result is not None
-        yield (lambda box: result[box.slices()]), whole
+    Args:
+        held: this rank's copy of the result, in memory or in files.
+    """
+    kind = plural(report["files"], "array" if args.input else "source file")
+    head = f"{args.prog}: {kind}, {report['bytes']:,} bytes of {report['dtype']}, along dim {data.dim}"
+    order = [f"order: {listed(map(shown, report['inputs']))}"] if args.input else []
+    lines = [head, *order, *lines]
+    if args.verify or not args.input:
+        report |= _verify(world, args, data, held)
+        equals = "equal to" if report["verified"] else "NOT EQUAL to"
+        lines.append(f"sha256 {report['sha256']}: {equals} the inputs read on one process")
+    finish(world, args, report, lines)
+    return 0 if report.get("verified", True) else 1  # the result differs from the inputs
 
-    def check() -> Report:
-        found = _verified(data, held, args.window)
-        if args.output:
-            in_file = _verified(data, _files([(args.output, whole)]), args.window)
-            found["verified"] = found["verified"] and in_file == found
-        return found
 
-    report = objects.broadcast(world.team.comm, "verify", check, root)
-    own = None if result is None else hashlib.sha256(as_bytes(row_major(result)).numpy().data).hexdigest()
-    same = {digest for digest in objects.all_gather_object(world.team.comm, own) if digest} == {report["sha256"]}
-    return report | {"verified": report["verified"] and same}
+def _verify(world: World, args: Namespace, data: Inputs, held: Slices | Sequence[str] | None) -> Report:
+    """Compare the root's copy of the joined array with the inputs, bit by bit, and the copies of other ranks with it by
+    their checksums. Inputs and files are read by the libraries of their formats, and not as the commands read, within a
+    window. Collective.
+
+    Args:
+        held: this rank's copy, in memory or in files that are joined.
+
+    Returns:
+        "verified", and the "sha256" of the bytes of the joined array.
+    """
+
+    def verify() -> tuple[bool, str] | None:
+        if not held:
+            return None
+        if callable(held):
+            copy = held
+        else:
+            files = joined([described(name) for name in held], data.dim)
+            if (files.shape, files.dtype) != (data.shape, data.dtype):
+                return False, ""
+            copy = files.by_library()
+        right, digest, wanted = True, hashlib.sha256(), data.by_library()
+        for part in layout.boxes(layout.whole(data.shape), max(1, args.window // 4 // data.dtype.itemsize)):
+            got = _bytes_of(copy(part))
+            digest.update(got.numpy().data)
+            right = right and (world.rank != (args.root or 0) or torch.equal(got, _bytes_of(wanted(part))))
+        return right, digest.hexdigest()
+
+    found = filter(None, objects.all_gather(world.team.comm, "verify", verify))
+    rights, digests = zip(*found, strict=True)
+    return {"verified": all(rights) and len(set(digests)) == 1, "sha256": digests[0]}
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return as_bytes(row_major(x))
 
 
 def _file_names(pattern: str, count: int) -> list[str]:
@@ -379,108 +330,66 @@ def _file_names(pattern: str, count: int) -> list[str]:
         'parts/0002.npy'
     """
     advice = "write {rank} or {rank:04d} for the number of a part"
-    try:
-        fields = [field[1:] for field in Formatter().parse(pattern) if field[1] is not None]
-        if any(name != "rank" or change or not _WIDTH.fullmatch(how or "") for name, how, change in fields):
-            raise ValueError("unsupported field")
-        names = [pattern.format(rank=i) for i in range(count)]
-    except ValueError as error:
-        raise InputError("HD506", f"{pattern}: cannot be a pattern ({error}); {advice}") from error
+    if re.search("[{}]", _NUMBER.sub("", pattern)):
+        raise InputError("HD506", f"{pattern}: cannot be a pattern (unsupported field); {advice}")
+    names = [pattern.format(rank=i) for i in range(count)]
     if len(set(names)) < count:
         raise InputError("HD506", f"{pattern}: gives parts the same name; {advice}")
     return names
 
 
-def _check_distinct(names: Iterable[str]) -> None:
-    """Raise an InputError if two names are of one file, through links or ".."."""
-    seen: dict[str, str] = {}
-    for name in names:
-        other = seen.setdefault(os.path.realpath(name), name)
-        if other != name:
-            raise InputError("HD507", f"{name}: is the same file as {other}")
-
-
-def gather_parser() -> Parser:
-    """Return the parser of python -m hpcdist.gather."""
-    p = _join_parser(
-        "hpcdist.gather",
+_HELP = {  # description, what -o is for, and an example
+    "gather": (
         "Join arrays from files along one dimension, over the ranks of an MPI job. With -o they are streamed: every "
         "rank reads and writes its share of the result, a window at a time, so nothing has to fit in memory. Without "
-        "-o each rank reads its share of the files, in the order given, and they are gathered in memory. Without "
-        "INPUT: the source files of Python's standard library. To copy all tensors of a checkpoint: hpcdist.convert.",
-        "example: mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
-    )
-    where = p.add_mutually_exclusive_group()
-    # SUPPRESS, since argparse takes a value that is the default for one that was not given.
-    where.add_argument("--root", type=int, default=argparse.SUPPRESS, help="rank that receives the result (default 0)")
-    where.add_argument(
-        "--all", dest="everywhere", action="store_true", help="every rank receives the result; rank 0 writes it"
-    )
-    return p
-
-
-def concat_parser() -> Parser:
-    """Return the parser of python -m hpcdist.concat."""
-    return _join_parser(
-        "hpcdist.concat",
+        "-o each rank reads its share of the files, in the order given, and they are gathered in the memory of one "
+        "rank. Without INPUT: the source files of Python's standard library. To copy all tensors of a checkpoint: "
+        "hpcdist.convert.",
+        "write the result",
+        "mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
+    ),
+    "concat": (
         "Join arrays from files along one dimension, on every rank of an MPI job: like hpcdist.gather, but every rank "
         "receives the result. With -o NAME all ranks write one file; with -o 'NAME-{rank}' each rank writes a copy of "
         "its own, for folders that the nodes do not share.",
-        "example: mpirun -n 2 python -m hpcdist.concat 'shards/*.npy' -o '/local/whole-{rank}.npy'",
-    )
+        "write the result, or with {rank} in the name a copy for each rank",
+        "mpirun -n 2 python -m hpcdist.concat 'shards/*.npy' -o '/local/whole-{rank}.npy'",
+    ),
+    "split": (
+        "Split an array, or the join of several, along one dimension into parts in files of their own, over the ranks "
+        "of an MPI job. Every rank reads and writes its share, a window at a time: nothing has to fit in memory.",
+        "names of the parts, with {rank} or {rank:04d} for their number",
+        "mpirun -n 4 python -m hpcdist.split whole.h5 -o 'parts/{rank:04d}.npy' --parts 16",
+    ),
+}
 
 
-def split_parser() -> Parser:
-    """Return the parser of python -m hpcdist.split."""
-    p = Parser(
-        prog="hpcdist.split",
-        description="Split an array in a file along one dimension into parts in files of their own, over the ranks of "
-        "an MPI job. Every rank reads and writes its share, a window at a time: nothing has to fit in memory.",
-        epilog="example: mpirun -n 4 python -m hpcdist.split whole.h5 -o 'parts/{rank:04d}.npy' --parts 16",
-    )
-    p.add_argument(
-        "input", nargs=1, metavar="INPUT",
-        help=".npy, .npz, .pt, .safetensors or .h5; FILE:NAME for one array of several",
-    )  # fmt: skip
-    p.add_argument(
-        "-o", "--output", type=path, metavar="PATTERN", required=True,
-        help="names of the parts, with {rank} or {rank:04d} for their number: .npy, .pt, .safetensors or .h5",
-    )  # fmt: skip
-    p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
-    p.add_argument("--dim", type=int, default=0, help="dimension to split along (default 0)")
-    _add_common(p)
-    return p
-
-
-def _join_parser(prog: str, description: str, epilog: str) -> Parser:
-    p = Parser(prog=prog, description=description, epilog=epilog)
+def parser(what: str) -> Parser:
+    """Return the parser of python -m hpcdist.gather, concat or split."""
+    description, output, example = _HELP[what]
+    p = Parser(prog=f"hpcdist.{what}", description=description, epilog=f"example: {example}")
+    p.set_defaults(prog=what, root=None)
     p.add_argument(
         "input", nargs="*", metavar="INPUT",
         help="a file or a quoted pattern: .npy, .npz, .pt, .safetensors, .h5; "
         "FILE:NAME for one array of a file that holds several",
     )  # fmt: skip
-    p.add_argument("--dim", type=int, default=0, help="dimension to join along (default 0)")
-    p.add_argument("-o", "--output", type=path, metavar="OUT", help="write the result: .npy, .pt, .safetensors or .h5")
     p.add_argument(
-        "--route", choices=ROUTES, default="auto",
-        help="how the data travel in memory (default auto; with -o, auto is directly from file to file)",
+        "-o", "--output", type=path, metavar="OUT", required=what == "split",
+        help=f"{output}: .npy, .pt, .safetensors or .h5",
     )  # fmt: skip
-    p.add_argument("--compare", action="store_true", help="time every route that can run here, in one table")
-    _add_common(p)
-    return p
-
-
-def _add_common(p: Parser) -> None:
-    """Add the options that gather, concat and split share."""
-    p.set_defaults(prog=p.prog.removeprefix("hpcdist."))
-    p.add_argument(
-        "--window", type=nbytes, default=WINDOW, metavar="BYTES",
-        help="with -o: host memory that a rank may use for data, such as 64M (default 256M)",
-    )  # fmt: skip
-    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from its output")
-    p.add_argument("--staging", type=path, metavar="DIR", help="staging folder of route hdf5, shared by all nodes")
+    p.add_argument("--dim", type=int, default=0, help="dimension to join or split along (default 0)")
     p.add_argument(
         "--verify", action="store_true",
         help="compare the result with the inputs, both read again on one process by the libraries of their formats",
     )  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    if what == "gather":
+        p.add_argument("--root", type=int, default=0, help="without -o: rank that receives the result (default 0)")
+        p.add_argument("--all", dest="root", action="store_const", const=None, help="every rank receives the result")
+    if what == "split":
+        p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
+    else:
+        p.add_argument("--route", choices=_ROUTES, help="without -o: how the data travel (default mpi)")
+        p.add_argument("--compare", action="store_true", help="without -o: time every route that can run here")
+    add_options(p)
+    return p

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
+import glob
 import os
 import re
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from hpcdist.commands.arrays import shortened, show, speed
-from hpcdist.commands.copying import copy, pieces_of
+from hpcdist import layout
+from hpcdist.commands.copying import Report, Shares, add_options, check_output, copied, copy, finish, in_pieces
+from hpcdist.commands.inputs import Read, Reader
 from hpcdist.control import objects
-from hpcdist.errors import FileError, InputError, described, reason
-from hpcdist.formats import dcp_folder, safetensors
-from hpcdist.formats.atomic import check_folder, check_target
-from hpcdist.formats.contents import Contents, Dataset, Stored
+from hpcdist.errors import FileError, InputError, described, listed
+from hpcdist.formats import safetensors
+from hpcdist.formats.atomic import check_folder
+from hpcdist.formats.contents import Contents, Dataset
 from hpcdist.formats.paths import shown
 from hpcdist.formats.table import FORMATS, describe
-from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Listed
-from hpcdist.runtime.cli import Parser, meter, nbytes, path, plural, show_bytes
+from hpcdist.runtime.cli import Parser, meter, path, plural
 from hpcdist.runtime.world import World
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size
-from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
-from hpcdist.staging.reader import OpenFiles, TensorReader
-from hpcdist.staging.writer import WINDOW, SaveOptions
+from hpcdist.staging.reader import OpenFiles
+from hpcdist.staging.writer import SaveOptions
 from hpcdist.validation.local import WrongError
 
 __all__ = ["main", "parser"]
@@ -38,78 +37,56 @@ _VERB = "convert"
 _FILES = (safetensors.SUFFIX, ".h5")
 
 
-def main(world: World, args: argparse.Namespace) -> int:
+def main(world: World, args: Namespace) -> int:
     """Write all tensors of the input to the output; return the exit status. Collective."""
-    comm, started = world.team.comm, time.perf_counter()
-
-    def look() -> tuple[Contents, int | None]:
-        if not os.path.isdir(args.input) and Path(args.input).suffix not in (*FORMATS, ".json"):
-            expected = f"a folder, {safetensors.INDEX}, {', '.join(FORMATS)}"
-            raise InputError("HD501", f"{args.input}: expected a file of tensors or a checkpoint: {expected}")
-        contents = describe(args.input)
-        contents.require()
-        return contents, _check(contents, args)
-
-    contents, limit = objects.broadcast(comm, _VERB, look)
-    report: dict[str, Any] = {
+    started, done = time.perf_counter(), (0, 0)
+    contents, limit = objects.broadcast(world.team.comm, _VERB, lambda: _look(args))
+    tensors = contents.tensors.values()
+    report: Report = {
         "verb": _VERB, "ranks": world.world_size, "nodes": world.nodes, "input": args.input, "kind": contents.kind,
-        "files": len(contents.files), "tensors": len(contents.tensors), "bytes": contents.nbytes(),
+        "files": len(contents.files), "tensors": len(tensors), "bytes": contents.nbytes(),
         "left_out": list(contents.left_out),
     }  # fmt: skip
-    with OpenFiles(contents) as files:
-        source = _Source(files, args.window)
+    datasets, files = [Dataset(s.name, s.shape, s.dtype, s.boxes) for s in tensors], OpenFiles(contents)
+    with Reader([(files, of) for of in tensors], args.window, most=1) as reader:
         if Path(args.output).suffix in _FILES:
             options = SaveOptions("posix", args.window, args.resume, contents.text, limit)
-            pieces, kept = copy(world, world.team, _VERB, args.output, source.datasets, source.read, options)
-            report |= {"pieces": pieces, "pieces_kept": kept} if args.resume else {}
-            names = [(args.output, 0)] if limit is None else safetensors.divide(args.output, source.datasets, limit)
-            report["output_files"] = [name for name, _ in names]
+            done = copy(world, world.team, _VERB, args.output, datasets, reader.read, options)
         else:
-            report["output_files"] = _write_folder(world, source, args.output)
-    report["seconds"] = max(objects.all_gather_object(comm, time.perf_counter() - started))
-    report["output"] = args.output
-    show(world, report, None if args.json else lambda: _text(report, args.window))
+            _write_folder(world, in_pieces(datasets, args.window), reader.read, args.output)
+    copying = copied(world, args, report, started, done)
+    size = f"{plural(report['files'], 'file')}, {plural(len(tensors), 'tensor')}, {report['bytes']:,} bytes"
+    lines = [f"{_VERB}: {contents.kind} {shown(args.input)}: {size}"]
+    if left := contents.left_out:
+        lines.append(f"LEFT OUT, {len(left)} that are no tensors: {listed(map(shown, left))}")
+    finish(world, args, report, [*lines, *copying])
     return 0
 
 
-def _text(report: dict[str, Any], window: int) -> str:
-    of = f" of {plural(report['files'], 'file')}" if report["files"] > 1 else ""
-    what = f"{report['kind']} {shown(report['input'])}{of}"
-    lines = [f"{_VERB}: {what}: {plural(report['tensors'], 'tensor')}, {report['bytes']:,} bytes"]
-    if report["left_out"]:
-        count = len(report["left_out"])
-        lines.append(f"LEFT OUT, {count} that are no tensors: {shortened(map(shown, report['left_out']))}")
-    lines.append(f"ranks: {report['ranks']}, each reads and writes its share, {show_bytes(window)} at a time")
-    if "pieces" in report:
-        lines.append(f"resumed: {report['pieces_kept']} of {report['pieces']} pieces were there and are kept")
-    lines.append(speed("every rank writes", report["seconds"], report["bytes"]))
-    count = len(report["output_files"])
-    return "\n".join([*lines, f"written: {shown(report['output'])}" + (f" in {count} files" if count > 1 else "")])
+def _look(args: Namespace) -> tuple[Contents, int | None]:
+    """Describe the input, and check before any data move that the output can be written.
 
-
-def _check(contents: Contents, args: argparse.Namespace) -> int | None:
-    """Check before any data move that the output can be written; the number of bytes of a file, if there are to be
-    several.
+    Returns:
+        What the input holds; the number of bytes of a file, if there are to be several.
 
     Raises:
-        InputError, FileError: it cannot.
+        InputError, FileError: it cannot be read, or the output cannot be written.
     """
-    out: str = args.output
+    source, out = args.input, args.output
+    if not os.path.isdir(source) and Path(source).suffix not in (*FORMATS, ".json"):
+        expected = f"a folder, {safetensors.INDEX}, {', '.join(FORMATS)}"
+        raise InputError("HD501", f"{source}: expected a file of tensors or a checkpoint: {expected}")
+    contents = describe(source)
+    contents.require()
+    if "" in contents.tensors:
+        raise InputError("HD418", f"{source}: holds an array without a name: hpcdist.gather copies it")
+    if Path(out).suffix not in _FILES:
+        if args.max_shard_size or args.resume:
+            raise InputError("HD505", f"{out}: a folder of torch's DCP has no --max-shard-size, and no --resume")
+        _check_folder(out, contents.nbytes())
+        return contents, None
     dtypes = {name: stored.dtype for name, stored in contents.tensors.items()}
     try:
-        for name, stored in contents.tensors.items():
-            try:
-                check_shape(stored.shape, stored.dtype.itemsize)
-                check_pieces(stored.shape, stored.dtype.itemsize, piece_limit(args.window // 4, stored.dtype.itemsize))
-            except WrongError as error:
-                raise InputError("HD418", f"{contents.path}: {name} {error}") from error
-        if "" in dtypes:
-            raise InputError("HD418", f"{contents.path}: holds an array without a name: hpcdist.gather copies it")
-        if Path(out).suffix not in _FILES:
-            if args.max_shard_size or args.resume:
-                raise InputError("HD505", f"{out}: a folder of torch's DCP has no --max-shard-size, and no --resume")
-            _check_folder(out, contents.nbytes())
-            return None
         limit = shard_size(args.max_shard_size, out)
         if out.endswith(".h5"):
             flatten(dict.fromkeys(dtypes))  # checks the names
@@ -117,119 +94,82 @@ def _check(contents: Contents, args: argparse.Namespace) -> int | None:
             check_safetensors(dtypes, {}, {})
     except (WrongError, ValueError, TypeError) as error:
         raise InputError("HD418", f"{out}: {error}") from error
-    _check_inputs(out, args.input, list(contents.files), limit)
-    check_target(out, 0 if args.resume else contents.nbytes())
-    return limit
-
-
-def _check_inputs(out: str, source: str, files: Sequence[str], limit: int | None) -> None:
-    """Raise an InputError if an input is also the output, may be one of several, or is the index that the output has
-    or removes."""
-    index = safetensors.index_of(out)
-    places = index, os.path.dirname(index) or "."
-    if os.path.exists(index) and any(os.path.samefile(source, place) for place in places):
-        raise InputError("HD507", f"{out}: would replace an input, {index}")
-    stem = re.escape(os.path.realpath(out.removesuffix(safetensors.SUFFIX)))
-    shard = re.compile(rf"{stem}-\d+-of-\d+{re.escape(safetensors.SUFFIX)}")
-    for file in files:
-        same = os.path.exists(out) and os.path.samefile(out, file)
-        if same or (limit is not None and shard.fullmatch(os.path.realpath(file))):
-            raise InputError("HD507", f"{out}: would replace an input, {file}")
-
-
-class _Source:
-    """The tensors that are copied, as this rank reads them."""
-
-    def __init__(self, files: OpenFiles, window: int) -> None:
-        self._files, self._window = files, window
-        self._stored = list(files.contents.tensors.values())
-        self._last: tuple[int, TensorReader] | None = None
-        self.datasets = [Dataset(s.name, s.shape, s.dtype, self._pieces(s)) for s in self._stored]
-
-    def _pieces(self, stored: Stored) -> Listed:
-        """Those of the file, if they are runs of the tensor: each is then read once, with its checksum."""
-        boxes, limit = stored.boxes, piece_limit(self._window // 2, stored.dtype.itemsize)
-        if len(boxes) and int(boxes.sizes.max()) <= limit and boxes.are_runs:
-            return boxes
-        return pieces_of(stored.shape, stored.dtype, self._window)
-
-    def read(self, i: int, box: Box, out: Tensor) -> None:
-        """Fill a tensor with a box of the i-th tensor; an InputError if it cannot be read."""
-        stored = self._stored[i]
-        try:
-            if self._last is None or self._last[0] != i:
-                self._last = i, TensorReader(self._files, stored, verify=True)
-            # Plain bytes are read straight into `out`, a piece of any size that fits there at once.
-            window = self._window // 2
-            self._last[1].read(box, out, window if stored.raw is None else max(window, 2 * out.nbytes))
-        except InputError:
-            raise
-        except FileError as error:
-            raise InputError("HD402", str(error)) from error
-        except Exception as error:  # each library has errors of its own for a damaged file
-            path = self._files.contents.path
-            raise InputError("HD402", f"{path}: {stored.name}: cannot be read: {reason(error)}") from error
+    files = [source, *contents.files, *glob.glob(os.path.join(glob.escape(source), "*.json"))]
+    datasets = [Dataset(s.name, s.shape, s.dtype) for s in contents.tensors.values()]
+    index = filter(os.path.exists, [safetensors.index_of(out)])  # which is replaced, or removed
+    several = [] if limit is None else safetensors.divide(out, datasets, limit)
+    for name in [out, *(name for name, _ in several), *index]:
+        check_output(name, files, 0 if args.resume else contents.nbytes())
+    return contents, limit
 
 
 def _check_folder(out: str, size: int) -> None:
     """Check that a folder can be made, or is empty, or holds what a job of this command left when it was killed.
 
     Raises:
-        FileError: it cannot, or there is something else in it.
+        FileError, InputError: it cannot, or there is something else in it.
     """
     folder, suffix = Path(out), Path(out).suffix
-    if not folder.exists():
-        if suffix:
-            expected = f"{', '.join(_FILES)}, or a name without suffix for a folder of torch's DCP"
-            raise InputError("HD501", f"{out}: unknown suffix {suffix!r}; expected {expected}")
-        check_folder(Path(os.path.realpath(folder)).parent, size, out)
-        return
-    if not folder.is_dir():
-        raise FileError("HD411", f"{out}: is not a folder")
-    names = os.listdir(folder)
-    if dcp_folder.NAME in names:
-        raise FileError("HD512", f"{out}: holds a checkpoint already, which is not replaced")
+    if suffix and not folder.is_dir():
+        expected = f"{', '.join(_FILES)}, or a name without suffix for a folder of torch's DCP"
+        raise InputError("HD501", f"{out}: unknown suffix {suffix!r}; expected {expected}")
+    check_folder(folder if folder.exists() else Path(os.path.realpath(folder)).parent, size, out)
+    names = os.listdir(folder) if folder.exists() else []
     if others := [name for name in names if not re.fullmatch(r"__\d+_\d+\.distcp|\.metadata\.tmp", name)]:
         raise FileError("HD512", f"{out}: is not empty: it holds {min(others)}")
-    check_folder(folder, size, out)
 
 
-def _write_folder(world: World, source: _Source, out: str) -> list[str]:
-    """Write a folder with torch's own writer, a file of each rank; return its files. Collective.
+def _write_folder(world: World, datasets: Sequence[Dataset], read: Read, out: str) -> None:
+    """Write a folder with torch's own writer, a file of each rank. Collective.
 
     ``.metadata`` comes last: until then it is no checkpoint. After a failure, what was written is removed.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    # The import takes as long as that of all of torch.
+    from torch.distributed.checkpoint import api, default_planner, filesystem, metadata, planner, state_dict_saver
 
-    from hpcdist.commands.dcp_planner import PiecesPlanner  # which imports torch's DCP: as long as all of torch
+    comm, folder = world.team.comm, Path(out)
+    boxes = [(i, box) for (i, _), box in Shares(datasets, world.world_size).boxes(world.rank).items()]
+    if world.rank == 0:
+        boxes += [(i, layout.whole(d.shape)) for i, d in enumerate(datasets) if not d.nbytes()]
+    mine = {metadata.MetadataIndex(datasets[i].name, torch.Size(box.offset)): (datasets[i], i, box) for i, box in boxes}
 
-    comm = world.team.comm
-    made = objects.broadcast(comm, _VERB, lambda: _cleared(Path(out)))
-    with meter(world, _VERB, sum(d.nbytes() for d in source.datasets) // world.world_size) as bar:
-        planner = PiecesPlanner(source.datasets, source.read, world.world_size, world.rank, bar.update)
+    class Planner(default_planner.DefaultSavePlanner):
+        """Each rank writes its share of the pieces, each of which is read when it is written."""
+
+        def create_local_plan(self) -> planner.SavePlan:
+            items = []
+            for index, (d, _, box) in mine.items():
+                chunk = metadata.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+                properties = metadata.TensorProperties(dtype=d.dtype)
+                data = planner.TensorWriteData(chunk, properties, torch.Size(d.shape))
+                items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+            return planner.SavePlan(items, planner_data={d.name: (d.name,) for d in datasets})
+
+        def resolve_data(self, write_item: planner.WriteItem) -> Tensor:
+            d, i, box = mine[write_item.index]
+            x = torch.empty(box.shape, dtype=d.dtype, device="cpu")
+            read(i, box, x)
+            bar.update(x.nbytes)
+            return x
+
+    made = objects.broadcast(comm, _VERB, lambda: _clear(folder, made=False))
+    with meter(world, _VERB, sum(d.nbytes() for d in datasets) // world.world_size) as bar:
         try:
-            save({}, storage_writer=FileSystemWriter(out), planner=planner)
-        except CheckpointException as error:
-            objects.broadcast(comm, _VERB, lambda: _remove(Path(out), made))
+            state_dict_saver.save({}, storage_writer=filesystem.FileSystemWriter(out), planner=Planner())
+        except api.CheckpointException as error:
+            objects.broadcast(comm, _VERB, lambda: _clear(folder, made))
             problems = {rank: described(failure, "HD410") for rank, (failure, _) in error.failures.items()}
             objects.raise_problems(_VERB, problems)
-    return objects.broadcast(comm, _VERB, lambda: sorted(map(str, Path(out).glob("__*.distcp"))))
 
 
-def _cleared(folder: Path) -> bool:
-    """Remove what a killed job has left in a folder; whether there is none."""
-    _remove(folder, made=False)
-    return not folder.exists()
-
-
-def _remove(folder: Path, made: bool) -> None:
+def _clear(folder: Path, made: bool) -> bool:
+    """Remove what a job has left in a folder, and the folder, if it was `made`; whether there is none."""
     for left in folder.glob("__*.distcp"):
         left.unlink(missing_ok=True)
     if made:
         with suppress(OSError):  # something else is in it by now
             folder.rmdir()
+    return not folder.exists()
 
 
 def parser() -> Parser:
@@ -244,20 +184,13 @@ def parser() -> Parser:
     )
     p.add_argument("input", type=path, metavar="SRC", help="a file or folder of tensors")
     p.add_argument(
-        "output",
-        type=path,
-        metavar="DST",
+        "output", type=path, metavar="DST",
         help="NAME.safetensors, NAME.h5, or a name without suffix: a folder for dcp.load",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--max-shard-size", metavar="BYTES",
         help="with NAME.safetensors: several files of so many bytes, such as 5GB, and an index, for Hugging Face's "
         "libraries",
     )  # fmt: skip
-    p.add_argument(
-        "--window", type=nbytes, default=WINDOW, metavar="BYTES",
-        help="host memory that a rank may use for data, such as 64M (default 256M)",
-    )  # fmt: skip
-    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from its output")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_options(p)
     return p

@@ -1,63 +1,62 @@
-"""Copy tensors into files: every rank reads and writes its share, with no more than a window of host memory."""
+"""Copy tensors into files, and report it: every rank reads and writes its share, with no more than a window of host
+memory."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist.comm.team import Team
-from hpcdist.commands.inputs import Inputs, path_of
+from hpcdist.commands.inputs import Read
 from hpcdist.control import objects
-from hpcdist.errors import FileError, InputError
+from hpcdist.errors import HpcdistError, InputError
 from hpcdist.formats import safetensors
 from hpcdist.formats.atomic import check_target
 from hpcdist.formats.contents import Dataset
-from hpcdist.formats.table import FORMATS
+from hpcdist.formats.paths import shown
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Ints, Listed, grid, summed
-from hpcdist.runtime.cli import meter
+from hpcdist.runtime.cli import Parser, meter, nbytes, show_bytes
 from hpcdist.runtime.world import World
-from hpcdist.staging.pieces import piece_limit
-from hpcdist.staging.writer import FileWriter, SaveOptions
+from hpcdist.staging.pieces import check_pieces, piece_limit
+from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
+from hpcdist.validation.local import WrongError
 
-__all__ = ["OUTPUTS", "Read", "Shares", "check_output", "copy", "pieces_of"]
+__all__ = [
+    *("Report", "Shares", "add_options", "check_output", "copied", "copy", "finish", "in_pieces"),
+]
 
-Read = Callable[[int, Box, Tensor], object]  # fills a tensor with a box of the i-th tensor
-OUTPUTS = tuple(suffix for suffix, of in FORMATS.items() if of.dtypes)
+
+Report = dict[str, Any]
 
 
-def check_output(path: str, data: Inputs, nbytes: int) -> None:
-    """Check before any data move that the inputs' array can be written to `path`.
+def in_pieces(datasets: Sequence[Dataset], window: int) -> list[Dataset]:
+    """Cut tensors, half of the window a piece, since reading one may take as much again. Pieces that they have are kept
+    if they fit and are runs of the tensor: each is then read once, with its checksum.
 
     Raises:
-        InputError: unknown suffix, no such folder, not writable, no space for `nbytes`, a format without this dtype, or
-            one of the inputs.
+        InputError: there are too many of them.
     """
-    suffix = Path(path).suffix
-    if suffix not in OUTPUTS:
-        raise InputError("HD501", f"{path}: unknown suffix {suffix!r}; expected one of {', '.join(OUTPUTS)}")
-    if data.dtype not in FORMATS[suffix].dtypes:
-        others = [name for name in OUTPUTS if data.dtype in FORMATS[name].dtypes]
-        what = f"a {suffix} file cannot hold {data.dtype}; use one of {', '.join(others)}"
-        raise InputError("HD418", f"{path}: {what}")
-    for source in data.sources:
-        if os.path.exists(path) and os.path.samefile(path, path_of(source.spec)):
-            raise InputError("HD507", f"{path}: is also an input, which it would replace")
-    try:
-        check_target(path, nbytes)
-    except FileError as error:
-        raise InputError("HD402", str(error)) from error
-
-
-def pieces_of(shape: tuple[int, ...], dtype: torch.dtype, window: int) -> Listed:
-    """The pieces of a tensor: half of the window each, since reading one may take as much again."""
-    return grid(shape, piece_limit(window // 2, dtype.itemsize))
+    found = []
+    for d in datasets:
+        limit, pieces = piece_limit(window // 2, d.dtype.itemsize), d.pieces
+        if pieces is None or not len(pieces) or int(pieces.sizes.max()) > limit or not pieces.are_runs:
+            try:
+                check_pieces(d.shape, d.dtype.itemsize, limit)
+            except WrongError as error:
+                raise InputError("HD419", f"{d.name} {error}") from error
+            pieces = grid(d.shape, limit)
+        found.append(replace(d, pieces=pieces))
+    return found
 
 
 def copy(
@@ -66,37 +65,35 @@ def copy(
     """Write tensors to a file, or to several and an index. Collective over `team`.
 
     Args:
-        datasets: without pieces, or with such as are runs of the tensors, in order.
-        read: raises an InputError for what cannot be read.
+        datasets: perhaps with the pieces in which they are in a file: see in_pieces().
+        read: raises an HpcdistError for what cannot be read.
 
     Returns:
-        How many pieces there are, and how many of them another run has left complete.
+        How many pieces this rank has, and how many of them another run has left complete.
 
     Raises:
         RankError: on every rank, if anything failed on one; existing files are then as they were.
     """
-    pieces = [pieces_of(d.shape, d.dtype, options.window) if d.pieces is None else d.pieces for d in datasets]
-    datasets = [replace(d, pieces=of) for d, of in zip(datasets, pieces, strict=True)]
+    datasets = in_pieces(datasets, options.window)
     shares = Shares(datasets, team.size)
-    mine = [shares.rows(i, team.rank) for i in range(len(datasets))]
+    mine = shares.boxes(team.rank)
     if path.endswith(safetensors.SUFFIX):
         options = replace(options, attrs={"format": "pt", **options.attrs})
     with meter(world, verb, sum(d.nbytes() for d in datasets) // team.size) as bar:
         options = replace(options, progress=bar.update)
         with FileWriter(team, verb, path, datasets, shares.owners, options) as file:
-            left = [(i, row) for i, rows in enumerate(mine) for row in rows]
-            sizes = [int(pieces[i].sizes[row]) * datasets[i].dtype.itemsize for i, row in left]
-            buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device="cpu")
+            buffer = torch.empty(piece_limit(options.window // 2, 1), dtype=torch.uint8, device="cpu")
             try:
-                for (i, row), nbytes in zip(left, sizes, strict=True):
+                for (i, row), box in mine.items():
                     if file.problem is not None:
                         break
-                    x: Tensor = buffer[:nbytes].view(datasets[i].dtype).view(pieces[i][row].shape)
-                    read(i, pieces[i][row], x)
+                    dtype = datasets[i].dtype
+                    x: Tensor = buffer[: box.size() * dtype.itemsize].view(dtype).view(box.shape)
+                    read(i, box, x)
                     file.put(i, row, x)
-            except InputError as error:
+            except HpcdistError as error:
                 file.fail(error)
-    return sum(map(len, pieces)), sum(objects.all_gather_object(team.comm, file.kept))
+    return len(mine), file.kept
 
 
 class Shares:
@@ -106,24 +103,74 @@ class Shares:
     """
 
     def __init__(self, datasets: Sequence[Dataset], size: int) -> None:
-        self._datasets = datasets
-        self._first = summed([d.nbytes() for d in datasets])
-        self._limits = np.array([int(self._first[-1]) * rank // size for rank in range(size + 1)], np.int64)
-
-    def _begins(self, i: int) -> Ints:
-        """Where each piece of tensor i begins, in the bytes of all tensors."""
-        dataset = self._datasets[i]
-        assert dataset.pieces is not None
-        begins: Ints = self._first[i] + dataset.pieces.starts * dataset.dtype.itemsize
-        return begins
+        first = summed([d.nbytes() for d in datasets])
+        limits = [int(first[-1]) * rank // size for rank in range(1, size)]
+        self._pieces: list[tuple[Listed, Ints]] = []  # of each tensor, and their owners
+        for start, d in zip(first[:-1], datasets, strict=True):
+            assert d.pieces is not None
+            begins = start + d.pieces.starts * d.dtype.itemsize
+            self._pieces.append((d.pieces, np.searchsorted(limits, begins, "right")))
 
     def rows(self, i: int, rank: int) -> range:
         """The pieces of tensor i that a rank reads and writes."""
-        return range(*np.searchsorted(self._begins(i), self._limits[rank : rank + 2]).tolist())
+        return range(*np.searchsorted(self._pieces[i][1], (rank, rank + 1)).tolist())
+
+    def boxes(self, rank: int) -> dict[tuple[int, int], Box]:
+        """The boxes of all pieces that a rank reads and writes: (tensor, piece) -> box."""
+        return {(i, row): of[row] for i, (of, _) in enumerate(self._pieces) for row in self.rows(i, rank)}
 
     def owners(self, i: int, elements: Ints) -> Ints:
         """The ranks that write elements of tensor i, counted in C order."""
-        begins = self._begins(i)
-        at = self._first[i] + elements * self._datasets[i].dtype.itemsize
-        owners: Ints = np.searchsorted(self._limits, begins[np.searchsorted(begins, at, "right") - 1], "right") - 1
-        return owners
+        pieces, owners = self._pieces[i]
+        return owners[np.searchsorted(pieces.starts, elements, "right") - 1]
+
+
+def add_options(p: Parser) -> None:
+    """Add the options that all of these commands have."""
+    p.add_argument(
+        "--window", type=nbytes, default=WINDOW, metavar="BYTES",
+        help="host memory that a rank may use for data in transit to files, such as 64M (default 256M)",
+    )  # fmt: skip
+    p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from its output")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def check_output(name: str, inputs: Iterable[str], nbytes: int) -> None:
+    """Check before any data move that a file of `nbytes` can be written, and is none of the inputs.
+
+    Raises:
+        InputError, FileError: it cannot: no such folder, not writable, no space, or an input under another name.
+    """
+    if os.path.exists(name) and any(os.path.samefile(name, path) for path in inputs):
+        raise InputError("HD507", f"{name}: is also an input, which it would replace")
+    check_target(name, nbytes)
+
+
+def copied(
+    world: World, args: Namespace, report: Report, started: float, done: tuple[int, int], *result: str
+) -> list[str]:
+    """Complete the report on a copy of all bytes to files; return lines of the report as text. Collective.
+
+    Args:
+        done: what copy() returned on this rank.
+        result: lines.
+    """
+    found = objects.all_gather_object(world.team.comm, (time.perf_counter() - started, *done))
+    seconds, pieces, kept = zip(*found, strict=True)
+    slowest = max(seconds)
+    report |= {"seconds": slowest, "output": args.output}
+    lines = [
+        f"ranks: {world.world_size}, each reads and writes its share, {show_bytes(args.window)} at a time",
+        *result,
+    ]
+    if args.resume:
+        report |= {"pieces": sum(pieces), "pieces_kept": sum(kept)}
+        lines.append(f"resumed: {sum(kept)} of {sum(pieces)} pieces were there and are kept")
+    took = f"every rank writes: {slowest * 1e3:.2f} ms, {report['bytes'] / slowest / 1e9:.2f} GB/s"
+    return [*lines, took, f"written: {shown(args.output)}"]
+
+
+def finish(world: World, args: Namespace, report: Report, lines: Iterable[str]) -> None:
+    """Print a report on rank 0: as lines of text, or as JSON."""
+    if world.rank == 0:
+        print(json.dumps(report) if args.json else "\n".join(lines), flush=True)

@@ -1,7 +1,7 @@
 """The command ``python -m hpcdist.concat``."""
 
-from hpcdist.commands.arrays import concat_main, concat_parser
+from hpcdist.commands.arrays import join_main, parser
 from hpcdist.runtime.cli import run
 
 if __name__ == "__main__":
-    run(concat_parser(), concat_main)
+    run(parser("concat"), join_main)

@@ -1,7 +1,7 @@
 """The command ``python -m hpcdist.split``."""
 
-from hpcdist.commands.arrays import split_main, split_parser
+from hpcdist.commands.arrays import parser, split_main
 from hpcdist.runtime.cli import run
 
 if __name__ == "__main__":
-    run(split_parser(), split_main)
+    run(parser("split"), split_main)

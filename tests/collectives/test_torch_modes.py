@@ -157,7 +157,7 @@ def test_staging_and_commands_do_not_depend_on_the_default_device(world: hd.Worl
             findings.same(opened.read("x"), whole, "open")
         for suffix in (".npy", ".pt", ".safetensors", ".h5"):
             told = ["--verify", "--window", "1024", "-o", str(folder / f"y{suffix}"), str(path)]
-            status = arrays.gather_main(world, arrays.gather_parser().parse_args(told))
+            status = arrays.join_main(world, arrays.parser("gather").parse_args(told))
             findings.check(status in (0, None), f"{suffix}: status {status}")
             findings.same(load(str(folder / f"y{suffix}")), whole, suffix)
     findings.settle()
@@ -401,21 +401,18 @@ def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", sorted(BARE, key=str)[::6], ids=str)
 def test_commands_on_dtypes_that_torch_cannot_copy(world: hd.World, folder: Path, dtype: torch.dtype) -> None:
-    """Which only HDF5 files hold, as raw bits: streamed, and by way of a rank, along both dims."""
+    """Which only HDF5 files hold, as raw bits: streamed to one file and to copies, and in memory; along both dims."""
     findings, x = Findings(world.comm), whole_of((6, 5), dtype)
     hd.staging.save(folder / "a.h5", x, dim=None)
     hd.staging.save(folder / "b.h5", x, dim=None)
     for dim in ("0", "1"):
-        for more in ([], ["--route", "gloo"], ["--route", "mpi", "--all"]):
-            out = folder / ("y-{rank}.h5" if "--all" in more else "y.h5")
-            told = ["--verify", "--dim", dim, *more, "-o", str(out), str(folder / "[ab].h5")]
-            parser, main = (
-                (arrays.concat_parser, arrays.concat_main)
-                if "--all" in more
-                else (arrays.gather_parser, arrays.gather_main)
-            )
-            asked = parser().parse_args([word for word in told if word != "--all"])
-            findings.check(main(world, asked) in (0, None), f"{dim} {more}")
+        for name in ("y.h5", "y-{rank}.h5"):
+            out = folder / name
+            told = ["--verify", "--dim", dim, "-o", str(out), str(folder / "[ab].h5")]
+            findings.check(arrays.join_main(world, arrays.parser("concat").parse_args(told)) == 0, f"{dim} {name}")
             got = load(str(out).format(rank=world.rank))
-            findings.same(got, torch.cat([copyable(x)] * 2, int(dim)).view(dtype), f"{dim} {more}")
+            findings.same(got, torch.cat([copyable(x)] * 2, int(dim)).view(dtype), f"{dim} {name}")
+        for what, route in (("gather", "gloo"), ("concat", "mpi")):
+            told = ["--verify", "--dim", dim, "--route", route, str(folder / "[ab].h5")]
+            findings.check(arrays.join_main(world, arrays.parser(what).parse_args(told)) == 0, f"{dim} {what}")
     findings.settle()

@@ -17,6 +17,7 @@ from hpcdist import host_memory
 from hpcdist.commands import inputs
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
+from hpcdist.staging.reader import OpenFiles, TensorReader
 
 C = torch.arange(40).to(torch.complex64).view(4, 10) * (1 + 2j)
 X = torch.arange(4 * 5 * 6).view(4, 5, 6)
@@ -84,7 +85,8 @@ def test_every_tensor_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch)
             assert same_bits(load(f"{path}:{key}"), expected), (name, key)
             if key == "model/large":
                 continue
-            array = inputs.open_array(inputs.Source(f"{path}:{key}", tuple(x.shape), x.dtype))
+            source = inputs.described(f"{path}:{key}")
+            array = TensorReader(OpenFiles(source.contents), source.stored, verify=True)
             with array.files:
                 for dim, extent in enumerate(x.shape):
                     for start in range(extent):
@@ -149,7 +151,7 @@ def refused() -> dict[str, str]:
     return {f"{name}.pt": f"holds no tensor, but a {kind or name} tensor" for name, kind in kinds.items()} | {
         **{f"{name}.pt": "cannot be read: " for name in damaged},
         **{f"{name}.pt": "holds no array" for name in ("none", "numbers", "itself")},
-        "numbers.pt:epoch": "holds no array 'epoch'; it has: nothing",
+        "numbers.pt:epoch": "holds no tensor 'epoch'; it has: nothing",
         "good.pt:w": "holds an array without a name, and no array 'w'",
         "list.pt": "holds list, expected a tensor or a dict of tensors",
         "same.pt": "two of its tensors have the name '1'",

@@ -125,7 +125,7 @@ def test_every_layout_to_every_other(np_: int, made: Path, tmp_path: Path) -> No
         assert_same(out)
     assert len(list(tmp_path.glob("0d-*"))) > 2
     said = [job.out.splitlines() for job in jobs[::4]]
-    assert said[0][0].startswith(f"convert: DCP folder {made}/dcp of 4 files: 8 tensors, ")
+    assert said[0][0].startswith(f"convert: DCP folder {made}/dcp: 4 files, 8 tensors, ")
     left_out = "LEFT OUT, 2 that are no tensors: step, groups.0.lr"
     assert [INPUTS[i] for i, (_, second, *_) in enumerate(said) if second == left_out] == ["dcp", "whole.h5"]
     with safe_open("3a.safetensors", framework="pt") as file:
@@ -291,7 +291,7 @@ REFUSED = {
     "dcp c/ --max-shard-size 1KB": "has no --max-shard-size",
     "dcp c/ --resume": "and no --resume",
     "dcp full": "is not empty: it holds x",
-    "dcp dcp": "holds a checkpoint already, which is not replaced",
+    "dcp dcp": "is not empty: it holds .metadata",
     "dcp x.npy/c": "x.npy",
     "empty out.h5": "holds no checkpoint, or an incomplete one",
     "no.txt out.h5": "no.txt: expected a file of tensors or a checkpoint: a folder",
@@ -299,9 +299,9 @@ REFUSED = {
     "x.npy c": "x.npy: holds an array without a name: hpcdist.gather copies it",
     "names.safetensors out.h5": "cannot be a tensor and hold",
     "odd.h5 out.safetensors": "'z' has dtype torch.complex128, which a .safetensors file cannot hold",
-    "sharded sharded/model.safetensors": "would replace an input",
-    "names.safetensors names.safetensors": "would replace an input",
-    "bare bare/model.safetensors --max-shard-size 1KB": "would replace an input",
+    "sharded sharded/model.safetensors": "is also an input, which it would replace",
+    "names.safetensors names.safetensors": "is also an input, which it would replace",
+    "bare bare/model.safetensors --max-shard-size 2KB": "is also an input, which it would replace",
     "dcp out.safetensors/.": "is the name of a folder",
 }
 
@@ -342,7 +342,7 @@ def test_a_name_holds_one_file_or_several(made: Path) -> None:
 
 KILLED = """
     import os, runpy, signal, sys
-    from hpcdist.commands import dcp_planner
+    from hpcdist.commands.inputs import Reader
     from hpcdist.staging.writer import RankWriter
     def dying(kind, name, count):
         original, done = getattr(kind, name), []
@@ -354,9 +354,11 @@ KILLED = """
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
         setattr(kind, name, method)
-    dying(RankWriter, "put", 3)
-    dying(dcp_planner.PiecesPlanner, "resolve_data", 3)
     sys.argv = ["convert", *{arguments!r}]
+    if "." in sys.argv[2]:
+        dying(RankWriter, "put", 3)
+    else:
+        dying(Reader, "read", 3)
     runpy.run_module("hpcdist.convert", run_name="__main__")
 """
 

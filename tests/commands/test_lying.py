@@ -269,7 +269,7 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path: Path) -> None:
         torch.save(torch.tensor([i]), tmp_path / f"t{i}.pt")
     code = """
         import resource, runpy, sys
-        from hpcdist.commands.arrays import gather_main, gather_parser
+        from hpcdist.commands.arrays import join_main, parser
         from mpi4py import MPI
         import hpcdist as hd, os
         with hd.init(device="cpu") as world:
@@ -277,7 +277,7 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path: Path) -> None:
                 args = [inputs, "--verify", "--window", "1K", *(["-o", output] if output else [])]
                 now = len(os.listdir("/proc/self/fd"))
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max(64, now + 20), 2**12))
-                assert gather_main(world, gather_parser().parse_args(args)) == 0
+                assert join_main(world, parser("gather").parse_args(args)) == 0
     """
     job = mpirun(2, code=code, cwd=tmp_path)
     assert job.status == 0, job.err

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import hpcdist as hd
 from hpcdist.commands import inputs
-from hpcdist.commands.arrays import gather_main, gather_parser
+from hpcdist.commands.arrays import join_main, parser
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES
 
@@ -37,7 +37,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hd.World]
 
 
 def gather(world: hd.World, *args: str) -> int:
-    return gather_main(world, gather_parser().parse_args(args))
+    return join_main(world, parser("gather").parse_args(args))
 
 
 def test_every_dtype_is_written_bit_by_bit_or_refused_beforehand(alone: hd.World) -> None:
@@ -90,7 +90,7 @@ def test_names_and_patterns(alone: hd.World) -> None:
         file["x/y"] = [1]
 
     def found(*given: str) -> list[str]:
-        return [source.spec for source in inputs.find(alone, given, 0, None).sources]
+        return [source.spec for source in inputs.find(alone, given, 0).sources]
 
     assert found("b.npy", "a*.npy") == ["b.npy", "a.npy"]
     assert found("[sS]*.npy") == [f"{name}.npy" for name in natural]
@@ -120,9 +120,9 @@ def test_an_array_is_not_taken_twice_by_whatever_paths(alone: hd.World) -> None:
         ),
     ):
         with pytest.raises(HpcdistError, match="named twice"):
-            inputs.find(alone, given.split(), 0, None)
+            inputs.find(alone, given.split(), 0)
     for fine in ("a.npy b.npy", "two.npz:x two.npz:y"):
-        assert len(inputs.find(alone, fine.split(), 0, None).sources) == 2
+        assert len(inputs.find(alone, fine.split(), 0).sources) == 2
 
 
 def test_names_with_anything_in_them(alone: hd.World) -> None:
@@ -134,7 +134,7 @@ def test_names_with_anything_in_them(alone: hd.World) -> None:
             path = f"{name}{suffix}"
             if suffix != ".npz":
                 gather(alone, "in.npy", f"--output={path}")
-            assert inputs.find(alone, [path], 0, None).sources[0].spec == path
+            assert inputs.find(alone, [path], 0).sources[0].spec == path
             for spec in [path] if suffix in (".npy", ".pt") else [path, f"{path}:data"]:
                 for by_library in (False, True):
                     assert load(spec, by_library).tolist() == [0, 1, 2], spec
@@ -165,8 +165,8 @@ def damaged() -> dict[str, str]:
         "cut.npy": "cannot be read: it ends in the middle of its data",
         "text.npy": "holds dtype <U1",
         "two.npz": "holds 2 arrays; name one as",
-        "two.npz:c": "holds no array 'c'; it has: a, b",
-        "group.h5:/g": "holds no array 'g'",
+        "two.npz:c": "holds no tensor 'c'; it has: a, b",
+        "group.h5:/g": "holds no tensor 'g'",
         "group.h5:/null": "holds no tensor 'null', but null (without a value)",
         "what.txt": "unknown suffix '.txt'; expected one of .npy, .npz, .pt, .safetensors, .h5",
     }

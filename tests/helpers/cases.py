@@ -168,14 +168,15 @@ def strides_for(dtype: torch.dtype) -> Iterator[str]:
 
 def load(spec: str, by_library: bool = False, window: int = 2**20) -> Tensor:
     """An array of a file, as the commands read it, or to compare with it, by the format's own library."""
-    stored = inputs._described(spec)[1]
+    source = inputs.described(spec)
+    data = inputs.joined([source], 0)
+    whole = layout.whole(data.shape)
     if by_library:
-        return inputs.slices_of(spec)[1](layout.whole(stored.shape))
-    source = inputs.Source(spec, stored.shape, stored.dtype)
-    out = torch.empty(stored.shape or (1,), dtype=stored.dtype, device="cpu")
-    with inputs.Joined(inputs.Inputs([source], [0, 1], tuple(out.shape), out.dtype, 0, False), window) as joined:
-        joined.read(layout.whole(out.shape), out)
-    return out.view(stored.shape)
+        return data.by_library()(whole).view(source.stored.shape)
+    out = torch.empty(data.shape, dtype=data.dtype, device="cpu")
+    with data.reader(window) as reader:
+        data.join(reader.read, whole, out)
+    return out.view(source.stored.shape)
 
 
 def assert_refused(folder: Path, messages: Mapping[str, str]) -> None:

@@ -19,7 +19,8 @@ from conftest import WRITERS
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.commands.copying import OUTPUTS, copy
+from hpcdist.commands.arrays import OUTPUTS
+from hpcdist.commands.copying import copy
 from hpcdist.formats.contents import Dataset
 from hpcdist.staging.writer import SaveOptions
 
