@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import hpcdist.doctor  # noqa: F401  its checks fill the table
-from hpcdist.doctor.table import CHECKS, SECTIONS, STEPS
+from hpcdist.doctor import checks  # noqa: F401  it fills the table
+from hpcdist.doctor.table import CHECKS, STEPS
 
 PAGE = Path(__file__).with_name("doctor.md")
 _TABLE = re.compile(r"(<!-- checks: (.+) -->\n\n)(?:\|.*\n)*")
@@ -18,10 +18,10 @@ _HEAD = "| finding | what it means if it is not ok | what to do |\n|---|---|---|
 
 def tables() -> dict[str, str]:
     """Return the table of each section, and that of the steps of the examination."""
-    rows = {section: [] for section in SECTIONS} | {"steps": [(name, *STEPS[name]) for name in STEPS]}
+    rows: dict[str, list[tuple[str, str, str]]] = {"steps": [(name, *STEPS[name]) for name in STEPS]}
     for row in CHECKS:
         fixes = (row.fix, row.alike[1] if row.alike else "")
-        rows[row.section].append((row.name, row.meaning, "; ".join(filter(None, fixes))))
+        rows.setdefault(row.section, []).append((row.name, row.meaning, "; ".join(filter(None, fixes))))
     return {
         name: _HEAD + "".join(f"| `{name}` | {meaning} | {fix} |\n" for name, meaning, fix in of_section)
         for name, of_section in rows.items()

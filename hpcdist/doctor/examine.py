@@ -29,7 +29,7 @@ from hpcdist.collectives.concat import concat
 from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor import facts as own
-from hpcdist.doctor.checks_network import gloo_problem
+from hpcdist.doctor.checks import socket_problem
 from hpcdist.doctor.supervisor import ProgressPipe
 from hpcdist.doctor.table import Facts, known
 from hpcdist.errors import HpcdistError, reason
@@ -154,7 +154,9 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
     for name in select.ROUTES:
         pipe.step(f"route {name}")
         absent = select.load(name).missing(here.team)
-        if name == "gloo" and (problem := gloo_problem(everyone)):  # else gloo fails or hangs in its first call
+        if name == "gloo" and (
+            problem := socket_problem("GLOO_SOCKET_IFNAME", everyone)
+        ):  # else gloo fails or hangs in its first call
             absent = f"GLOO_SOCKET_IFNAME: {problem}"
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
         pipe.facts([facts])
@@ -210,8 +212,7 @@ def _measure_pairs(leaders: MPI.Intracomm, facts: Facts) -> list[dict[str, Any]]
     nodes = objects.all_gather_object(leaders, facts["node"])
     found = []
     begin = time.perf_counter()
-    bits = range((leaders.size - 1).bit_length())
-    for step in range(1, 1 << len(bits)) if leaders.size <= _ALL_PAIRS else (1 << bit for bit in bits):
+    for step in range(1, 1 << (leaders.size - 1).bit_length()):
         if objects.all_gather_object(leaders, time.perf_counter() - begin)[0] > _TOTAL_SECONDS:
             break
         peer = leaders.rank ^ step  # so each pair meets in one step, and each node is in one pair of a step

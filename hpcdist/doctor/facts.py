@@ -219,7 +219,7 @@ def gpus() -> Facts:
     try:
         properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         gpu["gpus"] = [
-            {"name": p.name, "id": devices.identity(i), "bytes": p.total_memory, **_affinity(p)}
+            {"name": p.name, "id": devices.identity(i), "bytes": p.total_memory, "near": _near(p)}
             for i, p in enumerate(properties)
         ]
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
@@ -246,12 +246,11 @@ def _openable(path: Path) -> bool:
     return False
 
 
-def _affinity(properties: Any) -> dict[str, Any]:
-    """Return the NUMA domain of a GPU, and the CPUs that are near it; nothing if the system does not know them."""
+def _near(properties: Any) -> str:
+    """Return the CPUs near a GPU, as the kernel lists them; "" if it does not know them."""
     numbers = [getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
     folder = _SYS / "bus/pci/devices" / "{:04x}:{:02x}:{:02x}.0".format(*numbers)
-    numa = int(_read(folder / "numa_node") or -1)
-    return {"numa": numa, "near": _read(folder / "local_cpulist")} if numa >= 0 else {}
+    return "" if _read(folder / "numa_node") in ("", "-1") else _read(folder / "local_cpulist")
 
 
 def network() -> Facts:

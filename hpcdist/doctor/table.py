@@ -1,6 +1,6 @@
 """The table of checks: each has a name, the facts that it needs, a verdict, a meaning and a fix.
 
-A verdict is a pure function of facts. The modules ``checks_*`` fill the table, and docs/doctor.md is made from it.
+A verdict is a pure function of facts. checks.py fills the table, and docs/doctor.md is made from it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any, Literal
 from hpcdist.runtime.cli import ranks_text
 
 __all__ = [
-    "CHECKS", "NODE", "ORDER", "RANK", "SECTIONS", "STEPS", "Facts", "Finding", "Ranks", "Verdict", "by_node", "check",
+    "CHECKS", "NODE", "ORDER", "RANK", "STEPS", "Facts", "Finding", "Ranks", "Verdict", "by_node", "check",
     "describe", "fix_of", "grouped", "incomplete", "judge", "known", "names", "some",
 ]  # fmt: skip
 
-SECTIONS = ("job", "software", "cores", "limits", "GPUs", "network", "folders", "routes")
 ORDER = ("broken", "warning", "ok")
 RANK, NODE, JOB = ("id",), ("node",), ()  # not the rank's number, which may only be known later
 
@@ -114,7 +113,7 @@ def fix_of(name: str) -> str:
 
 def judge(ranks: Ranks) -> list[Finding]:
     """Return the findings about the facts of all ranks."""
-    found = [_judge(row, ranks) for row in sorted(CHECKS, key=lambda row: SECTIONS.index(row.section))]
+    found = [_judge(row, ranks) for row in CHECKS]
     return [finding for finding in found if finding is not None]
 
 

@@ -9,7 +9,7 @@ from facts import GIB, change, healthy, ill, mount, port, rank
 
 from hpcdist.doctor import facts as own
 from hpcdist.doctor.__main__ import report
-from hpcdist.doctor.checks_network import _selected
+from hpcdist.doctor.checks import _selected
 from hpcdist.doctor.supervisor import Outcome
 from hpcdist.doctor.table import CHECKS, Facts, Finding, judge
 from hpcdist.runtime.cli import ranks_text
@@ -493,11 +493,9 @@ def test_gpus_that_are_far_from_their_ranks() -> None:
     for facts in ranks[2:]:
         facts["cores"] = [(core + 8) % 16 for core in facts["cores"]]
     found = judge(ranks)
-    text = (
-        "ranks 2-3 on b run far from their GPUs: rank 2 has cores 8-15, and its GPU is near cores 0-7 (ranks 2-3 on b)"
-    )
-    assert ill(found) == {"GPU affinity": f"warning: {text}"}
-    assert "srun --cpu-bind=map_ldom:0,1," in fix_of(found, "GPU affinity")
+    text = "warning: runs on cores 8-15, and its GPU is near cores 0-7 (rank 2 on b); "
+    assert ill(found) == {"GPU affinity": f"{text}runs on cores 0-7, and its GPU is near cores 8-15 (rank 3 on b)"}
+    assert "srun --gpu-bind=closest" in fix_of(found, "GPU affinity")
 
 
 def test_nccl_through_sockets_by_hand_and_on_slingshot() -> None:
@@ -587,7 +585,7 @@ def test_a_world_of_one_whose_gpu_is_far() -> None:
     lonely["mpi"].update(size=1, alone="this process is alone")
     del lonely["local_rank"]
     lonely["cores"] = [8]
-    assert "rank 0 has core 8" in ill(judge([lonely]))["GPU affinity"]
+    assert ill(judge([lonely]))["GPU affinity"] == "warning: runs on core 8, and its GPU is near cores 0-7"
 
 
 def test_one_container_a_rank() -> None:
