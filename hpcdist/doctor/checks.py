@@ -474,13 +474,15 @@ def _reaches(a: Facts, b: Facts, *addresses: str) -> bool:
     return a is b or tried is None or any(tried.get(address) for address in addresses)
 
 
+def _good_interfaces(nodes: Ranks) -> list[str]:
+    """Return the interfaces through which every node was reached by all that tried."""
+    names = [name for name in nodes[0]["interfaces"] if all(name in facts["interfaces"] for facts in nodes)]
+    return [name for name in names if all(_reaches(a, b, b["interfaces"][name]) for a, b in product(nodes, nodes))]
+
+
 def _export(nodes: Ranks) -> str:
-    """Return how to name an interface through which every node was reached by all that tried; else ""."""
-    for name in nodes[0]["interfaces"]:
-        to = [(facts, facts["interfaces"].get(name, "")) for facts in nodes]
-        if len(nodes) > 1 and all(address and _reaches(a, b, address) for a in nodes for b, address in to):
-            return f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-    return ""
+    good = _good_interfaces(nodes) if len(nodes) > 1 else []
+    return f"export GLOO_SOCKET_IFNAME={good[0]} NCCL_SOCKET_IFNAME={good[0]}" if good else ""
 
 
 @check(
@@ -499,8 +501,8 @@ def _network(ranks: Ranks) -> Verdict:
     if pairs:
         return "broken", some([f"{a['host']} does not reach {b['host']}" for a, b in pairs], 4, "pairs")
     tried = sum(len(facts.get("reach", {})) for facts in nodes)
-    way = _export(nodes) or "interfaces of different names, which hpcdist.init() finds"
-    return "ok", f"all {tried} pairs of nodes that were tried reach each other; for other programs: {way}"
+    advice = _export(nodes) or "interfaces of different names, which hpcdist.init() finds"
+    return "ok", f"all {tried} pairs of nodes that were tried reach each other; for other programs: {advice}"
 
 
 def _named(variable: str, ranks: Ranks) -> Verdict:
@@ -650,7 +652,9 @@ def _bandwidth(ranks: Ranks) -> Verdict:
     if not found or slow:
         return _slow(found, slow, usual, lambda rate: f"{rate / 1e6:.0f} MB/s") if slow else None
     text = f"{usual / 1e6:.0f} MB/s from node to node through MPI ({plural(len(found), 'pair')})"
-    promised, link = min(map(_promised, _nodes(ranks)))
+    nodes = _nodes(ranks)
+    good = _good_interfaces(nodes)
+    promised, link = min(_promised(facts, good) for facts in nodes)
     if not link:
         return "ok", text
     far_less = max(rate for _, rate in found) < _SLOW_LINK * promised
@@ -658,11 +662,11 @@ def _bandwidth(ranks: Ranks) -> Verdict:
     return "warning" if far_less else "ok", text
 
 
-def _promised(facts: Facts) -> tuple[float, str]:
-    """Return (bytes/s, name) of the fastest link of a rank's node, InfiniBand or an interface; (0, "") if unknown."""
+def _promised(facts: Facts, names: list[str]) -> tuple[float, str]:
+    """Return (bytes/s, name) of a node's fastest link, InfiniBand or one of these interfaces; (0, "") if unknown."""
     links = [(p["rate"] * 1e9 / 8, f"{p['layer']} {p['device']} of {p['rate']:g} Gbit/s") for p in _active(facts)]
     if not links:
-        speeds = [(name, facts["speeds"][name]) for name in facts["interfaces"] if name in facts["speeds"]]
+        speeds = [(name, facts["speeds"][name]) for name in names if name in facts["speeds"]]
         links = [(speed * 1e6 / 8, f"{name} of {speed / 1000:g} Gbit/s") for name, speed in speeds]
     return max(links, key=lambda link: link[0], default=(0.0, ""))
 

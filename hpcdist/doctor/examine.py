@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -154,10 +154,8 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
     for name in select.ROUTES:
         pipe.step(f"route {name}")
         absent = select.load(name).missing(here.team)
-        if name == "gloo" and (
-            problem := socket_problem("GLOO_SOCKET_IFNAME", everyone)
-        ):  # else gloo fails or hangs in its first call
-            absent = f"GLOO_SOCKET_IFNAME: {problem}"
+        if name == "gloo":  # else it fails or hangs in its first call
+            absent = absent or socket_problem("GLOO_SOCKET_IFNAME", everyone)
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
         pipe.facts([facts])
     facts["nccl_network"] = read_nccl_log(nccl_log)
@@ -243,19 +241,18 @@ def try_staging(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: s
     A rank that hangs in the folder hangs in a step of its own; the ranks wait for each other in another step.
     """
     data = secrets.token_bytes(16)
-    file = None
     pipe.step("staging folder", alone=True)
     if facts["node"] == facts["rank"]:
         facts["staging"] = own.try_folder(folder)
-    if comm.rank == 0 and "error" not in facts["staging"]:
-        file = own.put(folder, data)
-    made = _gather(pipe, comm, file and (file.name, data))[0]
-    pipe.step("staging folder", alone=True)
-    facts["sees"] = own.sees(*made) if made else None
-    _gather(pipe, comm, None)
-    pipe.step("staging folder", alone=True)
-    if file:
-        file.close()
+    with ExitStack() as files:
+        made = None
+        if comm.rank == 0 and "error" not in facts["staging"]:
+            made = files.enter_context(own.made(folder, data)).name
+        path, data = _gather(pipe, comm, (made, data))[0]
+        pipe.step("staging folder", alone=True)
+        facts["sees"] = own.sees(path, data) if path else None
+        _gather(pipe, comm, None)
+        pipe.step("staging folder", alone=True)
 
 
 def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> str | None:
@@ -309,7 +306,8 @@ def _try_file(here: World) -> dict[str, Any]:
         return {"error": " ".join(str(error).split())}
     finally:
         if here.rank == 0:
-            Path(path).unlink(missing_ok=True)
+            with suppress(OSError):
+                os.unlink(path)
 
 
 def _time(here: World, name: str) -> dict[str, Any]:

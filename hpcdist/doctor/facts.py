@@ -17,8 +17,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from hpcdist.procstat import started
 from hpcdist.versions import __version__
 
 __all__ = [
-    *("PREFIX", "before_mpi", "cores", "gpus", "launch", "members", "mount_of", "network", "put", "sees", "software"),
+    *("PREFIX", "before_mpi", "cores", "gpus", "launch", "made", "members", "mount_of", "network", "sees", "software"),
     *("try_folder", "try_worker"),
 ]
 
@@ -310,7 +310,7 @@ def try_folder(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"folder": folder, **_space(folder), "mount": mount_of(folder)}
     data = secrets.token_bytes(_TRIAL)
     try:
-        with put(folder, data) as file:
+        with made(folder, data) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -322,20 +322,14 @@ def try_folder(folder: str) -> dict[str, Any]:
     return found
 
 
-def put(folder: str, data: bytes) -> Any:
-    """Write a file, which is removed when it is closed.
-
-    Raises:
-        OSError: if that fails.
-    """
-    file = tempfile.NamedTemporaryFile(prefix=PREFIX, dir=folder)  # noqa: SIM115  the caller closes it
-    with ExitStack() as stack:
-        stack.push(file)
+@contextmanager
+def made(folder: str, data: bytes) -> Iterator[Any]:
+    """A context in which there is a file with these contents in a folder."""
+    with tempfile.NamedTemporaryFile(prefix=PREFIX, dir=folder) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        stack.pop_all()
-    return file
+        yield file
 
 
 def sees(path: str, data: bytes) -> bool:

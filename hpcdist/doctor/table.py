@@ -138,7 +138,7 @@ def _judge(row: Check, ranks: Ranks) -> Finding | None:
     fix = first[2] if len(first) == 3 else None if grade == "ok" else fix_of(row.name)
     if grade == "ok" and row.alike and len(texts) > 1:
         grade, fix = row.alike
-    if whole or list(map(len, texts.values())) == [len(ranks)]:
+    if whole or (list(map(len, texts.values())) == [len(ranks)] and not incomplete(ranks)):
         return Finding(row.name, grade, first[1], fix, row.section)
     text = some([f"{text} ({names(unit)})" for text, unit in texts.items()], 4, "texts")
     return Finding(row.name, grade, text, fix, row.section)

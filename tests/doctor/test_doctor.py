@@ -227,7 +227,7 @@ def test_a_rank_that_hangs_or_dies_alone_is_named(ill: str, text: str, tmp_path:
     lines = [line for line in job.err.splitlines() if line.startswith("broken") and "rank 1 on" in line]
     assert len(lines) == 1, job.err
     assert text in lines[0]
-    assert lines[0][8:].startswith("this rank's hardware")
+    assert lines[0][8:].startswith("this rank's software")
     assert job.status != 0
 
 

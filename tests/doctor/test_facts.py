@@ -197,7 +197,7 @@ def test_no_rank_waits_for_others_in_a_step_of_its_own(
 ) -> None:
     """Else a folder that hangs on one node makes every supervisor run out of time, and rank 0 may be blamed."""
     pipe, called = _Pipe(), []
-    alone = ("try_folder", "put", "sees")
+    alone = ("try_folder", "made", "sees")
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -209,15 +209,15 @@ def test_no_rank_waits_for_others_in_a_step_of_its_own(
 
     for name in alone:
         monkeypatch.setattr(facts, name, noted(name, getattr(facts, name)))
-    made = str(tmp_path / "of rank 0"), b"data"
+    made = str(tmp_path / "of rank 0"), b"data"  # what rank 0 tells
     monkeypatch.setattr(objects, "all_gather_object", noted("gather", lambda comm, x: [x if first else made]))
     comm: Any = SimpleNamespace(rank=0 if first else 1)
     found: dict[str, Any] = {"rank": comm.rank, "node": comm.rank}
     examine.try_staging(pipe, comm, found, str(tmp_path))
     assert found["staging"]["folder"] == str(tmp_path)
     assert found["sees"] is first
-    inner = ["put", "sees"]  # of try_folder, which uses them as well
-    own = ["put"] if first else []
+    inner = ["made", "sees"]  # of try_folder, which uses them as well
+    own = ["made"] if first else []
     assert called == ["try_folder", *inner, *own, "gather", "sees", "gather"]
     assert list(tmp_path.iterdir()) == []
 

@@ -608,8 +608,8 @@ def test_cores_that_are_shared_by_as_many() -> None:
     """Two ranks on cores 0-7 and two on 8-15; then ranks of different numbers of cores."""
     ranks = [{**rank(i, local_rank=i // 2), "threads": 4} for i in range(4)]
     assert text_of(judge(ranks), "cores") == "bound to 8 each, shared by 2"
-    ranks = change("cores", list(range(8, 12)), 1)[:2]
-    assert text_of(judge(ranks), "cores") == "bound to 4 or 8 each"
+    text = "bound to 4 or 8 each (ranks 0-1 on a); bound to 8 each (ranks 2-3 on b)"
+    assert text_of(judge(change("cores", list(range(8, 12)), 1)), "cores") == text
 
 
 def test_the_report() -> None:
