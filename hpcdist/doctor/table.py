@@ -6,13 +6,13 @@ A verdict is a pure function of facts. checks.py fills the table, and docs/docto
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcdist.runtime.cli import ranks_text
 
 __all__ = [
-    "CHECKS", "NODE", "ORDER", "RANK", "STEPS", "Facts", "Finding", "Ranks", "Verdict", "by_node", "check",
+    "CHECKS", "NODE", "ORDER", "RANK", "STEPS", "Check", "Facts", "Finding", "Ranks", "Verdict", "by_node",
     "describe", "fix_of", "grouped", "incomplete", "judge", "known", "names", "some",
 ]  # fmt: skip
 
@@ -37,31 +37,38 @@ class Finding:
     section: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Check:
-    """One row of the table.
+    """One row of the table; it decorates the function that judges.
 
     Attributes:
         section, name: part of the report, and name of the finding.
-        needs: facts without which there is nothing to judge, such as "mpi.library".
+        needs: facts without which there is nothing to judge, such as "mpi.library", with spaces between.
+        fix: what to do about a finding that is not ok, as Markdown; the verdict may have a more precise one.
         per: the facts that are the same in what is judged by itself: RANK, NODE, JOB, or others such as
             "memory.group_id". The finding is about the worst of them.
         errors: the facts whose "error" is this finding.
         alike: verdict and fix if the texts of those that are ok differ; None if they may.
-        fix: what to do about a finding that is not ok, as Markdown; the verdict may have a more precise one.
-        judge: function from the facts of a rank, or of the ranks of a node or job, to the verdict; None for no finding.
         meaning: what a finding that is not ok means, as Markdown: the docstring of `judge`.
+        judge: function from the facts of a rank, or of the ranks of a node or job, to the verdict; None for no finding.
     """
 
     section: str
     name: str
-    needs: Sequence[str]
-    per: Sequence[str]
-    errors: str
-    alike: tuple[Grade, str] | None
-    fix: str
-    judge: Judge
-    meaning: str
+    needs: str
+    fix: str = ""
+    per: Sequence[str] = JOB
+    errors: str = ""
+    alike: tuple[Grade, str] | None = None
+    meaning: str = ""
+    judge: Judge = field(init=False)
+
+    def __call__(self, judge: Judge) -> Judge:
+        """Complete the row with this function."""
+        self.judge = judge
+        self.meaning = self.meaning or " ".join((judge.__doc__ or "").split())
+        CHECKS.append(self)
+        return judge
 
 
 CHECKS: list[Check] = []
@@ -91,20 +98,6 @@ STEPS = {
 }
 
 
-def check(
-    section: str, name: str, *needs: str, fix: str = "", per: Sequence[str] = JOB, errors: str = "",
-    alike: tuple[Grade, str] | None = None, meaning: str = "",
-) -> Callable[[Judge], Judge]:  # fmt: skip
-    """Add a function that judges facts to the table: see :class:`Check`."""
-
-    def add(judge: Judge) -> Judge:
-        text = meaning or " ".join((judge.__doc__ or "").split())
-        CHECKS.append(Check(section, name, needs, per, errors, alike, fix, judge, text))
-        return judge
-
-    return add
-
-
 def fix_of(name: str) -> str:
     """Return what to do about a check, or a step, of this name."""
     fixes = {**{row.name: row.fix for row in CHECKS}, **{step: fix for step, (_, fix) in STEPS.items()}}
@@ -124,7 +117,7 @@ def _judge(row: Check, ranks: Ranks) -> Finding | None:
             found.append(([facts], ("broken", " ".join(error.split()))))
     whole = not found and row.per is JOB
     if not found:
-        having = [facts for facts in ranks if all(known(facts, need) is not None for need in row.needs)]
+        having = [facts for facts in ranks if all(known(facts, need) is not None for need in row.needs.split())]
         units = grouped(having, lambda facts: tuple(known(facts, path) for path in row.per))
         found = [(unit, row.judge(unit[0] if row.per is RANK else unit)) for unit in units]
     grade = min((verdict[0] for _, verdict in found if verdict), key=ORDER.index, default=None)
