@@ -13,7 +13,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -140,16 +140,19 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
     facts["worker"] = own.try_worker()
     everyone = _share(pipe, comm, facts)
     nccl_log = log_nccl(variables(), facts)
-    here = _start(pipe, facts, folder, limit)
+    pipe.step("hpcdist.init()")
+    facts["init"] = _tried(lambda: _init(folder, limit))
+    pipe.facts([facts])  # an error is reported even if the other ranks hang
     everyone = _share(pipe, comm, facts)
-    if here is None or not all("seconds" in other["init"] for other in everyone):
+    if any("error" in other["init"] for other in everyone):
         return
+    here = world.current()
     if any(other["init"]["device"] == "cuda" for other in everyone):
         pipe.step("CUDA-aware MPI")
         facts["cuda_aware"] = mpi_takes_gpu_memory(here.team)
     if all(other["sees"] and not known(other, "staging.error") for other in everyone):
         pipe.step("HDF5 file")
-        facts["file"] = _try_file(here)
+        facts["file"] = _tried(lambda: _try_file(here))
     facts["routes"] = {}
     for name in select.ROUTES:
         pipe.step(f"route {name}")
@@ -276,41 +279,37 @@ def read_nccl_log(path: str | None) -> str | None:
     return found[1].strip() if found else None
 
 
-def _start(pipe: ProgressPipe, facts: Facts, folder: str, limit: float) -> World | None:
-    """Call hpcdist.init(); return None if it fails. The error is reported even if the other ranks hang."""
-    pipe.step("hpcdist.init()")
+def _tried(step: Callable[[], Facts]) -> Facts:
+    """Return what a step has found and the seconds that it took, or its error."""
     begin = time.perf_counter()
     try:
-        here = world.init(timeout=limit, staging=folder)
+        return {**step(), "seconds": time.perf_counter() - begin}
     except Exception as error:
-        facts["init"] = {"error": " ".join(str(error).split()) or type(error).__name__}
-        pipe.facts([facts])
-        return None
-    device = str(here.device.type)
-    facts["init"] = {"seconds": time.perf_counter() - begin, "device": device, "backend": dist.get_backend_config()}
-    return here
+        return {"error": str(error) or type(error).__name__}
 
 
-def _try_file(here: World) -> dict[str, Any]:
+def _init(folder: str, limit: float) -> Facts:
+    here = world.init(timeout=limit, staging=folder)
+    return {"device": here.device.type, "backend": dist.get_backend_config()}
+
+
+def _try_file(here: World) -> Facts:
     """Write an HDF5 file with all ranks and read it again. Collective."""
     name = objects.all_gather_object(here.comm, f"{own.PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
     shard = torch.arange(1000, device="cpu") + 1000 * here.rank
-    begin = time.perf_counter()
     try:
         staging.save(path, {"x": shard})
         if not torch.equal(staging.load(path, "x"), shard):
             return {"error": f"{path}: the data read differ from those written"}
-        return {"seconds": time.perf_counter() - begin, "writer": staging.writer()[0]}
-    except Exception as error:
-        return {"error": " ".join(str(error).split())}
+        return {"writer": staging.writer()[0]}
     finally:
         if here.rank == 0:
             with suppress(OSError):
                 os.unlink(path)
 
 
-def _time(here: World, name: str) -> dict[str, Any]:
+def _time(here: World, name: str) -> Facts:
     """Time a concat of 1 MiB a rank over a route. Collective."""
     x = placed(here, torch.full((_ROUTE_BYTES,), here.rank % 128, dtype=torch.uint8, device="cpu"), name)
     expected = torch.arange(here.world_size, device="cpu").remainder(128).repeat_interleave(_ROUTE_BYTES)
