@@ -596,12 +596,8 @@ def _nccl_network(ranks: Ranks) -> Verdict:
         return "broken", f"not the same on all ranks: {text}", "the same environment and NCCL_ variables on all nodes"
     environ = users[0]["environ"]
     off = [f"{name}={environ[name]}" for name in ("NCCL_IB_DISABLE", "NCCL_NET") if name in environ]
-    fast = [
-        f"{name} is Slingshot, which needs a plugin"
-        for f in users
-        for name in f["interfaces"]
-        if name.startswith("hsn")
-    ]
+    slingshot = [name for facts in users for name in facts["interfaces"] if name.startswith("hsn")]
+    fast = [f"{name} is Slingshot, which needs a plugin" for name in slingshot]
     fast += [f"{port['device']} is active" for facts in users for port in _active(facts)]
     if used == ["Socket"] and fast:
         why = f"because of {', '.join(off)}" if off else f"though {fast[0]}"
