@@ -25,6 +25,7 @@ OLDEST = {
     "numpy": "1.24",
     "h5py": "3.9",
     "jinja2": "3.1",
+    "psutil": "6.0",
     "safetensors": "0.8",
     "tqdm": "4.60",
     "xxhash": "3.2",

@@ -28,7 +28,10 @@ from hpcdist.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Meeting", "Nodes", "in_torch_order", "interfaces", "job", "meet", "open_store", "variables"]
+__all__ = [
+    "Meeting", "Nodes", "answering", "in_torch_order", "interfaces", "job", "local_address", "meet", "open_store",
+    "variables",
+]  # fmt: skip
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none was reached by all ranks
@@ -79,9 +82,9 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         return listener[0].getsockname()[1], addresses, secrets.token_hex()
 
     port, addresses, token = objects.broadcast(comm, "init", serve)
-    with _answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
+    with answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
         for seconds in _CONNECT_SECONDS:
-            ask = partial(_local_address, port=port, token=token, seconds=seconds)
+            ask = partial(local_address, port=port, token=token, seconds=seconds)
             reached = list(threads.map(ask, addresses))
             everywhere = [
                 all(rank)
@@ -251,7 +254,7 @@ def interfaces() -> dict[str, str]:
 
 
 @contextmanager
-def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
+def answering(listener: list[socket.socket], token: str) -> Iterator[None]:
     """A context in which rank 0 sends `token` to whoever connects: an address that several hosts have, such as that of
     docker0, may lead elsewhere."""
     over = threading.Event()
@@ -276,7 +279,7 @@ def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
             thread.join()
 
 
-def _local_address(address: str, port: int, token: str, seconds: float) -> str | None:
+def local_address(address: str, port: int, token: str, seconds: float) -> str | None:
     """Return the address of this host from which `address` is reached; None if rank 0 does not answer there."""
     try:
         with socket.create_connection((address, port), seconds) as connection:

@@ -1,59 +1,61 @@
 """Examine a job: the steps of the examination, in order, on every rank.
 
-The facts of a rank: rank, id, node (its lowest rank), host, environ; what gather() of each module returns; reach,
-pairs, staging and sees_lock on one rank of each node; quotas on rank 0; sees, sees_current, worker, init, file,
-cuda_aware, routes and nccl_network. `python -m hpcdist.doctor --json` prints them.
+The facts of a rank are those of facts.py, and what the ranks find out together: mpi, node and local_rank; reach, pairs
+and staging on one rank of each node; sees, worker, init, file, cuda_aware, routes and nccl_network. ``--json`` prints
+them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
+import tempfile
 import time
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hpcdist import staging
+from hpcdist.collectives.concat import concat
+from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
-from hpcdist.doctor import (
-    cores,
-    fabric,
-    files,
-    filesystems,
-    gpus,
-    launch,
-    limits,
-    links,
-    network,
-    quotas,
-    software,
-    timing,
-)
-from hpcdist.doctor.findings import Facts, Finding
-from hpcdist.doctor.supervisor import Line, Outcome
-from hpcdist.doctor.topics import Ranks, Section, Verdict, each, error_of, topic
+from hpcdist.doctor import facts as own
+from hpcdist.doctor.checks import socket_problem
+from hpcdist.doctor.supervisor import ProgressPipe
+from hpcdist.doctor.table import Facts, known
+from hpcdist.errors import HpcdistError, reason
+from hpcdist.routes import select
 from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
-from hpcdist.runtime.cli import ranks_text
+from hpcdist.runtime.cli import placed, timed
 from hpcdist.runtime.world import World
 from hpcdist.runtime.world import environ as variables
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["SECTIONS", "examine", "judge", "judge_all", "judge_end"]
+__all__ = ["examine", "log_nccl", "reach", "read_nccl_log", "try_staging"]
 
-# Stages in which a rank may hang alone: name, and what may help.
-_STAGING_FOLDER = "staging folder", "a file system that does not respond: df FOLDER; export HPCDIST_STAGING=another"
-_BEFORE_MPI = ("ulimit -n", "TMPDIR", "/dev/shm")  # why MPI or init() may fail
-_CURRENT_FOLDER = "current folder", "a file system that does not respond: df .; cd to another folder"
+_ALL_PAIRS = 32  # nodes; with more, each node tries those at distance 1, 2, 4, 8, ...
+_CONNECT_SECONDS = 1.5  # an address that takes longer to answer counts as unreachable
+_THREADS = 32  # that connect at the same time
+_SMALL, _LARGE = 8, 2**20  # bytes of the messages between two nodes
+_ROUNDS = {_SMALL: 30, _LARGE: 4}  # there and back; the shortest counts
+_TOTAL_SECONDS = 5.0  # after which no further pairs are tried
+_ROUTE_BYTES = 2**20  # a rank
+_ROUTE_ROUNDS = 3  # after a warm-up that is not counted
 
 
-def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: float) -> None:
+def examine(pipe: ProgressPipe, facts: Facts, folder: str | None, first: bool, limit: float) -> None:
     """Examine this rank, and the job if MPI connects the ranks. Runs in a process of its own.
 
     Args:
@@ -62,216 +64,259 @@ def examine(line: Line, facts: Facts, folder: str | None, first: bool, limit: fl
         first: whether this process examines its node if MPI does not connect the ranks.
         limit: seconds for each step that may hang.
     """
-    temporary = facts["environ"].get("TMPDIR") or "/tmp"
-    line.stage("this rank's limits", f"a file system that does not respond: df {temporary} /dev/shm")
-    facts.update(**limits.gather(), **files.before_mpi(temporary))
-    line.facts([facts])
-    comm = launch.start_mpi(line, facts)
-    joined = comm is not None and not facts["mpi"]["alone"]
-    if not joined and not first:
+    pipe.step("this rank's limits", alone=True)
+    facts.update(own.before_mpi(facts["environ"].get("TMPDIR") or "/tmp"))
+    pipe.facts([facts])
+    comm = _start_mpi(pipe, facts)
+    if comm is None and not first:
         return
-    _gather(line, facts)
-    if comm is None or not joined:
-        line.stage(*_STAGING_FOLDER)
-        facts["staging"] = files.try_folder(folder or world.staging_folder(1))
-        _ask_quotas(facts)
-        line.facts([facts])
+    pipe.step("this rank's software", alone=True)
+    facts.update(own.software(facts["node"] == facts["rank"]))
+    pipe.step("this rank's hardware", alone=True)
+    facts.update(**own.cores(), **own.gpus(), **own.network())
+    pipe.facts([facts])
+    if comm is None:
+        pipe.step("staging folder", alone=True)
+        facts["staging"] = own.try_folder(folder or world.staging_folder(1))
+        pipe.facts([facts])
         return
-    _examine_job(line, comm, facts, folder, limit)
-    line.stage("MPI_Finalize", "look at the findings about MPI", together=True)
+    _examine_job(pipe, comm, facts, folder, limit)
+    pipe.step("MPI_Finalize")
     from mpi4py import MPI
 
     MPI.Finalize()
 
 
-def _gather(line: Line, facts: Facts) -> None:
-    """Collect what this rank knows by itself."""
-    line.stage("this rank's software", "a file system that does not respond: df on that node")
-    facts.update(**software.gather(facts["node"] == facts["rank"]), **filesystems.gather())
-    line.stage("this rank's hardware", "look at nvidia-smi and dmesg on that node")
-    facts.update(**cores.gather(), **gpus.gather())
-    facts.update(**network.gather(), **fabric.gather(), **files.gather())
-    line.facts([facts])
+def _start_mpi(pipe: ProgressPipe, facts: Facts) -> MPI.Intracomm | None:
+    """Start MPI as importing mpi4py does, but step by step; return its world, or None if it has one rank of several."""
+    pipe.step("MPI library", alone=True)
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # so that the library's name is known if its start fails
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        last = str(error).strip().rpartition("\n")[2].strip()
+        facts["mpi"] = {"error": f"mpi4py finds no MPI library ({reason(error)}: {last})"}
+        return None
+    library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\0 ").split())
+    facts["mpi"] = {"mpi4py": mpi4py.__version__, "library": library, "standard": list(MPI.Get_version())}
+    pipe.facts([facts])
+    pipe.step("MPI_Init")
+    if not MPI.Is_initialized():
+        level = facts["environ"].get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}", MPI.THREAD_MULTIPLE))
+    comm = MPI.COMM_WORLD
+    levels = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+    alone = launcher.alone(facts["environ"], comm.size, library)
+    facts["mpi"].update(size=comm.size, thread_level=levels[MPI.Query_thread()], alone=alone)
+    if alone is not None:
+        return None
+    facts["rank"] = comm.rank
+    pipe.step("MPI's first messages")
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    facts["node"] = objects.all_gather_object(local, comm.rank)[0]
+    facts["local_rank"] = local.rank
+    local.Free()
+    return comm
 
 
-def _examine_job(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str | None, limit: float) -> None:
+def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: str | None, limit: float) -> None:
     """Examine what the ranks do together. Collective over `comm`."""
-    everyone = _share(line, comm, facts)
+    everyone = _share(pipe, comm, facts)
     nodes = len({other["node"] for other in everyone})
     leads = facts["node"] == facts["rank"]
     leaders = comm.Split(0 if leads else 1, comm.rank)
     assert isinstance(leaders, type(comm))
     if leads and nodes > 1:
-        line.stage("network", "look for a firewall between the nodes", together=True)
-        facts["reach"] = network.reach(leaders, facts)
-        line.stage(
-            "links between nodes", "name the network to MPI; look for a firewall between the nodes", together=True
-        )
-        facts["pairs"] = links.measure(leaders, facts)
+        pipe.step("network")
+        facts["reach"] = reach(leaders, facts)
+        pipe.step("links between nodes")
+        facts["pairs"] = _measure_pairs(leaders, facts)
     leaders.Free()
-    folder = objects.all_gather_object(comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
-    _try_staging(line, comm, facts, folder, leads)
-    line.stage("DataLoader workers", "DataLoader(..., multiprocessing_context='forkserver'), or num_workers=0")
-    facts["worker"] = software.try_worker()
-    everyone = _share(line, comm, facts)
-    nccl_log = fabric.log_nccl(variables(), facts)
-    here = _start(line, facts, folder, limit)
-    everyone = _share(line, comm, facts)
-    if here is None or not all("seconds" in other["init"] for other in everyone):
+    folder = _gather(pipe, comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
+    try_staging(pipe, comm, facts, folder)
+    pipe.step("DataLoader workers", alone=True)
+    facts["worker"] = own.try_worker()
+    everyone = _share(pipe, comm, facts)
+    nccl_log = log_nccl(variables(), facts)
+    pipe.step("hpcdist.init()")
+    facts["init"] = _tried(lambda: _init(folder, limit))
+    pipe.facts([facts])  # an error is reported even if the other ranks hang
+    everyone = _share(pipe, comm, facts)
+    if any("error" in other["init"] for other in everyone):
         return
-    if any(objects.all_gather_object(here.team.comm, here.device.type == "cuda")):
-        line.stage("CUDA-aware MPI", "look at the findings about GPUs", together=True)
+    here = world.current()
+    if any(other["init"]["device"] == "cuda" for other in everyone):
+        pipe.step("CUDA-aware MPI")
         facts["cuda_aware"] = mpi_takes_gpu_memory(here.team)
-    if all("error" not in other.get("staging", {}) and other["sees"] for other in everyone):
-        facts["file"] = _try_file(line, here)
-    timing.gather(line, here, everyone, facts)
-    facts["nccl_network"] = fabric.read_nccl_log(nccl_log)
-    _share(line, comm, facts)
-    line.stage("hpcdist.finalize()", "look at the findings about routes", together=True)
+    if all(other["sees"] and not known(other, "staging.error") for other in everyone):
+        pipe.step("HDF5 file")
+        facts["file"] = _tried(lambda: _try_file(here))
+    facts["routes"] = {}
+    for name in select.ROUTES:
+        pipe.step(f"route {name}")
+        absent = select.load(name).missing(here.team)
+        if name == "gloo":  # else it fails or hangs in its first call
+            absent = absent or socket_problem("GLOO_SOCKET_IFNAME", everyone)
+        facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
+        pipe.facts([facts])
+    facts["nccl_network"] = read_nccl_log(nccl_log)
+    _share(pipe, comm, facts)
+    pipe.step("hpcdist.finalize()")
     here.finalize()
 
 
-def _share(line: Line, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
+def _gather(pipe: ProgressPipe, comm: MPI.Intracomm, value: Any) -> list[Any]:
+    """Return the values of all ranks, in a step in which they wait for each other. Collective."""
+    pipe.step("all ranks together")
+    return objects.all_gather_object(comm, value)
+
+
+def _share(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
     """Return the facts of all ranks, which rank 0 reports even if the next step hangs. Collective."""
-    _together(line)
-    everyone: list[Facts] = objects.all_gather_object(comm, facts)
+    everyone = _gather(pipe, comm, facts)
     if comm.rank == 0:
-        line.facts(everyone)
+        pipe.facts(everyone)
     return everyone
 
 
-def _together(line: Line) -> None:
-    """Begin a stage in which the ranks wait for each other, after one in which a rank may hang alone."""
-    line.stage("all ranks together", "look for a rank that is stopped, or a node that is overloaded", together=True)
+def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
+    """Connect to every address of the other nodes. Collective over one rank of each node.
 
-
-def _try_staging(line: Line, comm: MPI.Intracomm, facts: Facts, folder: str, leads: bool) -> None:
-    """Write to the folder on one rank of each node; look on all ranks for the file of rank 0. Collective."""
-    line.stage(*_STAGING_FOLDER)
-    if leads:
-        facts["staging"] = files.try_folder(folder)
-    if comm.rank == 0:
-        _ask_quotas(facts)
-    facts["sees"] = _look(line, _STAGING_FOLDER, comm, facts, folder, leads)
-    _together(line)
-    current = objects.all_gather_object(comm, facts["current"].get("folder"))[0]
-    if current not in (None, folder):
-        line.stage(*_CURRENT_FOLDER)
-        facts["sees_current"] = _look(line, _CURRENT_FOLDER, comm, facts, current, False)
-
-
-def _ask_quotas(facts: Facts) -> None:
-    """Add the quotas at the staging folder and at the current one."""
-    staging, current = facts["staging"], facts["mounts"].get("current")
-    found = quotas.ask(staging["folder"], staging["mount"])
-    if current != staging["mount"]:
-        found += quotas.ask(facts["current"].get("folder", ""), current)
-    facts["quotas"] = found
-
-
-def _look(
-    line: Line, stage: tuple[str, str], comm: MPI.Intracomm, facts: Facts, folder: str, locks: bool
-) -> bool | None:
-    """Return whether this rank sees a file that rank 0 makes; if `locks`, note whether it sees a lock. Collective.
-
-    The caller has begun `stage`, in which a rank that hangs in the folder hangs alone; the ranks wait in another one.
+    Returns:
+        node (its lowest rank) -> address -> whether it answered.
     """
-    mine = files.put(folder) if comm.rank == 0 else None
-    held = files.hold(mine)
-    _together(line)
-    made = objects.all_gather_object(comm, mine)[0]
-    line.stage(*stage)
-    seen = files.look(made)
-    if locks and facts["node"] != 0:
-        facts["sees_lock"] = files.sees_lock(made)
-    _together(line)
-    comm.Barrier()
-    line.stage(*stage)
-    if held is not None:
-        os.close(held)
-    if comm.rank == 0 and made is not None:
-        os.unlink(made[0])
-    return seen
+    token, size = secrets.token_hex(), leaders.size
+    addresses = [a for a in facts["interfaces"].values() if not a.startswith("127.")]
+    listener = socket.create_server(("", 0), backlog=max(128, size))
+    with listener, rendezvous.answering([listener], token), ThreadPoolExecutor(_THREADS) as threads:
+        port = listener.getsockname()[1]
+        servers = objects.all_gather_object(leaders, (str(facts["node"]), addresses, {"port": port, "token": token}))
+        steps = range(1, size) if size <= _ALL_PAIRS else [2**k for k in range(size.bit_length()) if 2**k < size]
+        tries = {}
+        for node, others, server in (servers[(leaders.rank + step) % size] for step in steps):
+            ask = partial(rendezvous.local_address, seconds=_CONNECT_SECONDS, **server)
+            tries[node] = {address: threads.submit(ask, address) for address in others}
+        found = {node: {a: answer.result() is not None for a, answer in row.items()} for node, row in tries.items()}
+        leaders.Barrier()  # all have tried before any stops listening
+    return found
 
 
-def _start(line: Line, facts: Facts, folder: str, limit: float) -> World | None:
-    """Call hpcdist.init(); return None if it fails. The error is reported even if the other ranks hang."""
-    line.stage("hpcdist.init()", "look at the findings about the network", together=True)
+def _measure_pairs(leaders: MPI.Intracomm, facts: Facts) -> list[dict[str, Any]]:
+    """Send messages between pairs of nodes, which do not share a node at any moment. Collective over one rank a node.
+
+    Returns:
+        On the lower node of each pair: "peer" (node), "latency" (seconds one way), and "rate" (bytes/s) of messages of
+        "bytes".
+    """
+    nodes = objects.all_gather_object(leaders, facts["node"])
+    found = []
+    begin = time.perf_counter()
+    for step in range(1, 1 << (leaders.size - 1).bit_length()):
+        if objects.all_gather_object(leaders, time.perf_counter() - begin)[0] > _TOTAL_SECONDS:
+            break
+        peer = leaders.rank ^ step  # so each pair meets in one step, and each node is in one pair of a step
+        if peer < leaders.size:
+            latency, seconds = _shortest(leaders, peer, _SMALL), _shortest(leaders, peer, _LARGE)
+            if leaders.rank < peer:
+                found.append({"peer": nodes[peer], "latency": latency, "rate": _LARGE / seconds, "bytes": _LARGE})
+    return found
+
+
+def _shortest(leaders: MPI.Intracomm, peer: int, size: int) -> float:
+    """Send messages to the peer and back; return the seconds of the fastest, one way."""
+    data, times = bytearray(size), []
+    for _ in range(_ROUNDS[size]):
+        begin = time.perf_counter()
+        if leaders.rank < peer:
+            leaders.Send(data, peer)
+        leaders.Recv(data, peer)
+        if leaders.rank > peer:
+            leaders.Send(data, peer)
+        times.append(time.perf_counter() - begin)
+    return min(times) / 2
+
+
+def try_staging(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: str) -> None:
+    """Write to the folder on one rank of each node; look on all ranks for a file of rank 0. Collective.
+
+    A rank that hangs in the folder hangs in a step of its own; the ranks wait for each other in another step.
+    """
+    data = secrets.token_bytes(16)
+    pipe.step("staging folder", alone=True)
+    if facts["node"] == facts["rank"]:
+        facts["staging"] = own.try_folder(folder)
+    with ExitStack() as files:
+        made = None
+        if comm.rank == 0 and "error" not in facts["staging"]:
+            made = files.enter_context(own.made(folder, data)).name
+        path, data = _gather(pipe, comm, (made, data))[0]
+        pipe.step("staging folder", alone=True)
+        facts["sees"] = own.sees(path, data) if path else None
+        _gather(pipe, comm, None)
+        pipe.step("staging folder", alone=True)
+
+
+def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> str | None:
+    """Have NCCL write to a file which network it uses, unless the user reads its messages; return the file.
+
+    NCCL says it nowhere else. It reads the environment when it is first used.
+    """
+    if "NCCL_DEBUG" in environ:
+        return None
+    path = os.path.join(tempfile.gettempdir(), f"{own.PREFIX}nccl-{facts['id']}.log")
+    environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=path)
+    return path
+
+
+def read_nccl_log(path: str | None) -> str | None:
+    """Return the network that NCCL uses ("IB", "Socket", a plugin's name) and remove the file; None if unknown."""
+    found = None
+    with suppress(OSError):  # NCCL was not used
+        found = re.search(r"Using network (.+)", Path(path or "").read_text(errors="replace"))
+        os.unlink(path or "")
+    return found[1].strip() if found else None
+
+
+def _tried(step: Callable[[], Facts]) -> Facts:
+    """Return what a step has found and the seconds that it took, or its error."""
     begin = time.perf_counter()
     try:
-        here = world.init(timeout=limit, staging=folder)
+        return {**step(), "seconds": time.perf_counter() - begin}
     except Exception as error:
-        facts["init"] = {"error": " ".join(str(error).split()) or type(error).__name__}
-        line.facts([facts])
-        return None
-    device = str(here.device.type)
-    facts["init"] = {"seconds": time.perf_counter() - begin, "device": device, "backend": dist.get_backend_config()}
-    return here
+        return {"error": str(error) or type(error).__name__}
 
 
-@topic("hpcdist.init()", "init")
-def _init(ranks: Ranks) -> Verdict:
-    failed = error_of(ranks, "init")
-    if failed is not None:
-        return "broken", f"{ranks_text(failed[1])}: {failed[0]}", "see this text, and the findings above"
-    seconds = max(facts["init"]["seconds"] for facts in ranks)
-    backend = ranks[0]["init"]["backend"]
-    devices = each(ranks, lambda facts: str(facts["init"]["device"]))
-    return "ok", f"in {seconds:.2f} s; torch.distributed runs {backend}; device {devices}"
+def _init(folder: str, limit: float) -> Facts:
+    here = world.init(timeout=limit, staging=folder)
+    return {"device": here.device.type, "backend": dist.get_backend_config()}
 
 
-SECTIONS = (
-    *(
-        launch.judge,
-        Section("job", _init),
-        software.judge,
-        cores.judge,
-        limits.judge,
-        gpus.judge,
-        network.judge,
-        fabric.judge,
-    ),
-    *(links.judge, filesystems.judge, files.judge, timing.judge),
-)
-
-
-def judge(ranks: Ranks) -> list[Finding]:
-    """Return the findings about the facts of all ranks."""
-    return [finding for section in SECTIONS for finding in section(ranks)]
-
-
-def judge_all(outcome: Outcome) -> list[Finding]:
-    """Return also the finding about the end of an examination that has failed."""
-    found = judge(outcome.facts)
-    reasons = [finding.name for finding in found if finding.name in _BEFORE_MPI and finding.verdict != "ok"]
-    first = f"first look at {' and '.join(reasons)}, above" if reasons else None
-    return found + [replace(end, fix=first or end.fix) for end in outcome.findings]
-
-
-def judge_end(outcome: Outcome) -> list[Finding]:
-    """Return in one finding what another rank than 0 says, which rank 0 may not know, of its examination's end."""
-    names = ("hpcdist.init()", *_BEFORE_MPI)
-    reasons = [finding for finding in judge(outcome.facts) if finding.name in names and finding.verdict == "broken"]
-    fixes = "; ".join(finding.fix or "" for finding in reasons)
-    texts = [f"; {finding.name}: {finding.text}" for finding in reasons]
-    return [replace(end, text=end.text + "".join(texts), fix=fixes or end.fix) for end in outcome.findings]
-
-
-def _try_file(line: Line, here: World) -> dict[str, Any]:
+def _try_file(here: World) -> Facts:
     """Write an HDF5 file with all ranks and read it again. Collective."""
-    line.stage("HDF5 file", "OMPI_MCA_io=romio321, or staging.save(writer='posix') without MPI-IO", together=True)
-    name = objects.all_gather_object(here.comm, f"{files.PREFIX}{secrets.token_hex(8)}.h5")[0]
+    name = objects.all_gather_object(here.comm, f"{own.PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
     shard = torch.arange(1000, device="cpu") + 1000 * here.rank
-    begin = time.perf_counter()
     try:
         staging.save(path, {"x": shard})
         if not torch.equal(staging.load(path, "x"), shard):
             return {"error": f"{path}: the data read differ from those written"}
-        return {"seconds": time.perf_counter() - begin, "writer": staging.writer()[0]}
-    except Exception as error:
-        return {"error": " ".join(str(error).split())}
+        return {"writer": staging.writer()[0]}
     finally:
         if here.rank == 0:
             with suppress(OSError):
                 os.unlink(path)
+
+
+def _time(here: World, name: str) -> Facts:
+    """Time a concat of 1 MiB a rank over a route. Collective."""
+    x = placed(here, torch.full((_ROUTE_BYTES,), here.rank % 128, dtype=torch.uint8, device="cpu"), name)
+    expected = torch.arange(here.world_size, device="cpu").remainder(128).repeat_interleave(_ROUTE_BYTES)
+    try:
+        whole = concat(x, route=name)
+        seconds = [timed(here, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUTE_ROUNDS)]
+    except HpcdistError as error:  # the same on all ranks
+        return {"error": str(error)}
+    right = all(objects.all_gather_object(here.team.comm, bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
+    return {"seconds": median(seconds), "bytes": _ROUTE_BYTES * here.world_size, "right": right}

@@ -7,24 +7,23 @@ starts under mpirun does. A thread could not watch it: an MPI library that hangs
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import select
 import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from hpcdist.doctor.findings import Facts, Finding
+from hpcdist.doctor.table import Facts, Finding, fix_of
 from hpcdist.process import abort
 
-__all__ = ["Line", "Outcome", "watch"]
+__all__ = ["Outcome", "ProgressPipe", "watch"]
 
 _PDEATHSIG = 1  # linux/prctl.h: set the signal that a process gets when its parent ends
-_BUG = "report it as a bug of hpcdist"
 _KILL_SECONDS = 2  # a process that waits for a dead file system cannot be killed
 
 
@@ -36,81 +35,62 @@ def _end(*_: object) -> NoReturn:
     raise _TerminatedError
 
 
-class Line:
+class ProgressPipe:
     """Messages from the examining process to its supervisor."""
 
-    def __init__(self, fd: int, limit: float) -> None:
-        self._fd = fd
-        self._limit = limit
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
 
-    def stage(self, name: str, fix: str, together: bool = False) -> None:
-        """Begin a stage: if the examination hangs from now on, `name` is the reason, and `fix` may help.
+    def step(self, name: str, alone: bool = False) -> None:
+        """Begin a step: if the examination hangs from now on, this is the reason.
 
-        A stage in which the ranks wait for each other (`together`) may take twice as long: a rank that hangs alone must
-        be found first.
+        A step in which the ranks wait for each other may take twice as long as one in which a rank is `alone`: a rank
+        that hangs alone must be found first.
         """
-        self._send({"stage": [name, fix], "seconds": self._limit * (2 if together else 1)})
+        self.connection.send((name, 1 if alone else 2))
 
     def facts(self, ranks: Sequence[Facts]) -> None:
         """Report what is known of these ranks so far."""
-        self._send({"facts": list(ranks)})
+        self.connection.send(ranks)
 
     def done(self) -> None:
-        self._send({"done": True})
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message, default=str).encode() + b"\n"
-        while data:
-            data = data[os.write(self._fd, data) :]
+        """Report that the examination has succeeded."""
+        self.connection.send(None)
 
 
 @dataclass
 class Outcome:
-    """The messages of an examination.
+    """What an examination has reported: the facts of each rank, or of this one alone; its last step; that it is done.
 
-    Attributes:
-        facts: facts of each rank; of this one alone, if it ended before it asked the others.
-        findings: one about its end, if it failed.
-        done: whether it succeeded.
-        terminated: whether it failed because the launcher ended this process.
+    If it failed, `end` is the finding about that, and `terminated` says whether the launcher ended this process.
     """
 
     facts: list[Facts]
-    findings: list[Finding] = field(default_factory=list)
     done: bool = False
     terminated: bool = False
-    stage: str = "the start"
-    fix: str = ""
-    deadline: float = 0.0
+    step: str = "the start"
+    end: Finding | None = None
 
-    def take(self, message: dict[str, Any]) -> None:
-        """Process a message of the examining process."""
-        # Not by the rank, which may only be known later.
-        new = {facts["id"]: facts for facts in message.get("facts", [])}
+    def take(self, ranks: Sequence[Facts]) -> None:
+        """Take the newer facts of these ranks."""
+        new = {facts["id"]: facts for facts in ranks}  # not by the rank, which may only be known later
         self.facts = [new.pop(facts["id"], facts) for facts in self.facts] + list(new.values())
-        self.done = message.get("done", self.done)
-        if "stage" in message:
-            self.stage, self.fix = message["stage"]
-            self.deadline = time.monotonic() + message["seconds"]
 
 
-def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcome:
-    """Run `examine` in a child process, which has `limit` seconds for each stage, and is killed if it hangs."""
-    there, here = os.pipe()
+def watch(examine: Callable[[ProgressPipe], None], facts: Facts, limit: float) -> Outcome:
+    """Run `examine` in a child process, which has `limit` seconds for each step, and is killed if it hangs."""
+    there, here = Pipe(duplex=False)
     abort.flush()  # or both processes print what is in their buffers
     child = os.fork()
     if child == 0:
-        os.close(there)
-        _child(examine, Line(here, limit))
-    os.close(here)
-    outcome = Outcome([facts], deadline=time.monotonic() + limit)
+        there.close()
+        _child(examine, ProgressPipe(here))
+    here.close()
+    outcome = Outcome([facts])
     end = None
     signal.signal(signal.SIGTERM, _end)
     try:
-        if not _listen(there, outcome):
+        if not _listen(there, outcome, limit):
             end = f"has not ended in time (--limit {limit:g})"
             os.kill(child, signal.SIGKILL)
         ended = _ended(child)
@@ -126,20 +106,25 @@ def watch(examine: Callable[[Line], None], facts: Facts, limit: float) -> Outcom
     if end is not None:
         outcome.done = False
         text = f"rank {outcome.facts[0]['rank']} on {facts['host']}: {end}"
-        outcome.findings.append(Finding(outcome.stage, "broken", text, outcome.fix or _BUG))
+        outcome.end = Finding(outcome.step, "broken", text, fix_of(outcome.step))
     return outcome
 
 
-def _listen(fd: int, outcome: Outcome) -> bool:
+def _listen(there: Connection, outcome: Outcome, limit: float) -> bool:
     """Process the messages of the child until it ends; return False if it hangs."""
-    rest = b""
-    while select.select([fd], [], [], max(0.0, outcome.deadline - time.monotonic()))[0]:
-        data = os.read(fd, 2**16)
-        if not data:
+    late = time.monotonic() + limit
+    while there.poll(max(0.0, late - time.monotonic())):
+        try:
+            message: Any = there.recv()
+        except (EOFError, OSError):
             return True
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            outcome.take(json.loads(line))
+        if isinstance(message, tuple):
+            outcome.step, limits = message
+            late = time.monotonic() + limit * limits
+        elif message is None:
+            outcome.done = True
+        else:
+            outcome.take(message)
     return False
 
 
@@ -154,7 +139,7 @@ def _ended(child: int) -> int:
     return -signal.SIGKILL
 
 
-def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
+def _child(examine: Callable[[ProgressPipe], None], pipe: ProgressPipe) -> NoReturn:
     status = 1
     leave = os._exit  # which hpcdist.init() replaces
     # MPI_Abort would end the supervisors before they can print.
@@ -163,8 +148,8 @@ def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process that it started
     try:
-        examine(line)
-        line.done()
+        examine(pipe)
+        pipe.done()
         status = 0
     except KeyboardInterrupt:  # of the doctor, too, which ends without a report
         pass
@@ -173,7 +158,7 @@ def _child(examine: Callable[[Line], None], line: Line) -> NoReturn:
     finally:
         abort.flush()
         if status == 0:
-            line.close()
+            pipe.connection.close()
             # MPICH 5 tells its launcher in an exit handler of C's that MPI has ended; without it, mpirun kills the
             # other supervisors at the first one's end. Python's own handlers belong to the parent.
             ctypes.CDLL(None).exit(0)

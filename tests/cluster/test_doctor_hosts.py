@@ -30,7 +30,7 @@ def doctor(hosts: Hosts, ranks: list[int], *args: str, cwd: Path | None = None, 
 
 
 def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> None:
-    """One of them slowly; and they share a folder, but not the current one."""
+    """One of them slowly; and they share a folder."""
     slow = "tc qdisc add dev eth0 root tbf rate 200mbit burst 128kb latency 20ms"
     assert hosts.run("node3", slow.split()).status == 0
     job = doctor(hosts, [1, 1, 1], cwd=Path("/tmp"), HPCDIST_STAGING=str(hosts.folder))
@@ -38,7 +38,6 @@ def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> 
     verdict, text, _ = finding(job, "network")
     assert verdict == "ok"
     assert "all 6 pairs" in text
-    assert "through eth0 (10.77.0.1, 10.77.0.2, ...)" in text
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in text
     ranks = json.loads(job.out)["ranks"]
     assert [facts["host"] for facts in ranks] == hosts.names
@@ -46,9 +45,7 @@ def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> 
     got = ranks[0]["reach"]["1"]
     assert {address: got[address] for address in reached} == reached
     assert finding(job, "staging folder")[1].startswith(f"{hosts.folder}: written and read, shared by 3 nodes")
-    text = "/tmp is not shared with node2, node3, which is no fault: the staging folder is elsewhere"
-    assert finding(job, "current folder")[:2] == ("ok", text)
-    assert [facts.get("sees_lock") for facts in ranks] == [None, True, True]
+    assert [facts["sees"] for facts in ranks] == [True, True, True]
     verdict, text, fix = finding(job, "bandwidth between nodes")
     assert verdict == "warning"
     assert "node1 and node3" in text and "node2 and node3" in text and "node1 and node2" not in text
@@ -70,7 +67,7 @@ def test_an_interface_that_leads_nowhere_and_a_folder_that_is_not_shared(hosts: 
     verdict, text, fix = finding(job, "staging folder")
     assert (verdict, text) == (
         "broken",
-        "/tmp: node2 does not see what node1 writes: it is not shared by all nodes",
+        "/tmp: rank 1 on node2 does not see what node1 writes: it is not shared by all nodes",
     )
     assert "export HPCDIST_STAGING=FOLDER" in fix
     verdict, text, fix = finding(job, "bandwidth between nodes")
@@ -94,7 +91,7 @@ def test_shared_memory_and_a_disk_that_are_too_small(hosts: Hosts) -> None:
     assert "free of 20.0 MiB, for 2 ranks" in text
     assert "--shm-size=8g" in fix
     verdict, text, fix = finding(job, "staging folder")
-    assert (verdict, text) == ("broken", f"{small} on node1: No space left on device")
+    assert (verdict, text) == ("broken", f"{small}: No space left on device (rank 0 on node1)")
     assert job.status == 1
 
 
@@ -112,8 +109,8 @@ def test_one_report_of_an_mpi_that_does_not_start(hosts: Hosts) -> None:
     job = hosts.mpirun([1, 1], code=FEW)
     assert (job.out + job.err).count(" broken, ") <= 1, job
     (other,) = [line for line in job.err.splitlines() if line.startswith("broken")] or [""]
-    each = all(f"rank {rank} may open 24 files" in job.out + other for rank in (0, 1))
-    assert each or "ranks 0-1 may open 24 files" in job.out, job  # Open MPI starts with so few
+    assert "may open 24 files" in job.out, job
+    assert not other or (other[8:].count("rank 1 on node2") and "may open 24 files" in other), job  # Open MPI starts
     assert "must belong together" not in job.out + job.err
     assert job.status != 0
 
@@ -125,7 +122,7 @@ def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
     job = doctor(hosts, [1], "--limit", "20", TMPDIR=str(full))
     verdict, text, fix = finding(job, "TMPDIR")
     assert verdict != "ok"
-    assert text == f"rank 0 on node1: {full}: cannot be written to: No space left on device"
+    assert text == f"{full}: No space left on device"
     assert fix.startswith(f"ls -ld {full}; df -h {full}")
 
 
@@ -133,13 +130,13 @@ def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
 BEHIND_A_FIREWALL = """
     import runpy, sys
     from pathlib import Path
-    from hpcdist.doctor import network
-    reach = network.reach
+    from hpcdist.doctor import examine
+    reach = examine.reach
     def narrowed(leaders, facts):
         leaders.alltoall([0] * leaders.size)  # MPI has its own connections already
         Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("20000 20199")
         return reach(leaders, facts)
-    network.reach = narrowed
+    examine.reach = narrowed
     sys.argv = ["doctor", "--json", "--limit", "10"]
     runpy.run_module("hpcdist.doctor", run_name="__main__", alter_sys=True)
 """

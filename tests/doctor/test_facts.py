@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import socket
-import subprocess
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-from facts import mount
+import torch
 from launch import mpirun
 
 from hpcdist import cgroups, host_memory
-from hpcdist.comm import rendezvous
+from hpcdist.comm import devices
 from hpcdist.control import objects
-from hpcdist.doctor import cores, examine, fabric, files, filesystems, quotas, software, supervisor
+from hpcdist.doctor import examine, facts, supervisor
 
 pytestmark = pytest.mark.once
 
@@ -68,212 +66,168 @@ def test_limits_of_control_groups(
     assert (tmp_path / "fs" / of_memory, 2**32) in cgroups.memory()
     host = host_memory.capacity()[1]
     assert host_memory.capacity()[0] == min(host, 2**32)
-    found = cores.gather()
-    assert (found["cpu_quota"], found["cpu_group"]) == (2.5, str(tmp_path / "fs" / of_cpu))
-    own_group = (tmp_path / "fs" / of_cpu).stat()
-    assert found["cpu_group_id"] == f"{own_group.st_dev}:{own_group.st_ino}"
+    group = (tmp_path / "fs" / of_cpu).stat()
+    assert facts.cores()["cpu_time"] == {
+        "limit": 2.5, "group": str(tmp_path / "fs" / of_cpu), "group_id": f"{group.st_dev}:{group.st_ino}"
+    }  # fmt: skip
+    assert facts.before_mpi(str(tmp_path))["memory"]["group"] is not None
 
 
-MOUNTINFO = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro
-40 22 0:44 / /scratch rw,noatime shared:9 - lustre 10.0.0.9@o2ib:/fs rw,localflock,lazystatfs
-41 22 0:45 /home /home\040dirs rw - nfs4 server:/export/home rw,vers=4.2,local_lock=none
-42 22 0:46 / /sshfs rw - fuse.sshfs me@host: rw,user_id=0
-43 22 0:47 / /image ro - fuse.squashfuse env.sif ro
-"""
+Mount = namedtuple("Mount", "device mountpoint fstype opts")
+MOUNTS = [
+    Mount("/dev/sda1", "/", "ext4", "rw,relatime"),
+    Mount("tmpfs", "/scratch", "tmpfs", "rw"),
+    Mount("10.0.0.9@o2ib:/fs", "/scratch", "lustre", "rw,localflock"),
+    Mount("me@host:", "/sshfs", "fuse.sshfs", "rw"),
+    Mount("env.sif", "/image", "fuse.squashfuse", "ro"),
+]
 
 
-def test_mounts_as_the_kernel_lists_them() -> None:
-    scratch = filesystems._parsed("40", MOUNTINFO)
-    assert scratch == {
+def test_the_mount_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That with the longest name, and the last of several in one place."""
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: MOUNTS)
+    assert facts.mount_of("/scratch/me") == {
         "point": "/scratch",
         "type": "lustre",
         "source": "10.0.0.9@o2ib:/fs",
-        "options": ["lazystatfs", "localflock", "noatime", "rw"],
+        "options": ["localflock", "rw"],
         "network": True,
     }
-    assert filesystems.local_locks(scratch) == "localflock"
-    home = filesystems._parsed("41", MOUNTINFO)
-    assert home is not None
-    assert (home["point"], home["network"], filesystems.local_locks(home)) == ("/home dirs", True, None)
-    networks = [(filesystems._parsed(number, MOUNTINFO) or {}).get("network") for number in ("22", "42", "43", "99")]
-    assert networks == [False, True, False, None]
+    networks = [(facts.mount_of(folder) or {})["network"] for folder in ("/scratchy", "/sshfs/a", "/image/b")]
+    assert networks == [False, True, False]
 
 
-def test_mounts_as_psutil_lists_them() -> None:
-    """It does not tell which mount holds a folder: it is the one with the longest name, the last of several."""
-    listed = {found.mountpoint: found for found in psutil.disk_partitions(all=True)}
-    for folder in ("/", "/dev/shm", "/proc", os.getcwd()):
-        found = filesystems.mount_of(folder)
-        assert found is not None
-        point = max((point for point in listed if (folder + "/").startswith(point.rstrip("/") + "/")), key=len)
-        assert (found["point"], found["type"]) == (point, listed[point].fstype), folder
+def test_cores_as_psutil_lists_them() -> None:
+    found = facts.cores()
+    assert found["cores"] == psutil.Process().cpu_affinity()
+    if len(found["cores"]) == psutil.cpu_count():
+        assert len(found["physical"]) == psutil.cpu_count(logical=False)
+        assert sum(found["numa"].values()) in (0, found["cpus"])
+    assert facts.members("0-2,8") == [0, 1, 2, 8]
 
 
-def test_addresses_and_cores_as_psutil_lists_them() -> None:
-    found = {
-        name: address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET
-    }
-    assert rendezvous.interfaces() == found
-    gathered = cores.gather()
-    assert gathered["cores"] == psutil.Process().cpu_affinity()
-    if len(gathered["cores"]) == psutil.cpu_count():
-        assert len(gathered["physical"]) == psutil.cpu_count(logical=False)
-    assert sum(gathered["domains"].values()) in (0, gathered["cpus"])
-    assert set(map(str, gathered["numa"])) <= gathered["domains"].keys() | {"0"}
-
-
-# What the commands print; of lfs and quota the soft limit is exceeded.
-LFS = "     /scratch 1048576* 524288 2097152 6d23h12m 500 0 1000 -\n"
-QUOTA = """Disk quotas for user me (uid 1000):
-     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
-server:/scratch 1048576*  524288 2097152 1795000000     500       0    1000       0
-"""
-MMLSQUOTA = """mmlsquota::HEADER:version:reserved:reserved:filesystemName:quotaType:id:name:blockUsage:\
-blockQuota:blockLimit:blockInDoubt:blockGrace:filesUsage:filesQuota:filesLimit:filesInDoubt:filesGrace:
-mmlsquota::0:1:::fs1:USR:1000:me:1048576:524288:2097152:0:7 days:500:0:1000:0:none:
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "command", "text"), [("lustre", "lfs", LFS), ("nfs4", "quota", QUOTA), ("gpfs", "mmlsquota", MMLSQUOTA)]
-)
-def test_quotas(kind: str, command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a program of that name that prints so."""
-    program = tmp_path / command
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\n")
-    program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    found = quotas.ask("/scratch/me", mount(kind, "/scratch"))
-    assert [row.pop("of") for row in found] == ["user", "group"]
-    assert all(row.pop("command").startswith(command) for row in found)
-    values = {"folder": "/scratch/me", "bytes": 2**30, "most_bytes": 2**31, "files": 500, "most_files": 1000}
-    assert found == [values, values]
-
-
-@pytest.mark.parametrize("text", ["", "lfs: quota not enabled\n", "/scratch none none\n", "/scratch 1 2\n"])
-def test_quotas_that_nobody_reports(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert quotas.ask("/scratch", None) == []
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    program = tmp_path / "lfs"
-    program.write_text(f"#!/bin/sh\nprintf '{text}'\nexit 1\n")
-    program.chmod(0o700)
-    assert quotas.ask("/scratch", mount("lustre", "/scratch")) == []
+def system(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up /sys and /dev of these files."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    monkeypatch.setattr(facts, "_SYS", root / "sys")
+    monkeypatch.setattr(facts, "_DEV", root / "dev")
 
 
 def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {}
     for port, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
-        folder = tmp_path / "infiniband" / "mlx5_0" / "ports" / port
-        folder.mkdir(parents=True)
-        for name, text in (("state", state), ("rate", "200 Gb/sec (4X HDR)"), ("link_layer", "InfiniBand")):
-            (folder / name).write_text(f"{text}\n")
-    (tmp_path / "net" / "eth0").mkdir(parents=True)
-    (tmp_path / "net" / "eth0" / "speed").write_text("25000\n")
-    (tmp_path / "net" / "veth").mkdir()
-    (tmp_path / "net" / "veth" / "speed").write_text("-1\n")
-    for name, folder in (("_RDMA", "infiniband"), ("_NET", "net"), ("_VERBS", "dev")):
-        monkeypatch.setattr(fabric, name, tmp_path / folder)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    found = fabric.gather()
-    assert [(p["device"], p["port"], p["state"], p["rate"], p["layer"]) for p in found["rdma"]["ports"]] == [
+        folder = f"sys/class/infiniband/mlx5_0/ports/{port}"
+        files |= {
+            f"{folder}/state": state,
+            f"{folder}/rate": "200 Gb/sec (4X HDR)",
+            f"{folder}/link_layer": "InfiniBand",
+        }
+    system(tmp_path, files, monkeypatch)
+    assert [tuple(port.values()) for port in facts.network()["rdma"]["ports"]] == [
         ("mlx5_0", "1", "ACTIVE", 200.0, "InfiniBand"),
         ("mlx5_0", "2", "DOWN", 200.0, "InfiniBand"),
     ]
-    assert found["speeds"] == {"eth0": 25000}
-    assert found["rdma"]["problem"].startswith(f"there is no {tmp_path}/dev/uverbs*, as in a container")
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "uverbs0").touch()
-    assert fabric.gather()["rdma"]["problem"] is None
+
+
+def test_gpus_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a display adapter of another maker, nor a machine without any."""
+    assert isinstance(facts.gpus()["gpu"]["others"], list)
+    files = {"dev/kfd": "", "dev/dri/card0": "", "dev/null": ""}
+    for number, vendor in ((128, "0x1002"), (129, "0x8086"), (130, "0x1a03")):
+        files |= {f"dev/dri/renderD{number}": "", f"sys/class/drm/renderD{number}/device/vendor": vendor}
+    system(tmp_path, files, monkeypatch)
+    dri = tmp_path / "dev" / "dri"
+    expected = [f"AMD {tmp_path}/dev/kfd", f"AMD {dri}/renderD128", f"Intel {dri}/renderD129"]
+    assert facts.gpus()["gpu"]["others"] == expected
+    shutil.rmtree(tmp_path / "dev")
+    assert facts.gpus()["gpu"]["others"] == []
+
+
+def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by host, PCI address and UUID; and the cores near it. One of the two on the node may be opened."""
+    files = {f"sys/bus/pci/devices/0000:0{i}:00.0/{name}": text for i in (1, 2) for name, text in (
+        ("numa_node", f"{i - 1}"), ("local_cpulist", f"{8 * i}-{8 * i + 7}"))}  # fmt: skip
+    system(tmp_path, {**files, "dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidia2": ""}, monkeypatch)
+    (tmp_path / "dev" / "nvidia1").unlink()
+    (tmp_path / "dev" / "nvidia1").mkdir()  # which cannot be opened
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def properties(index: int) -> SimpleNamespace:
+        address = {"pci_domain_id": 0, "pci_bus_id": index + 1, "pci_device_id": 0}
+        return SimpleNamespace(name="GPU", total_memory=1, uuid="0000", **address)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(devices.socket, "gethostname", lambda: "a")
+    gpu = facts.gpus()["gpu"]
+    assert [found["id"] for found in gpu["gpus"]] == [f"a, PCI 0000:0{i}:00, UUID 0000" for i in (1, 2)]
+    assert [found["near"] for found in gpu["gpus"]] == ["8-15", "16-23"]
+    assert (gpu["in_node"], gpu["openable"]) == (3, 2)
 
 
 def test_the_network_in_ncclss_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     environ: dict[str, str] = {}
-    path = fabric.log_nccl(environ, {"id": "a7"})
+    path = examine.log_nccl(environ, {"id": "a7"})
     assert path is not None
     assert environ["NCCL_DEBUG_FILE"] == path
-    assert fabric.read_nccl_log(path) is None
+    assert examine.read_nccl_log(path) is None
     Path(path).write_text("vm:7:7 [0] NCCL INFO NET/IB : No device found.\nvm:7:7 [0] NCCL INFO Using network Socket\n")
-    assert fabric.read_nccl_log(path) == "Socket"
+    assert examine.read_nccl_log(path) == "Socket"
     assert not os.path.exists(path)
     asked = {"NCCL_DEBUG": "WARN"}  # by the user, who reads it
-    assert fabric.log_nccl(asked, {"id": "a7"}) is None
+    assert examine.log_nccl(asked, {"id": "a7"}) is None
     assert asked == {"NCCL_DEBUG": "WARN"}
 
 
-def test_the_lock_of_another_process(tmp_path: Path) -> None:
-    """As flock(1) of util-linux holds it."""
-    made = files.put(str(tmp_path))
-    assert made is not None
-    assert files.sees_lock(made) is False
-    held = files.hold(made)
-    assert held is not None
-    assert files.sees_lock(made) is True
-    os.close(held)
-    command = [str(shutil.which("flock")), made[0], "sh", "-c", "echo; read -r _"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        assert files.sees_lock(made) is True
-        assert files.hold(made) is None
-    assert files.sees_lock(None) is None
-
-
-class _Line(supervisor.Line):
-    """Keeps the stage, and whether the ranks wait for each other in it."""
+class _Pipe(supervisor.ProgressPipe):
+    """Keeps the step, and whether a rank is alone in it."""
 
     def __init__(self) -> None:
         self.now = "", False
 
-    def stage(self, name: str, fix: str, together: bool = False) -> None:
-        self.now = name, together
+    def step(self, name: str, alone: bool = False) -> None:
+        self.now = name, alone
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_no_rank_waits_for_others_in_a_stage_of_its_own(
+def test_no_rank_waits_for_others_in_a_step_of_its_own(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a folder that hangs on one node makes every supervisor run out of time, and rank 0 may be blamed."""
-    line, called = _Line(), []
-    alone = ("try_folder", "put", "hold", "look", "sees_lock")
+    pipe, called = _Pipe(), []
+    alone = ("try_folder", "made", "sees")
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             called.append(name)
-            assert line.now[1] is (name not in alone), (name, line.now)
+            assert pipe.now[1] is (name in alone), (name, pipe.now)
             return function(*args)
 
         return call
 
     for name in alone:
-        monkeypatch.setattr(files, name, noted(name, getattr(files, name)))
-    monkeypatch.setattr(objects, "all_gather_object", noted("gather", lambda comm, x: [x if first else None]))
-    comm: Any = SimpleNamespace(rank=0 if first else 1, Barrier=noted("Barrier", lambda: None))
-    (tmp_path / "current").mkdir()
-    (tmp_path / "staging").mkdir()
-    facts = {"node": comm.rank, "current": {"folder": str(tmp_path / "current")}, "mounts": {}}
-    examine._try_staging(line, comm, facts, str(tmp_path / "staging"), True)
-    folder = ["hold", "gather", "look", "Barrier"]
-    if first:
-        assert called == ["try_folder", "put", *folder, "gather", "put", *folder]
-        assert facts["sees"] is facts["sees_current"] is True
-    else:
-        assert called == ["try_folder", "hold", "gather", "look", "sees_lock", "Barrier", "gather"]
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["current", "staging"]
+        monkeypatch.setattr(facts, name, noted(name, getattr(facts, name)))
+    made = str(tmp_path / "of rank 0"), b"data"  # what rank 0 tells
+    monkeypatch.setattr(objects, "all_gather_object", noted("gather", lambda comm, x: [x if first else made]))
+    comm: Any = SimpleNamespace(rank=0 if first else 1)
+    found: dict[str, Any] = {"rank": comm.rank, "node": comm.rank}
+    examine.try_staging(pipe, comm, found, str(tmp_path))
+    assert found["staging"]["folder"] == str(tmp_path)
+    assert found["sees"] is first
+    inner = ["made", "sees"]  # of try_folder, which uses them as well
+    own = ["made"] if first else []
+    assert called == ["try_folder", *inner, *own, "gather", "sees", "gather"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_sources_of_hpcdist_by_their_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(Path(software.__file__).parent, tmp_path / name / "doctor")
+def test_the_sources_of_hpcdist_by_their_contents(tmp_path: Path) -> None:
     digests = []
-    for name, change in (("a", ""), ("b", ""), ("b", "# changed\n")):
-        path = tmp_path / name / "doctor" / "software.py"
-        path.write_text(path.read_text() + change)
-        monkeypatch.setattr(software, "__file__", str(path))
-        digests.append(software._digest())
+    for name, change in (("a", ""), ("b", ""), ("c", "# changed\n")):
+        (tmp_path / name / "doctor").mkdir(parents=True)
+        (tmp_path / name / "doctor" / "x.py").write_text(f"x = 1\n{change}")
+        digests.append(facts._digest(tmp_path / name))
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -282,7 +236,7 @@ def test_a_doctor_that_is_interrupted_prints_no_traceback() -> None:
     job = mpirun(0, code="""
         import os, signal, sys
         from hpcdist.doctor.supervisor import watch
-        def interrupted(line):
+        def interrupted(pipe):
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
         watch(interrupted, {"id": 0, "rank": 0, "host": "x"}, 20)

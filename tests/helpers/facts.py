@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcdist.doctor.findings import Facts, Finding
+from hpcdist.doctor.table import Facts, Finding
 
 GIB = 2**30
 
 
 def mount(kind: str, point: str, *options: str) -> dict[str, Any]:
-    """A mount as filesystems.mount_of() describes it."""
+    """A mount as facts.mount_of() describes it."""
     network = kind in ("lustre", "nfs4", "nfs", "gpfs")
     return {"point": point, "type": kind, "source": f"server:{point}", "options": ["rw", *options], "network": network}
 
@@ -21,19 +21,13 @@ def port(device: str, state: str = "ACTIVE", rate: float = 200.0) -> dict[str, A
     return {"device": device, "port": "1", "state": state, "rate": rate, "layer": "InfiniBand"}
 
 
-def quota(used: float = 0.5, files: float = 0.1) -> dict[str, Any]:
-    """A quota of 1 TiB and a million files, of which so much is used."""
-    most = {"most_bytes": 2**40, "most_files": 10**6}
-    where = {"folder": "/scratch", "of": "user", "command": "lfs quota -q -u 1000 /scratch"}
-    return {**where, **most, "bytes": int(used * 2**40), "files": int(files * 10**6)}
-
-
 def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, str] | None = None) -> Facts:
     """Made-up facts of a healthy rank: two nodes of 64 cores, a GPU for each rank, two networks."""
     host = "ab"[node > 0]
     address = f"10.0.0.{1 + (node > 0)}"
     near = ["0-7", "8-15"]
     leads = local_rank == 0
+    staging = {"folder": "/scratch", "free": 2**49, "locks": None, "mount": mount("lustre", "/scratch", "flock")}
     return {
         "rank": number,
         "node": node,
@@ -50,7 +44,7 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
             "size": 4,
             "alone": None,
         },
-        "versions": {"Python": "3.11.2", "hpcdist": "0.1.0", "numpy": "2.4.6", "mpi4py": "4.1.2"},
+        "versions": {"Python": "3.11.2", "hpcdist": "0.1.0", "numpy": "2.4.6"},
         "sources": "a1b2c3d4" if local_rank == 0 else None,
         "prefix": "/sw/env",
         "start": 4.0,
@@ -60,16 +54,13 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
             "environment": mount("lustre", "/sw", "flock"),
             "current": mount("lustre", "/scratch", "flock"),
         },
-        "current": {"folder": "/scratch/me", "bytes": 2**50, "free": 2**49, "inodes": 10**9, "writable": True},
+        "current": {"folder": "/scratch/me", "bytes": 2**50, "free": 2**49, "writable": True},
         "cores": list(range(8 * local_rank, 8 * local_rank + 8)),
         "cpus": 64,
         "threads": 8,
         "physical": list(range(8 * local_rank, 8 * local_rank + 8)),
-        "numa": [local_rank],
-        "domains": {"0": 8, "1": 8},
-        "cpu_quota": None,
-        "cpu_group": None,
-        "cpu_group_id": None,
+        "numa": {f"node{local_rank}": 8},
+        "cpu_time": {"limit": None, "group": None, "group_id": None},
         "memory": {
             "host": 512 * GIB,
             "limit": 256 * GIB,
@@ -84,34 +75,21 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
             "gloo": True,
             "nccl": "2.28.9",
             "in_node": 2,
-            "gpus": [{"name": "H200", "id": f"{host}, GPU-{host}{i}", "numa": i, "near": near[i]} for i in range(2)],
-            "peers": [[True, True], [True, True]],
+            "others": [],
+            "gpus": [{"name": "H200", "id": f"{host}, GPU-{host}{i}", "near": near[i]} for i in range(2)],
         },
         "interfaces": {"lo": "127.0.0.1", "eth0": address, "docker0": "172.17.0.1"},
-        "links": ["lo", "eth0", "docker0"],
-        "ipv6": {"eth0": f"2001:db8::{1 + (node > 0)}"},
-        "rdma": {"ports": [port("mlx5_0"), port("mlx5_1")], "problem": None},
+        "rdma": {"ports": [port("mlx5_0"), port("mlx5_1")]},
         "speeds": {"eth0": 25000},
         "reach": {str(2 - node): {"10.0.0.1" if node else "10.0.0.2": True, "172.17.0.1": False}},
-        "shm": {"bytes": 128 * GIB, "free": 127 * GIB, "inodes": 10**6, "writable": True},
+        "shm": {"bytes": 128 * GIB, "free": 127 * GIB, "writable": True},
         "hdf5": {"h5py": "3.16.0", "hdf5": "1.14.6", "parallel": True},
-        "staging": {
-            "folder": "/scratch",
-            "bytes": 2**50,
-            "free": 2**49,
-            "inodes": 10**9,
-            "writable": True,
-            "locks": None,
-            "mount": mount("lustre", "/scratch", "flock"),
-        },
         "sees": True,
-        "sees_current": True,
-        "worker": {"seconds": 0.05},
+        "worker": {"read": [0, 1]},
         "nccl_network": "IB",
         "routes": {"mpi": {"seconds": 0.001, "bytes": 2**22, "right": True}},
-        **({"sees_lock": True} if leads and node else {}),
+        **({"staging": staging} if leads else {}),
         **({"pairs": [{"peer": 2, "latency": 2e-6, "rate": 20e9, "bytes": 2**22}]} if leads and not node else {}),
-        **({"quotas": [quota()]} if leads and not node else {}),
         "cuda_aware": True,
         "file": {"seconds": 0.02, "writer": "mpio"},
         "init": {"seconds": 0.2, "device": "cuda", "backend": "cpu:mpi,cuda:nccl"},
@@ -134,8 +112,10 @@ def change(path: str, value: Any, *where: int) -> list[Facts]:
     """Healthy facts, but for one thing on some ranks (on all if none are named)."""
     ranks = healthy()
     *inner, last = path.split(".")
-    for number in where or range(4):
-        place = ranks[number]
+    for facts in ranks:
+        if (where and facts["rank"] not in where) or (inner and inner[0] not in facts):
+            continue  # such as staging, which one rank of each node knows
+        place = facts
         for step in inner:
             place = place[step]
         place[last] = value

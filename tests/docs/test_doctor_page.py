@@ -1,0 +1,44 @@
+"""docs/doctor.md has the doctor's own table of checks: every finding, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+from hpcdist.doctor import checks, table
+from hpcdist.routes import select
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "doctor.md").read_text()
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import doctor_page
+    finally:
+        sys.path.pop(0)
+    assert doctor_page.filled(PAGE) == PAGE, "run python docs/doctor_page.py"
+    sections = list(dict.fromkeys(row.section for row in table.CHECKS))
+    assert checks and re.findall(r"<!-- checks: (.+) -->", PAGE) == [*sections, "steps"]
+
+
+def test_every_check_says_what_it_means_and_what_to_do() -> None:
+    names = [row.name for row in table.CHECKS]
+    assert len(names) == len(set(names))
+    assert all(row.meaning for row in table.CHECKS)
+    assert all(row.fix or row.alike for row in table.CHECKS)
+
+
+def test_every_step_of_the_examination_has_a_fix() -> None:
+    """A step that hangs or kills its process is a finding of its name."""
+    steps = set()
+    for path in (ROOT / "hpcdist" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+                steps |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    steps |= {f"route {name}" for name in select.ROUTES} | {"the start"}  # before the first
+    assert all(table.fix_of(step) for step in steps)
+    assert table.STEPS.keys() == steps - {row.name for row in table.CHECKS}
