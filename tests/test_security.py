@@ -128,14 +128,14 @@ def test_no_socket_of_ours_listens_beyond_this_node() -> None:
 def test_route_hdf5_stages_in_a_folder_of_the_users(tmp_path: Path) -> None:
     code = """
         import os, stat, torch, hpcdist as hd
-        from hpcdist.routes import hdf5
+        from hpcdist.routes import hdf5_files
         world = hd.init()
         seen = []
-        check = hdf5._check_visible
+        check = hdf5_files._check_visible
         def look(place):
             seen.append([stat.S_IMODE(os.stat(path).st_mode) for path in (place.path, os.path.dirname(place.path))])
             check(place)
-        hdf5._check_visible = look
+        hdf5_files._check_visible = look
         os.umask(0)
         hd.concat(torch.ones(3), route="hdf5")
         print(world.staging, *map(oct, seen[0])) if world.rank == 0 else None

@@ -56,7 +56,7 @@ def drawn(lines: list[str]) -> str:
     width, height = max(map(len, lines)) * COLUMN + 2 * MARGIN, len(lines) * LINE + 2 * MARGIN
     texts = [
         f'<text x="{MARGIN}" y="{MARGIN + LINE * i + 13}" textLength="{len(line) * COLUMN:.0f}" '
-        f'lengthAdjust="spacingAndGlyphs" fill="{MARKED if "has not come" in line or "no call" in line else INK}">'
+        f'lengthAdjust="spacingAndGlyphs" fill="{MARKED if "has not reached" in line or "no call" in line else INK}">'
         f"{escape(line).replace(' ', NBSP)}</text>"
         for i, line in enumerate(lines)
     ]

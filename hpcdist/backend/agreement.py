@@ -24,7 +24,7 @@ from mpi4py import MPI
 from torch import Tensor, dtype
 
 from hpcdist import activity
-from hpcdist.backend.memory import UnusableError
+from hpcdist.backend.host_copies import UnusableError
 from hpcdist.control import objects
 from hpcdist.errors import SHOWN, RankError, coded, listed
 from hpcdist.process import abort

@@ -15,7 +15,7 @@ from torch import Tensor, split
 
 from hpcdist import layout, limits
 from hpcdist.backend import shared
-from hpcdist.backend.memory import (
+from hpcdist.backend.host_copies import (
     Spans,
     address,
     bytes_of,

@@ -1,4 +1,4 @@
-"""A barrier that tells which ranks have not come to it in time."""
+"""A barrier that reports which ranks have not reached it in time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def monitored_barrier(team: Communicator, number: int, timeout: timedelta, wait_
         wait_all_ranks: whether rank 0 names all missing ranks, or the first that it finds.
 
     Raises:
-        RuntimeError: on rank 0, if a rank has not come in time; on the others, if rank 0 has not let them go on.
+        RuntimeError: on rank 0, if a rank has not reached it in time; on the others, if rank 0 has not let them go on.
     """
     end, tag = time.monotonic() + timeout.total_seconds(), 1 + number % _TAGS
     text = f"monitoredBarrier in {1000 * timeout.total_seconds():g} ms"  # the errors are worded as gloo's

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.backend import agreement, checks, collectives, p2p, sparse
+from hpcdist.backend import agreement, collectives, operands, p2p, sparse
 from hpcdist.backend.agreement import Call, Counts, sizes
-from hpcdist.backend.memory import Spans, gpu_events
+from hpcdist.backend.host_copies import Spans, gpu_events
 from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
@@ -62,7 +62,7 @@ class Operations:
         """
         team, verb = self._team, call.verb
         if writes:
-            checks.writable(verb, tensors)
+            operands.writable(verb, tensors)
         self._calls += 1
         if _holds_inference(args):
             step, args = _on_inference, (step, *args)
@@ -97,37 +97,37 @@ class Operations:
         return work
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        x, root = checks.single("broadcast", tensors), 0 if opts is None else opts.rootRank
-        checks.rank("broadcast", root, self._team.size)
+        x, root = operands.single("broadcast", tensors), 0 if opts is None else opts.rootRank
+        operands.rank("broadcast", root, self._team.size)
         call, writes = Call("broadcast", sizes(x), (root,)), self._team.rank != root
         return self._run(call, opts, tensors, collectives.broadcast, x, root, writes=writes)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
-            checks.sums("all_reduce", opts)
+            operands.sums("all_reduce", opts)
             x = tensors[0]
             call = Call("all_reduce", sizes(x), (f"sparse SUM of {x.sparse_dim()} dims",))
             return self._run(call, opts, tensors, sparse.all_reduce, x)
-        x = checks.single("all_reduce", tensors)
-        op = reduction(checks.SUM if opts is None else opts.reduceOp, x.dtype)
+        x = operands.single("all_reduce", tensors)
+        op = reduction(operands.SUM if opts is None else opts.reduceOp, x.dtype)
         return self._run(Call("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        checks.alike("all_reduce_coalesced", tensors)
-        op = reduction(checks.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
+        operands.alike("all_reduce_coalesced", tensors)
+        op = reduction(operands.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
         call = Call("all_reduce_coalesced", sizes(*tensors), (op.name,))
         return self._run(call, opts, tensors, collectives.coalesced, tensors, op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        x, root = checks.single("reduce", tensors), opts.rootRank
-        checks.rank("reduce", root, self._team.size)
+        x, root = operands.single("reduce", tensors), opts.rootRank
+        operands.rank("reduce", root, self._team.size)
         op = reduction(opts.reduceOp, x.dtype)
         call, writes = Call("reduce", sizes(x), (op.name, root)), self._team.rank == root
         return self._run(call, opts, tensors, collectives.reduce, x, op, root, writes=writes)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        outs, x = checks.single_list("all_gather", outputs), checks.single("all_gather", inputs)
-        checks.gathered("all_gather", outs, x, self._team)
+        outs, x = operands.single_list("all_gather", outputs), operands.single("all_gather", inputs)
+        operands.gathered("all_gather", outs, x, self._team)
         return self._run(Call("all_gather", sizes(*outs)), opts, outputs, collectives.all_gather, outs, x)
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -139,62 +139,62 @@ class Operations:
             )
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outs, x in zip(columns, inputs, strict=True):
-            checks.gathered("all_gather_coalesced", outs, x, self._team)
+            operands.gathered("all_gather_coalesced", outs, x, self._team)
         call = Call("all_gather_coalesced", sizes(*(out for outs in columns for out in outs)))
         return self._run(call, opts, output_lists, _each, collectives.all_gather, columns, inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        checks.multiple("all_gather_single", output, input, self._team.size)
+        operands.multiple("all_gather_single", output, input, self._team.size)
         call = Call("all_gather_single", sizes(output))
         return self._run(call, opts, output, collectives.all_gather_single, output, input)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "all_gather_single_coalesced"
         for output, x in zip(outputs, inputs, strict=True):
-            checks.multiple(verb, output, x, self._team.size)
+            operands.multiple(verb, output, x, self._team.size)
         call = Call(verb, sizes(*outputs))
         return self._run(call, opts, outputs, _each, collectives.all_gather_single, outputs, inputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        x, root = checks.single("gather", inputs), opts.rootRank
-        outs = checks.rooted("gather", outputs, root, self._team)
+        x, root = operands.single("gather", inputs), opts.rootRank
+        outs = operands.rooted("gather", outputs, root, self._team)
         if outs:
-            checks.gathered("gather", outs, x, self._team)
+            operands.gathered("gather", outs, x, self._team)
         call = Call("gather", (), (x.dtype, root), {root: x.numel()}, _counts(outs))
         return self._run(call, opts, outputs, collectives.gather, outs, x, root)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        out, root = checks.single("scatter", outputs), opts.rootRank
-        xs = checks.rooted("scatter", inputs, root, self._team)
+        out, root = operands.single("scatter", outputs), opts.rootRank
+        xs = operands.rooted("scatter", inputs, root, self._team)
         if xs:
-            checks.gathered("scatter", xs, out, self._team)
+            operands.gathered("scatter", xs, out, self._team)
         call = Call("scatter", (), (out.dtype, root), _counts(xs), {root: out.numel()})
         return self._run(call, opts, outputs, collectives.scatter, out, xs, root)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
-        out, xs = checks.single("reduce_scatter", outputs), checks.single_list("reduce_scatter", inputs)
-        checks.gathered("reduce_scatter", xs, out, self._team)
-        op = reduction(checks.SUM if opts is None else opts.reduceOp, out.dtype)
+        out, xs = operands.single("reduce_scatter", outputs), operands.single_list("reduce_scatter", inputs)
+        operands.gathered("reduce_scatter", xs, out, self._team)
+        op = reduction(operands.SUM if opts is None else opts.reduceOp, out.dtype)
         call = Call("reduce_scatter", sizes(*xs), (op.name,))
         return self._run(call, opts, outputs, collectives.reduce_scatter, out, xs, op)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        checks.multiple("reduce_scatter_single", input, output, self._team.size)
-        op = reduction(checks.SUM if opts is None else opts.reduceOp, output.dtype)
+        operands.multiple("reduce_scatter_single", input, output, self._team.size)
+        op = reduction(operands.SUM if opts is None else opts.reduceOp, output.dtype)
         call = Call("reduce_scatter_single", sizes(input), (op.name,))
         return self._run(call, opts, output, collectives.reduce_scatter_single, output, input, op)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "reduce_scatter_single_coalesced"
         for output, x in zip(outputs, inputs, strict=True):
-            checks.multiple(verb, x, output, self._team.size)
-        kind = checks.SUM if opts is None else opts.reduceOp
+            operands.multiple(verb, x, output, self._team.size)
+        kind = operands.SUM if opts is None else opts.reduceOp
         ops = [reduction(kind, output.dtype) for output in outputs]
         call = Call(verb, sizes(*inputs), tuple(op.name for op in ops[:1]))
         return self._run(call, opts, outputs, _each, collectives.reduce_scatter_single, outputs, inputs, ops)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        checks.exchanged("all_to_all", outputs, inputs, self._team)
+        operands.exchanged("all_to_all", outputs, inputs, self._team)
         call = Call("all_to_all", (), (inputs[0].dtype,), _counts(inputs), _counts(outputs))
         return self._run(call, opts, outputs, collectives.all_to_all, outputs, inputs)
 
@@ -207,7 +207,7 @@ class Operations:
         opts: Any = None,
     ) -> dist.Work:
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
-        checks.splits("all_to_all_single", output, input, *splits, self._team.size)
+        operands.splits("all_to_all_single", output, input, *splits, self._team.size)
         recvs, sends = (self._row_counts(x, rows) for x, rows in zip((output, input), splits, strict=True))
         call = Call("all_to_all_single", (), (input.dtype,), sends, recvs)
         return self._run(call, opts, output, collectives.all_to_all_single, output, input, *splits)
@@ -235,20 +235,20 @@ class Operations:
             monitored_barrier(team, number, timeout, wait_all_ranks)
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> dist.Work:
-        x = checks.single("send", tensors)
-        checks.rank("send", dest, self._team.size)
-        checks.tag("send", tag, self._team.most_tag)
+        x = operands.single("send", tensors)
+        operands.rank("send", dest, self._team.size)
+        operands.tag("send", tag, self._team.most_tag)
         return p2p.send(self._team, x, dest, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        x = checks.single("recv", tensors)
-        checks.rank("recv", source, self._team.size)
-        checks.tag("recv", tag, self._team.most_tag)
+        x = operands.single("recv", tensors)
+        operands.rank("recv", source, self._team.size)
+        operands.tag("recv", tag, self._team.most_tag)
         return p2p.recv(self._team, x, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        checks.tag("recv", tag, self._team.most_tag)
-        return p2p.recv(self._team, checks.single("recv", tensors), None, tag)
+        operands.tag("recv", tag, self._team.most_tag)
+        return p2p.recv(self._team, operands.single("recv", tensors), None, tag)
 
     # The names of older and newer versions of torch.
     _allgather_base = all_gather_single

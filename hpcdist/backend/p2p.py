@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from hpcdist import activity
-from hpcdist.backend.holders import findable
-from hpcdist.backend.memory import address, gpu_events, is_plain, pieces, readable, scratch
+from hpcdist.backend.host_copies import address, gpu_events, is_plain, pieces, readable, scratch
+from hpcdist.backend.work_forwarding import findable
 from hpcdist.backend.works import Waiting, seconds
 from hpcdist.errors import refusal
 from hpcdist.tensors.storage import copyable

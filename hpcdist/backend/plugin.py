@@ -8,14 +8,14 @@ from typing import Any
 
 from torch._C._distributed_c10d import Backend
 
-from hpcdist.backend import holders
+from hpcdist.backend import work_forwarding
 from hpcdist.backend.communicator import Communicator
 from hpcdist.backend.operations import Operations
 from hpcdist.errors import refusal
 
 __all__ = ["MpiBackend"]
 
-holders.install()
+work_forwarding.install()
 _alive: set[MpiBackend] = set()
 """Until their shutdown: torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the C++ part of a backend alone."""
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.backend.memory import bytes_of
+from hpcdist.backend.host_copies import bytes_of
 from hpcdist.backend.reductions import Reduction
 
 if TYPE_CHECKING:

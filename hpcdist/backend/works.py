@@ -15,7 +15,7 @@ from torch.futures import Future
 from hpcdist import activity, callsite
 from hpcdist.activity import Counted
 from hpcdist.backend import agreement
-from hpcdist.backend.holders import findable
+from hpcdist.backend.work_forwarding import findable
 from hpcdist.errors import coded, refusal
 
 __all__ = ["DONE", "Finished", "Queued", "Waiting", "seconds"]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hpcdist.collectives import autograd, concat, gather, redistribute, split
 from hpcdist.collectives import run as driver
-from hpcdist.collectives.inline import Inline, fits
 from hpcdist.collectives.run import Executable, Operation, Plannable
+from hpcdist.collectives.small_plans import Inline, fits
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
@@ -193,16 +193,16 @@ class _Kept:
     def _check(self, x: Any, out: Any) -> tuple[str | None, Tensor | None, Tensor | None]:
         """Return (what is wrong with the tensors, both ready to be moved)."""
         try:
-            local.runs()
+            local.refuse_tracing()
             sent = self._ready("x", x, self._x_shape, self._source)
             dest = None if out is None else self._ready("out", out, self.box.shape, self._dest)
             if torch.is_grad_enabled():
                 if x is not None and x.requires_grad and not self._op.grad:
-                    raise local.WrongError(
+                    raise local.ArgumentError(
                         "HD215", "x requires a gradient, but the plan was made for tensors that do not"
                     )
                 if dest is not None and self._op.grad:
-                    raise local.WrongError(LOSES_GRADIENT)
+                    raise local.ArgumentError(LOSES_GRADIENT)
         except Exception as error:  # including what an argument's own methods raise: all ranks must learn of it
             return local.problem_of(error), None, None
         return None, sent, dest
@@ -210,12 +210,12 @@ class _Kept:
     def _ready(self, name: str, value: Any, shape: tuple[int, ...] | None, box: Box | None) -> Tensor | None:
         if box is None:
             if value is not None:
-                raise local.WrongError("HD211", f"{name} is given, but in this plan this rank {_WITHOUT[name]}")
+                raise local.ArgumentError("HD211", f"{name} is given, but in this plan this rank {_WITHOUT[name]}")
             return None
         x = local.ready(value, name)
         if x.shape != shape or x.dtype is not self._dtype or x.device != self._device:
             got, planned = _show(x.shape, x.dtype, x.device), _show(shape or (), self._dtype, self._device)
-            raise local.WrongError("HD215", f"{name} is {got}, but the plan was made for {planned}")
+            raise local.ArgumentError("HD215", f"{name} is {got}, but the plan was made for {planned}")
         return x if shape else x.view(box.shape)  # a shard of 0 dims is a row
 
     def _call(self, x: Tensor | None, out: Tensor | None, problem: str | None, grad: bool) -> Call:

@@ -62,7 +62,7 @@ def everywhere(verb: str, team: Team, nbytes: int, make: Callable[[], T]) -> T:
             if causes:
                 raise causes.pop()
 
-        objects.all_gather(team.comm, verb, fail)
+        objects.run_on_all(team.comm, verb, fail)
     return made[0]
 
 

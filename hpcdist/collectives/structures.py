@@ -136,7 +136,7 @@ def check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
             for name in names:
                 find_class(name)
 
-        objects.all_gather(team.comm, verb, find_all)
+        objects.run_on_all(team.comm, verb, find_all)
 
 
 def classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:

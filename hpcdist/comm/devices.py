@@ -47,7 +47,7 @@ def choose(
             raise refusal(ValueError, "HD109", f"device is {device}, but this process sees {gpus} GPUs")
         return device, identity(device.index)
 
-    found = objects.all_gather(comm, "init", choose)
+    found = objects.run_on_all(comm, "init", choose)
     gpus = [gpu for _, gpu in found]
     wants_nccl = "nccl" in backend if backend else dist.is_nccl_available()
     own_gpus = None not in gpus and dist.is_nccl_available()

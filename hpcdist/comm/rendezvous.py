@@ -81,7 +81,7 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         addresses = ["127.0.0.1"] if nodes == 1 else _addresses()
         return listener[0].getsockname()[1], addresses, secrets.token_hex()
 
-    port, addresses, token = objects.broadcast(comm, "init", serve)
+    port, addresses, token = objects.run_on_root(comm, "init", serve)
     with answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
         for seconds in _CONNECT_SECONDS:
             ask = partial(local_address, port=port, token=token, seconds=seconds)
@@ -126,7 +126,7 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
         )
         return port
 
-    port = objects.broadcast(comm, "init", serve)
+    port = objects.run_on_root(comm, "init", serve)
     return stores[0] if stores else TCPStore(meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
 
 

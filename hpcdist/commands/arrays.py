@@ -24,8 +24,8 @@ from hpcdist.commands.inputs import Inputs, described, find, joined
 from hpcdist.control import objects
 from hpcdist.errors import InputError, RankError, listed
 from hpcdist.formats.contents import Dataset, Slices
+from hpcdist.formats.known import FORMATS
 from hpcdist.formats.paths import shown
-from hpcdist.formats.table import FORMATS
 from hpcdist.layout import Box
 from hpcdist.runtime.cli import Parser, path, placed, plural, progress, table, timed
 from hpcdist.runtime.commandline import problem
@@ -120,7 +120,7 @@ def _stream(
 
     started, comm = time.perf_counter(), world.team.comm
     written = files if mine is None else mine
-    objects.all_gather(comm, "output", lambda: _check_outputs(args, data, written, () if world.rank else files))
+    objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, written, () if world.rank else files))
 
     def write(team: Team) -> tuple[int, int]:
         pieces = kept = 0
@@ -142,7 +142,7 @@ def _stream(
         except RankError as error:  # of one rank, which the other ranks learn of in a line
             raise InputError(problem(error)) from error
 
-    done = write(world.team) if mine is None else objects.all_gather(comm, args.prog, write_alone)[world.rank]
+    done = write(world.team) if mine is None else objects.run_on_all(comm, args.prog, write_alone)[world.rank]
     result = f"result: shape {data.shape} in {result}"
     lines = copied(world, args, report, started, done, result)
     held = written if copies else files if world.rank == (args.root or 0) else ()
@@ -178,7 +178,7 @@ def _join_in_memory(world: World, args: Namespace) -> int:
     _check_memory(world, own.size() * data.dtype.itemsize + whole)
     shard = torch.empty(own.shape, dtype=data.dtype, device="cpu")
     with data.reader(WINDOW) as reader:
-        objects.all_gather(world.team.comm, "read", lambda: data.join(reader.read, own, shard))
+        objects.run_on_all(world.team.comm, "read", lambda: data.join(reader.read, own, shard))
     move: Move = partial(gather, dim=data.dim, root=args.root)
     where, sent = f"rank {args.root}", data.nbytes() - kept.size() * data.dtype.itemsize
     if args.root is None:
@@ -309,7 +309,7 @@ def _verify(world: World, args: Namespace, data: Inputs, held: Slices | Sequence
             right = right and (world.rank != (args.root or 0) or torch.equal(got, _bytes_of(wanted(part))))
         return right, digest.hexdigest()
 
-    found = filter(None, objects.all_gather(world.team.comm, "verify", verify))
+    found = filter(None, objects.run_on_all(world.team.comm, "verify", verify))
     rights, digests = zip(*found, strict=True)
     return {"verified": all(rights) and len(set(digests)) == 1, "sha256": digests[0]}
 

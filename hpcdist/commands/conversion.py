@@ -22,14 +22,14 @@ from hpcdist.errors import FileError, InputError, described, listed
 from hpcdist.formats import safetensors
 from hpcdist.formats.atomic import check_folder
 from hpcdist.formats.contents import Contents, Dataset
+from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.paths import shown
-from hpcdist.formats.table import FORMATS, describe
 from hpcdist.runtime.cli import Parser, meter, path, plural
 from hpcdist.runtime.world import World
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size
 from hpcdist.staging.reader import OpenFiles
 from hpcdist.staging.writer import SaveOptions
-from hpcdist.validation.local import WrongError
+from hpcdist.validation.local import ArgumentError
 
 __all__ = ["main", "parser"]
 
@@ -40,7 +40,7 @@ _FILES = (safetensors.SUFFIX, ".h5")
 def main(world: World, args: Namespace) -> int:
     """Write all tensors of the input to the output; return the exit status. Collective."""
     started, done = time.perf_counter(), (0, 0)
-    contents, limit = objects.broadcast(world.team.comm, _VERB, lambda: _look(args))
+    contents, limit = objects.run_on_root(world.team.comm, _VERB, lambda: _look(args))
     tensors = contents.tensors.values()
     report: Report = {
         "verb": _VERB, "ranks": world.world_size, "nodes": world.nodes, "input": args.input, "kind": contents.kind,
@@ -92,7 +92,7 @@ def _look(args: Namespace) -> tuple[Contents, int | None]:
             flatten(dict.fromkeys(dtypes))  # checks the names
         else:
             check_safetensors(dtypes, {}, {})
-    except (WrongError, ValueError, TypeError) as error:
+    except (ArgumentError, ValueError, TypeError) as error:
         raise InputError("HD418", f"{out}: {error}") from error
     files = [source, *contents.files, *glob.glob(os.path.join(glob.escape(source), "*.json"))]
     datasets = [Dataset(s.name, s.shape, s.dtype) for s in contents.tensors.values()]
@@ -152,12 +152,12 @@ def _write_folder(world: World, datasets: Sequence[Dataset], read: Read, out: st
             bar.update(x.nbytes)
             return x
 
-    made = objects.broadcast(comm, _VERB, lambda: _clear(folder, made=False))
+    made = objects.run_on_root(comm, _VERB, lambda: _clear(folder, made=False))
     with meter(world, _VERB, sum(d.nbytes() for d in datasets) // world.world_size) as bar:
         try:
             state_dict_saver.save({}, storage_writer=filesystem.FileSystemWriter(out), planner=Planner())
         except api.CheckpointException as error:
-            objects.broadcast(comm, _VERB, lambda: _clear(folder, made))
+            objects.run_on_root(comm, _VERB, lambda: _clear(folder, made))
             problems = {rank: described(failure, "HD410") for rank, (failure, _) in error.failures.items()}
             objects.raise_problems(_VERB, problems)
 

@@ -29,7 +29,7 @@ from hpcdist.runtime.cli import Parser, meter, nbytes, show_bytes
 from hpcdist.runtime.world import World
 from hpcdist.staging.pieces import check_pieces, piece_limit
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
-from hpcdist.validation.local import WrongError
+from hpcdist.validation.local import ArgumentError
 
 __all__ = [
     *("Report", "Shares", "add_options", "check_output", "copied", "copy", "finish", "in_pieces"),
@@ -52,7 +52,7 @@ def in_pieces(datasets: Sequence[Dataset], window: int) -> list[Dataset]:
         if pieces is None or not len(pieces) or int(pieces.sizes.max()) > limit or not pieces.are_runs:
             try:
                 check_pieces(d.shape, d.dtype.itemsize, limit)
-            except WrongError as error:
+            except ArgumentError as error:
                 raise InputError("HD419", f"{d.name} {error}") from error
             pieces = grid(d.shape, limit)
         found.append(replace(d, pieces=pieces))

@@ -21,8 +21,8 @@ from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError, listed, reason
 from hpcdist.formats.contents import Contents, Format, Slices, Stored, identity
+from hpcdist.formats.known import FORMATS
 from hpcdist.formats.plain import Raw
-from hpcdist.formats.table import FORMATS
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Shards, summed
 from hpcdist.runtime.cli import progress
@@ -221,13 +221,13 @@ def find(world: World, given: Sequence[str], dim: int) -> Inputs:
         RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
     """
     comm = world.team.comm
-    specs = objects.broadcast(comm, "inputs", (lambda: _expand(given)) if given else _standard_library)
+    specs = objects.run_on_root(comm, "inputs", (lambda: _expand(given)) if given else _standard_library)
     mine = layout.block_range(len(specs), world.world_size, world.rank)
     looked = progress(specs[mine.start : mine.stop], world, "look")
-    parts = objects.all_gather(comm, "inputs", lambda: [described(spec) for spec in looked])
+    parts = objects.run_on_all(comm, "inputs", lambda: [described(spec) for spec in looked])
     sources = [source for part in parts for source in part]
     if given:
-        objects.broadcast(comm, "inputs", lambda: _check_once(sources))
+        objects.run_on_root(comm, "inputs", lambda: _check_once(sources))
     return joined(sources, dim)
 
 

@@ -61,7 +61,7 @@ def same(
     if (digests == digests[0]).all():
         short = len(mine_too) <= _WITH
         return value, found[:, _DIGEST // 8 :][:, : len(mine_too)] if short else _table(comm, mine_too)
-    first = objects.broadcast(comm, verb, lambda: value)
+    first = objects.run_on_root(comm, verb, lambda: value)
     problems = enumerate(objects.all_gather_object(comm, odd(first, value), verb))
     objects.raise_problems(verb, {rank: text for rank, text in problems if text is not None})
     return first, _table(comm, row(first))

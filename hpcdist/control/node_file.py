@@ -27,7 +27,7 @@ def node_file(comm: MPI.Comm) -> int | None:
         made.append(os.memfd_create("hpcdist", os.MFD_CLOEXEC))
         return [os.getpid(), made[0], *procstat.identity(made[0])]
 
-    pid, fd, *expected = objects.broadcast(comm, "init", make)
+    pid, fd, *expected = objects.run_on_root(comm, "init", make)
     with suppress(OSError):
         made = made or [procstat.opened(pid, fd, expected)]
     if all(objects.all_gather_object(comm, bool(made))):

@@ -1,6 +1,6 @@
 """Exchange small values between the ranks while a call is set up, and fail together.
 
-:func:`all_gather` and :func:`broadcast` run a step and distribute its result, as those of
+:func:`run_on_all` and :func:`run_on_root` run a step and distribute its result, as those of
 ``torch.distributed.checkpoint``'s ``_DistWrapper`` do. Values travel as text, not as pickle: see
 :mod:`hpcdist.control.codec`.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    *("all_gather", "all_gather_object", "broadcast", "broadcast_bytes", "everywhere", "first_difference"),
+    *("run_on_all", "all_gather_object", "run_on_root", "broadcast_bytes", "everywhere", "first_difference"),
     *("gather_bytes", "raise_problems"),
 ]
 
@@ -63,7 +63,7 @@ def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int) -> bytes:
     return begin + bytes(rest)
 
 
-def broadcast(comm: MPI.Comm, what: str, step: Callable[[], T], root: int = 0) -> T:
+def run_on_root(comm: MPI.Comm, what: str, step: Callable[[], T], root: int = 0) -> T:
     """Run `step` on the root and return its result on every rank. Collective over `comm`.
 
     Args:
@@ -83,11 +83,11 @@ def broadcast(comm: MPI.Comm, what: str, step: Callable[[], T], root: int = 0) -
     return value  # type: ignore[no-any-return]
 
 
-def all_gather(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
+def run_on_all(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]:
     """Run `step` on every rank and return all results, in rank order. Collective over `comm`.
 
     Args:
-        what, step: as those of :func:`broadcast`.
+        what, step: as those of :func:`run_on_root`.
 
     Raises:
         RankError: on every rank, if `step` fails on one; on that rank from the error that it raised.

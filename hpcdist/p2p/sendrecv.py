@@ -23,7 +23,7 @@ from hpcdist.tensors.tree import flatten
 if TYPE_CHECKING:
     from hpcdist.comm.context import Context
     from hpcdist.comm.signatures import GroupLike
-    from hpcdist.p2p.engine import Transport
+    from hpcdist.p2p.progress import Transport
     from hpcdist.p2p.transfers import Outgoing
     from hpcdist.runtime.engine import Steps
 
@@ -163,7 +163,7 @@ def _sending(
     x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: bool
 ) -> tuple[Transport, Outgoing, Steps[None]]:
     """Validate the arguments; return the engine, the message, and the steps of sending it."""
-    from hpcdist.p2p.engine import transport
+    from hpcdist.p2p.progress import transport
     from hpcdist.p2p.transfers import Outgoing, by_file, by_mpi
 
     _check_eager()
@@ -185,7 +185,7 @@ def _sending(
 def _receiving(
     source: int | None, tag: int | None, group: Any, allow_pickle: bool
 ) -> tuple[Transport, int, Steps[tuple[Any, int]]]:
-    from hpcdist.p2p.engine import RecvTurn, transport
+    from hpcdist.p2p.progress import RecvTurn, transport
     from hpcdist.p2p.transfers import receive
 
     _check_eager()

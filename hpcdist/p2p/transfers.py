@@ -1,4 +1,4 @@
-"""The steps of sending and receiving a structure, over MPI or through a file: see :mod:`hpcdist.p2p.engine`."""
+"""The steps of sending and receiving a structure, over MPI or through a file: see :mod:`hpcdist.p2p.progress`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpcdist.comm.context import Context
 from hpcdist.comm.groups import Group
 from hpcdist.comm.matching import Envelope, bytes_of, with_envelope
 from hpcdist.errors import FileError, HpcdistError, reason
-from hpcdist.p2p.engine import DONE, RecvTurn, Requests, SendTurn, Task
+from hpcdist.p2p.progress import DONE, RecvTurn, Requests, SendTurn, Task
 from hpcdist.process import abort
-from hpcdist.routes.hdf5 import Stage, fetch
+from hpcdist.routes.hdf5_files import Stage, fetch
 from hpcdist.runtime.engine import Steps
 from hpcdist.tensors import pool
 from hpcdist.tensors.message import Contents, Header, Messages, check_memory, encode, parse

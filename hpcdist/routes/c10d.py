@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from hpcdist import layout, limits
 from hpcdist.routes.base import Ints, Message, Method
-from hpcdist.routes.exchange import Exchange
+from hpcdist.routes.sends import Exchange
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:

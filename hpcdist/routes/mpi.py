@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist import layout, limits
 from hpcdist.routes import cuda_aware, datatypes
 from hpcdist.routes.base import Alltoall, Ints, Message, Method
-from hpcdist.routes.exchange import Exchange
+from hpcdist.routes.sends import Exchange
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team

@@ -20,7 +20,7 @@ ROUTES = {
     "nccl": ("hpcdist.routes.c10d", "NCCL"),
     "gloo": ("hpcdist.routes.c10d", "GLOO"),
     "mpi": ("hpcdist.routes.mpi", "MPI_ROUTE"),
-    "hdf5": ("hpcdist.routes.hdf5", "HDF5_ROUTE"),
+    "hdf5": ("hpcdist.routes.hdf5_files", "HDF5_ROUTE"),
 }
 
 

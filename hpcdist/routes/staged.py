@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist import layout, limits
 from hpcdist.routes.base import Ints, Message, Method, Route
-from hpcdist.routes.exchange import Exchange
+from hpcdist.routes.sends import Exchange
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import as_bytes
 

@@ -26,7 +26,7 @@ from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.atomic import private_folder
 from hpcdist.host_memory import capacity
 from hpcdist.process import abort, exits, forks, streams
-from hpcdist.runtime import background, process_group, registration
+from hpcdist.runtime import background, default_group, registration
 from hpcdist.tensors import pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
@@ -295,7 +295,7 @@ def _make(
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = process_group.agree_on(private, backend, timeout, env_timeout, env_cache)
+                limit = default_group.agree_on(private, backend, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
         undo.callback(watch.stop)
@@ -305,8 +305,8 @@ def _make(
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
             registration.host.open(private, tuple(node for node, _ in places), limit, meeting)
             undo.callback(registration.host.close)
-            name = None if implicit else backend or process_group.default_backend(own_gpus)
-            group, owns_group = process_group.start(private, meeting, name, limit, chosen)
+            name = None if implicit else backend or default_group.default_backend(own_gpus)
+            group, owns_group = default_group.start(private, meeting, name, limit, chosen)
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own

@@ -96,7 +96,7 @@ def _stage(args: argparse.Namespace, name: str) -> int:
         if comm.size > 1:
             exits.install()
         private = comm.Dup()
-        limit = objects.broadcast(private, VERB, _limit)
+        limit = objects.run_on_root(private, VERB, _limit)
         request = Request(args.source, args.archive or "", args.with_base, tuple(args.also), not args.no_scan)
         options = Options(args.to, name, args.readers, args.verify, limit)
         done = stage(private, request, options, _note, lambda total: _bar(rank, total))

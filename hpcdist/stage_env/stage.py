@@ -85,7 +85,7 @@ def stage(
     """
     from mpi4py import MPI
 
-    options = objects.broadcast(comm, VERB, lambda: options)
+    options = objects.run_on_root(comm, VERB, lambda: options)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     leaders: MPI.Intracomm = comm.Split(  # type: ignore[assignment]
         0 if node.rank == 0 else MPI.UNDEFINED, comm.rank
@@ -94,7 +94,7 @@ def stage(
         with Watchdog(options.timeout) as dog:
             steps = _Steps(leaders, options, note, bar, dog)
             lead = _in_one_line(lambda: steps.run(request) if node.rank == 0 else None)
-            done = objects.all_gather(comm, VERB, lead)
+            done = objects.run_on_all(comm, VERB, lead)
     finally:
         if node.rank == 0:
             leaders.Free()
@@ -133,21 +133,21 @@ class _Steps:
             stores.append(Store(self.options.to))
             return stores[0].available(), f"{stores[0].folder} on {socket.gethostname()}"
 
-        free, where = min(objects.all_gather(comm, VERB, destination))
+        free, where = min(objects.run_on_all(comm, VERB, destination))
         self._check_own(stores[0])
 
         def prepare() -> Source:
             with dog.doing(f"preparing {request.source}"):
                 return archive.prepare(request, dog.touch, self.note, lambda needed: _check_space(where, needed, free))
 
-        source = objects.broadcast(comm, VERB, prepare)
+        source = objects.run_on_root(comm, VERB, prepare)
         times.append(time.monotonic())
         node = _Node(stores[0], source, self.options, dog)
         try:
             sent = self._send(node)
             times.append(time.monotonic())
             if self.options.verify:
-                objects.all_gather(comm, VERB, node.verify)
+                objects.run_on_all(comm, VERB, node.verify)
         except BaseException as error:
             node.give_up(remove=isinstance(error, RankError))
             raise
@@ -158,7 +158,7 @@ class _Steps:
 
     def _check_own(self, store: Store) -> None:
         """Check that the nodes do not share the folder for the copies: each would write them all."""
-        name, host = objects.broadcast(self.comm, VERB, lambda: (f".{secrets.token_hex(8)}", socket.gethostname()))
+        name, host = objects.run_on_root(self.comm, VERB, lambda: (f".{secrets.token_hex(8)}", socket.gethostname()))
         seen = store.folder / name
 
         def write() -> None:
@@ -170,9 +170,9 @@ class _Steps:
                 text = "is shared by the nodes: expected a folder on each node's own disk"
                 raise InputError("HD409", f"{self.options.to}: {text}")
 
-        objects.all_gather(self.comm, VERB, write)
+        objects.run_on_all(self.comm, VERB, write)
         try:
-            objects.all_gather(self.comm, VERB, look)
+            objects.run_on_all(self.comm, VERB, look)
         finally:
             if self.comm.rank == 0:
                 seen.unlink(missing_ok=True)
@@ -181,7 +181,7 @@ class _Steps:
         """Send the archive to the nodes that have no copy of it; return how many those are."""
         from mpi4py import MPI
 
-        have = objects.all_gather(self.comm, VERB, node.look)
+        have = objects.run_on_all(self.comm, VERB, node.look)
         if all(have):
             return 0
         rank, readers = self.comm.rank, max(1, self.options.readers)
@@ -201,11 +201,11 @@ class _Steps:
                     transfer.send(part, node.source, node.unpacker, readers, progress)
 
         try:
-            objects.all_gather(self.comm, VERB, _in_one_line(send))
+            objects.run_on_all(self.comm, VERB, _in_one_line(send))
         finally:
             if part != MPI.COMM_NULL:
                 part.Free()
-        objects.all_gather(self.comm, VERB, node.finish)
+        objects.run_on_all(self.comm, VERB, node.finish)
         return have.count(False)
 
 

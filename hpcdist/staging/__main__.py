@@ -10,8 +10,8 @@ from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError
 from hpcdist.formats.contents import Contents, Stored
+from hpcdist.formats.known import describe
 from hpcdist.formats.paths import shown
-from hpcdist.formats.table import describe
 from hpcdist.layout import Box
 from hpcdist.runtime.cli import Parser, meter, plural, ranks_text, run, show_bytes, table
 from hpcdist.runtime.world import World
@@ -26,7 +26,7 @@ _MAX_SHOWN = 20  # damaged pieces
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Run the subcommand on the ranks of the world; return the exit status. Collective."""
-    contents = objects.broadcast(world.team.comm, args.what, lambda: describe(args.file))
+    contents = objects.run_on_root(world.team.comm, args.what, lambda: describe(args.file))
     if args.what == "verify":
         return _verify(world, contents, args.json)
     if world.rank == 0:
@@ -110,7 +110,7 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
                     damaged.append(str(error))
                 bar.update(box.size() * stored.dtype.itemsize)
 
-    objects.all_gather(world.team.comm, "verify", check)
+    objects.run_on_all(world.team.comm, "verify", check)
     found = [text for texts in objects.all_gather_object(world.team.comm, damaged) for text in texts]
     if world.rank == 0:
         report = {"path": contents.path, "checksums": contents.checked, "pieces": len(pieces)}

@@ -22,7 +22,7 @@ from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
-from hpcdist.validation.local import WrongError
+from hpcdist.validation.local import ArgumentError
 
 __all__ = [
     *("SINGLE", "agreed", "check_attrs", "check_safetensors", "count", "flatten", "nest", "positive"),
@@ -48,7 +48,7 @@ def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
     """
     call, arguments = Call(verb), []
     try:
-        local.runs()
+        local.refuse_tracing()
         arguments.append(check())
     except Exception as error:  # the other ranks must learn of it
         call.problem = local.problem_of(error)
@@ -60,23 +60,23 @@ def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
 def positive(name: str, value: Any) -> int:
     """A number of bytes, at least 1."""
     if index(value) < 1:
-        raise WrongError("HD419", f"{name} is {value}, expected a number of bytes >= 1")
+        raise ArgumentError("HD419", f"{name} is {value}, expected a number of bytes >= 1")
     return index(value)
 
 
 def count(name: str, value: Any, size: int) -> int | None:
     """A number of ranks of a team of `size`; None stays None, which stands for all of them."""
     if value is not None and not 1 <= index(value) <= size:
-        raise WrongError("HD419", f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
+        raise ArgumentError("HD419", f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
     return None if value is None else index(value)
 
 
 def target_path(path: Any) -> str:
-    """The path of a file that is written; a WrongError if its suffix is that of a format that save() does not write."""
+    """The path of a file that is written; an ArgumentError if its suffix is that of a format that is only read."""
     text = os.fsdecode(path)
     if text.endswith(_NOT_WRITTEN):
         what = "but an HDF5 file is written: let the name end with .h5, or .safetensors"
-        raise WrongError("HD418", f"path is {text!r}, {what}")
+        raise ArgumentError("HD418", f"path is {text!r}, {what}")
     return text
 
 
@@ -91,11 +91,11 @@ def shard_size(value: Any, path: str) -> int | None:
     if value is None:
         return None
     if not path.endswith(safetensors.SUFFIX):
-        raise WrongError("HD419", f"max_shard_size is for {safetensors.SUFFIX} files")
+        raise ArgumentError("HD419", f"max_shard_size is for {safetensors.SUFFIX} files")
     found = re.fullmatch(r"(\d+) ?([A-Za-z]*)", str(value))
     size = int(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
     if size < 1:
-        raise WrongError("HD419", f"max_shard_size is {value!r}, expected a number of bytes or text such as '5GB'")
+        raise ArgumentError("HD419", f"max_shard_size is {value!r}, expected a number of bytes or text such as '5GB'")
     return size
 
 
@@ -105,18 +105,18 @@ def shape_and_dtype(name: str, spec: Any, window: int) -> tuple[tuple[int, ...],
         shape, dtype = spec
         extents = tuple(index(n) for n in shape)
     except (TypeError, ValueError):
-        raise WrongError("HD418", f"{name!r} is {spec!r}, expected (shape, dtype)") from None
+        raise ArgumentError("HD418", f"{name!r} is {spec!r}, expected (shape, dtype)") from None
     if not isinstance(dtype, torch.dtype):
-        raise WrongError("HD418", f"{name!r} has dtype {dtype!r}, expected a torch.dtype such as torch.float64")
+        raise ArgumentError("HD418", f"{name!r} has dtype {dtype!r}, expected a torch.dtype such as torch.float64")
     if dtype not in DTYPES:
-        raise WrongError("HD418", f"{name!r} has dtype {dtype}, which cannot be stored")
+        raise ArgumentError("HD418", f"{name!r} has dtype {dtype}, which cannot be stored")
     if min(extents, default=0) < 0 or any(isinstance(n, bool) for n in shape):
-        raise WrongError("HD418", f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
+        raise ArgumentError("HD418", f"{name!r} has shape {tuple(shape)}, expected extents >= 0")
     try:
         check_shape(extents, dtype.itemsize)
         check_pieces(extents, dtype.itemsize, piece_limit(window, dtype.itemsize))
-    except WrongError as error:
-        raise WrongError("HD418", f"{name!r} {error}") from None
+    except ArgumentError as error:
+        raise ArgumentError("HD418", f"{name!r} {error}") from None
     return extents, dtype
 
 
@@ -165,18 +165,18 @@ def nest(flat: Mapping[str, Tensor], prefix: str = "") -> Any:
 
 
 def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
-    """Raise a WrongError for attributes of unknown tensors, or with a name of our own."""
+    """Raise an ArgumentError for attributes of unknown tensors, or with a name of our own."""
     for name, values in (attrs or {}).items():
         if name and name not in given:
-            raise WrongError("HD419", f"attrs has {name!r}, which is not one of the tensors: {listed(given)}")
+            raise ArgumentError("HD419", f"attrs has {name!r}, which is not one of the tensors: {listed(given)}")
         if not isinstance(values, Mapping):
-            raise WrongError("HD419", f"attrs of {name!r} must be a dict, got {type(values).__name__}")
+            raise ArgumentError("HD419", f"attrs of {name!r} must be a dict, got {type(values).__name__}")
         if DTYPE_ATTRIBUTE in values:
-            raise WrongError("HD418", f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")
+            raise ArgumentError("HD418", f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")
 
 
 def check_safetensors(dtypes: Mapping[str, torch.dtype], attrs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise a WrongError for what a .safetensors file cannot hold.
+    """Raise an ArgumentError for what a .safetensors file cannot hold.
 
     Args:
         dtypes: by name of the tensor.
@@ -186,14 +186,14 @@ def check_safetensors(dtypes: Mapping[str, torch.dtype], attrs: Mapping[str, Any
     suffix = safetensors.SUFFIX
     for option, value in options.items():
         if value:
-            raise WrongError("HD419", f"{option} is given, which a {suffix} file does not have")
+            raise ArgumentError("HD419", f"{option} is given, which a {suffix} file does not have")
     if safetensors.METADATA in dtypes:
-        raise WrongError("HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor in a {suffix} file")
+        raise ArgumentError("HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor in a {suffix} file")
     for name, dtype in dtypes.items():
         if dtype not in safetensors.SAFETENSORS.dtypes:
-            raise WrongError("HD418", f"{name!r} has dtype {dtype}, which a {suffix} file cannot hold")
+            raise ArgumentError("HD418", f"{name!r} has dtype {dtype}, which a {suffix} file cannot hold")
     for name, values in attrs.items():
         if name and values:
-            raise WrongError("HD419", f"attrs of {name!r}: a {suffix} file has them only for the file, with name ''")
+            raise ArgumentError("HD419", f"attrs of {name!r}: a {suffix} file has them only for the file, with name ''")
         if any(type(part) is not str for item in values.items() for part in item):
-            raise WrongError("HD419", f"attrs of a {suffix} file must be text, got {dict(values)}")
+            raise ArgumentError("HD419", f"attrs of a {suffix} file must be text, got {dict(values)}")

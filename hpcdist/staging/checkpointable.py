@@ -69,9 +69,11 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
 
     def check() -> tuple[Any, ...]:
         if not isinstance(layout, _LAYOUTS):
-            raise local.WrongError("HD213", f"layout must be one of Split, Block, Replicate and Boxes, got {layout!r}")
+            raise local.ArgumentError(
+                "HD213", f"layout must be one of Split, Block, Replicate and Boxes, got {layout!r}"
+            )
         if local.ready(x, "x").data_ptr() != x.data_ptr():
-            raise local.WrongError(
+            raise local.ArgumentError(
                 "HD202", "x is conjugate or negative only by a bit of torch's: it has no memory of its own"
             )
         return layout, x.dtype, tuple(x.shape)

@@ -70,7 +70,7 @@ from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, PartFile, RankWriter, SaveOptions, Target
 from hpcdist.tensors.storage import DTYPES, written
 from hpcdist.validation import local
-from hpcdist.validation.local import WrongError
+from hpcdist.validation.local import ArgumentError
 
 __all__ = ["HDF5Reader", "HDF5Writer", "plan_file"]
 
@@ -390,7 +390,7 @@ def _check_item(item: WriteItem, window: int) -> None:
     try:
         check_shape(data.size, itemsize)
         check_pieces(data.size, itemsize, _limit(data, window))
-    except WrongError as error:
+    except ArgumentError as error:
         raise refusal(ValueError, "HD418", f"{name!r} {error}") from None
 
 
@@ -505,7 +505,7 @@ class _RankFile:
         rank, chunk, dataset = self._rank, item.tensor_data.chunk, self._rank.datasets[k]
         try:
             shard: Tensor = local.ready(x, repr(dataset.name))
-        except WrongError as error:
+        except ArgumentError as error:
             raise refusal(ValueError, "HD202", str(error)) from None
         if (tuple(shard.shape), shard.dtype) != (tuple(chunk.sizes), dataset.dtype):
             what = f"{shard.dtype} of shape {tuple(shard.shape)}"

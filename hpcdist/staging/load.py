@@ -22,8 +22,8 @@ from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import FileError, coded, listed, reason, refusal
 from hpcdist.formats.contents import Contents, Stored
+from hpcdist.formats.known import describe
 from hpcdist.formats.plain import SHORT
-from hpcdist.formats.table import describe
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
@@ -38,7 +38,7 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import written
 from hpcdist.validation import local
-from hpcdist.validation.local import WrongError
+from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
@@ -145,7 +145,7 @@ def load(
                 else:
                     targets[key] = pool.empty(want.shape, stored.dtype, call.device, fixed=True)
 
-        objects.all_gather(team.comm, VERB, allocate)
+        objects.run_on_all(team.comm, VERB, allocate)
         written(out, None)
         problems: list[str] = []
         for key, how in methods.items():
@@ -317,11 +317,11 @@ def _check(
 ) -> _Ask:
     """Check the arguments of load() on this rank."""
     if name is not None and not isinstance(name, str):
-        raise WrongError("HD419", f"name must be a string or None, got {name!r}")
+        raise ArgumentError("HD419", f"name must be a string or None, got {name!r}")
     if box is not None and (dim != 0 or counts is not None):
-        raise WrongError("HD419", "box is given together with dim or counts, which it replaces")
+        raise ArgumentError("HD419", "box is given together with dim or counts, which it replaces")
     if once_per not in _ONCE_PER:
-        raise WrongError("HD419", f"once_per is {once_per!r}, expected one of {', '.join(_ONCE_PER)}")
+        raise ArgumentError("HD419", f"once_per is {once_per!r}, expected one of {', '.join(_ONCE_PER)}")
     mine = None if box is None else Box(tuple(index(o) for o in box[0]), tuple(index(n) for n in box[1]))
     if out is not None:
         local.tensor(out, 0, "out")
@@ -349,7 +349,7 @@ def _check_shared(dim: Any, box: Any, out: Tensor | None, device: torch.device, 
     elif once_per == "rank":
         why = "once_per is 'rank', but with shared=True no rank has a copy of its own: use 'job'"
     if why is not None:
-        raise WrongError("HD203", why)
+        raise ArgumentError("HD203", why)
 
 
 def _dim(dim: Any) -> int | None:
@@ -372,7 +372,7 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
             tensors = files.contents.tensors
             boxes = list[Box]()
             if (box := ask.box) is not None:
-                boxes = objects.all_gather(team.comm, verb, lambda: _inside(tensors, box))
+                boxes = objects.run_on_all(team.comm, verb, lambda: _inside(tensors, box))
             try:
                 wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}
             except ValueError as error:
@@ -388,7 +388,7 @@ def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[Open
     A file may be replaced meanwhile, and caches of names may be some seconds out of date: it is opened again then.
     """
     for nap in (*_NAPS, None):
-        contents: Contents = objects.broadcast(team.comm, verb, lambda: describe(path).chosen(name))
+        contents: Contents = objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))
         with OpenFiles(contents) as files:
 
             def sees(last: bool = nap is None, files: OpenFiles = files) -> bool:
@@ -401,7 +401,7 @@ def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[Open
                     return False
                 return True
 
-            if all(objects.all_gather(team.comm, verb, sees)):
+            if all(objects.run_on_all(team.comm, verb, sees)):
                 yield files
                 return
         time.sleep(nap or 0)

@@ -13,7 +13,7 @@ from hpcdist import layout
 from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, cut_shards, grid, summed
-from hpcdist.validation.local import WrongError
+from hpcdist.validation.local import ArgumentError
 
 __all__ = [
     *("MOST_PIECES", "PIECE", "ROUND", "PiecePlan", "block_bounds", "check_pieces", "check_shape", "piece_limit"),
@@ -29,11 +29,11 @@ MOST_PIECES = 2**20  # of a tensor: each has a row in a table
 
 
 def check_shape(shape: Sequence[int], itemsize: int) -> None:
-    """Raise a WrongError, a text to follow the tensor's name, if a tensor cannot be a dataset."""
+    """Raise an ArgumentError, a text to follow the tensor's name, if a tensor cannot be a dataset."""
     if len(shape) > _MOST_DIMS:
-        raise WrongError("HD418", f"has {len(shape)} dims, and HDF5 has {_MOST_DIMS} at most")
+        raise ArgumentError("HD418", f"has {len(shape)} dims, and HDF5 has {_MOST_DIMS} at most")
     if max(prod(shape) * itemsize, *shape, 0) > _MOST_BYTES:
-        raise WrongError("HD418", f"has shape {tuple(shape)}: no file has more than {_MOST_BYTES} bytes")
+        raise ArgumentError("HD418", f"has shape {tuple(shape)}: no file has more than {_MOST_BYTES} bytes")
 
 
 def piece_limit(nbytes: int, itemsize: int) -> int:
@@ -42,10 +42,10 @@ def piece_limit(nbytes: int, itemsize: int) -> int:
 
 
 def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
-    """Raise a WrongError, as above, if there are too many pieces of `limit` elements, before they are listed."""
+    """Raise an ArgumentError, as above, if there are too many pieces of `limit` elements, before they are listed."""
     if prod(shape) > limit * MOST_PIECES:
         size = prod(shape) * itemsize
-        raise WrongError(
+        raise ArgumentError(
             "HD419",
             f"has {size:,} bytes, in more than {MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small",
         )

@@ -20,8 +20,8 @@ from hpcdist.control import digests, objects
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats import hdf5, plain
 from hpcdist.formats.contents import Contents, Dataset, Stored
+from hpcdist.formats.known import describe
 from hpcdist.formats.plain import memory
-from hpcdist.formats.table import describe
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Ints, Listed
 from hpcdist.runtime import world
@@ -180,7 +180,7 @@ class ReadFile:
         else:
             try:
                 local.tensor(out, 0, "out")
-            except local.WrongError as error:
+            except local.ArgumentError as error:
                 raise refusal(ValueError, "HD202", str(error)) from error
             if out.dtype != stored.dtype or tuple(out.shape) != box.shape:
                 what = f"{out.dtype} of shape {tuple(out.shape)}"
@@ -231,7 +231,9 @@ class WriteFile:
             given = {name: dict(values) for name, values in (attrs or {}).items()}
             target = target_path(path)
             if target.endswith(".safetensors"):
-                raise local.WrongError("HD418", f"path is {target!r}, but an HDF5 file is written: let it end with .h5")
+                raise local.ArgumentError(
+                    "HD418", f"path is {target!r}, but an HDF5 file is written: let it end with .h5"
+                )
             return {"path": target, "window": limit, "tensors": specs}, given
 
         with agreed(team, VERB, check) as (mine, given):

@@ -14,9 +14,9 @@ from hpcdist import activity, layout
 from hpcdist.errors import FileError
 from hpcdist.formats import dcp_folder, plain
 from hpcdist.formats.contents import Contents, Slices, Stored
+from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import open_regular
 from hpcdist.formats.plain import Raw, memory
-from hpcdist.formats.table import format_of
 from hpcdist.layout import Box
 from hpcdist.staging.exchange import incoming
 from hpcdist.staging.pieces import piece_limit

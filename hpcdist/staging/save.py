@@ -43,7 +43,7 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.pinned import Scratch
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation import local
-from hpcdist.validation.local import WrongError
+from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
     from hpcdist.comm.signatures import GroupLike
@@ -202,7 +202,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     wait_for(given["path"], mpio, after=team)
     call, problem = None, None
     try:
-        local.runs()
+        local.refuse_tracing()
         call = _check(team, **given | {"attrs": deepcopy(given["attrs"])})
         flight.copy(call.tensors, buffer_of(team, buffer))
         call = replace(call, tensors=flight.tensors)
@@ -285,7 +285,7 @@ def _check(
     own = dict(attrs.get("", {}))
     if same["path"].endswith(safetensors.SUFFIX):
         if writer == "mpio":
-            raise WrongError("HD421", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
+            raise ArgumentError("HD421", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs, {"compression": filters, "chunks": chunk})
         own, same["writer"] = {"format": "pt", **own}, "posix"
     options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
@@ -299,7 +299,7 @@ def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
     dims = flatten(dim)
     odd = sorted(set(dims) ^ set(given))
     if odd:
-        raise WrongError("HD419", f"dim and tensors have different names: {odd[0]!r} is in one of them only")
+        raise ArgumentError("HD419", f"dim and tensors have different names: {odd[0]!r} is in one of them only")
     return {name: dims[name] for name in given}
 
 
@@ -307,11 +307,11 @@ def _driver_of(writer: Any, filters: Mapping[str, Any]) -> str:
     """The driver that is used. Where HDF5 writes chunks of several ranks through MPI-IO, ranks write into each other's
     pages."""
     if writer not in drivers.NAMES:
-        raise WrongError("HD421", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
+        raise ArgumentError("HD421", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
     if (reason := drivers.missing(writer)) is not None:
-        raise WrongError("HD421", f"writer {writer} cannot be used: {reason}")
+        raise ArgumentError("HD421", f"writer {writer} cannot be used: {reason}")
     if writer == "mpio" and filters:
-        raise WrongError("HD421", "writer mpio does not compress; use auto or posix")
+        raise ArgumentError("HD421", "writer mpio does not compress; use auto or posix")
     return "posix" if filters else drivers.active(writer)[0]
 
 
@@ -319,18 +319,18 @@ def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, 
     """h5py's arguments for the filters of chunks, which are empty without compression."""
     if compression is None:
         if chunks is not None:
-            raise WrongError("HD419", "chunks is given without compression: tensors are contiguous then")
+            raise ArgumentError("HD419", "chunks is given without compression: tensors are contiguous then")
         return {}, None
     if isinstance(compression, Mapping):
         filters = dict(compression)
     elif compression == "gzip" or (isinstance(compression, int) and 0 <= compression <= 9):
         filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
     else:
-        raise WrongError("HD419", f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
+        raise ArgumentError("HD419", f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
     if "scaleoffset" in filters:
-        raise WrongError("HD419", "compression with scaleoffset is lossy: what is loaded would not be what was saved")
+        raise ArgumentError("HD419", "compression with scaleoffset is lossy: the file would not hold what was saved")
     if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
-        raise WrongError("HD419", f"chunks is {chunks}, expected an extent >= 1 for each dim")
+        raise ArgumentError("HD419", f"chunks is {chunks}, expected an extent >= 1 for each dim")
     return filters, None if chunks is None else tuple(index(c) for c in chunks)
 
 
@@ -368,7 +368,7 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
             x = Dataset(name, shape, dtype, None, chunks, filters, call.attrs.get(name, {}))
             plans.append(plan_save(x, dim, along, same["window"], same["writers"]))
             datasets.append(replace(x, pieces=plans[-1].pieces))
-    except WrongError as error:
+    except ArgumentError as error:
         objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
     return datasets, plans
 
@@ -384,7 +384,7 @@ def _chunks(shape: tuple[int, ...], dtype: torch.dtype, same: Mapping[str, Any])
         return None
     chunks = same["chunks"] or next(layout.boxes(layout.whole(shape), max(1, _CHUNK // dtype.itemsize))).shape
     if len(chunks) != len(shape):
-        raise WrongError("HD419", f"has {len(shape)} dims, but chunks is {chunks}")
+        raise ArgumentError("HD419", f"has {len(shape)} dims, but chunks is {chunks}")
     return tuple(map(min, chunks, shape))
 
 
@@ -581,7 +581,7 @@ def buffer_of(team: Team, given: Any) -> int:
     """Return the bytes that copies may have; by default half of what is free, divided among the ranks of this node."""
     if given is not None:
         if index(given) < 0:
-            raise WrongError("HD419", f"buffer is {given}, expected a number of bytes >= 0")
+            raise ArgumentError("HD419", f"buffer is {given}, expected a number of bytes >= 0")
         return index(given)
     node_of = team.settings.node_of
     ranks = node_of.count(node_of[team.peers[team.rank]])

@@ -25,8 +25,8 @@ from hpcdist.formats import plain, safetensors
 from hpcdist.formats.atomic import Commit, check_target, patiently, sync
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import table_of
+from hpcdist.formats.known import format_of
 from hpcdist.formats.plain import Raw, memory
-from hpcdist.formats.table import format_of
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Ints, run_starts
 from hpcdist.staging import drivers
@@ -303,7 +303,7 @@ class FileWriter(RankWriter):
         if options.limit is not None:
             self.names = safetensors.divide(path, datasets, options.limit)
         self._targets: list[Target] = []
-        laid = objects.broadcast(team.comm, verb, lambda: self._lay_out(datasets, options))
+        laid = objects.run_on_root(team.comm, verb, lambda: self._lay_out(datasets, options))
         files = list[PartFile]()
         where: dict[int, tuple[PartFile, int]] = {}
         for (name, rows), of in zip(self.names, laid, strict=True):
@@ -318,8 +318,8 @@ class FileWriter(RankWriter):
         super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options)
         try:
             if isinstance(files[0].driver, drivers.Mpio):  # all ranks open it together, or none
-                objects.all_gather(team.comm, verb, files[0].see)
-                objects.all_gather(team.comm, verb, files[0].open)
+                objects.run_on_all(team.comm, verb, files[0].see)
+                objects.run_on_all(team.comm, verb, files[0].open)
             else:
                 for file in files:
                     file.open()
@@ -378,7 +378,7 @@ class FileWriter(RankWriter):
         everyone = objects.gather_bytes(self.team.comm, told)
         try:
             step = lambda: self._complete(everyone, datasets or self.datasets)  # noqa: E731
-            objects.raise_problems(self.verb, objects.broadcast(self.team.comm, self.verb, step))
+            objects.raise_problems(self.verb, objects.run_on_root(self.team.comm, self.verb, step))
         finally:
             self._discard()  # nothing, if it is complete
 

@@ -26,7 +26,7 @@ from torch._C import _functorch
 
 from hpcdist import host_memory
 from hpcdist.errors import refusal
-from hpcdist.tensors import pages
+from hpcdist.tensors import host_pages
 from hpcdist.tensors.reusable import Block, problem
 
 __all__ = [
@@ -58,7 +58,7 @@ class Pool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.total = self.made = self.reused = self.evicted = self.retried = 0
-        self.populated = pages.Populated()
+        self.populated = host_pages.Populated()
         self._classes: dict[int, list[Block]] = {}  # by the largest size of each class, the latest used last
         self._sizes: dict[int, int] = {}  # the size of each class that was needed first
         self._numbers = count(1)
@@ -171,7 +171,7 @@ class Pool:
         self._drop(changed)
         while due:
             address, nbytes, storage = due.pop()
-            pages.free_lazily(address, nbytes)
+            host_pages.free_lazily(address, nbytes)
             del storage  # only now may the block be used again
 
     def unswept(self) -> bool:

@@ -34,13 +34,13 @@ from hpcdist.validation.call import (
 from hpcdist.validation.shown import not_a_tensor, show, show_repr
 
 __all__ = [
-    "WrongError",
+    "ArgumentError",
     "layout_call",
     "may_be_inline",
     "overlaps_itself",
     "problem_of",
     "ready",
-    "runs",
+    "refuse_tracing",
     "shard_call",
     "split_call",
     "structure_call",
@@ -48,30 +48,30 @@ __all__ = [
 ]
 
 
-class WrongError(Exception):
+class ArgumentError(Exception):
     """A wrong argument; the text becomes the call's problem. Made of a code and a message, as an HpcdistError."""
 
     def __init__(self, *args: str) -> None:
         super().__init__(*labelled(args))
 
 
-def runs() -> None:
-    """Raise an WrongError if a tracer would record the call instead of running it."""
+def refuse_tracing() -> None:
+    """Raise an ArgumentError if a tracer would record the call instead of running it."""
     reason = recorded()
     if reason is not None:
-        raise WrongError("HD219", reason)
+        raise ArgumentError("HD219", reason)
 
 
 def problem_of(error: Exception) -> str:
     """Return the text of an error for the other ranks."""
-    return coded("HD309", str(error)) if isinstance(error, WrongError) else described(error, "HD309")
+    return coded("HD309", str(error)) if isinstance(error, ArgumentError) else described(error, "HD309")
 
 
 def shard_call(op: ShardArgs, team: Team) -> Call:
     """Make the call of an operation in which every rank passes a shard."""
     call = Call(op.name)
     try:
-        runs()
+        refuse_tracing()
         call.options = (("x", "a tensor"),)
         call.x, call.dim = tensor(op.x, op.dim, "x")
         call.dim_arg = call.dim
@@ -82,7 +82,7 @@ def shard_call(op: ShardArgs, team: Team) -> Call:
         call.route = _route(op.route)
         if op.out is not None:
             if call.root not in (-1, team.rank):
-                raise WrongError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
+                raise ArgumentError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
             _check_out(call, op.out)
         if may_be_inline(call) and call.x.nbytes <= team.inline:
             call.inline = (storage.row_major(call.x),)
@@ -101,14 +101,14 @@ def structure_call(op: StructureArgs, team: Team) -> Call:
     has_cuda = team.settings.device.type == "cuda"
     call = Call(op.name, kind=MemoryKind.CUDA if has_cuda else MemoryKind.CPU)
     try:
-        runs()
+        refuse_tracing()
         call.options = (("x", "a structure"), ("allow_pickle", bool(op.allow_pickle)))
         call.dim = call.dim_arg = _int(op.dim, "dim")
         if op.rooted:
             call.root = _root(op.root, team.size)
         call.route = _route(op.route)
         if op.out is not None:
-            raise WrongError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
+            raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
         call.tree, contents = _tree(op.x, op.allow_pickle)
         call.header = encode(call.tree.spec, contents)
         call.extent = len(call.header)
@@ -126,7 +126,7 @@ def _tree(x: Any, allow_pickle: Any) -> tuple[Tree, Contents]:
         contents = Contents.of(tree.tensors)
         check_memory(sum(contents.nbytes))
     except (TypeError, ValueError, HpcdistError) as wrong:
-        raise WrongError(str(wrong)) from None
+        raise ArgumentError(str(wrong)) from None
     return tree, contents
 
 
@@ -134,14 +134,14 @@ def _cut(tree: Tree, call: Call, size: int) -> list[Tree]:
     try:
         return cut(tree, call.dim_arg, call.counts, size)
     except ValueError as wrong:
-        raise WrongError(str(wrong)) from None
+        raise ArgumentError(str(wrong)) from None
 
 
 def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
     """Make the call of split: the root passes the whole tensor, the others at most memory for their part."""
     call = Call(op.name, kind=MemoryKind.FOLLOWS if has_cuda else MemoryKind.FOLLOWS_CPU, root_decides=True)
     try:
-        runs()
+        refuse_tracing()
         call.root = _root(op.root, size)
         call.route = _route(op.route)
         call.counts = _counts(op.counts)
@@ -149,13 +149,13 @@ def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
         call.options = (("allow_pickle", bool(op.allow_pickle)),)
         if rank == call.root and not isinstance(op.x, Tensor) and op.x is not None:
             if op.out is not None:
-                raise WrongError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
+                raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
             call.kind = MemoryKind.CUDA if has_cuda else MemoryKind.CPU
             call.trees = _cut(_tree(op.x, op.allow_pickle)[0], call, size)
             call.counts = "block" if call.counts is None else call.counts
         elif rank == call.root:
             if isinstance(op.x, Tensor) and op.x.dim() == 0:
-                raise WrongError("HD204", "x has no dimension to split along: it is 0-d")
+                raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
             call.x, call.dim = tensor(op.x, op.dim, "x")
             call.grad = _needs_grad(op.x, op.out)
             _describe(call, call.x, call.x.dim())
@@ -165,7 +165,7 @@ def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
                 _check_out(call, op.out)
         else:
             if op.x is not None:
-                raise WrongError(
+                raise ArgumentError(
                     "HD211",
                     f"x is given, but split sends from the root (rank {call.root}): pass None "
                     "here, or root=None everywhere if all ranks hold the whole",
@@ -183,10 +183,10 @@ def layout_call(op: LayoutArgs) -> Call:
     """Make the call of redistribute: every rank passes a part of any shape; `out` is checked later."""
     call = Call(op.name)
     try:
-        runs()
+        refuse_tracing()
         for name, value in (("src", op.src), ("dst", op.dst)):
             if not isinstance(value, (layout.Split, layout.Block, layout.Replicate, layout.Boxes)):
-                raise WrongError(
+                raise ArgumentError(
                     "HD213", f"{name} must be a layout (Split, Block, Replicate, Boxes), got {show(value)}"
                 )
         call.x = _part(op.x, "x")
@@ -197,7 +197,7 @@ def layout_call(op: LayoutArgs) -> Call:
         call.route = _route(op.route)
         if op.out is not None:
             if not isinstance(op.out, Tensor) or op.out.dim() != op.x.dim():
-                raise WrongError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {show(op.out)}")
+                raise ArgumentError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {show(op.out)}")
             call.out = _part(op.out, "out")
             _check_like(call.out, call.x)
     except Exception as error:  # as above
@@ -212,13 +212,13 @@ def _part(x: Any, name: str) -> Tensor:
 
 
 def _needs_grad(x: Tensor, out: Any) -> bool:
-    """Return whether `x` needs a gradient; raise an WrongError if it would be lost."""
+    """Return whether `x` needs a gradient; raise an ArgumentError if it would be lost."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return False
     if out is not None:
-        raise WrongError(LOSES_GRADIENT)
+        raise ArgumentError(LOSES_GRADIENT)
     if x.dtype in storage.BARE:
-        raise WrongError(
+        raise ArgumentError(
             "HD210", f"x requires a gradient, but torch cannot add up dtype {x.dtype}: use torch.no_grad()"
         )
     return True
@@ -232,21 +232,21 @@ def _describe(call: Call, x: Tensor, ndim: int) -> None:
 
 
 def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
-    """Return `x` as ready() does, but at least 1-d, and the non-negative dim; raise an WrongError if it cannot be."""
+    """Return `x` as ready() does, but at least 1-d, and the non-negative dim; an ArgumentError if it cannot be."""
     found = ready(x, name)
     where, ndim = _int(dim, "dim"), x.dim() or 1
     if not -ndim <= where < ndim:
-        raise WrongError("HD204", f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+        raise ArgumentError("HD204", f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
     return (found if found.dim() else found.view(1)), where % ndim
 
 
 def ready(x: Any, name: str) -> Tensor:
-    """Return `x` ready to be sent, or to be written if its name is "out"; raise an WrongError if it cannot be."""
+    """Return `x` ready to be sent, or to be written if its name is "out"; raise an ArgumentError if it cannot be."""
     if not isinstance(x, Tensor):
-        raise WrongError("HD201", not_a_tensor(x, name))
+        raise ArgumentError("HD201", not_a_tensor(x, name))
     problem = storage.problem(x)
     if problem is not None:
-        raise WrongError("HD202", f"{name} {problem}")
+        raise ArgumentError("HD202", f"{name} {problem}")
     return _writable(x) if name == "out" else storage.resolved(x)
 
 
@@ -255,34 +255,34 @@ def _check_out(call: Call, out: Any) -> None:
     assert call.tensor is not None and call.x is not None
     wanted = call.tensor[2]
     if isinstance(out, Tensor) and (out.dim() or 1) != len(wanted):
-        raise WrongError("HD208", f"out has shape {tuple(out.shape)}, expected {show_shape(wanted)}")
+        raise ArgumentError("HD208", f"out has shape {tuple(out.shape)}, expected {show_shape(wanted)}")
     call.out, dim = tensor(out, call.dim, "out")
     shape = call.out.shape
     if except_dim(shape, dim) != wanted:
-        raise WrongError("HD208", f"out has shape {tuple(shape)}, expected {show_shape(wanted)}")
+        raise ArgumentError("HD208", f"out has shape {tuple(shape)}, expected {show_shape(wanted)}")
     _check_like(call.out, call.x)
     call.out_extent = shape[dim]
 
 
 def _check_like(out: Tensor, x: Tensor) -> None:
     if out.dtype != x.dtype:
-        raise WrongError("HD208", f"out has dtype {out.dtype}, expected {x.dtype}, that of x")
+        raise ArgumentError("HD208", f"out has dtype {out.dtype}, expected {x.dtype}, that of x")
     if out.device != x.device:
-        raise WrongError("HD208", f"out is on {out.device}, expected {x.device}, that of x")
+        raise ArgumentError("HD208", f"out is on {out.device}, expected {x.device}, that of x")
 
 
 def _writable(out: Tensor) -> Tensor:
-    """Return `out` detached; raise an WrongError if it cannot be written."""
+    """Return `out` detached; raise an ArgumentError if it cannot be written."""
     if out.is_conj() or out.is_neg():
-        raise WrongError("HD209", "out is a lazily conjugated or negated view: pass the tensor itself")
+        raise ArgumentError("HD209", "out is a lazily conjugated or negated view: pass the tensor itself")
     if out.requires_grad and torch.is_grad_enabled():
-        raise WrongError(
+        raise ArgumentError(
             "HD210", "out requires a gradient, which would be lost: pass out.detach(), or use torch.no_grad()"
         )
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise WrongError("HD209", "out was created in torch.inference_mode() and can be written only there")
+        raise ArgumentError("HD209", "out was created in torch.inference_mode() and can be written only there")
     if overlaps_itself(out):
-        raise WrongError(SELF_OVERLAP)
+        raise ArgumentError(SELF_OVERLAP)
     return out.detach() if out.requires_grad else out
 
 
@@ -301,15 +301,17 @@ def overlaps_itself(x: Tensor) -> bool:
 def _root(root: Any, size: int) -> int:
     value = _int(root, "root")
     if not 0 <= value < size:
-        raise WrongError("HD206", f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
+        raise ArgumentError("HD206", f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
     return value
 
 
 def _route(route: Any) -> str:
     if not isinstance(route, str) or route not in ROUTES:
-        raise WrongError("HD207", f"route is {show_repr(route)}, expected one of {', '.join(ROUTES)}")
+        raise ArgumentError("HD207", f"route is {show_repr(route)}, expected one of {', '.join(ROUTES)}")
     if route in ("gloo", "nccl") and not dist.is_initialized():
-        raise WrongError("HD207", f"route {route} needs torch.distributed, but destroy_process_group() was called here")
+        raise ArgumentError(
+            "HD207", f"route {route} needs torch.distributed, but destroy_process_group() was called here"
+        )
     return route
 
 
@@ -319,14 +321,16 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
     try:
         return tuple(int(index(c)) for c in counts)
     except TypeError:
-        raise WrongError("HD212", f"counts must be integers, the name of a rule or None, got {show(counts)}") from None
+        raise ArgumentError(
+            "HD212", f"counts must be integers, the name of a rule or None, got {show(counts)}"
+        ) from None
 
 
 def _check_counts(call: Call, size: int) -> None:
     try:
         layout.counts_of(call.counts, call.extent, size)
     except ValueError as wrong:
-        raise WrongError(str(wrong)) from None
+        raise ArgumentError(str(wrong)) from None
 
 
 def _int(value: Any, name: str) -> int:
@@ -336,4 +340,4 @@ def _int(value: Any, name: str) -> int:
         if not isinstance(value, (bool, Tensor)):
             return int(index(value))
     hint = " (a communicator is given as group=)" if type(value).__module__.startswith("mpi4py") else ""
-    raise WrongError("HD205", f"{name} must be an int, got {show(value)}{hint}")
+    raise ArgumentError("HD205", f"{name} must be an int, got {show(value)}{hint}")

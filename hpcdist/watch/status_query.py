@@ -17,7 +17,7 @@ from hpcdist.control import objects
 from hpcdist.control.node_file import node_file
 from hpcdist.watch import procfs
 from hpcdist.watch.datagrams import KEY, Datagrams
-from hpcdist.watch.table import WAITS, Report, of_json
+from hpcdist.watch.hang_table import WAITS, Report, of_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hpcdist import activity, callsite
-from hpcdist.watch.table import ISSUED
+from hpcdist.watch.hang_table import ISSUED
 
 __all__ = ["TorchGroup", "install"]
 

@@ -19,8 +19,8 @@ from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort, exits
 from hpcdist.tensors import pool
 from hpcdist.watch import procfs
+from hpcdist.watch.hang_table import GONE, Report, chain, made_progress, table, verdict
 from hpcdist.watch.status_query import StatusQuery
-from hpcdist.watch.table import GONE, Report, chain, made_progress, table, verdict
 
 __all__ = ["SIGNAL", "Watch"]
 

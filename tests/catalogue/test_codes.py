@@ -37,12 +37,12 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(hpcdist.__file__).parent
 KEPT = Path(__file__).with_name("codes.txt").read_text().splitlines()
-OWN = {"FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "WrongError"}
+OWN = {"FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "ArgumentError"}
 PYTHONS = {name for name in dir(builtins) if name.endswith("Error")}
 # Python's own errors that need no code: they are caught within the package, which says more, or are a fault of it.
 WITHOUT = {
     "catalogue.__init__", "comm.windows", "commands.arrays", "control.codec", "formats.dcp_folder",
-    "formats.numpy_files", "layout.box_sequences", "procstat", "tensors.pages",
+    "formats.numpy_files", "layout.box_sequences", "procstat", "tensors.host_pages",
 }  # fmt: skip
 
 

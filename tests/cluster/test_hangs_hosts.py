@@ -27,8 +27,8 @@ def hang(hosts: Hosts, ranks: list[int], reason: str, rank: int, limit: float = 
 @pytest.mark.parametrize(
     ("ranks", "rank", "reason", "said"),
     [
-        ([2, 2], 3, "sleep", r"has not come: it is in Python, at \S+hanging.py:\d+ in sleep"),
-        ([1, 1, 1], 2, "fifo", r"has not come: it is in I/O, read of \S+fifo"),
+        ([2, 2], 3, "sleep", r"has not reached this call: it is in Python, at \S+hanging.py:\d+ in sleep"),
+        ([1, 1, 1], 2, "fifo", r"has not reached this call: it is in I/O, read of \S+fifo"),
         ([2, 2], 2, "stop", r"is stopped, by a signal or a debugger"),
         ([1, 1], 1, "stop", rf"does not answer: it is stopped, in native code {UNKNOWN}"),
         ([2, 1], 1, "killed", r"is dead: its process has ended without finalize"),

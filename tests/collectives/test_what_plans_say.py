@@ -11,7 +11,7 @@ from collective import Findings, assert_on_all_ranks, change_settings, raises_on
 
 import hpcdist as hd
 from hpcdist.comm.windows import Windows
-from hpcdist.routes import c10d, hdf5, mpi
+from hpcdist.routes import c10d, hdf5_files, mpi
 from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.routes.staged import Staged
 from hpcdist.tensors import pool
@@ -27,10 +27,10 @@ SPIED = [  # what moves data: (class, method, what a plan calls it)
     (mpi.Mpi, "exchange_views", "MPI sends and receives with datatypes"),
     (mpi.Mpi, "exchange", "MPI sends and receives"),
     (c10d._C10d, "exchange", "sends and receives"),
-    (hdf5._Hdf5, "gatherv", "a file in the staging folder"),
-    (hdf5._Hdf5, "scatterv", "a file in the staging folder"),
-    (hdf5._Hdf5, "allgatherv", "a file in the staging folder"),
-    (hdf5._Hdf5, "exchange", "a file in the staging folder"),
+    (hdf5_files._Hdf5, "gatherv", "a file in the staging folder"),
+    (hdf5_files._Hdf5, "scatterv", "a file in the staging folder"),
+    (hdf5_files._Hdf5, "allgatherv", "a file in the staging folder"),
+    (hdf5_files._Hdf5, "exchange", "a file in the staging folder"),
 ]
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import hpcdist as hd
 from hpcdist import __version__
 from hpcdist.commands import arrays, conversion
-from hpcdist.formats.table import describe
+from hpcdist.formats.known import describe
 
 WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
 SUFFIXES = (".npy", ".npz", ".pt", ".safetensors", ".h5")

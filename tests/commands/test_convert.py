@@ -321,7 +321,7 @@ def test_refusals_are_one_line(made: Path) -> None:
     before = sorted(os.listdir())
     for (line, message), job in zip(REFUSED.items(), convert(2, *REFUSED), strict=True):
         assert (job.status, message in job.err, job.err.count("\n")) == (2, True, 1), f"{line}: {job.err}"
-        assert "WrongError" not in job.err, job.err
+        assert "ArgumentError" not in job.err, job.err
     assert sorted(os.listdir()) == before
 
 

@@ -27,7 +27,7 @@ import hpcdist as hd
 from hpcdist import host_memory
 from hpcdist.errors import FileError, HpcdistError
 from hpcdist.formats.hdf5 import record_dtype
-from hpcdist.formats.table import describe
+from hpcdist.formats.known import describe
 from hpcdist.runtime import cli
 
 X = np.arange(6)

@@ -41,7 +41,7 @@ def test_broadcast_bytes(world: hd.World) -> None:
 
 def test_broadcast_of_a_long_result(world: hd.World) -> None:
     want = [list(range(n)) for n in range(60)]
-    got = objects.broadcast(world.comm, "verb", lambda: want, root=world.world_size - 1)
+    got = objects.run_on_root(world.comm, "verb", lambda: want, root=world.world_size - 1)
     assert_on_all_ranks(world.comm, got == want, got)
 
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_encoded_on_one_rank(world: hd.World) -> None:
         error = raises_on_all_ranks(
             world.comm,
             hd.RankError,
-            lambda given=given: objects.broadcast(world.comm, "verb", lambda: given, root=last),
+            lambda given=given: objects.run_on_root(world.comm, "verb", lambda: given, root=last),
         )
         assert_on_all_ranks(world.comm, problem in error.problems[last], error.problems)
     while deep:  # deleting it at once would recurse

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hpcdist.formats.table import FORMATS
+from hpcdist.formats.known import FORMATS
 from hpcdist.tensors.storage import DTYPES
 
 ROOT = Path(__file__).parents[2]

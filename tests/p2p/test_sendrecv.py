@@ -26,11 +26,11 @@ import hpcdist as hd
 from hpcdist import limits as sizes
 from hpcdist.comm import matching
 from hpcdist.errors import HpcdistError
-from hpcdist.p2p import engine as post
+from hpcdist.p2p import progress as post
 from hpcdist.p2p import transfers
-from hpcdist.p2p.engine import RecvTurn
-from hpcdist.routes import hdf5
-from hpcdist.routes.hdf5 import Stage
+from hpcdist.p2p.progress import RecvTurn
+from hpcdist.routes import hdf5_files
+from hpcdist.routes.hdf5_files import Stage
 from hpcdist.tensors import message as packing
 from hpcdist.tensors import tree
 
@@ -426,7 +426,7 @@ def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, mon
     except HpcdistError as error:
         findings.check("no such folder" in str(error), error)
     change_settings(monkeypatch, world, staging=str(folder))
-    monkeypatch.setattr(hdf5, "patiently", lambda look: "another file by that name on this rank")
+    monkeypatch.setattr(hdf5_files, "patiently", lambda look: "another file by that name on this rank")
     handle = hd.isend(big, after, route="hdf5")
     for step in (lambda: hd.recv(before), lambda: handle.wait(30)):
         try:

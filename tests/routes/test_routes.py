@@ -20,7 +20,7 @@ from hpcdist import limits as sizes
 from hpcdist.comm import settings
 from hpcdist.comm.team import Team
 from hpcdist.formats import plain
-from hpcdist.routes import c10d, hdf5, mpi, select, staged
+from hpcdist.routes import c10d, hdf5_files, mpi, select, staged
 from hpcdist.routes.base import Alltoall, Route
 from hpcdist.tensors.dtypes import MemoryKind
 
@@ -32,7 +32,7 @@ ROUTES: dict[str, Route] = {
     "gloo": c10d.GLOO,
     "staged mpi": staged.Staged(mpi.MPI_ROUTE),
     "staged gloo": staged.Staged(c10d.GLOO),
-    "hdf5": hdf5.HDF5_ROUTE,
+    "hdf5": hdf5_files.HDF5_ROUTE,
     "the rules of nccl": STAND_IN,
 }
 
@@ -265,9 +265,9 @@ def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
     seen: list[tuple[str, int]] = []
-    check = hdf5._check_visible
+    check = hdf5_files._check_visible
     monkeypatch.setattr(
-        hdf5, "_check_visible", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), check(p))
+        hdf5_files, "_check_visible", lambda p: (seen.append((p.path, os.stat(p.path).st_mode & 0o777)), check(p))
     )
     whole = hd.concat(torch.full((2,), world.rank), route="hdf5")
     findings = Findings(world.comm)
@@ -292,7 +292,7 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
     refused("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
     if world.rank == world.world_size - 1:
-        monkeypatch.setattr(hdf5, "patiently", lambda look: "another file by that name on this rank")
+        monkeypatch.setattr(hdf5_files, "patiently", lambda look: "another file by that name on this rank")
     refused("the folder is not shared by all nodes")
     monkeypatch.undo()
     change_settings(monkeypatch, world, staging=str(folder))

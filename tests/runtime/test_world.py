@@ -272,7 +272,7 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
 GPUS = """
     from types import SimpleNamespace
     from hpcdist.comm import rendezvous
-    from hpcdist.runtime import background, process_group
+    from hpcdist.runtime import background, default_group
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     uuid, node, count = "", f"node{rank % 2}", 2
     def properties(index):
@@ -299,7 +299,7 @@ def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
         3,
         GPUS
         + """
-    process_group.BINDS, uuid = True, f"GPU-{rank}"
+    default_group.BINDS, uuid = True, f"GPU-{rank}"
     def check(index, backend=None, **device):
         with hd.init(backend=backend, **device) as world:
             assert world.device == current[-1] == torch.device("cuda", index), world.device
@@ -312,7 +312,7 @@ def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
     check([2, 3, 1][rank], device=f"cuda:{[2, 3, 1][rank]}")
     check([0, 0, 1][rank], backend="cpu:gloo,cuda:nccl")
     check([0, 0, 1][rank], backend="gloo")
-    process_group.BINDS = False  # torch takes the GPU of the tensors, and would hang in new_group(..., backend="gloo")
+    default_group.BINDS = False  # torch takes the GPU of the tensors, and would hang in new_group(..., backend="gloo")
     with hd.init(): assert bound.pop()[1] is None
     say("ok")
     """,

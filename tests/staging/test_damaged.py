@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.errors import HpcdistError
-from hpcdist.formats.table import describe
+from hpcdist.formats.known import describe
 from hpcdist.staging import __main__ as command
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 

@@ -16,7 +16,7 @@ from launch import mpirun
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.formats.table import describe
+from hpcdist.formats.known import describe
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
 mpi = pytest.mark.mpi

@@ -17,7 +17,7 @@ from settings import ALL
 
 import hpcdist as hd
 from hpcdist import layout, staging
-from hpcdist.formats.table import describe
+from hpcdist.formats.known import describe
 from hpcdist.staging import pieces
 
 pytestmark = pytest.mark.mpi

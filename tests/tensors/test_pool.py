@@ -25,7 +25,7 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist import host_memory
-from hpcdist.tensors import pages, pool, reusable
+from hpcdist.tensors import host_pages, pool, reusable
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, row_major
 
 MIB = 2**20
@@ -367,7 +367,7 @@ def test_idle_blocks_are_freed_lazily(own: pool.Pool, monkeypatch: pytest.Monkey
     """After some seconds, and never those in use; only the pages that are inside."""
     advised: list[tuple[int, int]] = []
     x, y = _new(2 * MIB), _new(4 * MIB)
-    monkeypatch.setattr(pages, "_madvise", lambda *args: advised.append(args) or 0)
+    monkeypatch.setattr(host_pages, "_madvise", lambda *args: advised.append(args) or 0)
     address = x.data_ptr()
     own.sweep(1000.0)
     del x
@@ -395,7 +395,7 @@ def test_a_block_does_not_serve_while_the_kernel_frees_it(own: pool.Pool, monkey
         taken = _new()
         served.append((start, taken.data_ptr()))
 
-    monkeypatch.setattr(pages, "free_lazily", free_lazily)
+    monkeypatch.setattr(host_pages, "free_lazily", free_lazily)
     own.sweep(0.0)
     assert [start for start, _ in served] == [address]
     assert served[0][1] != address
@@ -515,9 +515,9 @@ def test_the_limit() -> None:
 def test_huge_pages_that_become_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow block continues in ordinary pages, and the next ones are made in these."""
     advised: list[int] = []
-    monkeypatch.setattr(pages, "_madvise", lambda address, nbytes, advice: advised.append(advice) or 0)
+    monkeypatch.setattr(host_pages, "_madvise", lambda address, nbytes, advice: advised.append(advice) or 0)
     clock = iter(range(1000))
-    populated = pages.Populated()
+    populated = host_pages.Populated()
     populated._plain = 1e-9
     populated.prepare(4096, 16 * MIB)
     assert populated.count == 1 and advised == [14, 23, 23, 23, 23]
@@ -536,7 +536,7 @@ def test_huge_pages_that_become_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_populated_memory_is_ordinary_memory() -> None:
-    populated = pages.Populated()
+    populated = host_pages.Populated()
     populated._plain = 1.0  # never slow
     x = torch.empty(8 * MIB, dtype=torch.uint8)
     populated.prepare(x.data_ptr() + 100, 7 * MIB)

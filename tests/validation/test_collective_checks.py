@@ -443,7 +443,7 @@ def test_broadcast(world: hd.World) -> None:
         ran.append(world.rank)
         return f"from rank {world.rank}"
 
-    result = objects.broadcast(world.comm, "name", step)
+    result = objects.run_on_root(world.comm, "name", step)
     assert_on_all_ranks(world.comm, result == "from rank 0", result)
     assert_on_all_ranks(world.comm, ran == [0] * (world.rank == 0), ran)
 
@@ -470,7 +470,7 @@ def test_an_error_on_the_root_is_everyones(world: hd.World, error: Exception, to
     def fail() -> None:
         raise error
 
-    caught = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.broadcast(world.comm, "open", fail))
+    caught = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.run_on_root(world.comm, "open", fail))
     _check_error(world, caught, "open", [0], told)
     kept = caught.__cause__ is (error if world.rank == 0 else None)  # with its traceback
     assert_on_all_ranks(world.comm, kept, caught.__cause__)
@@ -494,7 +494,7 @@ def test_what_fails_does_not_keep_what_the_caller_holds(world: hd.World) -> None
 
 
 def test_all_gather(world: hd.World) -> None:
-    results = objects.all_gather(world.comm, "count", lambda: world.rank * 10)
+    results = objects.run_on_all(world.comm, "count", lambda: world.rank * 10)
     assert_on_all_ranks(world.comm, results == [rank * 10 for rank in range(world.world_size)], results)
 
 
@@ -504,7 +504,7 @@ def test_all_gather_tells_who_failed(world: hd.World) -> None:
             raise KeyError("missing")
         return world.rank
 
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.all_gather(world.comm, "count", step))
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.run_on_all(world.comm, "count", step))
     _check_error(world, error, "count", [world.world_size - 1], "KeyError: 'missing'")
 
 

@@ -17,16 +17,16 @@ PROGRAM = Path(__file__).with_name("hanging.py")
 # What rank 1 does instead of calling concat(), and what is said of it.
 BOTH = ("sleep", "stop")  # are looked at under each MPI, the others under one
 REASONS = {
-    "busy": r"has not come: it is in Python, at .*hanging.py:\d+ in busy; it was after concat\(\) at",
-    "sleep": r"has not come: it is in Python, at .*hanging.py:\d+ in sleep",
-    "fifo": r"has not come: it is in I/O, read of .*fifo.*, at .*hanging.py:\d+ in fifo",
-    "lock": r"has not come: it is in I/O, flock of .*locked, at .*hanging.py:\d+ in lock",
-    "loader": r"has not come: it is in a DataLoader, at .*hanging.py:\d+ in loader; "
+    "busy": r"has not reached this call: it is in Python, at .*hanging.py:\d+ in busy; it was after concat\(\) at",
+    "sleep": r"has not reached this call: it is in Python, at .*hanging.py:\d+ in sleep",
+    "fifo": r"has not reached this call: it is in I/O, read of .*fifo.*, at .*hanging.py:\d+ in fifo",
+    "lock": r"has not reached this call: it is in I/O, flock of .*locked, at .*hanging.py:\d+ in lock",
+    "loader": r"has not reached this call: it is in a DataLoader, at .*hanging.py:\d+ in loader; "
     r"its child processes: \d+ \S+ waiting",
     "stop": r"is stopped, by a signal or a debugger \(kill -CONT \d+ lets it go on\)",
-    "native": r"has not come: it is running, but does not answer: native code that holds Python's lock",
-    "other": r"has not come: it is in recv\(\) at .*hanging.py:\d+",
-    "in_background": r"has not come: it is in concat\(\).wait\(\) at .*hanging.py:\d+",
+    "native": r"has not reached this call: it is running, but does not answer: native code that holds Python's lock",
+    "other": r"has not reached this call: it is in recv\(\) at .*hanging.py:\d+",
+    "in_background": r"has not reached this call: it is in concat\(\).wait\(\) at .*hanging.py:\d+",
 }
 
 
@@ -76,7 +76,7 @@ def test_every_call_has_a_deadline(verb: str) -> None:
     job = hang(2, "sleep", verb)
     assert job.status != 0
     assert "HangError" in job.err
-    assert re.search(r"rank 1 \(\S+, pid \d+\) has not come: it is in Python", job.err), job.err
+    assert re.search(r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python", job.err), job.err
 
 
 def test_a_rank_that_never_calls_init() -> None:
@@ -140,8 +140,10 @@ def test_an_error_after_the_output_was_closed_ends_the_job_with_its_reason() -> 
 @pytest.mark.once
 def test_many_threads_do_not_put_the_blame_on_others() -> None:
     job = hang(3, "threads")
-    assert re.search(r"rank 1 \(\S+, pid \d+\) has not come: it is in Python, at \S+hanging.py:\d+ in threads", job.err)
-    assert not re.search(r"rank [02] \(\S+, pid \d+\) has not come", job.err), job.err
+    assert re.search(
+        r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python, at \S+hanging.py:\d+ in threads", job.err
+    )
+    assert not re.search(r"rank [02] \(\S+, pid \d+\) has not reached this call", job.err), job.err
 
 
 @pytest.mark.once

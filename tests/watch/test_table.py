@@ -24,8 +24,8 @@ import typing_extensions
 from hpcdist import activity, callsite
 from hpcdist.activity import ANYBODY, NOBODY, Entry, InCall, SharedRecord, ThreadStatus, start
 from hpcdist.watch.datagrams import KEY, Datagrams
+from hpcdist.watch.hang_table import WAITS, Report, chain, made_progress, missing, of_json, table, verdict
 from hpcdist.watch.status_query import _described
-from hpcdist.watch.table import WAITS, Report, chain, made_progress, missing, of_json, table, verdict
 
 TEAM = 77
 CALL = Entry(100.0, TEAM, 5, "concat() at train.py:12")
@@ -86,8 +86,8 @@ def test_what_is_said_of_them() -> None:
     reports[1].stack = ["  File a.py", "    f()"]
     lines = verdict(CALL, [1, 2], reports).splitlines()
     assert lines == [
-        "rank 1 (node0, pid 1001) has not come: it is in Python, at a.py:3 in f; it was after gather() at train.py:11 "
-        "[HD601]",
+        "rank 1 (node0, pid 1001) has not reached this call: it is in Python, at a.py:3 in f; it was after gather() at "
+        "train.py:11 [HD601]",
         "rank 2 (node1, pid 1002) is dead: its process has ended without finalize(), by a signal or os._exit; "
         "it was in concat() at train.py:12 [HD604]",
         "rank 1 is here:",
@@ -96,7 +96,7 @@ def test_what_is_said_of_them() -> None:
     ]
     same = verdict(CALL, [], {0: report(0, CALL), 1: report(1, CALL)}).splitlines()
     assert same == [
-        "all its ranks have come to this call: it is the transfer that hangs (network, or file system) [HD602]",
+        "all its ranks have reached this call: it is the transfer that hangs (network, or file system) [HD602]",
         "ranks 0, 1: in concat() at train.py:12",
     ]
     assert (
@@ -170,7 +170,7 @@ def test_the_tensors_of_a_call_that_hangs() -> None:
         reports[rank].threads[0].tensors = f"{8192 - rank // 2} x torch.float32"
     reports[3] = report(3, CALL._replace(number=6, text="send() at train.py:13"), CALL)
     assert verdict(CALL, [], reports).splitlines() == [
-        "all its ranks have come to this call: if what differs below must be alike, that is why it hangs; else it is "
+        "all its ranks have reached this call: if what differs below must be alike, that is why it hangs; else it is "
         "the transfer that hangs (network, or file system) [HD602]",
         "ranks 0, 1: in concat() at train.py:12, of 8192 x torch.float32",
         "rank 2: in concat() at train.py:12, of 8191 x torch.float32",

@@ -155,7 +155,7 @@ if PLUGINS:  # torch has hooks
         assert re.search(r"HangError: all_reduce\(\) of gloo at .*gloo_groups.py:\d+ has waited for 3", job.err), (
             job.err
         )
-        assert re.search(r"rank 1 \(\S+, pid \d+\) has not come: it is in Python", job.err), job.err
+        assert re.search(r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python", job.err), job.err
 
     def test_ranks_in_different_calls_of_gloo() -> None:
         job = mpirun(2, PROGRAM, "different")

@@ -84,7 +84,7 @@ def agree_on(
         pool.limit_of(env_cache, 0)
         return backend, deadline(timeout, env_timeout)
 
-    given = objects.all_gather(comm, "init", check)
+    given = objects.run_on_all(comm, "init", check)
     names = [name for name, _ in given]
     odd = {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
     objects.raise_problems("init", {rank: coded("HD304", text) for rank, text in odd.items()})

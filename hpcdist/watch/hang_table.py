@@ -112,7 +112,7 @@ def _ago(seconds: float) -> str:
 
 
 def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) -> list[int]:
-    """Return the ranks that a call waits for: those of its team that have not come, or the peer of a message.
+    """Return the ranks that a call waits for: those of its team that have not reached it, or the peer of a message.
 
     Args:
         peers: the world's rank of each rank of the team.
@@ -219,7 +219,7 @@ def _odd_calls(call: Entry, reports: Mapping[int, Report]) -> list[str]:
 
 
 def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
-    """Describe a call that all ranks have come to: where they are in it, and with which tensors."""
+    """Describe a call that all ranks have reached: where they are in it, and with which tensors."""
     ranks: dict[str, list[str]] = {}
     for rank, report in reports.items():
         busy = [t for t in report.threads if t.call is not None]
@@ -229,7 +229,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     why = "it is the transfer that hangs (network, or file system)"
     if len(ranks) > 1:
         why = f"if what differs below must be alike, that is why it hangs; else {why}"
-    lines = [coded("HD602", f"all its ranks have come to this call: {why}")]
+    lines = [coded("HD602", f"all its ranks have reached this call: {why}")]
     for what, who in list(ranks.items())[:_ALIKE]:
         more = f" and {len(who) - _ALIKE} more" if len(who) > _ALIKE else ""
         lines.append(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(who[:_ALIKE])}{more}: {what}")
@@ -295,7 +295,7 @@ def _odd_kind(report: Report, call: Entry) -> str:
 
 
 def _why(report: Report, call: Entry, done: str) -> str:
-    """Describe why a rank has not come.
+    """Describe why a rank has not reached a call.
 
     Args:
         done: last call of the team that its other ranks have finished.
@@ -314,7 +314,9 @@ def _why(report: Report, call: Entry, done: str) -> str:
         return coded("HD601", f"{report.doing}; {was}")
     if report.doing != WAITS:
         here = call.number > 0 and _in_call(call, {report.rank: report})
-        return coded("HD601", f"{'is in this call, and' if here else 'has not come: it is'} {report.doing}; {was}")
+        return coded(
+            "HD601", f"{'is in this call, and' if here else 'has not reached this call: it is'} {report.doing}; {was}"
+        )
     same = bool(calls) and calls[0].team == call.team and 0 < calls[0].number < call.number
     number = f", which is call {calls[0].number} of the group, where this is call {call.number}" if same else ""
-    return coded("HD601", f"has not come: {was.replace('was', 'is', 1)}{number}")
+    return coded("HD601", f"has not reached this call: {was.replace('was', 'is', 1)}{number}")

@@ -27,7 +27,7 @@ from hpcdist.formats.hdf5 import HDF5
 from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
 from hpcdist.routes.base import Ints, Message, Method
-from hpcdist.routes.exchange import Exchange
+from hpcdist.routes.sends import Exchange
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class _File:
 
     def find(self) -> None:
         """Find the file on this rank, and verify that it is the right one. Collective."""
-        seen = objects.all_gather(self._team.comm, VERB, self._open)
+        seen = objects.run_on_all(self._team.comm, VERB, self._open)
         if self._team.settings.nodes > 1 or len(set(seen)) > 1:
             self.close()
 
@@ -155,13 +155,13 @@ class _File:
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on every rank. Collective."""
-        objects.all_gather(
+        objects.run_on_all(
             self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, plain.write_at, self.fd)
         )
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
         """Read the messages on every rank from their offsets. Collective."""
-        objects.all_gather(
+        objects.run_on_all(
             self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, plain.read_at, self.fd)
         )
 
@@ -215,7 +215,7 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
         return held[0].place, layout.displs(padded)
 
     try:
-        place, starts = objects.broadcast(team.comm, VERB, make)
+        place, starts = objects.run_on_root(team.comm, VERB, make)
         abort.temp_files.add(place.path)
         file = _File(team, place, starts)
         file.find()
