@@ -1,280 +1,268 @@
-"""The steps of staging, on all ranks together."""
+"""The steps of staging, on all ranks together; one rank of each node does the work of its node."""
 
 from __future__ import annotations
 
 import secrets
-import shutil
 import socket
+import threading
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import xxhash
+
 from hpcdist.control import objects
-from hpcdist.errors import FileError, InputError, RankError, listed
-from hpcdist.runtime.commandline import problem, show_bytes
-from hpcdist.stage_env import archive, transfer
-from hpcdist.stage_env.archive import Request, Source
-from hpcdist.stage_env.copies import Copy, Part, Record, Store
-from hpcdist.stage_env.environment import BASE, Relocation
-from hpcdist.stage_env.transfer import VERB
-from hpcdist.stage_env.unpack import Unpacker, changed
-from hpcdist.stage_env.watchdog import Watchdog
+from hpcdist.errors import FileError, HangError, InputError, RankError, coded, described, reason
+from hpcdist.process import abort, exits
+from hpcdist.runtime.commandline import problem
+from hpcdist.stage_env.copies import Copy, open_folder
+from hpcdist.stage_env.source import Packer, Source
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Options", "Staged", "stage"]
+__all__ = ["VERB", "Request", "Staged", "stage"]
 
 T = TypeVar("T")
-Note = Callable[[str], None]
+Moved = Callable[[], object]  # notes that there is progress
 Bar = Callable[[int], Callable[[int], object]]
+
+VERB = "stage_env"
+PIECE = 2**24  # bytes that are read, sent and unpacked at once
+_HOST = socket.gethostname()
 
 
 @dataclass(frozen=True)
-class Options:
-    """Where the copies go, and how.
+class Request:
+    """What the user asks for; the same on all ranks.
 
     Attributes:
+        source: folder or file.
         to: folder on each node's own disk.
-        job: what identifies this job.
-        readers: number of nodes that read the archive.
-        verify: whether all files of the copies are read again and compared.
+        job: what identifies this job, "" for none: jobs of one name share a copy.
+        with_base, also: whether the base interpreter of a venv, and which other folders, are copied, too.
         timeout: seconds without progress after which the job ends.
     """
 
+    source: str
     to: str
-    job: str
-    readers: int = 1
-    verify: bool = False
+    job: str = ""
+    with_base: bool = False
+    also: tuple[str, ...] = ()
     timeout: float = 1800.0
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What was done: the path of the environment on every node, how many nodes were sent it, of how many."""
+    """The path of the environment on every node, and how many nodes were sent it, of how many, in how many seconds."""
 
     path: str
     source: Source
     sent: int
     nodes: int
-    preparing: float  # seconds, packing among them
-    sending: float
-    verifying: float
+    seconds: float
 
 
-def stage(
-    comm: MPI.Intracomm,
-    request: Request,
-    options: Options,
-    note: Note,
-    bar: Bar,
-) -> Staged:
-    """Copy a folder or file to every node of `comm`. Collective over `comm`; rank 0's `request` and `options` count.
+def stage(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
+    """Copy a folder or file to every node. Collective over `comm`.
 
     Args:
-        note: prints a line on rank 0.
-        bar: makes a function that shows progress, of a number of bytes.
+        bar: makes a function that shows progress, of a number of bytes; called on each rank that receives them.
 
     Returns:
         What was done; the same on all ranks.
 
     Raises:
-        RankError: on all ranks, if a node cannot have the copy. What was unpacked for it is gone everywhere.
+        RankError: on all ranks, if a node cannot have the copy. What was unpacked for it is removed.
     """
     from mpi4py import MPI
 
-    options = objects.broadcast(comm, VERB, lambda: options)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    leaders: MPI.Intracomm = comm.Split(  # type: ignore[assignment]
-        0 if node.rank == 0 else MPI.UNDEFINED, comm.rank
-    )
+    leads = node.rank == 0
+    node.Free()
+    leaders: MPI.Intracomm = comm.Split(0 if leads else 1, comm.rank)  # type: ignore[assignment]
+
+    def work() -> Staged | None:
+        with _one_line():
+            return stage_on_nodes(leaders, request, bar) if leads else None
+
     try:
-        with Watchdog(options.timeout) as dog:
-            steps = _Steps(leaders, options, note, bar, dog)
-            lead = _in_one_line(lambda: steps.run(request) if node.rank == 0 else None)
-            done = objects.all_gather(comm, VERB, lead)
+        done = objects.all_gather(comm, VERB, work)[0]
     finally:
-        if node.rank == 0:
-            leaders.Free()
-        node.Free()
-    staged = next(found for found in done if found is not None)
-    assert isinstance(staged, Staged)
-    return staged
+        leaders.Free()
+    assert done is not None
+    return done
 
 
-def _in_one_line(step: Callable[[], T]) -> Callable[[], T]:
-    """The step, with an error that its ranks have agreed on as one line, for an agreement of more ranks."""
+def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
+    """Stage on the nodes of all ranks, one rank for each. Collective over `comm`."""
+    host, mark = objects.broadcast(comm, VERB, lambda: (_HOST, f".mark-{secrets.token_hex(8)}"))
+    packers: list[Packer] = []  # rank 0's
 
-    def run() -> T:
+    def run(doing: str, work: Callable[[Moved], T]) -> list[T]:
+        def guarded() -> T:
+            with _deadline(doing, request.timeout) as moved, _one_line():
+                return work(moved)
+
+        return objects.all_gather(comm, VERB, guarded)
+
+    def open_(_: Moved) -> Path:
+        folder = open_folder(request.to)
+        if comm.rank == 0:
+            (folder / mark).touch()
+        return folder
+
+    def read(_: Moved) -> Source | None:
+        if host != _HOST and (folder / mark).exists():  # each node would write a copy
+            raise InputError("HD409", f"{request.to}: is shared by the nodes: expected a folder on each node's disk")
+        if comm.rank == 0:
+            packers.append(Packer(request.source, request.with_base, request.also))
+        return packers[0].source if packers else None
+
+    def send(moved: Moved) -> None:
+        if needed or comm.rank == 0:
+            tar, show = packers[0].tar() if packers else iter(()), bar(nbytes)
+            _send(part, tar, copy if needed else None, lambda nbytes: (moved(), show(nbytes)))
+        if needed:
+            copy.finish()
+
+    folder = run(f"opening {request.to}", open_)[comm.rank]
+    try:
+        source = run(f"reading {request.source}", read)[0]
+    finally:
+        if comm.rank == 0:
+            (folder / mark).unlink(missing_ok=True)
+    assert source is not None
+    nbytes = source.nbytes
+    with closing(Copy(folder, source, request.job)) as copy:
+        whole = run(f"checking {copy.folder}", lambda _: copy.prepare())
+        start, needed = time.monotonic(), not whole[comm.rank]
+        part: MPI.Intracomm = comm.Split(0 if needed or comm.rank == 0 else 1, comm.rank)  # type: ignore[assignment]
         try:
-            return step()
-        except RankError as error:
-            raise FileError(problem(error)) from error
+            if not all(whole):
+                run(f"copying {request.source}", send)
+        finally:
+            part.Free()
+    path = str(copy.folder / source.name)
+    return Staged(path, source, whole.count(False), comm.size, time.monotonic() - start)
 
-    return run
+
+@contextmanager
+def _deadline(doing: str, seconds: float) -> Iterator[Moved]:
+    """A context that ends the job if the function it yields is not called for `seconds`."""
+    timers: list[threading.Timer] = []
+
+    def end() -> None:
+        text = f"{doing} on {_HOST} has made no progress for {seconds:g} s"
+        exits.show(HangError("HD601", text), None)
+        abort.job(1)
+
+    def moved() -> None:
+        for timer in timers:
+            timer.cancel()
+        timers[:] = [threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)]
+        timers[0].daemon = True
+        timers[0].start()
+
+    moved()
+    try:
+        yield moved
+    finally:
+        timers[0].cancel()
 
 
-class _Steps:
-    """The steps of the ranks that act for their nodes, one a node."""
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """A context whose errors are one line with a code, for the other ranks."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError("HD410", f"{_HOST}: {error.filename}: {reason(error)}") from error
+    except RankError as error:  # of some of the ranks
+        raise FileError(problem(error)) from error
 
-    def __init__(self, comm: MPI.Intracomm, options: Options, note: Note, bar: Bar, dog: Watchdog) -> None:
-        self.comm, self.options, self.note, self.bar, self.dog = comm, options, note, bar, dog
 
-    def run(self, request: Request) -> Staged | None:
-        """Make the copies. Collective; returns what was done on rank 0."""
-        comm, dog = self.comm, self.dog
-        times = [time.monotonic()]
+def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, progress: Callable[[int], object]) -> None:
+    """Send a tar from rank 0, and unpack it into the copies, in bounded memory. Collective over `comm`.
 
-        stores: list[Store] = []
-
-        def destination() -> tuple[int, str]:
-            stores.append(Store(self.options.to))
-            return stores[0].available(), f"{stores[0].folder} on {socket.gethostname()}"
-
-        free, where = min(objects.all_gather(comm, VERB, destination))
-        self._check_own(stores[0])
-
-        def prepare() -> Source:
-            with dog.doing(f"preparing {request.source}"):
-                return archive.prepare(request, dog.touch, self.note, lambda needed: _check_space(where, needed, free))
-
-        source = objects.broadcast(comm, VERB, prepare)
-        times.append(time.monotonic())
-        node = _Node(stores[0], source, self.options, dog)
+    Raises:
+        RankError: on all ranks, if one of them cannot read, or unpack.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        stream = _Stream(comm, tar, thread, progress)
         try:
-            sent = self._send(node)
-            times.append(time.monotonic())
-            if self.options.verify:
-                objects.all_gather(comm, VERB, node.verify)
-        except BaseException as error:
-            node.give_up(remove=isinstance(error, RankError))
+            if copy is not None:
+                copy.unpack(stream)
+            while stream.read(PIECE):  # the end of a tar has any length
+                pass
+        except RankError:
             raise
-        times.append(time.monotonic())
-        prepared, moved, verified = (end - begin for begin, end in pairwise(times))
-        staged = Staged(str(node.path), source, sent, comm.size, prepared, moved, verified)
-        return staged if comm.rank == 0 else None
-
-    def _check_own(self, store: Store) -> None:
-        """Check that the nodes do not share the folder for the copies: each would write them all."""
-        name, host = objects.broadcast(self.comm, VERB, lambda: (f".{secrets.token_hex(8)}", socket.gethostname()))
-        seen = store.folder / name
-
-        def write() -> None:
-            if self.comm.rank == 0:
-                seen.touch()
-
-        def look() -> None:
-            if seen.exists() and socket.gethostname() != host:
-                text = "is shared by the nodes: expected a folder on each node's own disk"
-                raise InputError("HD409", f"{self.options.to}: {text}")
-
-        objects.all_gather(self.comm, VERB, write)
-        try:
-            objects.all_gather(self.comm, VERB, look)
-        finally:
-            if self.comm.rank == 0:
-                seen.unlink(missing_ok=True)
-
-    def _send(self, node: _Node) -> int:
-        """Send the archive to the nodes that have no copy of it; return how many those are."""
-        from mpi4py import MPI
-
-        have = objects.all_gather(self.comm, VERB, node.look)
-        if all(have):
-            return 0
-        rank, readers = self.comm.rank, max(1, self.options.readers)
-        part: MPI.Intracomm = self.comm.Split(  # type: ignore[assignment]
-            0 if not have[rank] or rank < readers else MPI.UNDEFINED, rank
-        )
-
-        def send() -> None:
-            if part != MPI.COMM_NULL:
-                moved = self.bar(node.source.nbytes)
-
-                def progress(nbytes: int) -> None:
-                    self.dog.touch()
-                    moved(nbytes)
-
-                with self.dog.doing(f"copying {node.source.origin}"):
-                    transfer.send(part, node.source, node.unpacker, readers, progress)
-
-        try:
-            objects.all_gather(self.comm, VERB, _in_one_line(send))
-        finally:
-            if part != MPI.COMM_NULL:
-                part.Free()
-        objects.all_gather(self.comm, VERB, node.finish)
-        return have.count(False)
+        except Exception as error:
+            _agree(comm, f"{_HOST}: {described(error, 'HD901')}")
+    sums = objects.all_gather_object(comm, stream.checksum.hexdigest(), VERB)
+    text = coded("HD404", "what was sent was damaged on its way")
+    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found != sums[0]})
 
 
-def _check_space(where: str, needed: int, free: int) -> None:
-    if free < needed:
-        text = f"{show_bytes(needed)} needed, {show_bytes(free)} free"
-        raise FileError("HD412", f"{where}: no space for the copy: {text}")
+class _Stream:
+    """Rank 0's tar, as a file that all ranks read together: they receive each piece, and rank 0 reads ahead meanwhile.
 
-
-class _Node:
-    """The copy on this node.
-
-    Attributes:
-        path: of the environment, when it is complete.
-        unpacker: what writes it; None if it is there.
+    read() returns fewer bytes than asked for at the end of a piece.
     """
 
-    def __init__(self, store: Store, source: Source, options: Options, dog: Watchdog) -> None:
-        self.store, self.source = store, source
-        self.unpacker: Unpacker | None = None
-        self.path = store.path(source.digest) / source.name
-        self._options, self._dog = options, dog
-        self._part: Part | None = None
+    def __init__(
+        self, comm: MPI.Intracomm, tar: Iterator[bytes], thread: ThreadPoolExecutor, progress: Callable[[int], object]
+    ) -> None:
+        self._comm, self._tar, self._thread, self._progress = comm, tar, thread, progress
+        self.checksum = xxhash.xxh3_128()
+        self._ahead = thread.submit(_joined, tar)
+        self._buffer, self._rest, self._over = bytearray(), memoryview(b""), False
 
-    def look(self) -> bool:
-        """Whether there is a copy already; else begin one, or go on with one."""
-        source, job = self.source, self._options.job
-        copy = self.store.find(source.digest, job)
-        if copy is not None:
-            name = self._changed(copy, False)
-            if name is None:
-                return True
-            users = self.store.remove(copy, job)
-            if users:
-                text = f"{name} was changed since it was copied, and {listed(users)} may use it"
-                raise FileError("HD410", f"{copy.folder} on {socket.gethostname()}: {text}")
-        self.store.sweep(source.digest)
-        self._part = self.store.begin(source.digest)
-        self.unpacker = Unpacker(self._part.folder, self._part.notes, self._relocation(), source.window // 4)
-        needed, free = source.nbytes - self.unpacker.journal.offset, shutil.disk_usage(self.store.folder).free
-        _check_space(f"{self.store.folder} on {socket.gethostname()}", needed, free)
-        return False
+    def read(self, size: int) -> bytes:
+        if not self._rest and not self._over:
+            self._receive()
+        data, self._rest = bytes(self._rest[:size]), self._rest[size:]
+        return data
 
-    def _relocation(self) -> Relocation:
-        folder = self.store.path(self.source.digest)
-        moved = {old: str(folder / at) for old, at in self.source.prefixes}
-        base = (self.source.base, str(folder / BASE)) if self.source.base else None
-        return Relocation(moved, base, self.source.name)
+    def _receive(self) -> None:
+        from mpi4py import MPI
 
-    def finish(self) -> None:
-        if self._part is not None:
-            record = Record(self.source.digest, self.source.name, self.source.origin)
-            self.store.finish(self._part, record, self._options.job)
+        mine = self._ahead.result()
+        nbytes = _agree(self._comm, None, len(mine))
+        if self._comm.rank == 0:
+            self._buffer, self._ahead = mine, self._thread.submit(_joined, self._tar)
+        elif len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        self._comm.Bcast([self._buffer, nbytes, MPI.BYTE])
+        self._rest, self._over = memoryview(self._buffer)[:nbytes], nbytes == 0
+        self.checksum.update(self._rest)
+        self._progress(nbytes)
 
-    def verify(self) -> None:
-        """Read all files of the copy again."""
-        copy = Copy(self.store.path(self.source.digest))
-        name = self._changed(copy, True)
-        if name is not None:
-            users = self.store.remove(copy, self._options.job)
-            what = f"it stays, since {listed(users)} may use it" if users else "the copy is removed"
-            raise FileError("HD410", f"{copy.folder} on {socket.gethostname()}: {name} is not what was sent: {what}")
 
-    def _changed(self, copy: Copy, read: bool) -> str | None:
-        with self._dog.doing(f"checking {copy.folder}"):
-            return changed(copy.folder, copy.notes, read, self._dog.touch)
+def _joined(blocks: Iterator[bytes]) -> bytearray:
+    piece = bytearray()
+    for block in blocks:
+        piece += block
+        if len(piece) >= PIECE:
+            break
+    return piece
 
-    def give_up(self, remove: bool) -> None:
-        """After an error: what was unpacked is removed, or left to the next job."""
-        if self._part is not None:
-            self._part.close(remove)
-        Copy(self.store.path(self.source.digest)).release(self._options.job)
+
+def _agree(comm: MPI.Intracomm, problem: str | None, nbytes: int = 0) -> int:
+    """Return the bytes of rank 0's next piece, 0 at the end; raise a RankError on all ranks if one has a problem.
+
+    A rank that fails calls this in place of the call before its next piece.
+    """
+    from mpi4py import MPI
+
+    state = array("q", [problem is not None, nbytes])
+    comm.Allreduce(MPI.IN_PLACE, [state, MPI.INT64_T], MPI.MAX)
+    if state[0]:
+        problems = enumerate(objects.all_gather_object(comm, problem, VERB))
+        objects.raise_problems(VERB, {rank: text for rank, text in problems if text is not None})
+    return state[1]
