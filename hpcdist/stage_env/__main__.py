@@ -100,16 +100,13 @@ def _bar(prints: bool, total: int) -> Callable[[int], object]:
 
 def _report(done: Staged) -> None:
     """Print what was done, and what the copy still uses."""
-    source, had = done.source, done.nodes - done.sent
-    text = f"{source.origin}: {source.files:,} files and folders, {show_bytes(source.nbytes)}: "
-    if done.sent:
-        text += f"sent to {plural(done.sent, 'node')} in {done.seconds:.1f} s" + "; " * (had > 0)
-    if had:
-        text += f"{plural(had, 'node')} had it already"
+    source, there = done.source, plural(done.nodes - done.sent, "node")
+    size = f"{source.files:,} files and folders, {show_bytes(source.nbytes)}"
+    texts = [f"{size}: sent to {plural(done.sent, 'node')} in {done.seconds:.1f} s, {there} had it already"]
     if source.outside:
-        text += f"\nstill read from where it is: {listed(source.outside)}; --with-base, --with DIR copy it, too"
-    for each in text.splitlines():
-        print(f"{_NAME}: {shown(each)}", file=sys.stderr, flush=True)
+        texts.append(f"still read from where it is: {listed(source.outside)}; --with-base, --with DIR copy it, too")
+    for text in texts:
+        print(f"{_NAME}: {shown(text)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

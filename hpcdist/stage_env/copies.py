@@ -21,7 +21,7 @@ from hpcdist.errors import FileError, InputError, reason
 from hpcdist.formats.atomic import lock, private_folder
 from hpcdist.formats.paths import shown
 from hpcdist.runtime.commandline import show_bytes
-from hpcdist.stage_env.environment import BASE, Relocation
+from hpcdist.stage_env.environment import Relocation
 from hpcdist.stage_env.source import MANIFEST, Source, below, lines, scan
 
 __all__ = ["Copy", "cleanup", "open_folder", "unpack"]
@@ -43,12 +43,9 @@ def open_folder(base: str) -> Path:
     """
     base = os.path.abspath(base)
     private = f"{base}/hpcdist-{os.getuid()}"
-    try:
-        mode = os.stat(base).st_mode
-        if not stat.S_ISDIR(mode):
-            raise NotADirectoryError
-    except OSError:
-        raise FileError("HD409", f"{base}: no such folder on {_HOST}") from None
+    if not os.path.isdir(base):
+        raise FileError("HD409", f"{base}: no such folder on {_HOST}")
+    mode = os.stat(base).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
         raise FileError("HD403", f"{base} on {_HOST}: other users could replace the copy (it has no sticky bit)")
     if private_folder(base) == base:
@@ -97,18 +94,18 @@ class Copy:
     def unpack(self, stream: Stream) -> None:
         """Unpack a tar of the source, with its paths corrected for the final folder."""
         moved = {old: str(self.folder / at) for old, at in self._source.prefixes}
-        base = (self._source.base, str(self.folder / BASE)) if self._source.base else None
-        unpack(stream, str(self._part), Relocation(moved, base, self._source.name))
+        unpack(stream, str(self._part), Relocation(moved, self._source.name))
         manifest = lines(scan(str(self._part), ""))
         (self._part / MANIFEST).write_text("\n".join(manifest))
 
     def finish(self) -> None:
-        """Rename the copy. If another process was faster, its copy of the same source is used."""
-        try:
-            os.rename(self._part, self.folder)
-        except OSError:
-            if not self.folder.is_dir():
-                raise
+        """Rename what was unpacked. If another process was faster, its copy of the same source is used."""
+        if self._lock >= 0:
+            try:
+                os.rename(self._part, self.folder)
+            except OSError:
+                if not self.folder.is_dir():
+                    raise
 
     def close(self) -> None:
         """Remove what is not complete."""
@@ -195,9 +192,9 @@ def unpack(stream: Stream, root: str, relocation: Relocation) -> None:
                         path.chmod(member.mode)
                 tar.members.clear()  # else all are kept in memory
     except tarfile.TarError as error:
-        raise FileError("HD404", f"{root}: cannot be unpacked: {reason(error)}") from error
+        raise FileError("HD404", f"{_HOST}: {root}: cannot be unpacked: {reason(error)}") from error
     except OSError as error:
-        raise FileError("HD410", f"{error.filename or root}: {reason(error)}") from error
+        raise FileError("HD410", f"{_HOST}: {error.filename or root}: {reason(error)}") from error
 
 
 def _check_inside(root: str, name: str, real: set[str]) -> None:

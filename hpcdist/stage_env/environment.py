@@ -12,7 +12,7 @@ from hpcdist.errors import InputError
 
 __all__ = ["BASE", "Environment", "Relocation", "added_paths", "base_tree", "describe"]
 
-BASE = "base"  # name of the base interpreter in the copy
+BASE = "with-base"  # name of the base interpreter in the copy
 _TEXT = 2**20  # bytes: larger files are no scripts
 _CONFIG = "pyvenv.cfg"
 _LINE = 127  # bytes of a #! line that every system takes
@@ -75,14 +75,16 @@ class Relocation:
     """Corrects the files of an environment that name its old path: scripts, activate, .pth and other texts.
 
     Args:
-        moved: old path -> new path, of all that is copied.
-        base: old and new prefix of the base interpreter if it is copied, too: only pyvenv.cfg names it.
+        moved: old path -> new path, of all that is copied. The base interpreter's, whose new name is BASE, is corrected
+            in pyvenv.cfg alone: it may be /usr.
         inside: name of the environment in the copy; files elsewhere in the copy stay as they are.
     """
 
-    def __init__(self, moved: dict[str, str], base: tuple[str, str] | None, inside: str) -> None:
-        self._inside, self._base = f"{inside}/", base
-        self._new = {os.fsencode(old): os.fsencode(new) for old, new in moved.items()}
+    def __init__(self, moved: dict[str, str], inside: str) -> None:
+        self._inside = f"{inside}/"
+        new = {os.fsencode(old): os.fsencode(new) for old, new in moved.items()}
+        self._base = {old: at for old, at in new.items() if at.endswith(b"/" + BASE.encode())}
+        self._new = {old: at for old, at in new.items() if old not in self._base}
         either = b"|".join(map(re.escape, sorted(self._new, key=len, reverse=True)))
         # A path that continues before or after it is another one: /env2 is not /env. But -I/env/include names it.
         self._pattern = re.compile(rb"(?:(?<![\w.+-])|(?<=-[BFILR]))(?:" + either + rb")(?![\w.+-])")
@@ -95,9 +97,9 @@ class Relocation:
         """Return the file's contents for the copy; they are the same object if nothing is to be changed."""
         if b"\0" in data:
             return data
-        if self._base is not None and name == f"{self._inside}{_CONFIG}":
-            old, new_base = (os.fsencode(f"{prefix}/") for prefix in self._base)
-            data = data.replace(old, new_base)
+        if name == f"{self._inside}{_CONFIG}":
+            for old, at in self._base.items():
+                data = data.replace(old + b"/", at + b"/")
         first = _PROGRAM.match(data)
         if first is not None and (program := self._replaced(first[1])) != first[1]:
             return _started(program, first[2].rstrip()) + self._replaced(data[first.end() :])

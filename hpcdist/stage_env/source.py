@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, NoReturn
 
 import xxhash
 
@@ -18,7 +18,7 @@ from hpcdist.errors import FileError, InputError, reason
 from hpcdist.formats.paths import check_regular
 from hpcdist.stage_env.environment import BASE, added_paths, base_tree, describe
 
-__all__ = ["MANIFEST", "Packer", "Source", "below", "lines", "scan"]
+__all__ = ["MANIFEST", "Packer", "Source", "below", "fail", "lines", "scan"]
 
 MANIFEST = ".stage_env"  # name of a file in the copy that is not the source's own
 _THREADS = 16  # a shared file system answers each request late, but many at once
@@ -33,19 +33,16 @@ class Source:
     """What is sent, as all ranks know it.
 
     Attributes:
-        name, origin: name of the environment, or file, in the copy, and its path.
+        name: name of the environment, or file, in the copy.
         digest: differs if something was changed.
-        prefixes: old paths, and their names in the copy.
-        base: prefix of the base interpreter if it is in the copy, else "".
+        prefixes: old paths, and their names in the copy, where files are corrected for them.
         outside: paths that the copy still uses.
         files, nbytes: number of files, links and folders, and about their bytes.
     """
 
     name: str
-    origin: str
     digest: str
     prefixes: tuple[tuple[str, str], ...]
-    base: str
     outside: tuple[str, ...]
     files: int
     nbytes: int
@@ -91,7 +88,7 @@ class Packer:
                 if not os.path.isdir(folder):
                     raise InputError("HD409", f"{folder}: no such folder")
                 self._trees.append((folder, f"with-{number}-{os.path.basename(folder)}", bool))
-            if name in ("", MANIFEST) or (base and name == BASE):
+            if name in ("", MANIFEST, *(at for _, at, _ in self._trees[1:])):
                 raise InputError("HD505", f"{path}: its name, {name!r}, is one that the copy has for something else")
             self._roots = [(root, at) for old, at, _ in self._trees for root in {old: 0, os.path.realpath(old): 0}]
             self._entries = self._scan()
@@ -105,13 +102,11 @@ class Packer:
         outside = [here.base] if here.base and not base else []
         known = [*here.prefixes, *(root for root, _ in self._roots), *outside, *map(os.path.realpath, outside)]
         outside += [path for path in dict.fromkeys(used) if not any(below(path, root) for root in known)]
-        prefixes = [(root, name) for root in here.prefixes]
+        corrected = [(root, name) for root in here.prefixes] + [pair for pair in self._roots if pair[1] != name]
         self.source = Source(
             name=name,
-            origin=origin,
             digest=self._digest(self._entries),
-            prefixes=tuple(prefixes + [pair for pair in self._roots if prefixes and pair[1] not in (name, BASE)]),
-            base=base,
+            prefixes=tuple(corrected if here.prefixes else ()),
             outside=tuple(outside),
             files=len(self._entries),
             nbytes=sum(_size(entry) + 1024 for entry in self._entries),
@@ -153,7 +148,7 @@ class Packer:
         except OSError as error:
             raise FileError("HD402", f"{error.filename}: cannot be read: {reason(error)}") from error
         if now != self.source.digest:
-            raise _changed(self.source.origin)
+            raise _changed(self._trees[0][0])
         yield bytes(2 * tarfile.BLOCKSIZE)
 
     def _member(self, entry: Entry, file: IO[bytes], first: dict[tuple[int, int], str]) -> Iterator[bytes]:
@@ -206,7 +201,7 @@ def scan(root: str, at: str, keep: Callable[[str], object] = bool) -> list[Entry
         keep: whether an entry is taken, and what lies in it, by its name relative to `root`.
     """
     names: list[str] = []
-    for folder, folders, files in os.walk(root, onerror=_fail) if os.path.isdir(root) else ():
+    for folder, folders, files in os.walk(root, onerror=fail) if os.path.isdir(root) else ():
         within = folder[len(root) + 1 :]
         folders[:] = [name for name in folders if keep(os.path.join(within, name))]
         names += [os.path.join(within, name) for name in [*folders, *files] if keep(os.path.join(within, name))]
@@ -215,7 +210,8 @@ def scan(root: str, at: str, keep: Callable[[str], object] = bool) -> list[Entry
         return [*filter(None, found), Entry(at, root, os.stat(root))]
 
 
-def _fail(error: OSError) -> None:
+def fail(error: Exception) -> NoReturn:
+    """Raise an error."""
     raise error
 
 

@@ -6,22 +6,22 @@ import secrets
 import socket
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
 from hpcdist.control import objects
-from hpcdist.errors import FileError, HangError, InputError, RankError, coded, described, reason
+from hpcdist.errors import FileError, HangError, InputError, RankError, coded, reason
 from hpcdist.process import abort, exits
 from hpcdist.runtime.commandline import problem
 from hpcdist.stage_env.copies import Copy, open_folder
-from hpcdist.stage_env.source import Packer, Source
+from hpcdist.stage_env.source import Packer, Source, fail
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,6 +35,7 @@ Bar = Callable[[int], Callable[[int], object]]
 VERB = "stage_env"
 PIECE = 2**24  # bytes that are read, sent and unpacked at once
 _HOST = socket.gethostname()
+_NOTHING = xxhash.xxh3_128_hexdigest(b"")  # the checksum of those that receive nothing
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,10 @@ def stage(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
     leaders: MPI.Intracomm = comm.Split(0 if leads else 1, comm.rank)  # type: ignore[assignment]
 
     def work() -> Staged | None:
-        with _one_line():
+        try:
             return stage_on_nodes(leaders, request, bar) if leads else None
+        except RankError as error:  # of those that lead: as one line
+            raise FileError(problem(error)) from error
 
     try:
         done = objects.all_gather(comm, VERB, work)[0]
@@ -102,34 +105,33 @@ def stage(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
 def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
     """Stage on the nodes of all ranks, one rank for each. Collective over `comm`."""
     host, mark = objects.broadcast(comm, VERB, lambda: (_HOST, f".mark-{secrets.token_hex(8)}"))
-    packers: list[Packer] = []  # rank 0's
+    packer: Packer | None = None  # rank 0's
 
-    def run(doing: str, work: Callable[[Moved], T]) -> list[T]:
+    def run(doing: str, step: Callable[[], T]) -> list[T]:
+        """Take a step on all nodes; return its results."""
+
         def guarded() -> T:
-            with _deadline(doing, request.timeout) as moved, _one_line():
-                return work(moved)
+            with _deadline(doing, request.timeout):
+                try:
+                    return step()
+                except OSError as error:
+                    raise FileError("HD410", f"{_HOST}: {error.filename}: {reason(error)}") from error
 
         return objects.all_gather(comm, VERB, guarded)
 
-    def open_(_: Moved) -> Path:
+    def open_() -> Path:
         folder = open_folder(request.to)
         if comm.rank == 0:
             (folder / mark).touch()
         return folder
 
-    def read(_: Moved) -> Source | None:
+    def read() -> Source | None:
+        nonlocal packer
         if host != _HOST and (folder / mark).exists():  # each node would write a copy
             raise InputError("HD409", f"{request.to}: is shared by the nodes: expected a folder on each node's disk")
         if comm.rank == 0:
-            packers.append(Packer(request.source, request.with_base, request.also))
-        return packers[0].source if packers else None
-
-    def send(moved: Moved) -> None:
-        if needed or comm.rank == 0:
-            tar, show = packers[0].tar() if packers else iter(()), bar(nbytes)
-            _send(part, tar, copy if needed else None, lambda nbytes: (moved(), show(nbytes)))
-        if needed:
-            copy.finish()
+            packer = Packer(request.source, request.with_base, request.also)
+        return packer.source if packer else None
 
     folder = run(f"opening {request.to}", open_)[comm.rank]
     try:
@@ -138,22 +140,21 @@ def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
         if comm.rank == 0:
             (folder / mark).unlink(missing_ok=True)
     assert source is not None
-    nbytes = source.nbytes
     with closing(Copy(folder, source, request.job)) as copy:
-        whole = run(f"checking {copy.folder}", lambda _: copy.prepare())
-        start, needed = time.monotonic(), not whole[comm.rank]
-        part: MPI.Intracomm = comm.Split(0 if needed or comm.rank == 0 else 1, comm.rank)  # type: ignore[assignment]
-        try:
-            if not all(whole):
-                run(f"copying {request.source}", send)
-        finally:
-            part.Free()
+        have = run(f"checking {copy.folder}", copy.prepare)
+        start = time.monotonic()
+        if not all(have):
+            with _deadline(f"copying {request.source}", request.timeout) as moved:
+                show = bar(source.nbytes)
+                tar = packer.tar() if packer else iter(())
+                _send(comm, tar, None if have[comm.rank] else copy, lambda nbytes: (moved(), show(nbytes)))
+            run(f"renaming {copy.folder}", copy.finish)
     path = str(copy.folder / source.name)
-    return Staged(path, source, whole.count(False), comm.size, time.monotonic() - start)
+    return Staged(path, source, have.count(False), comm.size, time.monotonic() - start)
 
 
 @contextmanager
-def _deadline(doing: str, seconds: float) -> Iterator[Moved]:
+def _deadline(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
     """A context that ends the job if the function it yields is not called for `seconds`."""
     timers: list[threading.Timer] = []
 
@@ -176,93 +177,82 @@ def _deadline(doing: str, seconds: float) -> Iterator[Moved]:
         timers[0].cancel()
 
 
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """A context whose errors are one line with a code, for the other ranks."""
-    try:
-        yield
-    except OSError as error:
-        raise FileError("HD410", f"{_HOST}: {error.filename}: {reason(error)}") from error
-    except RankError as error:  # of some of the ranks
-        raise FileError(problem(error)) from error
-
-
-def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, progress: Callable[[int], object]) -> None:
+def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, received: Callable[[int], object]) -> None:
     """Send a tar from rank 0, and unpack it into the copies, in bounded memory. Collective over `comm`.
+
+    Args:
+        tar: on rank 0, what is sent.
+        copy: None on a rank that needs none.
+        received: called with the bytes of each piece.
 
     Raises:
         RankError: on all ranks, if one of them cannot read, or unpack.
     """
-    with ThreadPoolExecutor(1) as thread:
-        stream = _Stream(comm, tar, thread, progress)
-        try:
-            if copy is not None:
-                copy.unpack(stream)
-            while stream.read(PIECE):  # the end of a tar has any length
-                pass
-        except RankError:
-            raise
-        except Exception as error:
-            _agree(comm, f"{_HOST}: {described(error, 'HD901')}")
-    sums = objects.all_gather_object(comm, stream.checksum.hexdigest(), VERB)
+    from mpi4py import MPI
+
+    part: MPI.Intracomm = comm.Split(  # type: ignore[assignment]
+        0 if copy or comm.rank == 0 else MPI.UNDEFINED, comm.rank
+    )
+    pieces, checksum = _pieces(comm, part, tar), xxhash.xxh3_128()
+
+    def watched() -> Iterator[bytes]:
+        for piece in pieces:
+            checksum.update(piece)
+            received(len(piece))
+            yield piece
+
+    try:
+        if copy is not None:
+            copy.unpack(_Stream(watched()))
+        for _ in watched():
+            pass
+    except RankError:
+        raise
+    except Exception as error:
+        objects.all_gather(comm, VERB, partial(fail, error))  # in place of the next piece
+    finally:
+        pieces.close()
+        if part:
+            part.Free()
+    sums = objects.all_gather_object(comm, checksum.hexdigest(), VERB)
     text = coded("HD404", "what was sent was damaged on its way")
-    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found != sums[0]})
+    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found not in (sums[0], _NOTHING)})
+
+
+def _pieces(comm: MPI.Intracomm, part: MPI.Intracomm, tar: Iterator[bytes]) -> Generator[bytes, None, None]:
+    """Yield the pieces of rank 0's tar on the ranks of `part`, on others nothing as often. A thread reads ahead.
+
+    Before each piece, all ranks of `comm` agree that none has failed.
+    """
+
+    def size() -> int:
+        return len(ahead.result())
+
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(_joined, tar)
+        while objects.all_gather(comm, VERB, size)[0]:
+            piece, ahead = ahead.result(), thread.submit(_joined, tar)
+            yield objects.broadcast_bytes(part, piece, 0) if part else b""
+
+
+def _joined(blocks: Iterator[bytes]) -> bytes:
+    joined, size = [], 0
+    for block in blocks:
+        joined.append(block)
+        size += len(block)
+        if size >= PIECE:
+            break
+    return b"".join(joined)
 
 
 class _Stream:
-    """Rank 0's tar, as a file that all ranks read together: they receive each piece, and rank 0 reads ahead meanwhile.
+    """Pieces as a file, whose read() returns fewer bytes than asked for at the end of a piece."""
 
-    read() returns fewer bytes than asked for at the end of a piece.
-    """
-
-    def __init__(
-        self, comm: MPI.Intracomm, tar: Iterator[bytes], thread: ThreadPoolExecutor, progress: Callable[[int], object]
-    ) -> None:
-        self._comm, self._tar, self._thread, self._progress = comm, tar, thread, progress
-        self.checksum = xxhash.xxh3_128()
-        self._ahead = thread.submit(_joined, tar)
-        self._buffer, self._rest, self._over = bytearray(), memoryview(b""), False
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
 
     def read(self, size: int) -> bytes:
-        if not self._rest and not self._over:
-            self._receive()
+        if not self._rest:
+            self._rest = memoryview(next(self._pieces, b""))
         data, self._rest = bytes(self._rest[:size]), self._rest[size:]
         return data
-
-    def _receive(self) -> None:
-        from mpi4py import MPI
-
-        mine = self._ahead.result()
-        nbytes = _agree(self._comm, None, len(mine))
-        if self._comm.rank == 0:
-            self._buffer, self._ahead = mine, self._thread.submit(_joined, self._tar)
-        elif len(self._buffer) < nbytes:
-            self._buffer = bytearray(nbytes)
-        self._comm.Bcast([self._buffer, nbytes, MPI.BYTE])
-        self._rest, self._over = memoryview(self._buffer)[:nbytes], nbytes == 0
-        self.checksum.update(self._rest)
-        self._progress(nbytes)
-
-
-def _joined(blocks: Iterator[bytes]) -> bytearray:
-    piece = bytearray()
-    for block in blocks:
-        piece += block
-        if len(piece) >= PIECE:
-            break
-    return piece
-
-
-def _agree(comm: MPI.Intracomm, problem: str | None, nbytes: int = 0) -> int:
-    """Return the bytes of rank 0's next piece, 0 at the end; raise a RankError on all ranks if one has a problem.
-
-    A rank that fails calls this in place of the call before its next piece.
-    """
-    from mpi4py import MPI
-
-    state = array("q", [problem is not None, nbytes])
-    comm.Allreduce(MPI.IN_PLACE, [state, MPI.INT64_T], MPI.MAX)
-    if state[0]:
-        problems = enumerate(objects.all_gather_object(comm, problem, VERB))
-        objects.raise_problems(VERB, {rank: text for rank, text in problems if text is not None})
-    return state[1]

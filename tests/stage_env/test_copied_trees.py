@@ -19,7 +19,7 @@ from hpcdist.stage_env.source import Packer
 
 pytestmark = pytest.mark.once
 
-NOTHING = Relocation({}, None, "x")
+NOTHING = Relocation({}, "x")
 
 
 def unpacked(packer: Packer, folder: Path) -> Path:
@@ -70,7 +70,7 @@ def test_a_base_that_is_a_symbolic_link_comes_along(tmp_path: Path) -> None:
     packer = Packer(str(venv), with_base=True)
     assert packer.source.outside == ()
     copy = unpacked(packer, tmp_path / "local")
-    assert os.readlink(copy / "venv" / "bin" / "python") == "../../base/bin/python3"
+    assert os.readlink(copy / "venv" / "bin" / "python") == "../../with-base/bin/python3"
     assert (copy / "venv" / "bin" / "python").read_text() == "program"
     assert Packer(str(venv)).source.outside == (f"{tmp_path}/python",)
 
@@ -150,7 +150,7 @@ def test_what_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def _corrected(text: str, old: str, new: str) -> str:
-    relocation = Relocation({old: new}, None, "env")
+    relocation = Relocation({old: new}, "env")
     return relocation.corrected("env/bin/tool", text.encode()).decode()
 
 

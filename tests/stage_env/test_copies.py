@@ -65,7 +65,8 @@ def test_what_a_killed_job_has_left_is_removed(packer: Packer, folder: Path) -> 
         import os
         from hpcdist.stage_env.copies import Copy, open_folder
         from hpcdist.stage_env.source import Packer
-        copy = Copy(open_folder({str(folder.parent.parent)!r}), Packer({packer.source.origin!r}).source, "killed")
+        source = Packer({str(folder.parents[2] / "env")!r}).source
+        copy = Copy(open_folder({str(folder.parents[1])!r}), source, "killed")
         copy.prepare()
         (copy._part / "half").touch()
         print("done", flush=True)

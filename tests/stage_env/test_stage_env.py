@@ -23,7 +23,7 @@ from hpcdist.stage_env.stage import Request, Staged
 
 pytestmark = pytest.mark.once
 
-NOTHING = Relocation({}, None, "x")
+NOTHING = Relocation({}, "x")
 LARGE = bytes(range(256)) * 5000  # bytes: more than what is held in memory to be corrected
 
 
@@ -108,7 +108,7 @@ def test_what_is_outside_comes_along_when_asked_for(venv: Path, tmp_path: Path) 
     copy = Path(done.path)
     assert done.source.outside == ()
     assert output(copy / "bin" / "python", "-c", "import json, sys; print(sys.base_prefix)") == str(
-        copy.parent / "base"
+        copy.parent / "with-base"
     )
     assert output(copy / "bin" / "tool").endswith(f"{copy.parent}/with-0-project/outside.py")
     assert os.readlink(copy / "data" / "away") == "../../with-0-project/outside.py"

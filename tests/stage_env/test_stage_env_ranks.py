@@ -14,6 +14,7 @@ from collective import assert_on_all_ranks, raises_on_all_ranks
 from launch import mpirun
 
 from hpcdist import World
+from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.stage_env import source, stage
 from hpcdist.stage_env.stage import Request, Staged
@@ -65,12 +66,13 @@ def test_every_node_gets_a_copy_and_none_twice(
 ) -> None:
     comm, received = world.comm, [0]
 
-    class Counting(stage._Stream):
-        def _receive(self) -> None:
-            super()._receive()
-            received[0] += 1
+    def counting(part: MPI.Intracomm, data: bytes, root: int) -> bytes:
+        piece = broadcast(part, data, root)
+        received[0] += len(piece) > 1000
+        return piece
 
-    monkeypatch.setattr(stage, "_Stream", Counting)
+    broadcast = objects.broadcast_bytes
+    monkeypatch.setattr(objects, "broadcast_bytes", counting)
     first = staged(comm, shared, to)
     assert_on_all_ranks(comm, _holds(first, to))
     assert_on_all_ranks(comm, first.sent == comm.size and received[0] > 10, received)
@@ -144,13 +146,15 @@ def test_what_is_damaged_on_its_way_gets_no_name(
     """In the contents of a file, which nothing else would notice."""
     comm, received = world.comm, [0]
 
-    def damaging(piece: bytearray) -> memoryview:
+    def damaging(part: MPI.Intracomm, data: bytes, root: int) -> bytes:
+        piece = bytearray(broadcast(part, data, root))
         received[0] += len(piece) > 1000
         if received[0] == 2 and comm.rank == 1:
             piece[piece.index(BYTES[:50])] ^= 1
-        return memoryview(piece)
+        return bytes(piece)
 
-    monkeypatch.setattr(stage, "memoryview", damaging, raising=False)  # a piece that has just been received
+    broadcast = objects.broadcast_bytes
+    monkeypatch.setattr(objects, "broadcast_bytes", damaging)
     error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, to))
     assert_on_all_ranks(comm, "was damaged on its way [HD404]" in str(error), error)
     assert_on_all_ranks(comm, _left(to) == [], to)
