@@ -13,9 +13,9 @@ import shutil
 import socket
 import stat
 import tarfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from hpcdist.errors import FileError, InputError, reason
 from hpcdist.formats.atomic import lock, private_folder
@@ -27,12 +27,6 @@ from hpcdist.stage_env.source import MANIFEST, Source, below, lines, scan
 __all__ = ["Copy", "cleanup", "open_folder", "unpack"]
 
 _HOST = socket.gethostname()
-
-
-class Stream(Protocol):
-    """The bytes of a tar as they arrive; read() returns none only at the end."""
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 def open_folder(base: str) -> Path:
@@ -91,10 +85,10 @@ class Copy:
             raise FileError("HD412", f"{store} on {_HOST}: no space for the copy: {text}")
         return False
 
-    def unpack(self, stream: Stream) -> None:
-        """Unpack a tar of the source, with its paths corrected for the final folder."""
+    def unpack(self, pieces: Iterator[bytes]) -> None:
+        """Unpack the pieces of a tar of the source, with its paths corrected for the final folder."""
         moved = {old: str(self.folder / at) for old, at in self._source.prefixes}
-        unpack(stream, str(self._part), Relocation(moved, self._source.name))
+        unpack(pieces, str(self._part), Relocation(moved, self._source.name))
         manifest = lines(scan(str(self._part), ""))
         (self._part / MANIFEST).write_text("\n".join(manifest))
 
@@ -163,8 +157,8 @@ def cleanup(path: str) -> None:
             raise FileError("HD410", f"{path}: cannot be removed: {reason(error)} on {_HOST}") from error
 
 
-def unpack(stream: Stream, root: str, relocation: Relocation) -> None:
-    """Unpack a tar as it arrives into an empty folder; nothing outside of it is touched.
+def unpack(pieces: Iterator[bytes], root: str, relocation: Relocation) -> None:
+    """Unpack the pieces of a tar as they arrive into an empty folder; nothing outside of it is touched.
 
     Raises:
         FileError: something cannot be written, or must not be unpacked.
@@ -172,6 +166,7 @@ def unpack(stream: Stream, root: str, relocation: Relocation) -> None:
     root = os.path.realpath(root)
     real: set[str] = set()  # folders that no link leads into
     try:
+        stream = _Stream(pieces)
         with tarfile.open(fileobj=stream, mode="r|", bufsize=2**16, errorlevel=2) as tar:  # type: ignore[call-overload]
             tar.extraction_filter = lambda member, _: member  # newer Pythons refuse absolute links by default
             while (member := tar.next()) is not None:
@@ -206,3 +201,16 @@ def _check_inside(root: str, name: str, real: set[str]) -> None:
         raise FileError("HD511", f"{shown(name)} would lie elsewhere: it is not unpacked")
     if os.path.isdir(folder):
         real.add(folder)
+
+
+class _Stream:
+    """Pieces as a file whose read() returns fewer bytes than asked for at the end of a piece."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = filter(None, pieces), memoryview(b"")
+
+    def read(self, size: int) -> bytes:
+        if not self._rest:
+            self._rest = memoryview(next(self._pieces, b""))
+        data, self._rest = bytes(self._rest[:size]), self._rest[size:]
+        return data

@@ -116,7 +116,7 @@ class Packer:
         return [entry for tree in self._trees for entry in scan(*tree)]
 
     def _digest(self, entries: Iterable[Entry]) -> str:
-        return xxhash.xxh3_128_hexdigest(repr((self._roots, *lines(entries))).encode())
+        return xxhash.xxh3_128_hexdigest(ascii((self._roots, *lines(entries))).encode())
 
     def _in_copy(self, entry: Entry) -> str:
         """Return what a symbolic link holds in the copy: a relative path if that is copied, else an absolute one."""
@@ -231,7 +231,7 @@ def lines(entries: Iterable[Entry]) -> list[str]:
     """
     kept = [entry for entry in entries if not _compiled(entry.name)]
     times = [0 if entry.kind == stat.S_IFDIR else int(entry.status.st_mtime) for entry in kept]
-    return [repr((e.name, e.status.st_mode, _size(e), time, e.target)) for e, time in zip(kept, times, strict=True)]
+    return [ascii((e.name, e.status.st_mode, _size(e), time, e.target)) for e, time in zip(kept, times, strict=True)]
 
 
 def _size(entry: Entry) -> int:

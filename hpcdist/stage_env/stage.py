@@ -193,18 +193,17 @@ def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, received
     part: MPI.Intracomm = comm.Split(  # type: ignore[assignment]
         0 if copy or comm.rank == 0 else MPI.UNDEFINED, comm.rank
     )
-    pieces, checksum = _pieces(comm, part, tar), xxhash.xxh3_128()
+    checksum = xxhash.xxh3_128()
 
-    def watched() -> Iterator[bytes]:
-        for piece in pieces:
-            checksum.update(piece)
-            received(len(piece))
-            yield piece
+    def note(piece: bytes) -> None:
+        checksum.update(piece)
+        received(len(piece))
 
+    pieces = _pieces(comm, part, tar, note)
     try:
         if copy is not None:
-            copy.unpack(_Stream(watched()))
-        for _ in watched():
+            copy.unpack(pieces)
+        for _ in pieces:
             pass
     except RankError:
         raise
@@ -219,7 +218,9 @@ def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, received
     objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found not in (sums[0], _NOTHING)})
 
 
-def _pieces(comm: MPI.Intracomm, part: MPI.Intracomm, tar: Iterator[bytes]) -> Generator[bytes, None, None]:
+def _pieces(
+    comm: MPI.Intracomm, part: MPI.Intracomm, tar: Iterator[bytes], received: Callable[[bytes], object]
+) -> Generator[bytes, None, None]:
     """Yield the pieces of rank 0's tar on the ranks of `part`, on others nothing as often. A thread reads ahead.
 
     Before each piece, all ranks of `comm` agree that none has failed.
@@ -232,7 +233,9 @@ def _pieces(comm: MPI.Intracomm, part: MPI.Intracomm, tar: Iterator[bytes]) -> G
         ahead = thread.submit(_joined, tar)
         while objects.all_gather(comm, VERB, size)[0]:
             piece, ahead = ahead.result(), thread.submit(_joined, tar)
-            yield objects.broadcast_bytes(part, piece, 0) if part else b""
+            piece = objects.broadcast_bytes(part, piece, 0) if part else b""
+            received(piece)
+            yield piece
 
 
 def _joined(blocks: Iterator[bytes]) -> bytes:
@@ -243,16 +246,3 @@ def _joined(blocks: Iterator[bytes]) -> bytes:
         if size >= PIECE:
             break
     return b"".join(joined)
-
-
-class _Stream:
-    """Pieces as a file, whose read() returns fewer bytes than asked for at the end of a piece."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._rest = pieces, memoryview(b"")
-
-    def read(self, size: int) -> bytes:
-        if not self._rest:
-            self._rest = memoryview(next(self._pieces, b""))
-        data, self._rest = bytes(self._rest[:size]), self._rest[size:]
-        return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ NOTHING = Relocation({}, "x")
 
 def unpacked(packer: Packer, folder: Path) -> Path:
     folder.mkdir()
-    unpack(io.BytesIO(b"".join(packer.tar())), str(folder), NOTHING)
+    unpack(packer.tar(), str(folder), NOTHING)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import shutil
 import subprocess
@@ -35,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _unpack(packer: Packer, copy: Copy) -> None:
-    copy.unpack(io.BytesIO(b"".join(packer.tar())))
+    copy.unpack(packer.tar())
 
 
 def _kept(folder: Path) -> list[str]:

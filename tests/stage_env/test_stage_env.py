@@ -219,7 +219,7 @@ def test_an_archive_cannot_write_elsewhere(what: str, tmp_path: Path) -> None:
     root.mkdir()
     before = _tree(tmp_path)
     with pytest.raises(FileError) as found:
-        unpack(io.BytesIO(buffer.getvalue()), str(root), NOTHING)
+        unpack(iter([buffer.getvalue()]), str(root), NOTHING)
     assert found.value.codes == ["HD511"]
     assert {name: seen for name, seen in _tree(tmp_path).items() if not name.startswith("root")} == {
         name: seen for name, seen in before.items() if name != "root"
