@@ -89,12 +89,12 @@ class Copy:
         """Unpack the pieces of a tar of the source, with its paths corrected for the final folder."""
         moved = {old: str(self.folder / at) for old, at in self._source.prefixes}
         unpack(pieces, str(self._part), Relocation(moved, self._source.name))
-        manifest = lines(scan(str(self._part), ""))
-        (self._part / MANIFEST).write_text("\n".join(manifest))
 
     def finish(self) -> None:
-        """Rename what was unpacked. If another process was faster, its copy of the same source is used."""
+        """List and rename what was unpacked. If another process was faster, its copy of the same source is used."""
         if self._lock >= 0:
+            manifest = lines(scan(str(self._part), ""))
+            (self._part / MANIFEST).write_text("\n".join(manifest))
             try:
                 os.rename(self._part, self.folder)
             except OSError:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
@@ -104,7 +103,6 @@ def stage(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
 
 def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
     """Stage on the nodes of all ranks, one rank for each. Collective over `comm`."""
-    host, mark = objects.broadcast(comm, VERB, lambda: (_HOST, f".mark-{secrets.token_hex(8)}"))
     packer: Packer | None = None  # rank 0's
 
     def run(doing: str, step: Callable[[], T]) -> list[T]:
@@ -119,26 +117,27 @@ def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
 
         return objects.all_gather(comm, VERB, guarded)
 
-    def open_() -> Path:
-        folder = open_folder(request.to)
+    def mark() -> tuple[str, str]:
+        name = f".mark-{secrets.token_hex(8)}"
         if comm.rank == 0:
-            (folder / mark).touch()
-        return folder
+            (folder / name).touch()
+        return _HOST, name
 
     def read() -> Source | None:
         nonlocal packer
-        if host != _HOST and (folder / mark).exists():  # each node would write a copy
+        if host != _HOST and (folder / name).exists():  # each node would write a copy
             raise InputError("HD409", f"{request.to}: is shared by the nodes: expected a folder on each node's disk")
         if comm.rank == 0:
             packer = Packer(request.source, request.with_base, request.also)
         return packer.source if packer else None
 
-    folder = run(f"opening {request.to}", open_)[comm.rank]
+    folder = run(f"opening {request.to}", lambda: open_folder(request.to))[comm.rank]
+    host, name = run(f"marking {folder}", mark)[0]
     try:
         source = run(f"reading {request.source}", read)[0]
     finally:
         if comm.rank == 0:
-            (folder / mark).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
     assert source is not None
     with closing(Copy(folder, source, request.job)) as copy:
         have = run(f"checking {copy.folder}", copy.prepare)
