@@ -74,7 +74,7 @@ class Packer:
     """
 
     def __init__(self, path: str, with_base: bool = False, also: Sequence[str] = ()) -> None:
-        origin, base = os.path.abspath(path), ""
+        origin = os.path.abspath(path)
         name = os.path.basename(origin)
         self._trees: list[tuple[str, str, Callable[[str], object]]] = [(origin, name, bool)]
         try:
@@ -82,15 +82,16 @@ class Packer:
                 check_regular(path)
             here = describe(origin)
             if with_base:
-                base, keep = base_tree(path, here)
-                self._trees.append((base, BASE, keep))
+                root, keep = base_tree(path, here)
+                self._trees.append((root, BASE, keep))
             for number, folder in enumerate(map(os.path.abspath, also)):
                 if not os.path.isdir(folder):
                     raise InputError("HD409", f"{folder}: no such folder")
                 self._trees.append((folder, f"with-{number}-{os.path.basename(folder)}", bool))
             if name in ("", MANIFEST, *(at for _, at, _ in self._trees[1:])):
                 raise InputError("HD505", f"{path}: its name, {name!r}, is one that the copy has for something else")
-            self._roots = [(root, at) for old, at, _ in self._trees for root in {old: 0, os.path.realpath(old): 0}]
+            roots = [(root, at) for old, at, _ in self._trees for root in (old, os.path.realpath(old))]
+            self._roots = list(dict.fromkeys(roots))
             self._entries = self._scan()
             self._names = {entry.name for entry in self._entries}
             files = [entry.path for entry in self._entries if entry.kind == stat.S_IFREG]
@@ -99,7 +100,7 @@ class Packer:
             raise FileError("HD402", f"{error.filename or path}: {reason(error)}") from error
         self._held = {entry.name: self._in_copy(entry) for entry in self._entries if entry.target}
         used += [held for held in self._held.values() if held.startswith("/") and not held.startswith(_SYSTEM)]
-        outside = [here.base] if here.base and not base else []
+        outside = [here.base] if here.base and not with_base else []
         known = [*here.prefixes, *(root for root, _ in self._roots), *outside, *map(os.path.realpath, outside)]
         outside += [path for path in dict.fromkeys(used) if not any(below(path, root) for root in known)]
         corrected = [(root, name) for root in here.prefixes] + [pair for pair in self._roots if pair[1] != name]

@@ -34,7 +34,6 @@ Bar = Callable[[int], Callable[[int], object]]
 VERB = "stage_env"
 PIECE = 2**24  # bytes that are read, sent and unpacked at once
 _HOST = socket.gethostname()
-_NOTHING = xxhash.xxh3_128_hexdigest(b"")  # the checksum of those that receive nothing
 
 
 @dataclass(frozen=True)
@@ -189,9 +188,8 @@ def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, received
     """
     from mpi4py import MPI
 
-    part: MPI.Intracomm = comm.Split(  # type: ignore[assignment]
-        0 if copy or comm.rank == 0 else MPI.UNDEFINED, comm.rank
-    )
+    color = 0 if copy or comm.rank == 0 else MPI.UNDEFINED
+    part: MPI.Intracomm = comm.Split(color, comm.rank)  # type: ignore[assignment]
     checksum = xxhash.xxh3_128()
 
     def note(piece: bytes) -> None:
@@ -212,9 +210,9 @@ def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, received
         pieces.close()
         if part:
             part.Free()
-    sums = objects.all_gather_object(comm, checksum.hexdigest(), VERB)
+    sums = objects.all_gather_object(comm, checksum.hexdigest() if color == 0 else None, VERB)
     text = coded("HD404", "what was sent was damaged on its way")
-    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found not in (sums[0], _NOTHING)})
+    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found not in (sums[0], None)})
 
 
 def _pieces(
