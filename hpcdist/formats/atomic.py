@@ -31,7 +31,7 @@ from hpcdist.errors import FileError, coded, reason
 from hpcdist.formats.paths import status_of_old
 
 __all__ = [
-    *("Commit", "check_folder", "check_target", "lock", "patiently", "private_folder", "sweep", "sync", "umask"),
+    *("Commit", "check_folder", "check_target", "lock", "patiently", "private_folder", "sweep", "sync"),
     "write_text",
 ]
 
@@ -182,7 +182,7 @@ class Commit:
         mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
         for left in _left(self.target):
             if (fd := self._take_over(path, left, keep)) is not None:
-                os.fchmod(fd, mode & ~umask())
+                os.fchmod(fd, mode & ~_umask())
                 return fd, True
         fd = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
         lock(fd)
@@ -217,12 +217,10 @@ class Commit:
                 os.close(fd)
         return fd if taken else None
 
-    def finish(self, mode: int | None = None) -> None:
-        """Put the complete file in place, with `mode` if given. The caller has synced what other processes wrote."""
+    def finish(self) -> None:
+        """Put the complete file in place. The caller has synced what other processes wrote."""
         if (old := status_of_old(self.target) or self._old) is not None:
             _look_like(self._lock, old, self.target)
-        if mode is not None:
-            os.fchmod(self._lock, mode)
         os.fsync(self._lock)
         _remove(self.journals())
         try:
@@ -256,7 +254,7 @@ def _part_name(name: str) -> str:
     return f"{_stem(name)}{tag}.part"
 
 
-def umask() -> int:
+def _umask() -> int:
     """The bits that a new file does not get."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["VERB", "Request", "Staged", "stage"]
 
 T = TypeVar("T")
-Moved = Callable[[], object]  # notes that there is progress
 Bar = Callable[[int], Callable[[int], object]]
 
 VERB = "stage_env"
