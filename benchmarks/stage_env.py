@@ -83,13 +83,6 @@ class Cluster:
             raise SystemExit(f"{python} {' '.join(args)}: {job.err}")
         return seconds, job.out
 
-    def pack(self) -> None:
-        """Pack the venv on the server, where nothing limits it: once for all jobs."""
-        self._do(SERVER, "mkdir", SHARED)
-        self._do(SERVER, "mount", "--bind", str(self.exported), SHARED)
-        self._do(SERVER, sys.executable, "-m", "hpcdist.stage_env", f"{SHARED}/venv", "--to", "/tmp")
-        self._do(SERVER, "umount", SHARED)
-
     def cleanup(self) -> None:
         for name in CLIENTS:
             self._do(name, "rm", "-rf", "/tmp/hpcdist-0")
@@ -122,10 +115,9 @@ def measure(cluster: Cluster, ranks: int) -> dict[str, tuple[float, int, int]]:
 
     shared = f"{SHARED}/venv/bin/python"
     step(SHARED_START, lambda: cluster.launch(ranks, shared, *PROGRAM))
-    archive = ("--archive", f"{SHARED}/venv.stage_env.tar")
     path = step(
         STAGING,
-        lambda: cluster.launch(len(CLIENTS), shared, "-m", "hpcdist.stage_env", f"{SHARED}/venv", *archive),
+        lambda: cluster.launch(len(CLIENTS), shared, "-m", "hpcdist.stage_env", f"{SHARED}/venv"),
     )
     step(LOCAL_START, lambda: cluster.launch(ranks, f"{path}/bin/python", *PROGRAM))
     cluster.cleanup()
@@ -193,7 +185,6 @@ def main() -> int:
         record["rounds"] = {int(ranks): rounds for ranks, rounds in before["rounds"].items()}
     with Hosts(3) as hosts:
         cluster = Cluster(hosts, (asked.requests, asked.bandwidth * MIB))
-        cluster.pack()
         for ranks in asked.ranks:
             record["rounds"][ranks] = [measure(cluster, ranks) for _ in range(asked.rounds)]  # type: ignore[index]
             print(show({**record, "rounds": {ranks: record["rounds"][ranks]}}), flush=True)  # type: ignore[index]

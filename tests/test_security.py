@@ -13,7 +13,7 @@ from launch import mpirun
 import hpcdist
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
-from hpcdist.formats.atomic import private_folder
+from hpcdist.formats.paths import private_folder
 
 ROOT = Path(hpcdist.__file__).parent
 # What mpi4py sends as pickles: its methods that begin with a small letter.

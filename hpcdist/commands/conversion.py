@@ -20,10 +20,9 @@ from hpcdist.commands.inputs import Read, Reader
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError, described, listed
 from hpcdist.formats import safetensors
-from hpcdist.formats.atomic import check_folder
 from hpcdist.formats.contents import Contents, Dataset
 from hpcdist.formats.known import FORMATS, describe
-from hpcdist.formats.paths import shown
+from hpcdist.formats.paths import check_folder, shown
 from hpcdist.runtime.cli import Parser, meter, path, plural
 from hpcdist.runtime.world import World
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size

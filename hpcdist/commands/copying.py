@@ -20,9 +20,8 @@ from hpcdist.commands.inputs import Read
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError
 from hpcdist.formats import safetensors
-from hpcdist.formats.atomic import check_target
 from hpcdist.formats.contents import Dataset
-from hpcdist.formats.paths import shown
+from hpcdist.formats.paths import check_target, shown
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Ints, Listed, grid, summed
 from hpcdist.runtime.cli import Parser, meter, nbytes, show_bytes

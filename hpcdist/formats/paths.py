@@ -1,16 +1,65 @@
-"""Regular files only: a FIFO waits for its other end for ever, and a device cannot hold an array."""
+"""Names of files: what is read and replaced is a regular file, and a new file is there complete, or not at all.
+
+A FIFO waits for its other end for ever, and a device cannot hold an array: neither is opened.
+
+A new file is written beside its name, made durable, and renamed.
+
+Whatever dies at whatever moment, the name holds the old file or the complete new one. Until then the data are in
+``.NAME.TAG.part``, which no pattern of a shell or of glob matches: TAG is new for every try, so that no cache of names
+confuses two of them, and identifies the process that writes it. The next process that writes NAME removes what a dead
+one has left, or takes it over. Locks show who is alive, where the file system has them; nothing depends on them.
+
+The new file is another inode. It gets mode, owner, group, POSIX ACL and user attributes of the one that it replaces, as
+far as the system permits. Other hard links to the old file keep the old contents.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
 import os
+import re
+import secrets
+import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError, coded, reason
 
-__all__ = ["check_regular", "kind", "open_regular", "shown", "status_of_old", "utf8_path"]
+__all__ = [
+    "Commit",
+    "check_folder",
+    "check_regular",
+    "check_target",
+    "kind",
+    "lock",
+    "open_regular",
+    "patiently",
+    "private_folder",
+    "shown",
+    "status_of_old",
+    "sweep",
+    "sync",
+    "utf8_path",
+    "write_text",
+]
+
+T = TypeVar("T")
+
+PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be out of date
+_NAP = 0.1  # seconds between two attempts
+_BLOCK = 2**20  # bytes that are copied at a time
+_GRACE = 60  # seconds in which the creator of a file may not have locked it yet
+_KEPT = ("user.", "system.posix_acl_access")  # extended attributes that a file takes over from the one that it replaces
+_UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # no locks; NFS: open for reading only
+_UNSYNCABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)  # of a folder
 
 _KINDS = {
     stat.S_IFDIR: "folder",
@@ -105,3 +154,323 @@ def shown(text: str) -> str:
         'a\\nb\\udcff.npy'
     """
     return "".join(c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in text)
+
+
+def check_target(path: str | Path, nbytes: int) -> None:
+    """Check before anything is written that a file of `nbytes` can be written at `path`.
+
+    Args:
+        path: as the user has given it. ``x.npy/`` names no file, and as a Path it would name ``x.npy``.
+
+    Raises:
+        FileError: the name of a folder, no such folder, no regular file in its place, not writable, or no space.
+    """
+    if os.fspath(path).endswith(("/", "/.")):
+        raise FileError("HD411", f"{path}: is the name of a folder")
+    target = Path(path)
+    old = status_of_old(target)
+    real = Path(os.path.realpath(target)).parent
+    if not target.parent.is_dir():  # without a folder, there is no ".." either
+        raise FileError("HD409", f"{target}: no such folder: {target.parent}")
+    check_folder(real, nbytes, str(target))
+    if old is not None and not os.access(target, os.W_OK):
+        raise FileError("HD410", f"{target}: is there already, and read-only")
+
+
+def check_folder(folder: Path, nbytes: int, target: str) -> None:
+    """Check that `nbytes` can be written to a folder; raise a FileError about `target` if not."""
+    if not folder.is_dir():
+        raise FileError("HD409", f"{target}: no such folder: {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileError("HD410", f"{target}: the folder is not writable")
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise FileError("HD412", f"{target}: no space for the output: {nbytes:,} bytes needed, {free:,} free")
+
+
+def private_folder(base: str) -> str:
+    """Make a folder in `base` that only this user can read; return `base` if somebody else has taken its name.
+
+    Example::
+
+        >>> private_folder("/tmp")
+        '/tmp/hpcdist-1000'
+    """
+    folder = os.path.join(base, f"hpcdist-{os.getuid()}")
+    with suppress(OSError):
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+        if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077:
+            return folder
+    return base
+
+
+def sync(path: Path, forget: bool = False) -> None:
+    """Bring a file, or the entries of a folder, to the disk; to `forget`, also drop it from the system's cache, which
+    could hide what others write. Not every folder can be opened, or synced: that is no error."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            if forget:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in _UNSYNCABLE or not path.is_dir():
+            raise
+
+
+def patiently(look: Callable[[], T | None]) -> T | None:
+    """Repeat `look` until it finds no problem, or caches cannot be out of date any more; return its last result."""
+    until = time.monotonic() + PATIENCE
+    while (problem := look()) is not None and time.monotonic() < until:
+        time.sleep(_NAP)
+    return problem
+
+
+def lock(fd: int) -> bool:
+    """Take the lock on a file, for as long as it is open here; False if another process has it.
+
+    On a file system without locks, every process gets it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNLOCKABLE:
+            raise
+    return True
+
+
+def sweep(folder: Path, prefix: str) -> None:
+    """Remove the files with a prefix that dead jobs have left: those that no process has locked."""
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):  # another user's, or gone by now
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(fd).st_mtime > _GRACE and lock(fd):
+                    path.unlink()
+            finally:
+                os.close(fd)
+
+
+_held: set[str] = set()  # the names of the parts that this process is writing
+
+
+class Commit:
+    """The one writer of a target. In a job one rank has it, and the others write to `part`.
+
+    Attributes:
+        target: name that the file will have; of a symbolic link, the name that it points to.
+        part: name that it has until then; it exists, and is empty.
+        left: with `keep`, the part that a dead process has left, open; else None. See :meth:`adopt`.
+
+    Raises:
+        FileError: another process is writing the same target, or the part cannot be made.
+    """
+
+    def __init__(self, path: str | Path, keep: bool = False) -> None:
+        self.target = Path(os.path.realpath(path))
+        check_target(path, 0)
+        self._old = status_of_old(self.target)
+        self.part = self.target.with_name(_part_name(self.target.name))
+        self.left: int | None = None
+        self._left_path = self.part
+        mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
+        try:
+            for left in _left(self.target):
+                self._take_over(path, left, keep)
+            self._lock = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
+            lock(self._lock)
+        except BaseException as error:
+            self._close_left()
+            if isinstance(error, OSError):
+                raise FileError("HD410", f"{path}: cannot be written: {reason(error)}") from error
+            raise
+        _held.add(self.part.name)
+
+    def _take_over(self, path: str | Path, left: Path, keep: bool) -> None:
+        """Open and lock a part that a dead process has left, or remove it. A part of a process that may be alive
+        stays."""
+        try:
+            fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # its writer has finished meanwhile
+            return
+        try:
+            if not lock(fd):
+                who = "this process is writing it already" if left.name in _held else "another process is writing it"
+                raise FileError("HD414", f"{path}: {who} (it holds {left})")
+            if not _is_dead(left, fd):  # no locks, or not locked yet: whichever ends last gets the name
+                if keep:
+                    text = f"{left} may still be written by another host, and is not resumed: written again"
+                    warnings.warn(coded("HD420", text), stacklevel=3)
+                return
+            for path in left.parent.glob(f"{glob.escape(left.name)}-*.lock"):  # of Open MPI's MPI-IO
+                path.unlink(missing_ok=True)
+            if keep and self.left is None and os.fstat(fd).st_size > 0:
+                self.left, self._left_path, fd = fd, left, -1
+            else:
+                left.unlink(missing_ok=True)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def adopt(self, spans: Iterable[tuple[int, int]]) -> bool:
+        """Replace the part by the one that was left, with the data that it holds in `spans`, (first byte, end) each;
+        outside of them, and in size, it becomes equal to this one. False if another process has taken it."""
+        left, self.left = self.left, None
+        assert left is not None
+        made, size = self._lock, os.fstat(self._lock).st_size
+        try:
+            os.replace(self._left_path, self.part)  # first: of several processes, one gets it
+        except FileNotFoundError:
+            os.close(left)
+            return False
+        self._lock = left
+        try:
+            os.fchmod(left, stat.S_IMODE(os.fstat(made).st_mode))
+            os.truncate(left, size)
+            at = 0
+            for start, end in (*sorted(spans), (size, size)):
+                for place in range(at, start, _BLOCK):
+                    block = os.pread(made, min(_BLOCK, start - place), place)
+                    if os.pread(left, len(block), place) != block:  # most are holes
+                        _write_at(left, place, memoryview(block))
+                at = max(at, end)
+        finally:
+            os.close(made)
+        return True
+
+    def finish(self) -> None:
+        """Put the complete file in place. The caller has synced what other processes wrote."""
+        if (old := status_of_old(self.target) or self._old) is not None:
+            _look_like(self._lock, old, self.target)
+        os.fsync(self._lock)
+        try:
+            os.replace(self.part, self.target)
+        except FileNotFoundError as error:
+            text = f"{self.target}: {self.part} is gone: another process has taken or removed it"
+            raise FileError("HD414", text) from error
+        self._unlock()  # immediately: HDF5 does not read a file that is locked
+        sync(self.target.parent)
+
+    def discard(self, keep: bool = False) -> None:
+        """Give up; what was written is removed, or kept for another try. After finish(), or again, it does nothing."""
+        if self._lock >= 0:
+            if not keep or self.left is not None:
+                self.part.unlink(missing_ok=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        _held.discard(self.part.name)
+        os.close(self._lock)
+        self._lock = -1
+        self._close_left()
+
+    def _close_left(self) -> None:
+        if self.left is not None:
+            os.close(self.left)
+            self.left = None
+
+
+def _write_at(fd: int, place: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(fd, data, place)
+        place, data = place + done, data[done:]
+
+
+def _part_name(name: str) -> str:
+    """``.NAME.TAG.part``; TAG identifies the name, the system, this process, its start, and the try: 8 hex digits each.
+
+    A long name is cut: a file's name has 255 bytes at most.
+    """
+    pid = os.getpid()
+    tag = f"{_digest(name)}{_system()}{pid:08x}{_started(pid)}{secrets.token_hex(4)}"
+    return f"{_stem(name)}{tag}.part"
+
+
+def _stem(name: str) -> str:
+    return os.fsdecode(b"." + os.fsencode(name)[:200] + b".")
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(errors="surrogateescape"), digest_size=4).hexdigest()
+
+
+def _system() -> str:
+    """A digest that identifies this host and container: the processes that this one can see."""
+    return _digest(Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"))
+
+
+def _started(pid: int) -> str:
+    """A digest of when a process started, which its number alone does not identify; zeros if it does not exist."""
+    try:
+        return _digest(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return "0" * 8
+
+
+def _left(target: Path) -> list[Path]:
+    """The parts of a target, those with the most data first; only this user's, and such as hpcdist makes."""
+    stem = _stem(target.name)
+    tag = re.compile(re.escape(f"{stem}{_digest(target.name)}") + r"[0-9a-f]{32}\.part")
+    found, names = [], []
+    with suppress(PermissionError):  # a folder whose entries can be used, but not listed
+        names = [name for name in os.listdir(target.parent) if tag.fullmatch(name)]
+    for path in map(target.with_name, names):
+        with suppress(FileNotFoundError):  # its writer has finished meanwhile
+            stat_ = os.lstat(path)
+            if stat.S_ISREG(stat_.st_mode) and stat_.st_uid == os.geteuid() and stat_.st_nlink == 1:
+                found.append((stat_.st_blocks, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _is_dead(part: Path, fd: int) -> bool:
+    """Check that no process writes a part any more: its own is gone from this system, or elsewhere has let it rest."""
+    if not part.exists() or not os.path.samestat(os.fstat(fd), os.lstat(part)):
+        return False  # it has been renamed, or another process has taken it over
+    system, pid, started = part.stem[-32:-24], int(part.stem[-24:-16], 16), part.stem[-16:-8]
+    if system != _system():
+        return time.time() - os.fstat(fd).st_mtime > _GRACE
+    return part.name not in _held if pid == os.getpid() else started != _started(pid)
+
+
+def _look_like(fd: int, old: os.stat_result, path: Path) -> None:
+    """Copy mode, owner and group, ACL and attributes of a file to the open one that replaces it."""
+    mine, mode, kept = os.fstat(fd), stat.S_IMODE(old.st_mode) & ~(stat.S_ISUID | stat.S_ISGID), list(_KEPT)
+    if (mine.st_uid, mine.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.fchown(fd, old.st_uid, old.st_gid)
+        except OSError:  # another user's file: the group at least; a group that differs gets the rights of all others
+            try:
+                os.fchown(fd, -1, old.st_gid)
+            except OSError:
+                mode &= ~0o070 | (mode & 0o007) << 3
+                kept = kept[:1]
+    os.fchmod(fd, mode)
+    with suppress(OSError):  # gone by now, or a file system without attributes
+        names = [name for name in os.listxattr(path) if name.startswith(tuple(kept))]
+        for name in os.listxattr(fd):
+            if name.startswith(_KEPT) and name not in names:
+                os.removexattr(fd, name)  # such as an ACL that the folder gives to new files
+        for name in names:
+            os.setxattr(fd, name, os.getxattr(path, name))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a small text file, which appears under its name when it is complete.
+
+    Raises:
+        FileError: it cannot be written; what was there before stays.
+    """
+    commit = Commit(path)
+    try:
+        commit.part.write_text(text)
+        commit.finish()
+    except OSError as error:
+        raise FileError("HD410", f"{path}: cannot be written: {reason(error)}") from error
+    finally:
+        commit.discard()  # does nothing after finish()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError, listed, reason, refusal
-from hpcdist.formats.atomic import sync, write_text
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
-from hpcdist.formats.paths import check_regular, utf8_path
+from hpcdist.formats.paths import check_regular, sync, utf8_path, write_text
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES

@@ -21,9 +21,9 @@ from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
 from hpcdist.formats import plain
-from hpcdist.formats.atomic import check_folder, lock, patiently, sweep
 from hpcdist.formats.contents import Dataset
 from hpcdist.formats.hdf5 import HDF5
+from hpcdist.formats.paths import check_folder, lock, patiently, sweep
 from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
 from hpcdist.routes.base import Ints, Message, Method

@@ -23,7 +23,7 @@ from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
-from hpcdist.formats.atomic import private_folder
+from hpcdist.formats.paths import private_folder
 from hpcdist.host_memory import capacity
 from hpcdist.process import abort, exits, forks, streams
 from hpcdist.runtime import background, default_group, registration

@@ -1,19 +1,18 @@
-"""What an environment is, and what in it names its own path: it is corrected where the copy is made."""
+"""What an environment is, and what in it names its own path: this is corrected where the copy is made."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcdist.errors import InputError
-from hpcdist.stage_env.trees import Tree
 
-__all__ = ["BASE", "Environment", "Relocation", "base_tree", "described", "elsewhere"]
+__all__ = ["BASE", "Environment", "Relocation", "added_paths", "base_tree", "describe"]
 
-BASE = "base"  # name of the base interpreter in the copy
+BASE = "with-base"  # name of the base interpreter in the copy
 _TEXT = 2**20  # bytes: larger files are no scripts
 _CONFIG = "pyvenv.cfg"
 _LINE = 127  # bytes of a #! line that every system takes
@@ -22,103 +21,85 @@ _PYTHON = re.compile(rb"(python|pypy)[\d.]*t?")
 _UNQUOTED = re.compile(rb"(#!/bin/sh\n'''exec' )(/[^\s\"']+)")  # as pip writes it if the path has no blanks
 
 
-@dataclass(frozen=True)
-class Environment:
-    """An environment of Python, or another folder.
+class Environment(NamedTuple):
+    """The paths by which the files of an environment may name it, none of another folder; of a venv, the prefix of the
+    interpreter that it was made with, and whether it sees the packages of that."""
 
-    Attributes:
-        kind: "venv", "conda" or "folder".
-        prefixes: the paths by which its files may name it.
-        base: of a venv, the prefix of the interpreter that it was made with; else "".
-        system_site: whether a venv sees the packages of that.
-    """
-
-    kind: str
-    prefixes: tuple[str, ...]
+    prefixes: tuple[str, ...] = ()
     base: str = ""
     system_site: bool = False
 
 
-def described(root: str) -> Environment:
+def describe(root: str) -> Environment:
     """Return what a folder is. Its real path and, in a venv, the one that it was made for count as its own."""
     prefixes = [os.path.abspath(root), os.path.realpath(root)]
     config = Path(root, _CONFIG)
-    if config.is_file():
-        values = dict(_pair(line) for line in config.read_text(errors="surrogateescape").splitlines())
-        activate = Path(root, "bin", "activate")
-        text = activate.read_text(errors="surrogateescape") if activate.is_file() else ""
-        prefixes += [match[2] for match in re.finditer(r"VIRTUAL_ENV=(['\"]?)(/[^'\"\n]+)\1$", text, re.MULTILINE)]
-        site = values.get("include-system-site-packages", "") == "true"
-        home = values.get("home", "")
-        return Environment("venv", tuple(dict.fromkeys(prefixes)), os.path.dirname(home.rstrip("/")), site)
-    kind = "conda" if Path(root, "conda-meta").is_dir() else "folder"
-    return Environment(kind, tuple(dict.fromkeys(prefixes)) if kind == "conda" else ())
+    if not config.is_file():
+        return Environment(tuple(dict.fromkeys(prefixes)) if Path(root, "conda-meta").is_dir() else ())
+    pairs = [line.partition("=") for line in config.read_text(errors="surrogateescape").splitlines()]
+    values = {key.strip().lower(): value.strip() for key, _, value in pairs}
+    activate = Path(root, "bin", "activate")
+    text = activate.read_text(errors="surrogateescape") if activate.is_file() else ""
+    prefixes += [match[2] for match in re.finditer(r"VIRTUAL_ENV=(['\"]?)(/[^'\"\n]+)\1$", text, re.MULTILINE)]
+    base = os.path.dirname(values.get("home", "").rstrip("/"))
+    return Environment(tuple(dict.fromkeys(prefixes)), base, values.get("include-system-site-packages") == "true")
 
 
-def _pair(line: str) -> tuple[str, str]:
-    key, _, value = line.partition("=")
-    return key.strip().lower(), value.strip()
+def base_tree(root: str, environment: Environment) -> tuple[str, Callable[[str], object]]:
+    """Return the prefix of the interpreter that a venv was made with, and what is copied of it, by relative names.
 
-
-def base_tree(root: str, environment: Environment) -> Tree:
-    """Return the base interpreter of a venv: programs, standard library and libpython.
-
-    Without other packages, unless the venv sees them, Python's own tests, and what extensions are linked with.
+    Programs, standard library and libpython; without other packages, unless the venv sees them, Python's own tests, and
+    what extensions are linked with.
 
     Raises:
         InputError: `root` is no venv.
     """
     if not environment.base:
-        what = "a conda environment holds its interpreter" if environment.kind == "conda" else "it is no venv"
-        raise InputError("HD505", f"{root}: --with-base: {what}")
+        raise InputError("HD505", f"{root}: --with-base: it is no venv")
     left_out = f"({'' if environment.system_site else '(site|dist)-packages|'}test|config-[^/]*)(/|$)"
     library = rf"lib(64)?/python3(\.\d+t?)?(/(?!{left_out}).*)?"
     kept = re.compile(rf"bin|lib|lib64|bin/python[^/]*|lib(64)?/libpython[^/]*|{library}", re.DOTALL)
-    return Tree(environment.base, BASE, lambda name: kept.fullmatch(name) is not None)
+    return environment.base, kept.fullmatch
 
 
-def elsewhere(name: str, data: bytes, prefixes: Iterable[str]) -> list[str]:
-    """Return the folders outside of the environment that one of its files adds to sys.path: editable installs."""
-    if not (name.endswith(".pth") or re.search(r"/__editable__[^/]*_finder\.py$", name)):
+def added_paths(path: str) -> list[str]:
+    """Return the folders that a file of an environment adds to sys.path: those of editable installs."""
+    if not re.search(r"\.pth$|/__editable__[^/]*_finder\.py$", path):
         return []
-    text = os.fsdecode(data)
-    pattern = r"^(/[^\n]+)$" if name.endswith(".pth") else r"['\"](/[^'\"\n]+)['\"]"
-    found = dict.fromkeys(path.rstrip("/ ") for path in re.findall(pattern, text, re.MULTILINE))
-    return [path for path in found if os.path.isdir(path) and not any(f"{path}/".startswith(f"{p}/") for p in prefixes)]
+    text = Path(path).read_text(errors="surrogateescape")
+    found = re.findall(r"^(/[^\n]+)$" if path.endswith(".pth") else r"['\"](/[^'\"\n]+)['\"]", text, re.MULTILINE)
+    return [folder for folder in (name.rstrip("/ ") for name in found) if os.path.isdir(folder)]
 
 
 class Relocation:
     """Corrects the files of an environment that name its old path: scripts, activate, .pth and other texts.
 
     Args:
-        moved: old path -> new path, of all that is copied.
-        base: old and new prefix of the base interpreter if it is copied, too: only pyvenv.cfg names it.
+        moved: old path -> new path, of all that is copied. The base interpreter's, whose new name is BASE, is corrected
+            in pyvenv.cfg alone: it may be /usr.
         inside: name of the environment in the copy; files elsewhere in the copy stay as they are.
     """
 
-    def __init__(self, moved: dict[str, str], base: tuple[str, str] | None, inside: str) -> None:
+    def __init__(self, moved: dict[str, str], inside: str) -> None:
         self._inside = f"{inside}/"
-        self._new = {os.fsencode(old): os.fsencode(new) for old, new in moved.items()}
-        longest_first = sorted(self._new, key=len, reverse=True)
+        new = {os.fsencode(old): os.fsencode(new) for old, new in moved.items()}
+        self._base = {old: at for old, at in new.items() if at.endswith(b"/" + BASE.encode())}
+        self._new = {old: at for old, at in new.items() if old not in self._base}
+        either = b"|".join(map(re.escape, sorted(self._new, key=len, reverse=True)))
         # A path that continues before or after it is another one: /env2 is not /env. But -I/env/include names it.
-        either = b"|".join(map(re.escape, longest_first))
-        self._pattern = (
-            re.compile(rb"(?:(?<![\w.+-])|(?<=-[BFILR]))(?:" + either + rb")(?![\w.+-])") if self._new else None
-        )
-        self._config = f"{inside}/{_CONFIG}"
-        self._base = base
+        self._pattern = re.compile(rb"(?:(?<![\w.+-])|(?<=-[BFILR]))(?:" + either + rb")(?![\w.+-])")
 
     def concerns(self, name: str, size: int) -> bool:
         """Whether a file may have to be corrected."""
-        return self._pattern is not None and size <= _TEXT and name.startswith(self._inside)
+        return bool(self._new) and size <= _TEXT and name.startswith(self._inside)
 
     def corrected(self, name: str, data: bytes) -> bytes:
         """Return the file's contents for the copy; they are the same object if nothing is to be changed."""
-        if self._pattern is None or b"\0" in data:
+        if b"\0" in data:
             return data
-        if name == self._config and self._base is not None:
-            old, new_base = (os.fsencode(f"{prefix}/") for prefix in self._base)
-            data = data.replace(old, new_base)
+        if name == f"{self._inside}{_CONFIG}":
+            for old, at in self._base.items():
+                data = data.replace(old + b"/", at + b"/")
         first = _PROGRAM.match(data)
         if first is not None and (program := self._replaced(first[1])) != first[1]:
             return _started(program, first[2].rstrip()) + self._replaced(data[first.end() :])
@@ -126,7 +107,6 @@ class Relocation:
         return data if self._replaced(data) == data else new
 
     def _replaced(self, data: bytes) -> bytes:
-        assert self._pattern is not None
         return self._pattern.sub(lambda match: self._new[match[0]], data)
 
 

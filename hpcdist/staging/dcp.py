@@ -54,9 +54,9 @@ from torch.futures import Future
 
 from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
-from hpcdist.formats.atomic import sync
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Stored
 from hpcdist.formats.hdf5 import HDF5
+from hpcdist.formats.paths import sync
 from hpcdist.formats.plain import write_at
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Listed

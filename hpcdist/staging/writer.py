@@ -22,10 +22,10 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason
 from hpcdist.formats import plain, safetensors
-from hpcdist.formats.atomic import Commit, check_target, patiently, sync
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import table_of
 from hpcdist.formats.known import format_of
+from hpcdist.formats.paths import Commit, check_target, patiently, sync
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Ints, run_starts

@@ -1,154 +1,130 @@
-"""The copies on one node: those that are damaged, jobs that sweep at once, and whose they are."""
+"""The copies on one node: what killed jobs leave, jobs that work at once, and the names of jobs."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from launch import run
 
+from hpcdist.errors import FileError
 from hpcdist.stage_env import __main__ as command
-from hpcdist.stage_env import copies
-from hpcdist.stage_env.copies import Copy, Record, Store
+from hpcdist.stage_env.copies import Copy, cleanup, open_folder
+from hpcdist.stage_env.source import Packer
 
 pytestmark = pytest.mark.once
 
-DIGEST, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
-
-def made(store: Store, digest: str, job: str) -> Copy:
-    """Make a copy with a program and a file, as staging does."""
-    part = store.begin(digest)
-    (part.folder / "env").mkdir(exist_ok=True)
-    shutil.copy("/bin/sleep", part.folder / "env" / "program")
-    return store.finish(part, Record(digest, "env", "/shared/env"), job)
+@pytest.fixture
+def packer(tmp_path: Path) -> Packer:
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "file").write_text("one")
+    return Packer(str(tmp_path / "env"))
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path))
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "local").mkdir()
+    return open_folder(str(tmp_path / "local"))
 
 
-def _kept(store: Store) -> list[str]:
-    return sorted(path.name for path in store.folder.iterdir() if path.name != ".lock")
+def _unpack(packer: Packer, copy: Copy) -> None:
+    copy.unpack(packer.tar())
 
 
-@pytest.mark.parametrize("lost", ["record", "notes", "contents of the record"])
-def test_a_copy_without_its_record_is_made_again(store: Store, lost: str) -> None:
-    """A cleaner of the disk has removed it, or the power has failed. Who has a claim on it keeps that."""
-    copy = made(store, DIGEST, "first")
-    if lost == "notes":
-        shutil.rmtree(copy.notes)
-    elif lost == "record":
-        (copy.notes / "record").unlink()
-    else:
-        (copy.notes / "record").write_text("")
-    assert store.find(DIGEST, "second") is None
-    again = made(store, DIGEST, "second")
-    assert again.folder == copy.folder and Record.read(again.folder) is not None
-    assert again.users("second") == ([] if lost == "notes" else ["job first"])
-    assert _kept(store) == [DIGEST[:16]]
+def _kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_copy_without_its_record_is_swept_unless_it_is_used(store: Store) -> None:
-    folder = made(store, DIGEST, "1").folder
-    shutil.rmtree(folder / ".stage_env")
-    with subprocess.Popen([folder / "env" / "program", "600"]) as running:
-        try:
-            store.sweep(OTHER)
-            assert folder.exists()
-        finally:
-            running.kill()
-    store.sweep(OTHER)
-    assert _kept(store) == []
+def test_two_jobs_that_unpack_at_once_do_not_hurt_each_other(packer: Packer, folder: Path) -> None:
+    first, second = (Copy(folder, packer.source, "") for _ in range(2))
+    assert not first.prepare()
+    _unpack(packer, first)
+    assert not second.prepare()  # it does not remove what the first one is about to rename
+    first.finish()
+    first.close()
+    file = first.folder / "env" / "file"
+    inode = file.stat().st_ino
+    _unpack(packer, second)
+    second.finish()
+    second.close()
+    assert file.stat().st_ino == inode  # the first one's: a program may run from it
+    assert _kept(folder) == [first.folder.name]
+    assert Copy(folder, packer.source, "").prepare()
 
 
-def test_jobs_that_sweep_at_once_do_not_fail_each_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one is about to remove, another has removed."""
-    rmtree = shutil.rmtree
+def test_what_a_killed_job_has_left_is_removed(packer: Packer, folder: Path) -> None:
+    """By the next job, whatever it stages; a lock of a living process keeps it."""
+    code = f"""
+        import os
+        from hpcdist.stage_env.copies import Copy, open_folder
+        from hpcdist.stage_env.source import Packer
+        source = Packer({str(folder.parents[2] / "env")!r}).source
+        copy = Copy(open_folder({str(folder.parents[1])!r}), source, "killed")
+        copy.prepare()
+        (copy._part / "half").touch()
+        print("done", flush=True)
+        input()
+        os._exit(9)
+    """
+    text = "\n".join(line.strip() for line in code.splitlines())
+    with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None and job.stdout.readline() == b"done\n"
+        copy = Copy(folder, packer.source, "")
+        assert not copy.prepare()
+        assert len(_kept(folder)) == 2
+        job.communicate(b"\n")
+    copy.close()
+    assert len(_kept(folder)) == 1
+    assert not copy.prepare()
+    copy.close()
+    assert _kept(folder) == []
 
-    def late(path: Path, ignore_errors: bool = False) -> None:
-        if path.exists():
-            rmtree(path)
-        rmtree(path, ignore_errors)
 
-    monkeypatch.setattr(shutil, "rmtree", late)
-    assert store.remove(made(store, DIGEST, "1"), "1") == []
-    made(store, DIGEST, "1").release("1")
-    store.begin(DIGEST).close(remove=False)
-    (store.folder / ".trash-0").mkdir()
-    store.sweep(OTHER)
-    assert _kept(store) == []
-
-
-def test_what_cannot_be_removed_is_no_error_of_the_job_that_sweeps(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_removed_is_the_error_of_cleanup_alone(
+    packer: Packer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = made(store, DIGEST, "1")
-    copy.release("1")
-    (store.begin(OTHER).folder / "file").touch()
+    copy = Copy(folder, packer.source, "")
+    copy.prepare()
+    _unpack(packer, copy)
+    copy.finish()
+    copy.close()
+    (folder / ".part-left").mkdir()
 
     def stuck(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shutil, "rmtree", stuck)
-    store.sweep("another digest")
-    with pytest.raises(OSError, match="Input/output"):
-        store.remove(made(store, DIGEST, "1"), "1")
-
-
-def test_others_go_on_while_a_part_is_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of the store is for moments only."""
-    part = store.begin(DIGEST)
-    part.close(remove=False)
-    seen: list[bool] = []
-
-    def removing(path: Path, ignore_errors: bool = False) -> None:
-        other = Store(str(store.folder.parent.parent))
-        thread = threading.Thread(target=lambda: other.find(DIGEST, "2"), daemon=True)
-        thread.start()
-        thread.join(5)
-        seen.append(not thread.is_alive())
-
-    monkeypatch.setattr(shutil, "rmtree", removing)
-    store.sweep(OTHER)
-    assert seen == [True] and not part.folder.exists()
-
-
-def test_a_program_is_seen_through_a_symbolic_link(tmp_path: Path) -> None:
-    """The copy of a job whose folder was named by a link stays as long as it runs."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    store = Store(str(tmp_path / "link"))
-    copy = made(store, DIGEST, "1")
-    with subprocess.Popen([copy.folder / "env" / "program", "600"]) as running:
-        try:
-            assert copies.cleanup(str(copy.folder / "env"), "1") == [f"process {running.pid}"]
-        finally:
-            running.kill()
-    assert copies.cleanup(str(copy.folder / "env"), "1") == []
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", stuck)
+        assert not Copy(folder, packer.source, "other").prepare()
+        with pytest.raises(FileError, match=r"cannot be removed: Input/output error on .* \[HD410\]"):
+            cleanup(str(copy.folder / "env"))
+    assert not copy.folder.exists()
+    assert not Copy(folder, packer.source, "").prepare()
 
 
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
-        ({}, "none"),
-        ({"SLURM_JOB_ID": "7", "LSB_JOBINDEX": "3"}, "7"),
+        ({}, ""),
+        ({"SLURM_JOB_ID": "7"}, "7"),
         ({"LSB_JOBID": "7", "LSB_JOBINDEX": "30"}, "7_30"),
-        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "0"}, "7"),
+        ({"PBS_JOBID": "7[30].server"}, "7_30_.server"),
         ({"JOB_ID": "7", "SGE_TASK_ID": "1"}, "7_1"),
-        ({"JOB_ID": "7", "SGE_TASK_ID": "undefined"}, "7"),
-        ({"JOB_ID": "7"}, "7"),
+        ({"JOB_ID": "7", "SGE_TASK_ID": "undefined"}, "7_undefined"),
     ],
 )
-def test_each_task_of_an_array_has_a_claim_of_its_own(environ: dict[str, str], name: str) -> None:
-    assert command._job(environ) == name
+def test_each_task_of_an_array_has_a_copy_of_its_own(environ: dict[str, str], name: str) -> None:
+    args = argparse.Namespace(source="x", to="/tmp", job=None, with_base=False, also=[])
+    assert command._request(args, environ).job == name
+    args.job = "../mine"
+    assert command._request(args, environ).job == ".._mine"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])

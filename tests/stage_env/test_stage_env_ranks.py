@@ -4,47 +4,41 @@ from __future__ import annotations
 
 import errno
 import os
+import tarfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 from launch import mpirun
 
 from hpcdist import World
+from hpcdist.control import objects
 from hpcdist.errors import RankError
-from hpcdist.stage_env import archive, packer, stage, transfer, unpack
-from hpcdist.stage_env.archive import Request
-from hpcdist.stage_env.stage import Options, Staged
-from hpcdist.stage_env.watchdog import Watchdog
+from hpcdist.stage_env import source, stage
+from hpcdist.stage_env.stage import Request, Staged
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-WINDOW = 1 << 16
+PIECE = 1 << 16
 FILES = 40
 BYTES = bytes(range(251)) * 400
 
 
-def _nothing(*_: object) -> None:
-    return None
-
-
-def staged(comm: MPI.Intracomm, shared: Path, to: Path, **asked: Any) -> Staged:
+def staged(comm: MPI.Intracomm, shared: Path, to: Path) -> Staged:
     """Stage "data" of a shared folder, each rank into a folder of its own. Rank 0's result, on all ranks."""
-    options = Options(str(to), "1", verify=True, **asked)
-    with Watchdog(60) as dog:
-        steps = stage._Steps(comm, options, _nothing, lambda _: _nothing, dog)
-        done: Staged = comm.bcast(steps.run(Request(str(shared / "data"))))
+    request = Request(str(shared / "data"), str(to), timeout=60)
+    done: Staged = comm.bcast(stage.stage_on_nodes(comm, request, lambda _: lambda _: None))
     return done
 
 
 @pytest.fixture
 def shared(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with "data", of several windows; some files are larger than one."""
-    monkeypatch.setattr(packer, "WINDOW", WINDOW)
-    monkeypatch.setattr(archive, "WINDOW", WINDOW)
+    """A folder with "data", of several pieces; some files are larger than one."""
+    monkeypatch.setattr(stage, "PIECE", PIECE)
+    monkeypatch.setattr(source, "_CHUNK", 1 << 12)
     if world.rank == 0:
         (folder / "data").mkdir()
         for number in range(FILES):
@@ -67,93 +61,103 @@ def _holds(done: Staged, to: Path) -> bool:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("readers", [1, 2, 100])
-def test_every_node_gets_a_copy_and_none_twice(world: World, shared: Path, to: Path, readers: int) -> None:
-    comm = world.comm
-    first = staged(comm, shared, to, readers=readers)
+def test_every_node_gets_a_copy_and_none_twice(
+    world: World, shared: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, received = world.comm, [0]
+
+    def counting(part: MPI.Intracomm, data: bytes, root: int) -> bytes:
+        piece = broadcast(part, data, root)
+        received[0] += len(piece) > 1000
+        return piece
+
+    broadcast = objects.broadcast_bytes
+    monkeypatch.setattr(objects, "broadcast_bytes", counting)
+    first = staged(comm, shared, to)
     assert_on_all_ranks(comm, _holds(first, to))
-    assert_on_all_ranks(comm, first.sent == comm.size and len(first.source.sums) > 10)
-    again = staged(comm, shared, to, readers=readers)
-    assert_on_all_ranks(comm, (again.sent, again.source.packed) == (0, None))
-    if world.rank == comm.size - 1:  # the others read for it, and unpack nothing
+    assert_on_all_ranks(comm, first.sent == comm.size and received[0] > 10, received)
+    received[0] = 0
+    assert_on_all_ranks(comm, staged(comm, shared, to).sent == received[0] == 0, received)
+    alone = world.rank == comm.size - 1  # rank 0 reads for it, and unpacks nothing
+    if alone:
         to = to / "new"
         to.mkdir()
-    third = staged(comm, shared, to, readers=readers)
+    third = staged(comm, shared, to)
     assert_on_all_ranks(comm, third.sent == 1 and _holds(third, to))
+    assert_on_all_ranks(comm, (received[0] > 0) == (alone or comm.rank == 0), received)
+
+
+def _left(to: Path) -> list[str]:
+    return os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env")
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("windows", [0, 9])
+@pytest.mark.parametrize("pieces", [0, 9])
 def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(
-    world: World, shared: Path, to: Path, windows: int, monkeypatch: pytest.MonkeyPatch
+    world: World, shared: Path, to: Path, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    comm, written, write = world.comm, [0], unpack._write
+    comm, written, extract = world.comm, [0], tarfile.TarFile.extract
 
-    def limited(fd: int, data: memoryview) -> None:
-        written[0] += len(data)
-        if comm.rank == 1 and written[0] > windows * WINDOW:
+    def limited(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+        written[0] += member.size
+        if comm.rank == 1 and written[0] > pieces * PIECE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(fd, data)
+        extract(tar, member, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(unpack, "_write", limited)
+        patch.setattr(tarfile.TarFile, "extract", limited)
         error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, to))
     assert_on_all_ranks(comm, "No space left on device [HD410]" in str(error), error)
-    left = os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env")
-    assert_on_all_ranks(comm, left == [".lock"], left)
+    assert_on_all_ranks(comm, _left(to) == [], to)
     assert_on_all_ranks(comm, _holds(staged(comm, shared, to), to))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_cannot_be_read_is_the_same_error_everywhere(world: World, shared: Path, to: Path) -> None:
-    """In the middle of the archive, or a folder that one node lacks. The copies that were there stay."""
-    comm, new = world.comm, to / "new"
+@pytest.mark.parametrize("number", ["1", "39"])
+def test_what_cannot_be_read_is_the_same_error_everywhere(
+    world: World, shared: Path, to: Path, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the middle or at the end, or a folder that one node lacks. The copies that were there stay."""
+    comm, new, opened = world.comm, to / "new", source._opened
     done = staged(comm, shared, to)
     error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, to if comm.rank else new))
     assert_on_all_ranks(comm, f"{new.parent.with_name('local0')}/new: no such folder" in str(error), error)
     assert_on_all_ranks(comm, list(error.problems) == [0])
-    tar = shared / "data.stage_env.tar"
-    if comm.rank == 0:
-        found = tar.stat()
-        with open(tar, "r+b") as file:
-            file.seek(5 * WINDOW)
-            file.write(b"something else")
-        os.utime(tar, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+    def broken(entry: source.Entry) -> object:
+        if entry.name == f"data/{number}":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), entry.path)
+        return opened(entry)
+
     new.mkdir()
     comm.Barrier()
-    error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, new if comm.rank else to))
-    assert_on_all_ranks(comm, f"{tar}: damaged at byte {5 * WINDOW}" in str(error), error)
-    assert_on_all_ranks(comm, _holds(done, to))
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "_opened", broken)
+        error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, new if comm.rank else to))
+    text = f"{shared}/data/{number}: cannot be read: Input/output error [HD402]"
+    assert_on_all_ranks(comm, text in str(error), error)
+    assert_on_all_ranks(comm, _holds(done, to) and (comm.rank == 0 or _left(new) == []))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_is_damaged_on_its_way_is_not_unpacked(
+def test_what_is_damaged_on_its_way_gets_no_name(
     world: World, shared: Path, to: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    comm, put = world.comm, transfer._Unpacking.put
+    """In the contents of a file, which nothing else would notice."""
+    comm, received = world.comm, [0]
 
-    def damaging(self: transfer._Unpacking, window: bytearray, nbytes: int) -> None:
-        window[1000] ^= comm.rank == 1
-        put(self, window, nbytes)
+    def damaging(part: MPI.Intracomm, data: bytes, root: int) -> bytes:
+        piece = bytearray(broadcast(part, data, root))
+        received[0] += len(piece) > 1000
+        if received[0] == 2 and comm.rank == 1:
+            piece[piece.index(BYTES[:50])] ^= 1
+        return bytes(piece)
 
-    monkeypatch.setattr(transfer._Unpacking, "put", damaging)
+    broadcast = objects.broadcast_bytes
+    monkeypatch.setattr(objects, "broadcast_bytes", damaging)
     error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, to))
-    assert_on_all_ranks(comm, "the archive was damaged on its way, at byte 0" in str(error), error)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_options_of_rank_0_count(world: World, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-
-    class Noting(Watchdog):
-        def __init__(self, seconds: float) -> None:
-            seen.append(seconds)
-            super().__init__(seconds)
-
-    monkeypatch.setattr(stage, "Watchdog", Noting)
-    options = Options(str(shared) if world.rank == 0 else "nowhere", "1", timeout=60 + world.rank)
-    done = stage.stage(world.comm, Request(str(shared / "data")), options, _nothing, lambda _: _nothing)
-    assert_on_all_ranks(world.comm, seen == [60] and done.path.startswith(f"{shared}/hpcdist-"), (seen, done.path))
+    assert_on_all_ranks(comm, "was damaged on its way [HD404]" in str(error), error)
+    assert_on_all_ranks(comm, _left(to) == [], to)
 
 
 @pytest.mark.once
@@ -162,15 +166,29 @@ def test_a_disk_that_hangs_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "file").write_bytes(BYTES)
     code = """
-        import os, sys, time
+        import os, sys, tarfile, time
         from mpi4py import MPI
-        from hpcdist.stage_env import unpack
         from hpcdist.stage_env.__main__ import main
         if MPI.COMM_WORLD.rank: os.environ["HPCDIST_TIMEOUT"] = "soon"
-        unpack._write = lambda fd, data: time.sleep(600)
+        tarfile.TarFile.extract = lambda *_: time.sleep(600)
         sys.exit(main(["data", "--to", "."]))
     """
     start = time.monotonic()
     job = mpirun(2, code=code, cwd=tmp_path, env={"HPCDIST_TIMEOUT": "1"})
     assert job.status != 0 and "has made no progress for 1 s" in job.err, job
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.once
+def test_the_options_of_rank_0_count(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    code = """
+        import sys
+        from mpi4py import MPI
+        from hpcdist.stage_env.__main__ import main
+        sys.exit(main(["data", "--to", "."] if MPI.COMM_WORLD.rank == 0 else ["no", "--to", "nowhere"]))
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status == 0 and Path(job.out.strip()).name == "data", job
+    wrong = mpirun(2, code=code, cwd=tmp_path, env={"HPCDIST_TIMEOUT": "soon"})
+    assert wrong.status == 2 and "HPCDIST_TIMEOUT is 'soon', expected seconds [HD114]" in wrong.err, wrong

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.formats.atomic import Commit
+from hpcdist.formats.paths import Commit
 from hpcdist.layout import Box
 from hpcdist.staging import dcp as hdf5_dcp
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer

@@ -19,8 +19,8 @@ from conftest import WRITERS, holds, refused, same
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.formats import atomic
-from hpcdist.formats.atomic import Commit
+from hpcdist.formats import paths
+from hpcdist.formats.paths import Commit
 from hpcdist.staging import drivers
 from hpcdist.staging.writer import RankWriter, Target
 
@@ -237,7 +237,7 @@ def test_the_last_steps_fail(step: str, world: hd.World, folder: Path, monkeypat
 def test_a_folder_that_is_not_shared(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank does not see the file that rank 0 has made."""
     exists = os.path.exists
-    monkeypatch.setattr(atomic, "PATIENCE", 0.2)
+    monkeypatch.setattr(paths, "PATIENCE", 0.2)
     if world.rank == last(world):
         monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not str(path).endswith(".part"))
     for name in WRITERS:
@@ -295,7 +295,7 @@ def test_resume(
 
     monkeypatch.setattr(RankWriter, "put", failing)
     refused(world, "made up", resume)
-    (left,) = atomic._left(folder / name)
+    (left,) = paths._left(folder / name)
     holds(world, folder, left.name, f"whole{name}")
     if world.rank == 0:
         with left.open("r+b") as file:  # a piece that was complete is damaged by now, and so is what is no data

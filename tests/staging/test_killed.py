@@ -21,7 +21,7 @@ from launch import Job, mpirun
 from settings import ALL
 
 from hpcdist import staging
-from hpcdist.formats.atomic import Commit
+from hpcdist.formats.paths import Commit
 from hpcdist.staging import drivers
 
 POINTS = 300 if ALL else 8 if drivers.missing("mpio") is None else 6

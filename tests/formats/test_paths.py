@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import FileError
-from hpcdist.formats import atomic
-from hpcdist.formats.atomic import Commit
+from hpcdist.formats import paths
+from hpcdist.formats.paths import Commit
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +104,11 @@ def test_sweep_takes_what_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).touch()
         os.utime(name, (0, 0) if name != "stage-young" else None)
     held = os.open("stage-held", os.O_RDWR)
-    assert atomic.lock(held)
-    atomic.sweep(Path(), "stage-")
+    assert paths.lock(held)
+    paths.sweep(Path(), "stage-")
     assert sorted(os.listdir()) == ["other", "stage-held", "stage-young"]
     os.close(held)
-    atomic.sweep(Path(), "stage-")
+    paths.sweep(Path(), "stage-")
     assert sorted(os.listdir()) == ["other", "stage-young"]
 
 
@@ -196,9 +196,9 @@ def test_whose_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for system, age, dead in (("here", 0, True), ("elsewhere", 0, False), ("elsewhere", 1000, True)):
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: 2**22 + 1)  # more than there can be
-            patch.setattr(atomic, "_started", lambda pid: "1" * 8)
+            patch.setattr(paths, "_started", lambda pid: "1" * 8)
             if system == "elsewhere":
-                patch.setattr(atomic, "_system", lambda: "0" * 8)
+                patch.setattr(paths, "_system", lambda: "0" * 8)
             left = Commit("x", keep=True)
             left.part.write_text("half")
             os.utime(left.part, (time.time() - age,) * 2)
@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_synced(code: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "fsync", refuse)
     Commit("x").finish()
     with pytest.raises(OSError, match=os.strerror(code)):
-        atomic.sync(Path("x"))
+        paths.sync(Path("x"))
 
 
 def mode(path: Path) -> int:
