@@ -386,7 +386,9 @@ def parser(what: str) -> Parser:
     )  # fmt: skip
     if what == "gather":
         p.add_argument("--root", type=int, default=0, help="without -o: rank that receives the result (default 0)")
-        p.add_argument("--all", dest="root", action="store_const", const=None, help="every rank receives the result")
+        p.add_argument(
+            "--all", dest="root", action="store_const", const=None, help="without -o: every rank receives it"
+        )
     if what == "split":
         p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
     else:

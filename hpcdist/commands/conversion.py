@@ -54,7 +54,7 @@ def main(world: World, args: Namespace) -> int:
             options = SaveOptions("posix", args.window, args.resume, contents.text, limit, fingerprint)
             done = copy(world, world.team, _VERB, args.output, datasets, reader.read, options)
         else:
-            _write_folder(world, in_pieces(datasets, args.window), reader.read, args.output)
+            _write_folder(world, in_pieces(args.output, datasets, args.window), reader.read, args.output)
     copying = copied(world, args, report, started, done)
     size = f"{plural(report['files'], 'file')}, {plural(len(tensors), 'tensor')}, {report['bytes']:,} bytes"
     lines = [f"{_VERB}: {contents.kind} {shown(args.input)}: {size}"]

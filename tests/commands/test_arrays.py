@@ -215,6 +215,7 @@ MISTAKES = {
     "concat large.npy": "are available: with -o FILE they are streamed through a window of it",
     "gather large.npy": "memory on this host, and",
     "gather large.npy -o y.npy": "no space for the output",
+    "gather many.npy -o y.npy --window 1K": "y.npy: data has 1,073,741,825 bytes, in more than 1,048,576 pieces of 512",
     "split s0.npy -o part.npy": "part.npy: gives parts the same name; write {rank} or",
     "split s0.npy -o {part}.npy": "{part}.npy: cannot be a pattern",
     "split s0.npy -o {rank.numerator}.npy": "cannot be a pattern (unsupported field)",
@@ -250,9 +251,10 @@ def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path, monkeypatch: p
     os.mkfifo("fifo.npy")
     os.mkfifo("fifo1.npy")
     h5py.File("none.h5", "w").close()
-    for name, size in {"large.npy": 2**42, "cut.npy": 2**20}.items():  # a file with a hole takes no space
-        with open(name, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (2**42,)})
+    large = 2**42  # a file with a hole takes no space
+    for name, extent, size in (("large", large, large), ("cut", large, 2**20), ("many", 2**30 + 1, 2**30 + 1)):
+        with open(f"{name}.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (extent,)})
             file.truncate(file.tell() + size)
     np.savez_compressed("bad.npz", WHOLE)
     flip(Path("bad.npz"), os.path.getsize("bad.npz") // 2)
