@@ -61,8 +61,8 @@ def join_main(world: World, args: Namespace) -> int:
         if args.resume:
             raise InputError("HD505", "--resume: needs -o")
         return _join_in_memory(world, args)
-    if args.compare or args.route:
-        raise InputError("HD505", f"{args.output}: -o streams from file to file, without --compare and --route")
+    if args.compare:
+        raise InputError("HD505", f"{args.output}: -o streams from file to file, with no route to --compare")
     copies = "{" in args.output
     names = _file_names(args.output, world.world_size if copies else 1)
     data, report = _found(world, args)

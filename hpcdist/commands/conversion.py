@@ -143,7 +143,7 @@ def _write_folder(world: World, datasets: Sequence[Dataset], read: Read, out: st
                 properties = metadata.TensorProperties(dtype=d.dtype)
                 data = planner.TensorWriteData(chunk, properties, torch.Size(d.shape))
                 items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
-            return planner.SavePlan(items, planner_data={d.name: (d.name,) for d in datasets})
+            return planner.SavePlan(items, planner_data={index.fqn: (index.fqn,) for index in mine})
 
         def resolve_data(self, write_item: planner.WriteItem) -> Tensor:
             d, i, box = mine[write_item.index]

@@ -130,9 +130,9 @@ def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     routes = ("mpi", "gloo", "hdf5")
     lines = [f"{what} ?.pt --dim -2 --route {route}" for what in ("concat", "gather --root 1") for route in routes]
-    lines += ["gather ?.pt --dim -2 --all", "gather ?.pt --dim -2 --root 1 -o y.npy --window 3K"]
+    lines += ["gather ?.pt --dim -2 --all", "gather ?.pt --dim -2 --route nccl -o y.npy --window 3K"]
     sent = [2 * whole.nbytes] * 3 + [whole.nbytes * 9 // 10] * 3  # rank 1 has one row of ten
-    sent += [2 * whole.nbytes, 0]  # from file to file
+    sent += [2 * whole.nbytes, 0]  # from file to file, on no route
     for report, bytes_sent in zip(reports(3, tmp_path, *lines), sent, strict=True):
         assert (report["bytes_sent"], report["sha256"]) == (bytes_sent, digest)
     assert np.array_equal(np.load(tmp_path / "y.npy"), whole.numpy())
@@ -188,9 +188,8 @@ MISTAKES = {
     f"{GOOD}-o y.txt": "unknown suffix '.txt'",
     f"{GOOD}-o none/y.h5": "none/y.h5: no such folder",
     f"{GOOD}--resume": "--resume: needs -o",
-    f"{GOOD}-o y.h5 --route mpi": "y.h5: -o streams from file to file, without --compare and --route",
-    f"{GOOD}-o y.h5 --compare": "y.h5: -o streams from file to file, without --compare and --route",
-    "concat s0.npy -o {rank}.npy --compare": "{rank}.npy: -o streams from file to file, without --compare and",
+    f"{GOOD}-o y.h5 --compare": "y.h5: -o streams from file to file, with no route to --compare",
+    "concat s0.npy -o {rank}.npy --compare": "{rank}.npy: -o streams from file to file, with no route to --compare",
     f"{GOOD}s0.npy": "s0.npy: named twice",
     "gather s0.npy link.npy": "link.npy: named twice, also as s0.npy",
     "gather -o y.npy": "y.npy: no INPUT is given, and without one nothing is written",
