@@ -61,8 +61,8 @@ def join_main(world: World, args: Namespace) -> int:
         if args.resume:
             raise InputError("HD505", "--resume: needs -o")
         return _join_in_memory(world, args)
-    if args.compare or args.route:
-        raise InputError("HD505", f"{args.output}: -o streams from file to file, without --compare and --route")
+    if args.compare:
+        raise InputError("HD505", f"{args.output}: -o streams from file to file, with no route to --compare")
     copies = "{" in args.output
     names = _file_names(args.output, world.world_size if copies else 1)
     data, report = _found(world, args)
@@ -303,7 +303,7 @@ def _verify(world: World, args: Namespace, data: Inputs, held: Slices | Sequence
                 return False, ""
             copy = files.by_library()
         right, digest, wanted = True, hashlib.sha256(), data.by_library()
-        for part in layout.boxes(layout.whole(data.shape), max(1, args.window // 4 // data.dtype.itemsize)):
+        for part in layout.boxes(layout.whole(data.shape), max(1, args.window // 8 // data.dtype.itemsize)):
             got = _bytes_of(copy(part))
             digest.update(got.numpy().data)
             right = right and (world.rank != (args.root or 0) or torch.equal(got, _bytes_of(wanted(part))))
@@ -385,7 +385,9 @@ def parser(what: str) -> Parser:
     )  # fmt: skip
     if what == "gather":
         p.add_argument("--root", type=int, default=0, help="without -o: rank that receives the result (default 0)")
-        p.add_argument("--all", dest="root", action="store_const", const=None, help="every rank receives the result")
+        p.add_argument(
+            "--all", dest="root", action="store_const", const=None, help="without -o: every rank receives it"
+        )
     if what == "split":
         p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
     else:

@@ -52,7 +52,7 @@ def main(world: World, args: Namespace) -> int:
             options = SaveOptions("posix", args.window, args.resume, contents.text, limit)
             done = copy(world, world.team, _VERB, args.output, datasets, reader.read, options)
         else:
-            _write_folder(world, in_pieces(datasets, args.window), reader.read, args.output)
+            _write_folder(world, in_pieces(args.output, datasets, args.window), reader.read, args.output)
     copying = copied(world, args, report, started, done)
     size = f"{plural(report['files'], 'file')}, {plural(len(tensors), 'tensor')}, {report['bytes']:,} bytes"
     lines = [f"{_VERB}: {contents.kind} {shown(args.input)}: {size}"]
@@ -142,7 +142,7 @@ def _write_folder(world: World, datasets: Sequence[Dataset], read: Read, out: st
                 properties = metadata.TensorProperties(dtype=d.dtype)
                 data = planner.TensorWriteData(chunk, properties, torch.Size(d.shape))
                 items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
-            return planner.SavePlan(items, planner_data={d.name: (d.name,) for d in datasets})
+            return planner.SavePlan(items, planner_data={index.fqn: (index.fqn,) for index in mine})
 
         def resolve_data(self, write_item: planner.WriteItem) -> Tensor:
             d, i, box = mine[write_item.index]

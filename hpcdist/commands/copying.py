@@ -30,20 +30,20 @@ from hpcdist.staging.pieces import check_pieces, piece_limit
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.validation.local import ArgumentError
 
-__all__ = [
-    *("Report", "Shares", "add_options", "check_output", "copied", "copy", "finish", "in_pieces"),
-]
+__all__ = ["Report", "Shares", "add_options", "check_output", "copied", "copy", "finish", "in_pieces"]
 
 
 Report = dict[str, Any]
 
 
-def in_pieces(datasets: Sequence[Dataset], window: int) -> list[Dataset]:
-    """Cut tensors, half of the window a piece, since reading one may take as much again. Pieces that they have are kept
-    if they fit and are runs of the tensor: each is then read once, with its checksum.
+def in_pieces(path: str, datasets: Sequence[Dataset], window: int) -> list[Dataset]:
+    """Cut tensors for the output `path`, half of the window a piece, since reading one may take as much again.
+
+    Pieces that a tensor has in its file are kept if they fit and are runs of it: each is then read once, with its
+    checksum.
 
     Raises:
-        InputError: there are too many of them.
+        InputError: there are too many pieces.
     """
     found = []
     for d in datasets:
@@ -52,7 +52,7 @@ def in_pieces(datasets: Sequence[Dataset], window: int) -> list[Dataset]:
             try:
                 check_pieces(d.shape, d.dtype.itemsize, limit)
             except ArgumentError as error:
-                raise InputError("HD419", f"{d.name} {error}") from error
+                raise InputError("HD419", f"{path}: {d.name} {error}") from error
             pieces = grid(d.shape, limit)
         found.append(replace(d, pieces=pieces))
     return found
@@ -73,7 +73,7 @@ def copy(
     Raises:
         RankError: on every rank, if anything failed on one; existing files are then as they were.
     """
-    datasets = in_pieces(datasets, options.window)
+    datasets = in_pieces(path, datasets, options.window)
     shares = Shares(datasets, team.size)
     mine = shares.boxes(team.rank)
     if path.endswith(safetensors.SUFFIX):

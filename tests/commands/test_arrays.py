@@ -130,9 +130,9 @@ def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     routes = ("mpi", "gloo", "hdf5")
     lines = [f"{what} ?.pt --dim -2 --route {route}" for what in ("concat", "gather --root 1") for route in routes]
-    lines += ["gather ?.pt --dim -2 --all", "gather ?.pt --dim -2 --root 1 -o y.npy --window 3K"]
+    lines += ["gather ?.pt --dim -2 --all", "gather ?.pt --dim -2 --route nccl -o y.npy --window 3K"]
     sent = [2 * whole.nbytes] * 3 + [whole.nbytes * 9 // 10] * 3  # rank 1 has one row of ten
-    sent += [2 * whole.nbytes, 0]  # from file to file
+    sent += [2 * whole.nbytes, 0]  # from file to file, on no route
     for report, bytes_sent in zip(reports(3, tmp_path, *lines), sent, strict=True):
         assert (report["bytes_sent"], report["sha256"]) == (bytes_sent, digest)
     assert np.array_equal(np.load(tmp_path / "y.npy"), whole.numpy())
@@ -188,9 +188,8 @@ MISTAKES = {
     f"{GOOD}-o y.txt": "unknown suffix '.txt'",
     f"{GOOD}-o none/y.h5": "none/y.h5: no such folder",
     f"{GOOD}--resume": "--resume: needs -o",
-    f"{GOOD}-o y.h5 --route mpi": "y.h5: -o streams from file to file, without --compare and --route",
-    f"{GOOD}-o y.h5 --compare": "y.h5: -o streams from file to file, without --compare and --route",
-    "concat s0.npy -o {rank}.npy --compare": "{rank}.npy: -o streams from file to file, without --compare and",
+    f"{GOOD}-o y.h5 --compare": "y.h5: -o streams from file to file, with no route to --compare",
+    "concat s0.npy -o {rank}.npy --compare": "{rank}.npy: -o streams from file to file, with no route to --compare",
     f"{GOOD}s0.npy": "s0.npy: named twice",
     "gather s0.npy link.npy": "link.npy: named twice, also as s0.npy",
     "gather -o y.npy": "y.npy: no INPUT is given, and without one nothing is written",
@@ -215,6 +214,7 @@ MISTAKES = {
     "concat large.npy": "are available: with -o FILE they are streamed through a window of it",
     "gather large.npy": "memory on this host, and",
     "gather large.npy -o y.npy": "no space for the output",
+    "gather many.npy -o y.npy --window 1K": "y.npy: data has 1,073,741,825 bytes, in more than 1,048,576 pieces of 512",
     "split s0.npy -o part.npy": "part.npy: gives parts the same name; write {rank} or",
     "split s0.npy -o {part}.npy": "{part}.npy: cannot be a pattern",
     "split s0.npy -o {rank.numerator}.npy": "cannot be a pattern (unsupported field)",
@@ -250,9 +250,10 @@ def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path, monkeypatch: p
     os.mkfifo("fifo.npy")
     os.mkfifo("fifo1.npy")
     h5py.File("none.h5", "w").close()
-    for name, size in {"large.npy": 2**42, "cut.npy": 2**20}.items():  # a file with a hole takes no space
-        with open(name, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (2**42,)})
+    large = 2**42  # a file with a hole takes no space
+    for name, extent, size in (("large", large, large), ("cut", large, 2**20), ("many", 2**30 + 1, 2**30 + 1)):
+        with open(f"{name}.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (extent,)})
             file.truncate(file.tell() + size)
     np.savez_compressed("bad.npz", WHOLE)
     flip(Path("bad.npz"), os.path.getsize("bad.npz") // 2)
