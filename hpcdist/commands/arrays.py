@@ -222,24 +222,28 @@ def _time_routes(
     Returns:
         The result of the first route, with which those of others are compared; and a table as lines of text.
     """
-    rows: list[Report] = []
     refused: list[Report] = []
-    expected: list[Tensor] = []
-    for route in progress(_ROUTES if args.compare else [args.route or "mpi"], world, "move"):
+    results: dict[str, tuple[Tensor, Tensor | None]] = {}
+    times: dict[str, list[float]] = {}
+    for route in _ROUTES if args.compare else [args.route or "mpi"]:
         x = placed(world, shard, route)
         try:
-            result = move(x, route=route)
+            results[route], times[route] = (x, move(x, route=route)), []
         except RankError as error:
-            if not rows:
+            if not results:
                 raise
             refused.append({"route": route, "refused": next(iter(error.problems.values()))})
-            continue
-        seconds = median(timed(world, partial(move, x, route=route, out=result))[0] for _ in range(_ROUNDS))
+    for _ in progress(range(_ROUNDS), world, "move"):
+        for route, (x, out) in results.items():
+            times[route].append(timed(world, partial(move, x, route=route, out=out))[0])
+    rows: list[Report] = []
+    expected: list[Tensor] = []
+    for route, (_, result) in results.items():
         held = [] if result is None else [result.cpu()]
         expected = expected if rows else held
         same = all(map(torch.equal, map(_bytes_of, held), map(_bytes_of, expected)))
         right = all(objects.all_gather_object(world.team.comm, same))
-        rows.append({"route": route, "seconds": seconds, "same_result": right})
+        rows.append({"route": route, "seconds": median(times[route]), "same_result": right})
     fastest = min(row["seconds"] for row in rows)
     cells = []
     for row in rows:
