@@ -93,7 +93,8 @@ def test_twine_finds_nothing_wrong(dist: Path) -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     with zipfile.ZipFile(_only(dist, "*.whl")) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {name for name in _files() if name.startswith("hpcdist/")}
+    command = next(name for name in names if name.endswith(".data/scripts/hpcdist"))
+    assert names - {command} | {"hpcdist/console/hpcdist"} == {name for name in _files() if name.startswith("hpcdist/")}
 
 
 def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
@@ -116,3 +117,17 @@ def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
     assert job.status == 0, job.err
     assert "python -m hpcdist.gather" in job.out
     assert "2 on 1 node" in job.out
+
+
+def test_the_command_hpcdist(tmp_path: Path) -> None:
+    """It is each of the commands; an unknown one is one line."""
+    command = Path(sys.executable).with_name("hpcdist")
+    for words, status, text in (
+        (["ls", "no.h5"], 2, "hpcdist.staging: error: no.h5: no such file"),
+        (["stage-env", "--help"], 0, "usage: hpcdist.stage_env"),
+        (["explain", "HD401"], 0, "# HD401: "),
+        (["gathr"], 2, "hpcdist: error: 'gathr' is no command; expected one of concat, "),
+        (["--help"], 0, "usage: hpcdist"),
+    ):
+        done = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
+        assert done.returncode == status and text in done.stdout + done.stderr, done

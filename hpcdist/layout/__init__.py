@@ -1,43 +1,24 @@
 """Which part of a tensor each rank holds. Integers only: no torch, no MPI.
 
-Layouts give the box of each rank; the rest is the arithmetic that layouts and transfers are built on.
+Layouts give the box of each rank; the rest is the arithmetic that layouts and transfers are built on, for this package.
 """
 
-from hpcdist.layout.box import Box, boxes, run_boxes, runs, whole
+from hpcdist.layout.box import Box
+from hpcdist.layout.box import boxes as boxes
+from hpcdist.layout.box import run_boxes as run_boxes
+from hpcdist.layout.box import runs as runs
+from hpcdist.layout.box import whole as whole
 from hpcdist.layout.layouts import Block, Boxes, Layout, Replicate, Split
-from hpcdist.layout.overlaps import Overlaps, overlaps
-from hpcdist.layout.partition import (
-    PARTITIONS,
-    balance,
-    block,
-    block_range,
-    block_ranges,
-    chunk,
-    counts_of,
-    displs,
-    pieces,
-)
+from hpcdist.layout.overlaps import Overlaps as Overlaps
+from hpcdist.layout.overlaps import overlaps as overlaps
+from hpcdist.layout.partition import PARTITIONS as PARTITIONS
+from hpcdist.layout.partition import balance as balance
+from hpcdist.layout.partition import block as block
+from hpcdist.layout.partition import block_range as block_range
+from hpcdist.layout.partition import block_ranges as block_ranges
+from hpcdist.layout.partition import chunk as chunk
+from hpcdist.layout.partition import counts_of as counts_of
+from hpcdist.layout.partition import displs as displs
+from hpcdist.layout.partition import pieces as pieces
 
-__all__ = [
-    "PARTITIONS",
-    "Block",
-    "Box",
-    "Boxes",
-    "Layout",
-    "Overlaps",
-    "Replicate",
-    "Split",
-    "balance",
-    "block",
-    "block_range",
-    "block_ranges",
-    "boxes",
-    "chunk",
-    "counts_of",
-    "displs",
-    "overlaps",
-    "pieces",
-    "run_boxes",
-    "runs",
-    "whole",
-]
+__all__ = ["Block", "Box", "Boxes", "Layout", "Replicate", "Split"]
