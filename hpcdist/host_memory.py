@@ -44,7 +44,7 @@ def require(path: str, nbytes: int) -> None:
     free = available()
     if nbytes > free:
         raise FileError(
-            "HD504", f"{path}: can only be read whole: {nbytes:,} bytes of memory needed, {free:,} available"
+            "HD310", f"{path}: can only be read whole: {nbytes:,} bytes of memory needed, {free:,} available"
         )
 
 

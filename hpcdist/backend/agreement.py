@@ -150,7 +150,7 @@ def _raise_difference(team: Communicator, call: Call) -> None:
         text = "calls this group from several threads: if their order differs between ranks, give each its new_group()"
         problems[rank] = "; it ".join(filter(None, [problems.get(rank), text]))
     group = "" if team.peers == list(range(team.size)) else f"; in the group of world ranks {listed(team.peers)}"
-    objects.raise_problems(every[0].verb, {rank: coded("HD703", text + group) for rank, text in problems.items()})
+    objects.raise_problems(every[0].verb, {rank: coded("HD301", text + group) for rank, text in problems.items()})
 
 
 def _place() -> str:

@@ -64,12 +64,12 @@ def single_list(verb: str, lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 def rank(verb: str, number: int, size: int) -> None:
     if not 0 <= number < size:
-        raise refusal(ValueError, "HD217", f"{verb}: invalid rank {number} of a group of {size}")
+        raise refusal(ValueError, "HD204", f"{verb}: invalid rank {number} of a group of {size}")
 
 
 def tag(verb: str, number: int, most: int) -> None:
     if not 0 <= number <= most:
-        raise refusal(ValueError, "HD217", f"{verb}: tag {number} is not within 0 to {most}, which this MPI allows")
+        raise refusal(ValueError, "HD204", f"{verb}: tag {number} is not within 0 to {most}, which this MPI allows")
 
 
 def alike(verb: str, tensors: Sequence[Tensor]) -> None:

@@ -99,7 +99,7 @@ class Transfer(Waiting):
         if self._expected is not None and self._received != self._expected:
             self._error = refusal(
                 RuntimeError,
-                "HD703",
+                "HD301",
                 f"{self._verb}: rank {self._status.Get_source()} has sent {self._received} bytes, where the tensor has "
                 f"{self._expected}",
             )
@@ -130,7 +130,7 @@ class Transfer(Waiting):
     def _wait_until(self, end: float, limit: float) -> None:
         while not self._advance(block=False):
             if time.monotonic() > end:
-                raise refusal(TimeoutError, "HD610", f"{self._verb}: wait() timed out after {limit:g} s")
+                raise refusal(TimeoutError, "HD609", f"{self._verb}: wait() timed out after {limit:g} s")
             time.sleep(_SLEEP)
 
     def is_completed(self) -> bool:

@@ -57,7 +57,7 @@ class MpiBackend(Operations, Backend):
         if self._team.rank not in ranks:  # torch's PyBackend ends the process by a null pointer if it gets None
             raise refusal(
                 RuntimeError,
-                "HD704",
+                "HD701",
                 f"split_group: rank {self._team.rank} is in none of split_ranks, which torch allows no backend in "
                 "Python: give the ranks that are left a group of their own, or use new_group",
             )

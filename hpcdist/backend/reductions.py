@@ -80,13 +80,13 @@ class Reduction:
     def __init__(self, name: str, dtype: torch.dtype, factor: Any = None) -> None:
         if dtype == torch.bool:
             if name in ("AVG", "PREMUL_SUM"):
-                raise refusal(ValueError, "HD702", f"Cannot use ReduceOp.{name} with Bool")
+                raise refusal(ValueError, "HD701", f"Cannot use ReduceOp.{name} with Bool")
             name, dtype = _OF_BOOLS.get(name, name), torch.uint8
         exact = dtype in _INTEGERS
         if name in _BITWISE and not exact:
-            raise refusal(ValueError, "HD702", f"Cannot use ReduceOp.{name} with non-integral dtype {dtype}")
+            raise refusal(ValueError, "HD701", f"Cannot use ReduceOp.{name} with non-integral dtype {dtype}")
         if name in ("MIN", "MAX") and dtype.is_complex:
-            raise refusal(ValueError, "HD702", f"ReduceOp.{name} is not defined for complex dtype {dtype}")
+            raise refusal(ValueError, "HD701", f"ReduceOp.{name} is not defined for complex dtype {dtype}")
         self.name, self.factor = name, factor
         self.dtype = torch.float32 if dtype in _NARROW else sum_dtype(dtype)
         known = _INTEGERS if name in (*_BITWISE, "MIN", "MAX") else {**_INTEGERS, **_FLOATS}

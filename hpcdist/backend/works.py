@@ -180,7 +180,7 @@ class Queued(Waiting):
             # Without a deadline: the worker's call has one.
             with activity.InCall(f"{self.verb}().wait", self._team, activity.NOBODY):
                 if not self._done.wait(limit):
-                    raise refusal(TimeoutError, "HD610", f"{self.where.decode()}: wait() timed out after {limit:g} s")
+                    raise refusal(TimeoutError, "HD609", f"{self.where.decode()}: wait() timed out after {limit:g} s")
         _forget(self._tensors)
         if self._error is not None:
             raise self._error

@@ -71,7 +71,7 @@ class _Backward:
         op, team = self._op, self._team
         what = f"the backward pass of {op.name}"
         if team.freed:
-            raise HpcdistError("HD115", f"{what}: the world of this result has ended, or its group was freed")
+            raise HpcdistError("HD112", f"{what}: the world of this result has ended, or its group was freed")
         # Compared, since ranks might pass through different results.
         options = (("the result", op.which), ("batched gradients", batch))
         with activity.InCall(what, team), abort.InStep(what, team.size):

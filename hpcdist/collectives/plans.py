@@ -82,7 +82,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     bound = None if make is None and other is None else inspect.signature(verb).bind(*args, **options)
     if bound is None:
         names = ", ".join(f.__name__ for f in (*_OPERATIONS, *planners))
-        raise refusal(TypeError, "HD205", f"plan(): verb is {verb!r}, expected one of {names}")
+        raise refusal(TypeError, "HD201", f"plan(): verb is {verb!r}, expected one of {names}")
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("group", "async_op")}
     if make is None:
@@ -156,7 +156,7 @@ class _Kept:
 
     def __call__(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
         if self._team.freed or self._team.group.ended:
-            raise HpcdistError("HD115", "the world of this plan has ended, or its group was freed: make a new plan")
+            raise HpcdistError("HD112", "the world of this plan has ended, or its group was freed: make a new plan")
         return driver.run(_Execution(self, x, out), self._team, async_op)
 
     def _execute(self, call: _Execution, team: Team) -> Any:
@@ -199,7 +199,7 @@ class _Kept:
             if torch.is_grad_enabled():
                 if x is not None and x.requires_grad and not self._op.grad:
                     raise local.ArgumentError(
-                        "HD215", "x requires a gradient, but the plan was made for tensors that do not"
+                        "HD303", "x requires a gradient, but the plan was made for tensors that do not"
                     )
                 if dest is not None and self._op.grad:
                     raise local.ArgumentError(LOSES_GRADIENT)
@@ -215,7 +215,7 @@ class _Kept:
         x = local.ready(value, name)
         if x.shape != shape or x.dtype is not self._dtype or x.device != self._device:
             got, planned = _show(x.shape, x.dtype, x.device), _show(shape or (), self._dtype, self._device)
-            raise local.ArgumentError("HD215", f"{name} is {got}, but the plan was made for {planned}")
+            raise local.ArgumentError("HD303", f"{name} is {got}, but the plan was made for {planned}")
         return x if shape else x.view(box.shape)  # a shard of 0 dims is a row
 
     def _call(self, x: Tensor | None, out: Tensor | None, problem: str | None, grad: bool) -> Call:

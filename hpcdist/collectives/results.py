@@ -97,17 +97,17 @@ def check_shared(call: Call, shared: bool, x: Any) -> Call:
     """
     call.options += (("shared", shared),)
     if shared and x is not None and not isinstance(x, Tensor):
-        call.problem = coded("HD203", "shared=True takes a tensor, not a structure: call it for each tensor")
+        call.problem = coded("HD211", "shared=True takes a tensor, not a structure: call it for each tensor")
     elif shared and call.problem is None:
         if call.out is not None:
             call.problem = coded(
-                "HD203", "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
+                "HD211", "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
             )
         elif call.kind == MemoryKind.CUDA:
             where = getattr(x, "device", "a GPU")
-            call.problem = coded("HD203", f"x is on {where}, but shared=True is for host memory: pass x.cpu()")
+            call.problem = coded("HD211", f"x is on {where}, but shared=True is for host memory: pass x.cpu()")
         elif call.route not in ("auto", "mpi"):
-            call.problem = coded("HD203", f"route is {call.route!r}, but shared=True moves data by route auto or mpi")
+            call.problem = coded("HD211", f"route is {call.route!r}, but shared=True moves data by route auto or mpi")
     return call
 
 

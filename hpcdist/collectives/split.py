@@ -315,9 +315,9 @@ def _local(op: Scatter, group: Group) -> Any:
     if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
         raise refusal(ValueError, "HD208", f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
     if (part.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-        raise refusal(ValueError, "HD210", f"split(): {LOSES_GRADIENT}")
+        raise refusal(ValueError, "HD208", f"split(): {LOSES_GRADIENT}")
     if local.overlaps_itself(out):
-        raise refusal(ValueError, "HD209", f"split(): {SELF_OVERLAP}")
+        raise refusal(ValueError, "HD208", f"split(): {SELF_OVERLAP}")
     source = copyable(part)
     copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
     return out

@@ -216,7 +216,7 @@ def make_transfer(
         name = "dst"
         dest = dst.boxes(shape, team.size)
     except ValueError as wrong:  # the same on all ranks
-        raise RankError(verb, dict.fromkeys(range(team.size), coded("HD307", f"{name}: {wrong}"))) from None
+        raise RankError(verb, dict.fromkeys(range(team.size), coded("HD213", f"{name}: {wrong}"))) from None
     moves = layout.overlaps(source, dest, team.rank)
     sides = (
         Side(source[team.rank], moves.sends, team.rank, team.size, x.dtype),

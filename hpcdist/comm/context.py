@@ -93,22 +93,22 @@ class Context:
             if given.ndim != 1:
                 raise refusal(
                     ValueError,
-                    "HD216",
+                    "HD204",
                     f"group is a DeviceMesh of {given.ndim} dims, expected 1: pass mesh[NAME] for one",
                 )
             if given.get_coordinate() is None:
-                raise refusal(ValueError, "HD216", f"rank {self.rank} of the world is not in the mesh that it passed")
+                raise refusal(ValueError, "HD204", f"rank {self.rank} of the world is not in the mesh that it passed")
             try:
                 given = given.get_group()
             except RuntimeError as error:
-                raise refusal(ValueError, "HD216", f"group is a DeviceMesh without a process group: {error}") from error
+                raise refusal(ValueError, "HD204", f"group is a DeviceMesh without a process group: {error}") from error
         if isinstance(given, dist.ProcessGroup):
             return _of_torch(given, self)
         if given == MPI.COMM_NULL or given == dist.GroupMember.NON_GROUP_MEMBER:
-            raise refusal(ValueError, "HD216", f"rank {self.rank} of the world is not in the group that it passed")
+            raise refusal(ValueError, "HD204", f"rank {self.rank} of the world is not in the group that it passed")
         raise refusal(
             TypeError,
-            "HD216",
+            "HD204",
             f"group must be a torch ProcessGroup, a 1-d DeviceMesh or an mpi4py Intracomm, got {type(given).__name__}",
         )
 
@@ -190,7 +190,7 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
     if comm == MPI.COMM_NULL:
         raise refusal(
             ValueError,
-            "HD216",
+            "HD204",
             f"rank {context.rank} of the world is not in the communicator that it passed (COMM_NULL), or has freed it",
         )
     if _keyval is None:
@@ -206,7 +206,7 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
         with freeing(comm.Get_group()) as part, freeing(whole.Get_group()) as all_:
             peers = MPI.Group.Translate_ranks(part, None, all_)
         if MPI.UNDEFINED in peers:
-            raise HpcdistError("HD216", "the communicator has ranks that are not in hpcdist's world")
+            raise HpcdistError("HD204", "the communicator has ranks that are not in hpcdist's world")
         group = Group(comm.rank, peers, context.everyone.provisional, comm)
     comm.Set_attr(_keyval, (context, group))
     return group
@@ -221,7 +221,7 @@ def _freed(comm: MPI.Comm, keyval: int, kept: tuple[Context, Group]) -> None:
 
 def _of_torch(given: dist.ProcessGroup, context: Context) -> Group:
     if not is_alive(given):
-        raise refusal(ValueError, "HD216", "the group has been destroyed (torch.distributed.destroy_process_group)")
+        raise refusal(ValueError, "HD204", "the group has been destroyed (torch.distributed.destroy_process_group)")
     kept, group = _torch_groups.get(given, (None, context.everyone))
     if kept is not context:
         if given is context.torch_group:

@@ -40,11 +40,11 @@ def choose(
         if device.type == "cpu":
             return device, None
         if device.type != "cuda":
-            raise refusal(ValueError, "HD109", f"device is {device}, expected cpu or cuda")
+            raise refusal(ValueError, "HD110", f"device is {device}, expected cpu or cuda")
         if device.index is None and gpus:
             device = torch.device("cuda", local_rank % gpus)
         if device.index is None or device.index >= gpus:
-            raise refusal(ValueError, "HD109", f"device is {device}, but this process sees {gpus} GPUs")
+            raise refusal(ValueError, "HD110", f"device is {device}, but this process sees {gpus} GPUs")
         return device, identity(device.index)
 
     found = objects.run_on_all(comm, "init", choose)
@@ -54,7 +54,7 @@ def choose(
     if wants_nccl and backend and not own_gpus:
         where = [rank for rank, gpu in enumerate(gpus) if gpu is None]
         raise LaunchError(
-            "HD108", f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
+            "HD110", f"backend {backend!r} needs a GPU for every rank and a torch with NCCL; none on ranks {where}"
         )
     problem = shared_gpu(gpus)
     if problem and not may_share:

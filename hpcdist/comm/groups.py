@@ -81,7 +81,7 @@ class Group:
         if self.key is None:
             if self.provisional.setdefault(self.provisional_key, self) is not self:
                 raise HpcdistError(
-                    "HD216",
+                    "HD204",
                     "two communicators of the same ranks are used for send and recv, and nothing tells them apart yet: "
                     "call a collective on each of them first, on all its ranks, such as hpcdist.concat([], group=comm)",
                 )

@@ -41,7 +41,7 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
     if misfit is not None:
         raise LaunchError("HD106", misfit)
     if MPI.Is_finalized():
-        raise LaunchError("HD103", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
+        raise LaunchError("HD112", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
     if not MPI.Is_initialized():  # mpi4py.rc.initialize is false
         MPI.Init_thread(MPI.THREAD_MULTIPLE)  # as mpi4py does at its import
         atexit.register(_end)

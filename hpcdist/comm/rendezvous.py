@@ -215,7 +215,7 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     sizes = sorted({entry[1] for entry in all_ if entry is not None} - {comm.size})
     if sizes:
         raise LaunchError(
-            "HD105",
+            "HD106",
             f"torch.distributed was started before hpcdist.init() with {sizes[0]} ranks, where MPI has {comm.size}. "
             "hpcdist's ranks are MPI's. Start the program with mpirun or srun, and leave torch.distributed to "
             "hpcdist.init(), or initialise it with the ranks of the communicator that hpcdist.init() is given",
@@ -223,7 +223,7 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     ranks = sorted(entry[0] for entry in all_ if entry is not None)
     if ranks != list(range(comm.size)):
         raise LaunchError(
-            "HD105",
+            "HD106",
             "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
             f"MPI rank: {all_}",
         )

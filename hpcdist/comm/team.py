@@ -245,7 +245,7 @@ def _agree_on_keys(comm: MPI.Intracomm, group: Group) -> int:
     holders = all_[1::2]
     if _OWN in holders:
         problem = coded(
-            "HD216",
+            "HD204",
             "send or recv was called here with another communicator of these ranks, and on other ranks with this one",
         )
         taken = {rank: problem for rank, whose in enumerate(holders) if whose == _OTHERS}

@@ -56,7 +56,7 @@ def join_main(world: World, args: Namespace) -> int:
     """
     if args.root is not None and not 0 <= args.root < world.world_size:
         expected = f"expected 0 to {world.world_size - 1} with {world.world_size} ranks"
-        raise InputError("HD508", f"--root {args.root}: {expected}")
+        raise InputError("HD505", f"--root {args.root}: {expected}")
     if args.output is None:
         if args.resume:
             raise InputError("HD505", "--resume: needs -o")
@@ -77,7 +77,7 @@ def split_main(world: World, args: Namespace) -> int:
     """Split the inputs, joined, on the ranks of the world; return the exit status. Collective."""
     count = world.world_size if args.parts is None else args.parts
     if not 1 <= count <= _MAX_PARTS:
-        raise InputError("HD508", f"--parts {count}: expected 1 to {_MAX_PARTS}")
+        raise InputError("HD505", f"--parts {count}: expected 1 to {_MAX_PARTS}")
     names = _file_names(args.output, count)
     data, report = _found(world, args)
     extents = layout.block(data.shape[data.dim], count)
@@ -208,7 +208,7 @@ def _check_memory(world: World, nbytes: int) -> None:
         if sum(needs) > min(free):
             where = f"node {node}" if world.nodes > 1 else "this host"
             raise InputError(
-                "HD504",
+                "HD310",
                 f"the inputs and the result need {sum(needs):,} bytes of memory on {where}, and {min(free):,} are "
                 "available: with -o FILE they are streamed through a window of it",
             )
@@ -335,10 +335,10 @@ def _file_names(pattern: str, count: int) -> list[str]:
     """
     advice = "write {rank} or {rank:04d} for the number of a part"
     if re.search("[{}]", _NUMBER.sub("", pattern)):
-        raise InputError("HD506", f"{pattern}: cannot be a pattern (unsupported field); {advice}")
+        raise InputError("HD505", f"{pattern}: cannot be a pattern (unsupported field); {advice}")
     names = [pattern.format(rank=i) for i in range(count)]
     if len(set(names)) < count:
-        raise InputError("HD506", f"{pattern}: gives parts the same name; {advice}")
+        raise InputError("HD505", f"{pattern}: gives parts the same name; {advice}")
     return names
 
 

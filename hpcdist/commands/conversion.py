@@ -115,7 +115,7 @@ def _check_folder(out: str, size: int) -> None:
     check_folder(folder if folder.exists() else Path(os.path.realpath(folder)).parent, size, out)
     names = os.listdir(folder) if folder.exists() else []
     if others := [name for name in names if not re.fullmatch(r"__\d+_\d+\.distcp|\.metadata\.tmp", name)]:
-        raise FileError("HD512", f"{out}: is not empty: it holds {min(others)}")
+        raise FileError("HD507", f"{out}: is not empty: it holds {min(others)}")
 
 
 def _write_folder(world: World, datasets: Sequence[Dataset], read: Read, out: str) -> None:

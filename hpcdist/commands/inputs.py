@@ -109,10 +109,10 @@ def _only(contents: Contents, name: str | None) -> str:
     if name in names:
         return name
     if not names:
-        raise InputError("HD502", f"{path}: holds no array")
+        raise InputError("HD408", f"{path}: holds no array")
     if len(names) > 1:
         one = f"name one as {path}:NAME; it has: {listed(names)}; hpcdist.convert copies all"
-        raise InputError("HD502", f"{path}: holds {len(names)} arrays; {one}")
+        raise InputError("HD408", f"{path}: holds {len(names)} arrays; {one}")
     return names[0]
 
 
@@ -275,7 +275,7 @@ def joined(sources: Sequence[Source], dim: int) -> Inputs:
     ndim = len(first.shape) or 1
     if not -ndim <= dim < ndim:
         what = f"{name} has {len(first.shape)} dims, expected {-ndim} to {ndim - 1}"
-        raise InputError("HD508", f"--dim {dim}: {what}")
+        raise InputError("HD505", f"--dim {dim}: {what}")
     dim %= ndim
 
     def besides(stored: Stored) -> object:
@@ -284,7 +284,7 @@ def joined(sources: Sequence[Source], dim: int) -> Inputs:
     for source in sources:
         if besides(source.stored) != besides(first):
             this, other = (f"{of.dtype} {of.shape}" for of in (source.stored, first))
-            raise InputError("HD513", f"{source.spec}: {this} does not fit {other} of {name} along dim {dim}")
+            raise InputError("HD303", f"{source.spec}: {this} does not fit {other} of {name} along dim {dim}")
     displs = summed([source.stored.shape[dim] if source.stored.shape else 1 for source in sources])  # 0-d: one row
     shape = (*first.shape[:dim], int(displs[-1]), *first.shape[dim + 1 :])
     return Inputs(sources, shape, first.dtype, dim, Shards(shape, dim, displs))

@@ -140,7 +140,7 @@ def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str 
     not."""
     for option, value in first.items():
         if other[option] != value:
-            return coded("HD304", f"{option} is {other[option]!r}, where rank 0 has {value!r}")
+            return coded("HD303", f"{option} is {other[option]!r}, where rank 0 has {value!r}")
     return None
 
 

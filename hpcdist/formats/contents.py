@@ -137,7 +137,7 @@ class Contents:
     def __post_init__(self) -> None:
         for name, stored in self.tensors.items():
             if stored.dtype not in DTYPES:
-                raise FileError("HD503", f"{self.path}: {name}: holds {stored.dtype}, which cannot be moved")
+                raise FileError("HD511", f"{self.path}: {name}: holds {stored.dtype}, which cannot be moved")
 
     def nbytes(self) -> int:
         return sum(stored.nbytes() for stored in self.tensors.values())
@@ -146,7 +146,7 @@ class Contents:
         """Raise a FileError if a tensor, or one in the group `name`, has its data in other files."""
         for key, why in self.external.items():
             if _is_in(key, name):
-                raise FileError("HD415", f"{self.path}: {key} {why}")
+                raise FileError("HD511", f"{self.path}: {key} {why}")
 
     def chosen(self, name: str | None) -> Contents:
         """What it holds of a tensor, or of a group of them; all of it for None.

@@ -120,11 +120,11 @@ class _HDF5(Format):
             with opened(path) as file:
                 dataset = file[stored.name] if _is_hard(file, stored.name) else None
                 if dataset is None or _external(dataset.id.get_create_plist()) is not None:
-                    raise FileError("HD407", f"{path}: has changed while it was read")
+                    raise FileError("HD413", f"{path}: has changed while it was read")
                 chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
                 if chunk > max(_CHUNK, 2 * box.size() * stored.dtype.itemsize):
                     what = f"is stored in chunks of {chunk:,} bytes, which HDF5 reads whole: more than window"
-                    raise FileError("HD416", f"{path}: {stored.name}: {what}")
+                    raise FileError("HD511", f"{path}: {stored.name}: {what}")
                 array = np.asarray(dataset[box.slices()]).astype(stored_dtype(stored.dtype), copy=False)
             return torch.from_numpy(np.ascontiguousarray(array)).view(stored.dtype).view(box.shape)
 
@@ -252,7 +252,7 @@ def _why(path: str, error: OSError) -> str:
         return coded("HD404", f"{path}: truncated ({text})")
     if h5py.is_hdf5(path):
         return coded("HD402", f"{path}: cannot be read ({text})")
-    return coded("HD403", f"{path}: not an HDF5 file")
+    return coded("HD402", f"{path}: not an HDF5 file")
 
 
 def _contents(path: str, file: Any, at: Identity) -> Contents:
@@ -267,11 +267,11 @@ def _contents(path: str, file: Any, at: Identity) -> Contents:
         found, external, left_out = _stored(path, file, tensors, {})
         return Contents(path, "HDF5 file", found, {path: at}, external, others | left_out)
     if version != VERSION:
-        raise FileError("HD406", f"{path}: is in version {version} of the format, and this hpcdist reads {VERSION}")
+        raise FileError("HD402", f"{path}: is in version {version} of the format, and this hpcdist reads {VERSION}")
     own, _, _ = _stored(path, file, [name for name in names if name.startswith(f"{GROUP}/")], {})
     places = {name.removeprefix(f"{GROUP}/"): raw for name, stored in own.items() if (raw := stored.raw) is not None}
     if _STATE not in places:
-        raise FileError("HD405", f"{path}: incomplete: the job that wrote it ended before it was done")
+        raise FileError("HD404", f"{path}: incomplete: the job that wrote it ended before it was done")
     with open(path, "rb") as content:
         parts = {name: os.pread(content.fileno(), raw.nbytes(), raw.offset) for name, raw in places.items()}
     if _PLAN not in parts or parts[_STATE] != _seal(parts):

@@ -120,7 +120,7 @@ def _header(path: str, name: str, file: IO[bytes]) -> tuple[Stored, int]:
             raise TypeError("an array of arrays")
         kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except TypeError:
-        raise FileError("HD503", f"{path}: holds dtype {dtype}, which torch does not have") from None
+        raise FileError("HD511", f"{path}: holds dtype {dtype}, which torch does not have") from None
     plain = dtype.newbyteorder("=") == dtype and not (fortran and len(shape) > 1)
     raw = Raw(path, file.tell(), shape, kind) if plain else None
     return Stored(name, shape, kind, raw), file.tell()

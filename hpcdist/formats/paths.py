@@ -106,7 +106,7 @@ def status_of_old(target: Path) -> os.stat_result | None:
         raise FileError("HD410", f"{target}: cannot be written: {reason(error)}") from error
     if (what := kind(old.st_mode)) is not None:
         more = "" if what == "folder" else ": only a regular file is replaced"
-        raise FileError("HD411", f"{target}: is a {what}{more}")
+        raise FileError("HD401", f"{target}: is a {what}{more}")
     return old
 
 
@@ -142,7 +142,7 @@ def utf8_path(path: str) -> Iterator[str]:
 def _require(path: str, mode: int) -> None:
     what = kind(mode)
     if what is not None:
-        raise FileError("HD411", f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
+        raise FileError("HD401", f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
 
 
 def shown(text: str) -> str:
@@ -166,12 +166,12 @@ def check_target(path: str | Path, nbytes: int) -> None:
         FileError: the name of a folder, no such folder, no regular file in its place, not writable, or no space.
     """
     if os.fspath(path).endswith(("/", "/.")):
-        raise FileError("HD411", f"{path}: is the name of a folder")
+        raise FileError("HD401", f"{path}: is the name of a folder")
     target = Path(path)
     old = status_of_old(target)
     real = Path(os.path.realpath(target)).parent
     if not target.parent.is_dir():  # without a folder, there is no ".." either
-        raise FileError("HD409", f"{target}: no such folder: {target.parent}")
+        raise FileError("HD401", f"{target}: no such folder: {target.parent}")
     check_folder(real, nbytes, str(target))
     if old is not None and not os.access(target, os.W_OK):
         raise FileError("HD410", f"{target}: is there already, and read-only")
@@ -180,12 +180,12 @@ def check_target(path: str | Path, nbytes: int) -> None:
 def check_folder(folder: Path, nbytes: int, target: str) -> None:
     """Check that `nbytes` can be written to a folder; raise a FileError about `target` if not."""
     if not folder.is_dir():
-        raise FileError("HD409", f"{target}: no such folder: {folder}")
+        raise FileError("HD401", f"{target}: no such folder: {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise FileError("HD410", f"{target}: the folder is not writable")
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise FileError("HD412", f"{target}: no space for the output: {nbytes:,} bytes needed, {free:,} free")
+        raise FileError("HD410", f"{target}: no space for the output: {nbytes:,} bytes needed, {free:,} free")
 
 
 def private_folder(base: str) -> str:
@@ -306,7 +306,7 @@ class Commit:
             if not _is_dead(left, fd):  # no locks, or not locked yet: whichever ends last gets the name
                 if keep:
                     text = f"{left} may still be written by another host, and is not resumed: written again"
-                    warnings.warn(coded("HD420", text), stacklevel=3)
+                    warnings.warn(coded("HD414", text), stacklevel=3)
                 return
             for path in left.parent.glob(f"{glob.escape(left.name)}-*.lock"):  # of Open MPI's MPI-IO
                 path.unlink(missing_ok=True)

@@ -115,7 +115,7 @@ def _header(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
     dtypes, found = {name: dtype for dtype, name in _names_of_dtypes(SAFETENSORS.dtypes).items()}, {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in dtypes:
-            raise FileError("HD503", f"{path}: {name}: holds dtype {entry['dtype']}, which cannot be moved")
+            raise FileError("HD511", f"{path}: {name}: holds dtype {entry['dtype']}, which cannot be moved")
         start = 8 + size + entry["data_offsets"][0]
         found[name] = Raw(path, start, tuple(entry["shape"]), dtypes[entry["dtype"]])
     return found, text
@@ -140,14 +140,14 @@ def _files(path: str) -> tuple[list[str], dict[str, str] | None]:
     names = sorted(os.listdir(path))
     indices = [name for name in names if name.endswith(INDEX)]
     if len(indices) > 1:
-        raise FileError("HD509", f"{path}: holds several checkpoints; name one of them: {listed(indices)}")
+        raise FileError("HD510", f"{path}: holds several checkpoints; name one of them: {listed(indices)}")
     if indices:
         return _read_index(os.path.join(path, indices[0]))
     found = [os.path.join(path, name) for name in names if name.endswith(SUFFIX)]
     if not found:
         kinds = f".metadata of torch's DCP, {INDEX} or {SUFFIX} files"
         what = "is a folder that holds no checkpoint, or an incomplete one"
-        raise FileError("HD509", f"{path}: {what}: there is no {kinds}")
+        raise FileError("HD510", f"{path}: {what}: there is no {kinds}")
     return found, None
 
 

@@ -201,7 +201,7 @@ def _tensors(path: str, held: object) -> dict[str, Tensor]:
     if isinstance(held, Tensor):
         return {"": held.detach()}
     if not isinstance(held, dict):
-        raise FileError("HD502", f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
+        raise FileError("HD408", f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
     found: dict[str, Tensor] = {}
     seen = set()
     left: deque[tuple[str, dict[Any, Any]]] = deque([("", held)])

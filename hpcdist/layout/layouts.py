@@ -246,7 +246,7 @@ def _counts(counts: str | Iterable[int] | None) -> Counts:
     if counts is None or isinstance(counts, str):
         if counts is not None and counts not in PARTITIONS:
             raise refusal(
-                ValueError, "HD212", f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}"
+                ValueError, "HD213", f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}"
             )
         return counts
     return tuple(index(count) for count in counts)
@@ -264,7 +264,7 @@ def _compare(shapes: Sequence[Shape], expected: Sequence[Box]) -> None:
         if tuple(held) != want.shape:
             raise refusal(
                 ValueError,
-                "HD307",
+                "HD213",
                 f"rank {rank} holds a part of shape {tuple(held)}, expected {want.shape} in this layout",
             )
 

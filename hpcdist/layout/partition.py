@@ -57,9 +57,9 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
     # NumPy integers would overflow.
     weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]
     if parts < 1:
-        raise refusal(ValueError, "HD212", f"parts is {parts}, expected at least 1")
+        raise refusal(ValueError, "HD213", f"parts is {parts}, expected at least 1")
     if not all(0 <= weight < float("inf") for weight in weights):
-        raise refusal(ValueError, "HD212", "weights must be numbers >= 0")
+        raise refusal(ValueError, "HD213", "weights must be numbers >= 0")
     starts = list(accumulate(weights, initial=0))  # the start of each row, and the end of the last
     total, cuts = starts[-1], [0]
     if total == 0:
@@ -86,16 +86,16 @@ def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> li
         rule = PARTITIONS.get("block" if counts is None else counts)
         if rule is None:
             raise refusal(
-                ValueError, "HD212", f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}"
+                ValueError, "HD213", f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}"
             )
         return rule(extent, parts)
     values = [int(c) for c in counts]
     if len(values) != parts:
-        raise refusal(ValueError, "HD212", f"counts has {len(values)} entries, expected one for each of {parts} ranks")
+        raise refusal(ValueError, "HD213", f"counts has {len(values)} entries, expected one for each of {parts} ranks")
     if min(values) < 0:
-        raise refusal(ValueError, "HD212", f"counts has a negative entry: {values}")
+        raise refusal(ValueError, "HD213", f"counts has a negative entry: {values}")
     if sum(values) != extent:
-        raise refusal(ValueError, "HD212", f"counts add up to {sum(values)}, expected {extent}, the extent along dim")
+        raise refusal(ValueError, "HD213", f"counts add up to {sum(values)}, expected {extent}, the extent along dim")
     return values
 
 

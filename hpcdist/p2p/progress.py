@@ -130,7 +130,7 @@ class RecvTurn(Turn):
 
     def ready(self) -> bool:
         if self._group.ended:
-            raise HpcdistError("HD115", "the group has ended before this message was received")
+            raise HpcdistError("HD112", "the group has ended before this message was received")
         return self._unexpected.take(*self._wanted, self.matched)
 
     def give_back(self) -> None:

@@ -69,7 +69,7 @@ def send(
     engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
     if outgoing.dest == outgoing.context.rank:
         raise refusal(
-            ValueError, "HD217", f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend"
+            ValueError, "HD204", f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend"
         )
     with activity.InCall("send", engine.context.team, outgoing.dest):
         engine.run("send", steps, receives=False)
@@ -207,9 +207,9 @@ def _check_eager() -> None:
 
 def _check(name: str, rank: int, size: int) -> None:
     if not 0 <= index(rank) < size:
-        raise refusal(ValueError, "HD217", f"{name} is {rank}, expected 0 to {size - 1} in a group of {size} ranks")
+        raise refusal(ValueError, "HD204", f"{name} is {rank}, expected 0 to {size - 1} in a group of {size} ranks")
 
 
 def _check_tag(context: Context, tag: int) -> None:
     if not 0 <= index(tag) <= context.most_tag:
-        raise refusal(ValueError, "HD217", f"tag is {tag}, expected 0 to {context.most_tag}, the maximum of this MPI")
+        raise refusal(ValueError, "HD204", f"tag is {tag}, expected 0 to {context.most_tag}, the maximum of this MPI")

@@ -102,7 +102,7 @@ def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     yield DONE
     problem = answer.rstrip(b"\0").decode(errors="replace")
     if problem:
-        raise FileError("HD417", f"send(): rank {outgoing.dest}: {problem}")
+        raise FileError("HD410", f"send(): rank {outgoing.dest}: {problem}")
 
 
 def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) -> Steps[tuple[Any, int]]:
@@ -172,4 +172,4 @@ def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, buffers:
     answer = bytearray(problem.encode(errors="backslashreplace")[:_ANSWER])
     yield Requests([comm.Isend([answer, MPI.BYTE], envelope.source, envelope.number + 1)])
     if problem:
-        raise FileError("HD417", f"recv(): {problem}")
+        raise FileError("HD410", f"recv(): {problem}")

@@ -73,7 +73,7 @@ def _os_exit(status: int) -> NoReturn:
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         who = f"rank {MPI.COMM_WORLD.rank} ({socket.gethostname()}, pid {os.getpid()})"
         text = f"hpcdist: os._exit({status}) at {where} on {who}, without finalize(): the job ends"
-        abort.print_error(with_hint(coded("HD608", text)))
+        abort.print_error(with_hint(coded("HD604", text)))
         abort.job(status or 1)
     _exit_now(status)
 

@@ -192,7 +192,7 @@ def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
     """
     path = ticket[0]
     if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
-        raise FileError("HD403", f"{path}: not a staging file")
+        raise FileError("HD402", f"{path}: not a staging file")
     place = Place(*ticket)
     _check_visible(place)
     _each(place, messages, os.O_RDONLY, plain.read_at)
@@ -243,7 +243,7 @@ class Stage:
             check_folder(Path(folder), nbytes, "the staging folder")
         except FileError as error:
             raise FileError(
-                "HD417", f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))"
+                "HD410", f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))"
             ) from error
         sweep(Path(folder), PREFIX)
         self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
@@ -260,7 +260,7 @@ class Stage:
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError):
-                raise FileError("HD417", f"{folder}: a staging file cannot be created: {reason(error)}") from error
+                raise FileError("HD410", f"{folder}: a staging file cannot be created: {reason(error)}") from error
             raise
 
     def ticket(self, one_node: bool) -> list[Any]:

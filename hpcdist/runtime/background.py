@@ -89,7 +89,7 @@ class Handle(Generic[T]):
             if self._future.done():  # raised by the call itself
                 raise
             raise refusal(
-                TimeoutError, "HD610", f"not done after {seconds:g} s; it continues, and can be waited for again"
+                TimeoutError, "HD609", f"not done after {seconds:g} s; it continues, and can be waited for again"
             ) from None
         finally:
             if self._future.done():

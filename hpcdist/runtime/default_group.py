@@ -87,5 +87,5 @@ def agree_on(
     given = objects.run_on_all(comm, "init", check)
     names = [name for name, _ in given]
     odd = {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
-    objects.raise_problems("init", {rank: coded("HD304", text) for rank, text in odd.items()})
+    objects.raise_problems("init", {rank: coded("HD303", text) for rank, text in odd.items()})
     return timedelta(seconds=given[0][1])

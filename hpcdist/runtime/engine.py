@@ -116,7 +116,7 @@ class Engine:
         self._abandoned = jobs
         for job in jobs:
             job.future.set_exception(
-                HpcdistError("HD115", "the world has ended before this message was sent or received")
+                HpcdistError("HD112", "the world has ended before this message was sent or received")
             )
 
     def stop(self) -> bool:

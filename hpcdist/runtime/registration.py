@@ -164,7 +164,7 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
         told = parse_qs(urlparse(url).query)  # the arguments rank and world_size of init_process_group()
         _check_place(int(told.get("rank", [rank])[0]), int(told.get("world_size", [size])[0]), rank, size)
         yield store, rank, size
-        raise refusal(RuntimeError, "HD105", "Unable to perform re-rendezvous using MPI")
+        raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
 
 
 def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
@@ -240,7 +240,7 @@ def _check_place(told_rank: int, told_size: int, rank: int, size: int) -> None:
     """Check what torch was told of this rank's place against what MPI says."""
     if (told_rank, told_size) != (rank, size):
         raise LaunchError(
-            "HD105",
+            "HD106",
             f"torch was told that this is rank {told_rank} of {told_size}, and MPI says rank {rank} of {size}: leave "
             "out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes by mpirun or srun",
         )

@@ -219,7 +219,7 @@ def init(
         _world.finalize()  # for one with these arguments
     if _world is not None:
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
-            raise refusal(ValueError, "HD111", "hpcdist is initialised with other arguments; call finalize() first")
+            raise refusal(ValueError, "HD112", "hpcdist is initialised with other arguments; call finalize() first")
         return _world
     _world = _make(*asked)
     atexit.register(_leave)

@@ -37,13 +37,13 @@ def open_folder(base: str) -> Path:
     base = os.path.abspath(base)
     private = f"{base}/hpcdist-{os.getuid()}"
     if not os.path.isdir(base):
-        raise FileError("HD409", f"{base}: no such folder on {_HOST}")
+        raise FileError("HD401", f"{base}: no such folder on {_HOST}")
     mode = os.stat(base).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
-        raise FileError("HD403", f"{base} on {_HOST}: other users could replace the copy (it has no sticky bit)")
+        raise FileError("HD402", f"{base} on {_HOST}: other users could replace the copy (it has no sticky bit)")
     if private_folder(base) == base:
         what = "is not this user's alone" if os.path.lexists(private) else "cannot be made"
-        raise FileError("HD403", f"{private}: {what} on {_HOST}")
+        raise FileError("HD402", f"{private}: {what} on {_HOST}")
     folder = Path(private, "stage_env")
     folder.mkdir(0o700, exist_ok=True)
     return folder
@@ -81,7 +81,7 @@ class Copy:
         free = shutil.disk_usage(store).free
         if free < self._source.nbytes:
             text = f"{show_bytes(self._source.nbytes)} needed, {show_bytes(free)} free"
-            raise FileError("HD412", f"{store} on {_HOST}: no space for the copy: {text}")
+            raise FileError("HD410", f"{store} on {_HOST}: no space for the copy: {text}")
         return False
 
     def unpack(self, pieces: Iterator[bytes]) -> None:
@@ -142,14 +142,14 @@ def cleanup(path: str) -> None:
     folder, name = os.path.split(os.path.abspath(path))
     found = re.fullmatch(r"(.*)/hpcdist-(\d+)/stage_env/[0-9a-f]{16}(_[^/]+)?", folder)
     if found is None:
-        raise InputError("HD403", f"{path}: not a copy that hpcdist.stage_env has made")
+        raise InputError("HD402", f"{path}: not a copy that hpcdist.stage_env has made")
     if int(found[2]) != os.getuid():
-        raise InputError("HD403", f"{path}: a copy of another user's")
+        raise InputError("HD402", f"{path}: a copy of another user's")
     if os.path.isdir(folder):
         open_folder(found[1])
         made = all(os.path.lexists(f"{folder}/{known}") for known in (name, MANIFEST))
         if not made and os.path.isdir(folder):  # else another process of the job has removed it meanwhile
-            raise InputError("HD403", f"{path}: not a copy that hpcdist.stage_env has made")
+            raise InputError("HD402", f"{path}: not a copy that hpcdist.stage_env has made")
         try:
             _remove(Path(folder))
         except OSError as error:

@@ -86,7 +86,7 @@ class Packer:
                 self._trees.append((root, BASE, keep))
             for number, folder in enumerate(map(os.path.abspath, also)):
                 if not os.path.isdir(folder):
-                    raise InputError("HD409", f"{folder}: no such folder")
+                    raise InputError("HD401", f"{folder}: no such folder")
                 self._trees.append((folder, f"with-{number}-{os.path.basename(folder)}", bool))
             if name in ("", MANIFEST, *(at for _, at, _ in self._trees[1:])):
                 raise InputError("HD505", f"{path}: its name, {name!r}, is one that the copy has for something else")
@@ -189,7 +189,7 @@ def _opened(entry: Entry) -> IO[bytes] | None:
 
 
 def _changed(path: str) -> FileError:
-    return FileError("HD407", f"{path}: was changed while it was read: try again")
+    return FileError("HD413", f"{path}: was changed while it was read: try again")
 
 
 def scan(root: str, at: str, keep: Callable[[str], object] = bool) -> list[Entry]:

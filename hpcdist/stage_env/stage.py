@@ -124,7 +124,7 @@ def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
     def read() -> Source | None:
         nonlocal packer
         if host != _HOST and (folder / name).exists():  # each node would write a copy
-            raise InputError("HD409", f"{request.to}: is shared by the nodes: expected a folder on each node's disk")
+            raise InputError("HD401", f"{request.to}: is shared by the nodes: expected a folder on each node's disk")
         if comm.rank == 0:
             packer = Packer(request.source, request.with_base, request.also)
         return packer.source if packer else None

@@ -61,7 +61,7 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
     if find_spec("torch.distributed.checkpoint.protocol") is None:
         raise refusal(
             NotImplementedError,
-            "HD423",
+            "HD419",
             f"checkpointable() needs torch 2.14 or later, whose dcp takes parts of any layout, and this is "
             f"{torch.__version__}: hpcdist.staging.save and load take them with every torch",
         )
@@ -85,7 +85,7 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
         try:
             whole, boxes = _held(same, shapes)
         except ValueError as error:
-            objects.raise_problems(VERB, {0: coded("HD307", str(error))})
+            objects.raise_problems(VERB, {0: coded("HD213", str(error))})
         own = boxes[team.rank]
         made: Any = x.detach()
         parts = _parts(whole, boxes, team.rank)
@@ -113,7 +113,7 @@ def _held(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int,
         parts = {part for box in filled for part in _cut(box, edges)}
     if sum(part.size() for part in parts) < prod(whole):
         raise refusal(
-            ValueError, "HD423", f"the boxes leave gaps in a tensor of shape {whole}, which a checkpoint cannot have"
+            ValueError, "HD419", f"the boxes leave gaps in a tensor of shape {whole}, which a checkpoint cannot have"
         )
     return whole, boxes
 

@@ -204,7 +204,7 @@ class HDF5Reader(StorageReader):
         stored, box = reader.stored, Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.shape:
             raise refusal(
-                ValueError, "HD423", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
+                ValueError, "HD419", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
             )
         lazy = target.is_conj() or target.is_neg()  # its memory holds other values than it shows
         if target.dtype == stored.dtype and (target.is_cpu or target.is_cuda) and not lazy:
@@ -298,7 +298,7 @@ class HDF5Writer(StorageWriter):
         wait_for(self._path)
         if not kwargs.get("use_collectives", True):
             raise refusal(
-                ValueError, "HD423", "use_collectives=False is for one file a rank; one file needs all to agree"
+                ValueError, "HD419", "use_collectives=False is for one file a rank; one file needs all to agree"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -310,7 +310,7 @@ class HDF5Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay out the file, on the coordinator, and tell every rank what goes where."""
         if not all(plan.usable for plan in plans):
-            raise refusal(ValueError, "HD423", _CACHED)
+            raise refusal(ValueError, "HD419", _CACHED)
         self._give_up()
         datasets, firsts = plan_file(plans, self._options.window)
         self._file = _File(self._path, datasets, self._options)
@@ -325,7 +325,7 @@ class HDF5Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; values, and what it has done, go to the coordinator."""
         if getattr(planner, "_enable_plan_caching", False):
-            raise refusal(ValueError, "HD423", _CACHED)
+            raise refusal(ValueError, "HD419", _CACHED)
         tensors, results = [], list[WriteResult]()
         for item in plan.items:
             if item.tensor_data is not None:
@@ -431,7 +431,7 @@ def plan_file(
             dataset = datasets[i]
             if dataset.shape != tuple(data.size) or dataset.dtype != data.properties.dtype:
                 what = "has different shapes or dtypes in the plans of the ranks"
-                raise refusal(ValueError, "HD423", f"{index.fqn!r} {what}")
+                raise refusal(ValueError, "HD419", f"{index.fqn!r} {what}")
             firsts[-1][index] = i, len(pieces[i])
             pieces[i] += _pieces(data, window)
     flatten(dict.fromkeys(numbers))  # checks the names
@@ -439,7 +439,7 @@ def plan_file(
     for d, of in zip(datasets, listed, strict=True):
         if not of.tile():
             what = f"the shards of the ranks are not the tensor of shape {d.shape}, once"
-            raise refusal(ValueError, "HD307", f"{d.name!r}: {what}")
+            raise refusal(ValueError, "HD213", f"{d.name!r}: {what}")
     return [replace(d, pieces=of) for d, of in zip(datasets, listed, strict=True)], firsts
 
 
@@ -510,7 +510,7 @@ class _RankFile:
         if (tuple(shard.shape), shard.dtype) != (tuple(chunk.sizes), dataset.dtype):
             what = f"{shard.dtype} of shape {tuple(shard.shape)}"
             planned = f"{dataset.dtype} of {tuple(chunk.sizes)}"
-            raise refusal(ValueError, "HD423", f"{dataset.name!r} is {what}, but was planned as {planned}")
+            raise refusal(ValueError, "HD419", f"{dataset.name!r} is {what}, but was planned as {planned}")
         parts = [box.relative_to(tuple(chunk.offsets)) for box in self._pieces[k]]
         i, _, first = self._places[k]
         done = _Done()

@@ -349,7 +349,7 @@ def _check_shared(dim: Any, box: Any, out: Tensor | None, device: torch.device, 
     elif once_per == "rank":
         why = "once_per is 'rank', but with shared=True no rank has a copy of its own: use 'job'"
     if why is not None:
-        raise ArgumentError("HD203", why)
+        raise ArgumentError("HD211", why)
 
 
 def _dim(dim: Any) -> int | None:
@@ -423,7 +423,7 @@ def _wants(stored: Stored, same: Mapping[str, Any], boxes: Sequence[Box], size: 
     try:
         return _along_dim(stored, same, size)
     except ValueError as error:
-        raise refusal(ValueError, "HD212", f"{stored.name}: {error}") from None
+        raise refusal(ValueError, "HD213", f"{stored.name}: {error}") from None
 
 
 def _along_dim(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequence:

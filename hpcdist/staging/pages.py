@@ -125,7 +125,7 @@ class Edges:
         self._kept += self._data.tell()
         if self._kept > self._limit:
             text = "bytes of short runs lie in pages that several hosts write: more than window"
-            raise refusal(ValueError, "HD423", f"{self._kept:,} {text}={self._limit:,}")
+            raise refusal(ValueError, "HD419", f"{self._kept:,} {text}={self._limit:,}")
         self._data.seek(0)
         found = [(int(at), self._data.read(int(n))) for rows in self._tables for at, n, _ in rows]
         self._data.seek(0)

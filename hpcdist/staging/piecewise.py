@@ -97,10 +97,10 @@ def open(
     wait_for(path)
     if mode == "r":
         if tensors is not None or attrs is not None or group is not None:
-            raise refusal(TypeError, "HD422", "tensors, attrs and group are for mode 'w'")
+            raise refusal(TypeError, "HD419", "tensors, attrs and group are for mode 'w'")
         return ReadFile(os.fsdecode(path), window)
     if mode != "w":
-        raise refusal(ValueError, "HD422", f"mode is {mode!r}, expected 'r' or 'w'")
+        raise refusal(ValueError, "HD419", f"mode is {mode!r}, expected 'r' or 'w'")
     return WriteFile(world.current().context.team_of(group), path, tensors, attrs, window)
 
 
@@ -207,7 +207,7 @@ class ReadFile:
 
     def _stored(self, name: str) -> Stored:
         if self._files is None:
-            raise refusal(ValueError, "HD422", "the file is closed")
+            raise refusal(ValueError, "HD419", "the file is closed")
         key = name.strip("/")
         if key not in self._contents.tensors:
             self._contents.chosen(key)  # says what else it may be
@@ -263,7 +263,7 @@ class WriteFile:
             TypeError: `x` is not a tensor.
         """
         if not self._open:
-            raise refusal(ValueError, "HD422", "the file is closed")
+            raise refusal(ValueError, "HD419", "the file is closed")
         if name not in self._index:
             raise FileError("HD408", f"{self._file.path}: has no tensor {name!r}; it has: {listed(self._index)}")
         if not isinstance(x, Tensor):
@@ -273,7 +273,7 @@ class WriteFile:
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))
         _check_inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
-            raise refusal(ValueError, "HD422", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
+            raise refusal(ValueError, "HD419", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
         data = memory(row_major(local.tensor(x, 0, "x")[0].cpu()).view(x.shape))
         self._file.write(i, box, data)
         self._written[i].add(box, data)
@@ -309,9 +309,9 @@ class WriteFile:
             count, pieces = len(rows), Listed(rows[:, :n], rows[:, n:-1], dataset.shape)
             if count > MOST_PIECES:
                 what = f"was written in {count:,} boxes, {MOST_PIECES:,} at most are possible"
-                file.fail(refusal(ValueError, "HD422", f"{dataset.name}: {what}"))
+                file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             elif dataset.nbytes() and not pieces.tile():
-                file.fail(refusal(ValueError, "HD422", f"{dataset.name}: {_odd(pieces)}"))
+                file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {_odd(pieces)}"))
             datasets.append(replace(dataset, pieces=pieces))
         return datasets
 

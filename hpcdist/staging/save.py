@@ -285,7 +285,7 @@ def _check(
     own = dict(attrs.get("", {}))
     if same["path"].endswith(safetensors.SUFFIX):
         if writer == "mpio":
-            raise ArgumentError("HD421", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
+            raise ArgumentError("HD419", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs, {"compression": filters, "chunks": chunk})
         own, same["writer"] = {"format": "pt", **own}, "posix"
     options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
@@ -307,11 +307,11 @@ def _driver_of(writer: Any, filters: Mapping[str, Any]) -> str:
     """The driver that is used. Where HDF5 writes chunks of several ranks through MPI-IO, ranks write into each other's
     pages."""
     if writer not in drivers.NAMES:
-        raise ArgumentError("HD421", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
+        raise ArgumentError("HD419", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
     if (reason := drivers.missing(writer)) is not None:
-        raise ArgumentError("HD421", f"writer {writer} cannot be used: {reason}")
+        raise ArgumentError("HD419", f"writer {writer} cannot be used: {reason}")
     if writer == "mpio" and filters:
-        raise ArgumentError("HD421", "writer mpio does not compress; use auto or posix")
+        raise ArgumentError("HD419", "writer mpio does not compress; use auto or posix")
     return "posix" if filters else drivers.active(writer)[0]
 
 
@@ -398,9 +398,9 @@ def _difference(first: _Arguments, other: _Arguments) -> str | None:
         return option
     for name in (*first[1], *other[1]):
         if name not in other[1]:
-            return coded("HD308", f"has no tensor {name!r}, which rank 0 has")
+            return coded("HD303", f"has no tensor {name!r}, which rank 0 has")
         if name not in first[1]:
-            return coded("HD308", f"has a tensor {name!r}, which rank 0 does not have")
+            return coded("HD303", f"has a tensor {name!r}, which rank 0 does not have")
     for name, (dtype, dim, shape) in first[1].items():
         dtype_here, dim_here, shape_here = other[1][name]
         if dtype_here != dtype:
@@ -409,7 +409,7 @@ def _difference(first: _Arguments, other: _Arguments) -> str | None:
             what = f"which does not fit {shape} of rank 0 along dim {dim}"
             return coded("HD303", f"{name!r}: shape is {shape_here}, {what}")
         if dim_here != dim:
-            return coded("HD304", f"{name!r}: dim is {dim_here}, where rank 0 has {dim}")
+            return coded("HD303", f"{name!r}: dim is {dim_here}, where rank 0 has {dim}")
     return None
 
 

@@ -108,7 +108,7 @@ class Target:
             for i, dataset in enumerate(self.datasets):
                 of = order[bounds[i] : bounds[i + 1]]
                 if len(np.unique(rows[of, 1])) != len(dataset.pieces or ()):
-                    raise FileError("HD423", f"{self.path}: the ranks have not written all that was planned")
+                    raise FileError("HD419", f"{self.path}: the ranks have not written all that was planned")
                 tables.append(table_of(dataset, rows[of, 1], rows[of, 2].view(np.uint64), ranks[of]))
         self.format.complete(self._commit.part, self.datasets, tables, checkpoint)
         self._commit.finish()

@@ -51,7 +51,7 @@ def merge(
         RankError: if the structures do not match; the same on all ranks.
     """
     kinds = [_kind(spec) for spec in specs]
-    check_same("HD306", verb, path, "is", [_NAMES[kind] for kind in kinds])
+    check_same("HD303", verb, path, "is", [_NAMES[kind] for kind in kinds])
 
     def one(rank: int, spec: Any) -> Any:
         return rebuild(spec, lambda kind, i: leaf(rank, kind, i))
@@ -64,10 +64,10 @@ def merge(
     first = nodes[0]
     if first.kind == "l":
         return [one(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
-    check_same("HD306", verb, path, "is of class", [node.cls for node in nodes])
+    check_same("HD303", verb, path, "is of class", [node.cls for node in nodes])
     if first.cls == _PACKED:
-        raise RankError(verb, dict.fromkeys(range(len(specs)), coded("HD214", f"{path} {_NOT_MERGED}")))
-    check_same("HD306", verb, path, "has", [_part_names(node) for node in nodes])
+        raise RankError(verb, dict.fromkeys(range(len(specs)), coded("HD202", f"{path} {_NOT_MERGED}")))
+    check_same("HD303", verb, path, "has", [_part_names(node) for node in nodes])
     numbers = [{repr(name): i for i, name in enumerate(node.names)} for node in nodes]  # dicts may differ in order
     merged = []
     for i, name in enumerate(first.names):
@@ -127,7 +127,7 @@ class _Cutter:
         try:
             counts = layout.counts_of(self.counts, extent, self.parts)
         except ValueError as wrong:
-            raise refusal(ValueError, "HD212", f"{path}: {wrong}") from None
+            raise refusal(ValueError, "HD213", f"{path}: {wrong}") from None
         return layout.displs(counts)[self.rank], counts[self.rank]
 
     def _cut(self, spec: Any, path: str) -> Any:
@@ -140,7 +140,7 @@ class _Cutter:
         if kind == "s":
             return self._copy(spec)
         if kind == "N" and spec[1] == _PACKED:
-            raise refusal(ValueError, "HD214", f"{path} {_NOT_MERGED}")
+            raise refusal(ValueError, "HD202", f"{path} {_NOT_MERGED}")
         if kind == "l":
             start, length = self._range(len(spec) - 1, path)
             return ["l", *map(self._copy, spec[1 + start : 1 + start + length])]

@@ -126,10 +126,10 @@ def flatten(value: Any, allow_pickle: bool = False, name: str = "x") -> Tree:
     try:
         return Tree(_flatten(value, tensors, allow_pickle, 0), tensors)
     except _UnsupportedError as error:
-        raise refusal(TypeError, "HD214", f"{name}{''.join(reversed(error.path))} {error}") from None
+        raise refusal(TypeError, "HD202", f"{name}{''.join(reversed(error.path))} {error}") from None
     except RecursionError:
         text = f"{name}: nested more than {MAX_DEPTH} levels deep, or it contains itself"
-        raise refusal(ValueError, "HD214", text) from None
+        raise refusal(ValueError, "HD202", text) from None
 
 
 class _UnsupportedError(Exception):
@@ -263,7 +263,7 @@ def find_class(name: str) -> type:
         found = vars(found).get(part) if isinstance(found, (type, ModuleType)) else None
     is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
     if not (is_tuple or (isinstance(found, type) and dataclasses.is_dataclass(found))):
-        raise refusal(TypeError, "HD306", f"{name} is not a dataclass or named tuple that this rank has imported")
+        raise refusal(TypeError, "HD303", f"{name} is not a dataclass or named tuple that this rank has imported")
     return found  # type: ignore[no-any-return]
 
 
@@ -303,7 +303,7 @@ def _named_tuple(name: str, values: Sequence[Any]) -> Any:
     kind: Any = find_class(name)
     if len(values) != len(kind._fields):
         text = f"{name} has {len(kind._fields)} fields here, but {len(values)} on the sender"
-        raise refusal(TypeError, "HD306", text)
+        raise refusal(TypeError, "HD303", text)
     return tuple.__new__(kind, values)
 
 
@@ -313,7 +313,7 @@ def _dataclass(name: str, fields: Sequence[tuple[str, Any]]) -> Any:
     known = {field.name for field in dataclasses.fields(kind)}
     if {field for field, _ in fields} != known:
         text = f"{name} has the fields {sorted(known)} here, but {sorted(f for f, _ in fields)} on the sender"
-        raise refusal(TypeError, "HD306", text)
+        raise refusal(TypeError, "HD303", text)
     made: Any = object.__new__(kind)
     for field, value in fields:
         object.__setattr__(made, field, value)
@@ -340,9 +340,9 @@ def decode(kind: str, x: Tensor, allow_pickle: bool) -> Any:
         return bytearray(array)
     if not allow_pickle:
         text = "received a pickle, which is not loaded unless allow_pickle=True is passed here too"
-        raise refusal(TypeError, "HD218", text)
+        raise refusal(TypeError, "HD202", text)
     try:
         return pickle.loads(array.tobytes())
     except Exception as error:
         text = f"a received pickle cannot be loaded: {type(error).__name__}: {reason(error)}"
-        raise HpcdistError("HD218", text) from error
+        raise HpcdistError("HD202", text) from error

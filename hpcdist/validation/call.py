@@ -19,9 +19,9 @@ __all__ = [
     *("except_dim", "show_shape"),
 ]
 
-SELF_OVERLAP = coded("HD209", "out overlaps itself: several of its elements share memory, as in an expanded tensor")
+SELF_OVERLAP = coded("HD208", "out overlaps itself: several of its elements share memory, as in an expanded tensor")
 LOSES_GRADIENT = coded(
-    "HD210", "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"
+    "HD208", "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"
 )
 
 

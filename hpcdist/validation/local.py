@@ -219,7 +219,7 @@ def _needs_grad(x: Tensor, out: Any) -> bool:
         raise ArgumentError(LOSES_GRADIENT)
     if x.dtype in storage.BARE:
         raise ArgumentError(
-            "HD210", f"x requires a gradient, but torch cannot add up dtype {x.dtype}: use torch.no_grad()"
+            "HD208", f"x requires a gradient, but torch cannot add up dtype {x.dtype}: use torch.no_grad()"
         )
     return True
 
@@ -274,13 +274,13 @@ def _check_like(out: Tensor, x: Tensor) -> None:
 def _writable(out: Tensor) -> Tensor:
     """Return `out` detached; raise an ArgumentError if it cannot be written."""
     if out.is_conj() or out.is_neg():
-        raise ArgumentError("HD209", "out is a lazily conjugated or negated view: pass the tensor itself")
+        raise ArgumentError("HD208", "out is a lazily conjugated or negated view: pass the tensor itself")
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
-            "HD210", "out requires a gradient, which would be lost: pass out.detach(), or use torch.no_grad()"
+            "HD208", "out requires a gradient, which would be lost: pass out.detach(), or use torch.no_grad()"
         )
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ArgumentError("HD209", "out was created in torch.inference_mode() and can be written only there")
+        raise ArgumentError("HD208", "out was created in torch.inference_mode() and can be written only there")
     if overlaps_itself(out):
         raise ArgumentError(SELF_OVERLAP)
     return out.detach() if out.requires_grad else out
@@ -301,7 +301,7 @@ def overlaps_itself(x: Tensor) -> bool:
 def _root(root: Any, size: int) -> int:
     value = _int(root, "root")
     if not 0 <= value < size:
-        raise ArgumentError("HD206", f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
+        raise ArgumentError("HD204", f"root is {value}, expected 0 to {size - 1} in a group of {size} ranks")
     return value
 
 
@@ -322,7 +322,7 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
         return tuple(int(index(c)) for c in counts)
     except TypeError:
         raise ArgumentError(
-            "HD212", f"counts must be integers, the name of a rule or None, got {show(counts)}"
+            "HD213", f"counts must be integers, the name of a rule or None, got {show(counts)}"
         ) from None
 
 
@@ -340,4 +340,4 @@ def _int(value: Any, name: str) -> int:
         if not isinstance(value, (bool, Tensor)):
             return int(index(value))
     hint = " (a communicator is given as group=)" if type(value).__module__.startswith("mpi4py") else ""
-    raise ArgumentError("HD205", f"{name} must be an int, got {show(value)}{hint}")
+    raise ArgumentError("HD201", f"{name} must be an int, got {show(value)}{hint}")

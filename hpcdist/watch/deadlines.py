@@ -92,7 +92,7 @@ class FirstMeeting:
         self._alone = size == 1
 
     def _late(self) -> None:
-        exits.show(HangError("HD117", self._text), self._frame)
+        exits.show(HangError("HD601", self._text), self._frame)
         abort.job(1)
 
     def __enter__(self) -> None:

@@ -212,7 +212,7 @@ def _odd_calls(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     """Describe the ranks that are in another collective than `call`, by the same number of the same group."""
     verb = call.text.split("(")[0]
     return [
-        coded("HD603", f"rank {rank} is in {other.text}, not in {call.text}: all ranks of a group must call the same")
+        coded("HD601", f"rank {rank} is in {other.text}, not in {call.text}: all ranks of a group must call the same")
         for rank, _, other in _in_call(call, reports)
         if call.number > 0 and other.text.split("(")[0] != verb
     ]
@@ -257,7 +257,7 @@ def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
         f"{len(reports)} ranks: they may call in another order on each. Give each thread a group of its own, or make "
         "one call after the other"
     )
-    return [coded("HD603", text)]
+    return [coded("HD601", text)]
 
 
 def _circle(
@@ -278,7 +278,7 @@ def _circle(
         return []
     circle = path[path.index(rank) :]
     steps = [f"rank {r} is in {waits_for[r][0].text} and waits for rank {waits_for[r][1]}" for r in circle]
-    return [coded("HD603", f"they wait for each other: {'; '.join(steps[:_ALIKE])}")]
+    return [coded("HD601", f"they wait for each other: {'; '.join(steps[:_ALIKE])}")]
 
 
 def _odd_kind(report: Report, call: Entry) -> str:
@@ -291,7 +291,7 @@ def _odd_kind(report: Report, call: Entry) -> str:
         return ""
     kinds = ("with", "without") if call.team & 1 else ("without", "with")
     here, there = f"{call.text} is {kinds[0]} it", f"rank {report.rank} is in {other.text} {kinds[1]} it"
-    return coded("HD305", f"async_op must agree: {here}, and {there}")
+    return coded("HD301", f"async_op must agree: {here}, and {there}")
 
 
 def _why(report: Report, call: Entry, done: str) -> str:
@@ -309,7 +309,7 @@ def _why(report: Report, call: Entry, done: str) -> str:
         return coded("HD604", f"is dead: its process has ended without finalize(), by a signal or os._exit; {was}")
     if report.doing == "stopped":
         text = f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); {was}"
-        return coded("HD605", text)
+        return coded("HD604", text)
     if not report.known:
         return coded("HD601", f"{report.doing}; {was}")
     if report.doing != WAITS:

@@ -69,7 +69,7 @@ def _goes_on(world: hd.World) -> None:
 
 def _refused(world: hd.World, call: Callable[[], object]) -> str:
     error = raises_on_all_ranks(world.comm, RankError, call)
-    assert error.codes == ["HD703"]
+    assert error.codes == ["HD301"]
     _goes_on(world)
     return str(error)
 
@@ -144,7 +144,7 @@ def test_sizes_of_every_pair_of_ranks(world: hd.World) -> None:
 def test_ranks_are_those_of_the_group_which_is_named(world: hd.World) -> None:
     ranks = [0, world.world_size - 1]
     group = dist.new_group(ranks)
-    named = f"; in the group of world ranks 0, {ranks[1]} [HD703]"
+    named = f"; in the group of world ranks 0, {ranks[1]} [HD301]"
     text = named
     if world.rank in ranks:
         with pytest.raises(RankError) as raised:

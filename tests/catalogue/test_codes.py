@@ -135,7 +135,7 @@ def test_exceptions_show_how_to_read_more() -> None:
     assert several.codes == ["HD401", "HD204"]
     assert several.__notes__ == ["python -m hpcdist.explain HD401 HD204"]
     many = RankError("load", {rank: f"x [HD{401 + rank}]" for rank in range(20)})
-    assert many.codes == [f"HD{401 + rank}" for rank in range(20)] and "HD420" not in str(many)
+    assert many.codes == [f"HD{401 + rank}" for rank in range(20)] and "HD414" not in str(many)
     assert without_hint(several) is several and several.__notes__ == []
     assert HpcdistError("a message of somebody else").codes == []
     assert not hasattr(HpcdistError("a message of somebody else"), "__notes__")

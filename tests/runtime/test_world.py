@@ -363,7 +363,7 @@ def test_nccl_without_gpus_is_refused_on_all_ranks() -> None:
     """,
     )
     assert (
-        lines == ["backend 'nccl' needs a GPU for every rank and a torch with NCCL; none on ranks [0, 1] [HD108]"] * 2
+        lines == ["backend 'nccl' needs a GPU for every rank and a torch with NCCL; none on ranks [0, 1] [HD110]"] * 2
     )
 
 

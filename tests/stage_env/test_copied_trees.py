@@ -129,10 +129,10 @@ def test_what_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: 
     packer = Packer(str(source))
     for size in (2000, 4000):
         os.truncate(source / "file", size)
-        with pytest.raises(FileError, match=r"file: was changed while it was read: try again \[HD407\]"):
+        with pytest.raises(FileError, match=r"file: was changed while it was read: try again \[HD413\]"):
             b"".join(packer.tar())
     (source / "file").unlink()
-    with pytest.raises(FileError, match=r"file: was changed while it was read: try again \[HD407\]"):
+    with pytest.raises(FileError, match=r"file: was changed while it was read: try again \[HD413\]"):
         b"".join(packer.tar())
     (source / "file").write_bytes(bytes(3000))
     packer, opened = Packer(str(source)), source_._opened
@@ -144,7 +144,7 @@ def test_what_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(source_, "_AHEAD", 100)
     monkeypatch.setattr(source_, "_opened", cutting)
-    with pytest.raises(FileError, match=r"file: was changed while it was read: try again \[HD407\]"):
+    with pytest.raises(FileError, match=r"file: was changed while it was read: try again \[HD413\]"):
         b"".join(packer.tar())
 
 

@@ -154,7 +154,7 @@ def test_it_is_sent_again_when_it_was_changed_and_only_then(tmp_path: Path, monk
     opened = source._opened
     monkeypatch.setattr(source, "_opened", changing)
     (data / "new").touch()
-    with pytest.raises(RankError, match=r"was changed while it was read: try again \[HD407\]"):
+    with pytest.raises(RankError, match=r"was changed while it was read: try again \[HD413\]"):
         staged(data, local)
     assert len(os.listdir(Path(first.path).parent.parent)) == 3
 
@@ -301,7 +301,7 @@ def test_the_destination_is_checked_before_anything_is_read(
     with monkeypatch.context() as patch:
         patch.setattr(source.Packer, "tar", None)
         patch.setattr(copies.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-        with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free \[HD412\]"):
+        with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free \[HD410\]"):
             staged(small, to)
         assert os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env") == []
     job = mpirun(0, "-m", "hpcdist.stage_env", str(small), "--to", f"{to}/none")

@@ -179,7 +179,7 @@ CHANGES: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "name": (lambda file: file.move("index", "indey"), "holds no index, which its plan has"),
     "plan": (other_plan, "its plan, tables of pieces or values differ from their checksum"),
     "values": (other_values, "its plan, tables of pieces or values differ from their checksum"),
-    "version": (other_version, "is in version 2 of the format, and this hpcdist reads 1 [HD406]"),
+    "version": (other_version, "is in version 2 of the format, and this hpcdist reads 1 [HD402]"),
 }
 
 

@@ -48,10 +48,10 @@ def test_the_reason_is_told(reason: str) -> None:
     assert job.status != 0
     assert "survived" not in job.out
     assert re.search(r"HangError: concat\(\) at .*hanging.py:\d+ has waited for 1\.\d s, its deadline is 1 s", job.err)
-    code = "HD605" if reason == "stop" else "HD601"
+    code = "HD604" if reason == "stop" else "HD601"
     assert re.search(rf"rank 1 \(\S+, pid \d+\) {REASONS[reason]}.* \[{code}\]$", job.err, re.MULTILINE), job.err
-    assert re.search(rf"^(\[rank\d\]: )?python -m hpcdist\.explain {code}( HD603)?$", job.err, re.MULTILINE), job.err
-    assert ("HD603" in job.err) == (reason == "other"), job.err  # in which both wait
+    assert re.search(rf"^(\[rank\d\]: )?python -m hpcdist\.explain {code}( HD601)?$", job.err, re.MULTILINE), job.err
+    assert ("HD601" in job.err) == (reason == "other"), job.err  # in which both wait
 
 
 def test_the_table_has_every_rank_and_each_that_waits_raises() -> None:
@@ -83,7 +83,7 @@ def test_a_rank_that_never_calls_init() -> None:
     job = mpirun(2, str(PROGRAM), "no_init", "concat", env={"HPCDIST_TIMEOUT": "1.5", "LIMIT": "1"})
     assert job.status != 0
     assert re.search(
-        r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: the 2 ranks have not met.* \[HD117\]\n",
+        r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: the 2 ranks have not met.* \[HD601\]\n",
         job.err,
     ), job.err
 
@@ -112,7 +112,7 @@ def test_a_death_is_noticed_at_once(reason: str, status: int | None) -> None:
         assert pid is not None
         assert re.search(_said_of_a_killed_rank(int(pid[1])), job.err + job.out), job.err
     else:
-        assert re.search(r"os._exit\(\d\) at \S+hanging.py:\d+ on rank 1 \(\S+, pid \d+\).* \[HD608\]\n", job.err), (
+        assert re.search(r"os._exit\(\d\) at \S+hanging.py:\d+ on rank 1 \(\S+, pid \d+\).* \[HD604\]\n", job.err), (
             job.err
         )
 

@@ -75,7 +75,7 @@ def test_async_op_that_differs() -> None:
     lines = verdict(front, [1], {1: report(1, back)}).splitlines()
     assert lines[1:] == [
         "async_op must agree: concat() at train.py:12 is without it, and rank 1 is in concat() at train.py:20 with it "
-        "[HD305]"
+        "[HD301]"
     ]
     assert "is with it" in verdict(back, [0], {0: report(0, front)})
     assert "async_op" not in verdict(front, [1], {1: report(1, back._replace(team=99))})
@@ -134,7 +134,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     absent = chain(receives[0], team, reports)
     assert verdict(receives[0], absent, reports, team).splitlines()[len(absent) :] == [
         "they wait for each other: rank 1 is in recv() at train.py:1 and waits for rank 2; rank 2 is in concat() at "
-        "train.py:12 and waits for rank 0; rank 0 is in recv() at train.py:0 and waits for rank 1 [HD603]"
+        "train.py:12 and waits for rank 0; rank 0 is in recv() at train.py:0 and waits for rank 1 [HD601]"
     ]
     reports[2] = report(2, None, doing="in Python, at a.py:3 in f")  # all wait for this one
     assert "each other" not in verdict(receives[0], chain(receives[0], team, reports), reports, team)
@@ -156,7 +156,7 @@ def test_threads_that_use_one_group() -> None:
     assert text.startswith(
         "several threads of a rank are in calls of this group at once (of rank 0: gather() at a.py:1, all"
     )
-    assert "on 2 of 2 ranks" in text and text.endswith("[HD603]") and "transfer" not in text
+    assert "on 2 of 2 ranks" in text and text.endswith("[HD601]") and "transfer" not in text
     reports = {0: Report(0, "h", 1, [thread(-1 - NOBODY, "gather().wait"), thread(5, "gather")])}
     assert "several threads" not in verdict(reports[0].threads[1].call or CALL, [], reports)
     for report in reports.values():
