@@ -154,16 +154,14 @@ class _Joined:
     def add(self, kind: str, path: str, numbers: list[int]) -> None:
         """Add a tensor, after checking that its parts can be joined."""
         metas = [header.metas[i] for header, i in zip(self.headers, numbers, strict=True)]
-        check_same("HD303", self.verb, path, "has dtype", [str(meta.dtype) for meta in metas])
-        check_same("HD303", self.verb, path, "has number of dims", [str(len(meta.shape)) for meta in metas])
+        check_same(self.verb, path, "has dtype", [str(meta.dtype) for meta in metas])
+        check_same(self.verb, path, "has number of dims", [str(len(meta.shape)) for meta in metas])
         ndim = len(metas[0].shape) or 1
         if not -ndim <= self.dim < ndim:
             text = f"dim is {self.dim}, expected {-ndim} to {ndim - 1} for {path}, which has {len(metas[0].shape)} dims"
             raise RankError(self.verb, dict.fromkeys(range(len(metas)), coded("HD204", text)))
         dim = self.dim % ndim
-        check_same(
-            "HD303", self.verb, path, "has shape", [show_shape(except_dim(meta.shape or (1,), dim)) for meta in metas]
-        )
+        check_same(self.verb, path, "has shape", [show_shape(except_dim(meta.shape or (1,), dim)) for meta in metas])
         self._numbers.append(numbers)
 
     def buffers(self, rank: int, device: torch.device) -> dict[int, Tensor]:

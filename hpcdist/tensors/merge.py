@@ -51,7 +51,7 @@ def merge(
         RankError: if the structures do not match; the same on all ranks.
     """
     kinds = [_kind(spec) for spec in specs]
-    check_same("HD303", verb, path, "is", [_NAMES[kind] for kind in kinds])
+    check_same(verb, path, "is", [_NAMES[kind] for kind in kinds])
 
     def one(rank: int, spec: Any) -> Any:
         return rebuild(spec, lambda kind, i: leaf(rank, kind, i))
@@ -64,10 +64,10 @@ def merge(
     first = nodes[0]
     if first.kind == "l":
         return [one(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
-    check_same("HD303", verb, path, "is of class", [node.cls for node in nodes])
+    check_same(verb, path, "is of class", [node.cls for node in nodes])
     if first.cls == _PACKED:
         raise RankError(verb, dict.fromkeys(range(len(specs)), coded("HD202", f"{path} {_NOT_MERGED}")))
-    check_same("HD303", verb, path, "has", [_part_names(node) for node in nodes])
+    check_same(verb, path, "has", [_part_names(node) for node in nodes])
     numbers = [{repr(name): i for i, name in enumerate(node.names)} for node in nodes]  # dicts may differ in order
     merged = []
     for i, name in enumerate(first.names):
@@ -90,12 +90,12 @@ def _kind(spec: Any) -> str:
     return "s" if kind in ("g", "b", "a", "p", "z", "i") else str(kind)
 
 
-def check_same(code: str, verb: str, path: str, is_: str, values: Sequence[str]) -> None:
+def check_same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
     """Raise a RankError if the ranks' values differ."""
     odd = {r: f"{path} {is_} {value}, where rank 0 has {values[0]}" for r, value in enumerate(values)}
     odd = {rank: text for rank, text in odd.items() if values[rank] != values[0]}
     if odd:
-        raise RankError(verb, {rank: coded(code, text) for rank, text in odd.items()})
+        raise RankError(verb, {rank: coded("HD303", text) for rank, text in odd.items()})
 
 
 def cut(tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int) -> list[Tree]:

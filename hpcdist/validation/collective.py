@@ -32,9 +32,7 @@ assert _HEADER.size == HEADER
 _NONE = bytes(8)
 _MAX_SLEEP = 1e-3  # seconds
 _EARLIER = "the number of earlier calls {} async_op, which must agree,"
-_CODES = {"dtype": "HD303", "number of dims": "HD303", "shape": "HD303", "x": "HD303"} | dict.fromkeys(
-    (_EARLIER.format("with"), _EARLIER.format("without")), "HD301"
-)  # of what may differ; HD303 of other arguments
+_EARLIER_CALLS = (_EARLIER.format("with"), _EARLIER.format("without"))
 
 
 class Agreed(NamedTuple):
@@ -203,7 +201,7 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     verbs = [fact["verb"] for fact in facts]
     if len(set(verbs)) > 1:
         wrong = _deviations("verb", [_verb_text(verb) for verb in verbs])
-        return verbs[0], {rank: coded("HD301" if LEAVE in verbs else "HD301", text) for rank, text in wrong.items()}
+        return verbs[0], {rank: coded("HD301", text) for rank, text in wrong.items()}
     problems: dict[int, list[str]] = {}
     for rank, fact in enumerate(facts):
         if fact["problem"]:
@@ -212,7 +210,7 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     for name in options:
         values = [None if fact["problem"] else fact.get(name) for fact in facts]
         for rank, text in _deviations(name, values, _of_root(name, call, facts, values)).items():
-            problems.setdefault(rank, []).append(coded(_CODES.get(name, "HD303"), text))
+            problems.setdefault(rank, []).append(coded("HD301" if name in _EARLIER_CALLS else "HD303", text))
         if name == "number of dims" and len({v for v in values if v is not None}) > 1:
             break  # the shapes would only repeat the difference
     if not problems:

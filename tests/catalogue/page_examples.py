@@ -1,7 +1,7 @@
 """``page_examples.py EXAMPLES``: run the examples of the pages on all ranks, and print what is wrong with them.
 
-EXAMPLES is JSON: (code, the example that fails or "", the example that works). The first one must raise an error with
-the code on some rank, the second one none on any.
+EXAMPLES is JSON: (code, what fails, what works after it). The first one must raise an error with the code on some rank,
+the second one none on any.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def _error(source: str, names: dict[str, Any]) -> str:
 def main(folder: str, examples: str) -> None:
     """Each page has a world and a folder of its own."""
     comm = MPI.COMM_WORLD
-    for code, before, after in json.loads(examples):
+    for code, fails, works in json.loads(examples):
         here = os.path.join(folder, code)
         os.makedirs(here, exist_ok=True)
         os.chdir(here)
         names: dict[str, Any] = {"hd": hd, "torch": torch, "world": hd.init()}
-        said = comm.allgather(_error(before, names) if before else f"[{code}]")
+        said = comm.allgather(_error(fails, names))
         if not any(f"[{code}]" in text for text in said):
-            print(f"{code}: rank {comm.rank}: before: {said[comm.rank]!r}", flush=True)
-        said = comm.allgather(_error(after, names))
+            print(f"{code}: rank {comm.rank}: fails: {said[comm.rank]!r}", flush=True)
+        said = comm.allgather(_error(works, names))
         if any(said):
-            print(f"{code}: rank {comm.rank}: after: {said[comm.rank]!r}", flush=True)
+            print(f"{code}: rank {comm.rank}: works: {said[comm.rank]!r}", flush=True)
         names.clear()
         hd.finalize()
 
