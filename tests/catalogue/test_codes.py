@@ -134,8 +134,8 @@ def test_exceptions_show_how_to_read_more() -> None:
     several = RankError("load", {0: "x [HD401]", 1: "y [HD204]; z [HD401]"})
     assert several.codes == ["HD401", "HD204"]
     assert several.__notes__ == ["python -m hpcdist.explain HD401 HD204"]
-    many = RankError("load", {rank: f"x [HD{401 + rank}]" for rank in range(20)})
-    assert many.codes == [f"HD{401 + rank}" for rank in range(20)] and "HD420" not in str(many)
+    many = RankError("load", {rank: f"x [HD{401 + rank}]" for rank in range(19)})
+    assert many.codes == [f"HD{401 + rank}" for rank in range(19)] and "HD419" not in str(many)
     assert without_hint(several) is several and several.__notes__ == []
     assert HpcdistError("a message of somebody else").codes == []
     assert not hasattr(HpcdistError("a message of somebody else"), "__notes__")
