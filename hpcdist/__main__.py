@@ -43,7 +43,7 @@ def main(world: World, args: argparse.Namespace) -> int:
             ["ranks", f"{world.world_size} on {plural(world.nodes, 'node')}{_more(world)}"],
         ]
         width = max(len(name) for name, _ in versions)
-        print("commands (see their --help; hpcdist gather is short for python -m hpcdist.gather):")
+        print("commands (see their --help):")
         print("\n".join(f"  {command.ljust(27)}  {what}" for command, what in _COMMANDS))
         print("versions in use:")
         print("\n".join(f"  {name.ljust(width)}  {value}" for name, value in versions), flush=True)
