@@ -487,7 +487,7 @@ def test_what_fails_does_not_keep_what_the_caller_holds(world: hd.World) -> None
 
     gc.disable()
     try:
-        kept = [ref() is not None for ref in map(refused, (objects.broadcast, objects.all_gather))]
+        kept = [ref() is not None for ref in map(refused, (objects.run_on_root, objects.run_on_all))]
     finally:
         gc.enable()
     assert_on_all_ranks(world.comm, kept == [False, False], kept)
