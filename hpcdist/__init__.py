@@ -14,7 +14,7 @@ if _COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of imports; until streams.printing()
 
 if _MODULE == "hpcdist.explain":  # Python imports this first: it explains where torch is not found
-    from hpcdist.catalogue.command import main
+    from hpcdist.explain.command import main
 
     sys.exit(main(sys.argv[1:]))
 

@@ -50,7 +50,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def coded(code: str, text: str) -> str:
-    """Return a message with its code, of which :mod:`hpcdist.catalogue` has a page.
+    """Return a message with its code, of which :mod:`hpcdist.explain` has a page.
 
     A message that has a code already, that of its cause, keeps it: what to do depends on the cause.
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from hpcdist.catalogue.command import main
+from hpcdist.explain.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from hpcdist import catalogue
+from hpcdist import explain
 from hpcdist.errors import codes
 
 __all__ = ["main"]
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list() -> int:
-    titles = catalogue.titles()
-    for group, what in catalogue.GROUPS.items():
+    titles = explain.titles()
+    for group, what in explain.GROUPS.items():
         _print(f"{group}xx: {what}")
         for code, title in titles.items():
             if code.startswith(group):
@@ -53,25 +53,25 @@ def _list() -> int:
 
 
 def _explain(wanted: Sequence[str]) -> int:
-    titles = catalogue.titles()
+    titles = explain.titles()
     for code in wanted:
         if code not in titles:
             what = "there is no such code" if _CODE.fullmatch(code) else "expected a code such as HD204, or - alone"
             sys.stderr.write(f"hpcdist.explain: error: {code}: {what}; without a code, all are listed\n")
             return _BAD_INPUT
-    _print("\n\n".join(catalogue.page(code).rstrip() for code in dict.fromkeys(wanted)))
+    _print("\n\n".join(explain.page(code).rstrip() for code in dict.fromkeys(wanted)))
     return 0
 
 
 def _explain_log(text: str) -> int:
     """Print the pages of the codes in a program's output, each after the first line that has it."""
-    titles, first = catalogue.titles(), dict[str, str]()
+    titles, first = explain.titles(), dict[str, str]()
     for line in text.splitlines():
         for code in codes(line):
             first.setdefault(code, line.strip())
     for code, line in first.items():
         known = code in titles
-        _print(f"> {line}\n\n{catalogue.page(code).rstrip() if known else f'{code} is not a code of this hpcdist'}\n")
+        _print(f"> {line}\n\n{explain.page(code).rstrip() if known else f'{code} is not a code of this hpcdist'}\n")
     if not first:
         sys.stderr.write("hpcdist.explain: no error code of hpcdist, such as [HD204], in what was read\n")
         return _NOT_FOUND

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from launch import commands, mpirun
 
-from hpcdist import catalogue
+from hpcdist import explain
 
 pytestmark = pytest.mark.once
 
@@ -21,8 +21,8 @@ _COMMAND = re.compile(r"^\$ python -m (hpcdist\.\w+) (.*?)(?:  # (HD\d+))?$")
 
 def _examples(kind: str) -> Iterator[tuple[str, list[str]]]:
     """(code, lines) of the pages that have an example."""
-    for code in catalogue.titles():
-        found = re.search(rf"^```{kind}\n(.*?)\n```", catalogue.page(code), re.MULTILINE | re.DOTALL)
+    for code in explain.titles():
+        found = re.search(rf"^```{kind}\n(.*?)\n```", explain.page(code), re.MULTILINE | re.DOTALL)
         if found:
             yield code, found[1].splitlines()
 
@@ -57,7 +57,7 @@ def test_commands(tmp_path: Path) -> None:
 
 
 def test_the_commands_exist() -> None:
-    root = Path(catalogue.__file__).parent.parent
-    for code in catalogue.titles():
-        for module in re.findall(r"python -m hpcdist(?:\.(\w+))?", catalogue.page(code)):
+    root = Path(explain.__file__).parent.parent
+    for code in explain.titles():
+        for module in re.findall(r"python -m hpcdist(?:\.(\w+))?", explain.page(code)):
             assert (root / module / "__main__.py").exists(), f"{code}: {module}"

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist import catalogue
-from hpcdist.catalogue.command import main
+from hpcdist import explain
 from hpcdist.errors import (
     FileError,
     HpcdistError,
@@ -32,6 +31,7 @@ from hpcdist.errors import (
     with_hint,
     without_hint,
 )
+from hpcdist.explain.command import main
 
 pytestmark = pytest.mark.once
 
@@ -41,7 +41,7 @@ OWN = {"FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "A
 PYTHONS = {name for name in dir(builtins) if name.endswith("Error")}
 # Python's own errors that need no code: they are caught within the package, which says more, or are a fault of it.
 WITHOUT = {
-    "catalogue.__init__", "comm.windows", "commands.arrays", "control.codec", "formats.dcp_folder",
+    "explain.__init__", "comm.windows", "commands.arrays", "control.codec", "formats.dcp_folder",
     "formats.numpy_files", "layout.box_sequences", "procstat", "tensors.host_pages",
 }  # fmt: skip
 
@@ -67,30 +67,30 @@ def _used() -> set[str]:
 
 
 def test_each_code_has_a_page_and_each_page_is_of_a_code_that_is_used() -> None:
-    assert set(catalogue.titles()) == _used() | {line.split()[0] for line in KEPT if line.endswith(" retired")}
+    assert set(explain.titles()) == _used() | {line.split()[0] for line in KEPT if line.endswith(" retired")}
 
 
 def test_codes_are_kept() -> None:
     """Programs and notes name them: a line of codes.txt is never removed, and no code gets another meaning. One that is
     not used any more keeps its page, and gets the word retired at the end of its line."""
-    assert [line.split()[0] for line in KEPT] == list(catalogue.titles())
+    assert [line.split()[0] for line in KEPT] == list(explain.titles())
 
 
 def test_titles_are_unique_and_short() -> None:
-    titles = list(catalogue.titles().values())
+    titles = list(explain.titles().values())
     assert len(set(titles)) == len(titles)
     assert [title for title in titles if not 10 <= len(title) <= 70 or title.endswith(".")] == []
 
 
 def test_pages_are_short_and_have_the_same_parts() -> None:
     """What it means, then causes and what to do as a list, then perhaps an example: half of a terminal."""
-    for code in catalogue.titles():
-        text = catalogue.page(code)
+    for code in explain.titles():
+        text = explain.page(code)
         title, meaning, advice, *examples = text.removesuffix("\n").split("\n\n")
         assert title.startswith(f"# {code}: ") and not meaning.startswith(("#", "-", "```")), code
         assert all(line.startswith(("- ", "  ")) for line in advice.splitlines()), code
         assert len(examples) < 2 and all(example.startswith(("```python\n", "```console\n")) for example in examples)
-        assert code[:3] in catalogue.GROUPS
+        assert code[:3] in explain.GROUPS
         assert text.count("\n") <= 15 and max(map(len, text.splitlines())) <= 110, code
 
 
@@ -144,12 +144,12 @@ def test_exceptions_show_how_to_read_more() -> None:
 def test_the_command_prints_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["HD204", "[hd401]", "HD204"]) == 0
     out = capsys.readouterr().out
-    assert out == f"{catalogue.page('HD204')}\n{catalogue.page('HD401')}"
+    assert out == f"{explain.page('HD204')}\n{explain.page('HD401')}"
     assert main([]) == 0
     out = capsys.readouterr().out
-    for group, what in catalogue.GROUPS.items():
+    for group, what in explain.GROUPS.items():
         assert f"{group}xx: {what}\n" in out
-    for code, title in catalogue.titles().items():
+    for code, title in explain.titles().items():
         assert f"  {code}  {title}\n" in out
 
 
@@ -171,8 +171,8 @@ def test_a_log_is_searched_for_codes(tmp_path: Path) -> None:
     log = "step 1\n[1,0]<stderr>:  rank 1: dim is 5 [HD204]\nrank 0: dim is 5 [HD204]; x [HD401]\n\xff [HD999]\n"
     done = _explain("-", stdin=log)
     first, second, third = done.stdout.split("\n> ")
-    assert first == f"> [1,0]<stderr>:  rank 1: dim is 5 [HD204]\n\n{catalogue.page('HD204')}"
-    assert second == f"rank 0: dim is 5 [HD204]; x [HD401]\n\n{catalogue.page('HD401')}"
+    assert first == f"> [1,0]<stderr>:  rank 1: dim is 5 [HD204]\n\n{explain.page('HD204')}"
+    assert second == f"rank 0: dim is 5 [HD204]; x [HD401]\n\n{explain.page('HD401')}"
     assert third.endswith("HD999 is not a code of this hpcdist\n\n")
     assert (done.returncode, done.stderr) == (0, "")
     done = _explain("-", stdin="all is well\n")
