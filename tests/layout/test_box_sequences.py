@@ -1,0 +1,78 @@
+"""Boxes that follow from arithmetic, and which of them meet another one: as lists of all boxes would give it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdist import layout
+from hpcdist.layout import Box, whole
+from hpcdist.layout.box_sequences import BoxSequence, Copies, Listed, Shards, cut_shards, grid, summed
+from hpcdist.staging.pieces import shard_boxes
+
+
+def check_same(found: BoxSequence, expected: Sequence[Box], box: Box) -> None:
+    """They are the same boxes, and say which of them meet `box`."""
+    assert (list(found), len(found)) == (list(expected), len(expected))
+    assert found.intersecting(box).tolist() == [i for i, each in enumerate(expected) if each.intersect(box).size()]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), SHAPES, st.integers(1, 60))
+def test_a_grid(data: st.DataObject, shape: tuple[int, ...], limit: int) -> None:
+    box = data.draw(a_box(shape))
+    check_same(grid(shape, limit), list(layout.boxes(whole(shape), limit)), box)
+    if prod(shape):
+        cell = tuple(data.draw(st.integers(1, n)) for n in shape)
+        check_same(grid(shape, limit, cell), in_cells(shape, cell, limit), box)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), EXTENTS, FEW, FEW, st.integers(1, 4))
+def test_shards(
+    data: st.DataObject, extents: list[int], before: tuple[int, ...], after: tuple[int, ...], step: int
+) -> None:
+    shape, dim = (*before, sum(extents), *after), len(before)
+    box, every = data.draw(a_box(shape)), shard_boxes(shape, dim, extents)
+    shards = Shards(shape, dim, summed(extents))
+    check_same(shards, every, box)
+    check_same(Copies(shape, len(extents)), [whole(shape)] * len(extents), box)
+    starts = [range(box.offset[dim], box.offset[dim] + box.shape[dim]) for box in every]
+    cut = [[whole(shape).narrow(dim, k, min(k + step, of.stop)) for k in of[::step]] for of in starts]
+    found, bounds = cut_shards(shards, step)
+    check_same(found, list(itertools.chain(*cut)), box)
+    assert bounds.tolist() == [0, *itertools.accumulate(map(len, cut))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), SHAPES, st.integers(1, 60), st.sampled_from(["some runs", "all runs", "any", "cut"]))
+def test_listed_boxes(data: st.DataObject, shape: tuple[int, ...], limit: int, kind: str) -> None:
+    """Those that are runs one behind the other are looked up by bisection, all others are gone through."""
+    every = list(layout.boxes(whole(shape), limit))
+    if kind == "some runs":
+        every = [box for box in every if data.draw(st.booleans())]
+    elif kind == "any":
+        every = data.draw(st.lists(a_box(shape), max_size=6))
+    elif kind == "cut" and prod(shape):
+        every = data.draw(st.permutations(in_cells(shape, [data.draw(st.integers(1, n)) for n in shape], 1)))
+    listed = Listed.of(every, shape)
+    check_same(listed, every, data.draw(a_box(shape)))
+    flat = np.arange(prod(shape)).reshape(shape)
+    elements = [flat[box.slices()].ravel().tolist() for box in every]
+    assert listed.sizes.tolist() == list(map(len, elements))
+    filled = [i for i, at in enumerate(elements) if at]
+    assert [listed.starts[i] for i in filled] == [elements[i][0] for i in filled]
+    lengths, counts = listed.run_lengths()
+    assert [(lengths[i], counts[i]) for i in filled] == [layout.runs(every[i], shape)[:2] for i in filled]
+    ordered = list(itertools.chain(*elements))
+    if all(elements):
+        ascending = all(counts[i] == 1 for i in filled) and ordered == sorted(set(ordered))
+        assert listed.are_runs == ascending
+    assert listed.tile() == (sorted(ordered) == flat.ravel().tolist())
+    assert all(every[i].intersect(listed.cover) == every[i] for i in filled)
