@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from hpcdist.runtime.commandline import problem
 from hpcdist.runtime.world import World
 from hpcdist.staging.pieces import shard_boxes
 from hpcdist.staging.writer import WINDOW, SaveOptions
-from hpcdist.tensors.storage import as_bytes, row_major
+from hpcdist.tensors.storage import as_bytes, bits, row_major
 
 __all__ = ["OUTPUTS", "join_main", "parser", "split_main"]
 
@@ -42,8 +43,10 @@ _NUMBER = re.compile(r"\{rank(:0?\d{0,2}d?)?\}")
 _ROUTES = ("mpi", "gloo", "hdf5", "nccl")
 _ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
 
+T = TypeVar("T")
 File = tuple[str, Box]  # a file to be written, and the box of the joined array that it holds
 Move = Callable[..., Tensor | None]  # (shard, route=, out=) -> result
+Fill = Callable[[Box, Tensor], object]  # fills a tensor with a box of the joined array
 
 
 def join_main(world: World, args: Namespace) -> int:
@@ -57,13 +60,11 @@ def join_main(world: World, args: Namespace) -> int:
     if args.root is not None and not 0 <= args.root < world.world_size:
         expected = f"expected 0 to {world.world_size - 1} with {world.world_size} ranks"
         raise InputError("HD505", f"--root {args.root}: {expected}")
-    if args.output is None:
-        if args.resume:
-            raise InputError("HD505", "--resume: needs -o")
+    copies = "{" in (args.output or "")
+    if args.output is None or args.route or args.compare:
+        if args.resume or copies:
+            raise InputError("HD505", "--resume, and names with {rank}, need -o without --route and --compare")
         return _join_in_memory(world, args)
-    if args.compare:
-        raise InputError("HD505", f"{args.output}: -o streams from file to file, with no route to --compare")
-    copies = "{" in args.output
     names = _file_names(args.output, world.world_size if copies else 1)
     data, report = _found(world, args)
     files = [(name, layout.whole(data.shape)) for name in names]
@@ -116,37 +117,51 @@ def _stream(
         mine: the files that this rank writes, alone; None: all ranks write all files together.
         copies: whether each file is a copy of the whole, and not a part.
     """
-    from mpi4py import MPI
-
     started, comm = time.perf_counter(), world.team.comm
     written = files if mine is None else mine
     objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, written, () if world.rank else files))
 
-    def write(team: Team) -> tuple[int, int]:
-        pieces = kept = 0
-        with data.reader(args.window) as reader:
-            for name, whole in written:
-                options = SaveOptions("posix", args.window, args.resume)
-                dataset = Dataset("data", whole.shape, data.dtype)
-
-                def read(i: int, box: Box, out: Tensor, at: Sequence[int] = whole.offset) -> None:
-                    data.join(reader.read, box.shift(at), out)
-
-                done = copy(world, team, args.prog, name, [dataset], read, options)
-                pieces, kept = pieces + done[0], kept + done[1]
-        return pieces, kept
-
-    def write_alone() -> tuple[int, int]:
-        try:
-            return write(world.context.team_of(MPI.COMM_SELF))
-        except RankError as error:  # of one rank, which the other ranks learn of in a line
-            raise InputError(problem(error)) from error
-
-    done = write(world.team) if mine is None else objects.run_on_all(comm, args.prog, write_alone)[world.rank]
+    with data.reader(args.window) as reader:
+        write = partial(_write, world, args, data, written, partial(data.join, reader.read))
+        if mine is None:
+            done = write(world.team)
+        else:
+            done = objects.run_on_all(comm, args.prog, lambda: _alone(world, write))[world.rank]
     result = f"result: shape {data.shape} in {result}"
     lines = copied(world, args, report, started, done, result)
     held = written if copies else files if world.rank == (args.root or 0) else ()
     return _finish(world, args, data, report, lines, [name for name, _ in held])
+
+
+def _write(
+    world: World,
+    args: Namespace,
+    data: Inputs,
+    files: Iterable[File],
+    fill: Callable[[Box, Tensor], object],
+    team: Team,
+) -> tuple[int, int]:
+    """Write files, as copy() does; `fill` gives boxes of the joined array. Collective over `team`."""
+    pieces = kept = 0
+    for name, whole in files:
+        dataset, options = Dataset("data", whole.shape, data.dtype), SaveOptions("posix", args.window, args.resume)
+
+        def read(i: int, box: Box, out: Tensor, at: Sequence[int] = whole.offset) -> None:
+            fill(box.shift(at), out)
+
+        done = copy(world, team, args.prog, name, [dataset], read, options)
+        pieces, kept = pieces + done[0], kept + done[1]
+    return pieces, kept
+
+
+def _alone(world: World, write: Callable[[Team], T]) -> T:
+    """Write on this rank alone."""
+    from mpi4py import MPI
+
+    try:
+        return write(world.context.team_of(MPI.COMM_SELF))
+    except RankError as error:  # of one rank, which the other ranks learn of in a line
+        raise InputError(problem(error)) from error
 
 
 def _check_outputs(args: Namespace, data: Inputs, written: Iterable[File], files: Iterable[File]) -> None:
@@ -176,9 +191,12 @@ def _join_in_memory(world: World, args: Namespace) -> int:
     own, kept = (data.share(world, rank) for rank in (world.rank, args.root or 0))
     whole = data.nbytes() if args.root in (None, world.rank) else 0
     _check_memory(world, own.size() * data.dtype.itemsize + whole)
+    comm, writes = world.team.comm, args.output is not None and world.rank == (args.root or 0)
+    files = [(args.output, layout.whole(data.shape))] if writes else []
+    objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, files, ()))
     shard = torch.empty(own.shape, dtype=data.dtype, device="cpu")
     with data.reader(WINDOW) as reader:
-        objects.run_on_all(world.team.comm, "read", lambda: data.join(reader.read, own, shard))
+        objects.run_on_all(comm, "read", lambda: data.join(reader.read, own, shard))
     move: Move = partial(gather, dim=data.dim, root=args.root)
     where, sent = f"rank {args.root}", data.nbytes() - kept.size() * data.dtype.itemsize
     if args.root is None:
@@ -192,8 +210,18 @@ def _join_in_memory(world: World, args: Namespace) -> int:
         f"result: shape {data.shape} on {where}; {sent:,} bytes sent between ranks",
         *times,
     ]
-    held = None if result is None else lambda box: result[box.slices()]
-    return _finish(world, args, data, report, lines, held)
+    held: Slices | None = None if result is None else lambda box: result[box.slices()]
+    if args.output is None:
+        return _finish(world, args, data, report, lines, held)
+
+    def fill(box: Box, out: Tensor) -> None:
+        assert held is not None
+        bits(out).copy_(bits(held(box)))
+
+    objects.run_on_all(comm, args.prog, lambda: _alone(world, partial(_write, world, args, data, files, fill)))
+    report["output"] = args.output
+    lines.append(f"written: {shown(args.output)}")
+    return _finish(world, args, data, report, lines, [args.output] if writes else held)
 
 
 def _check_memory(world: World, nbytes: int) -> None:
@@ -395,7 +423,7 @@ def parser(what: str) -> Parser:
     if what == "split":
         p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
     else:
-        p.add_argument("--route", choices=_ROUTES, help="without -o: how the data travel (default mpi)")
-        p.add_argument("--compare", action="store_true", help="without -o: time every route that can run here")
+        p.add_argument("--route", choices=_ROUTES, help="gather in memory, by this route (default mpi)")
+        p.add_argument("--compare", action="store_true", help="the same, by every route that can run here")
     add_options(p)
     return p
