@@ -103,7 +103,7 @@ class Run:
 
 # What depends on the versions of the libraries that read and write files, and takes seconds.
 FILE_TESTS = (
-    *("commands/test_checkpoints.py", "commands/test_sources.py", "formats/test_atomic.py", "formats/test_plain.py"),
+    *("commands/test_checkpoints.py", "commands/test_sources.py", "formats/test_paths.py", "formats/test_plain.py"),
     *("staging/test_damaged.py", "staging/test_edges.py", "staging/test_errors.py", "staging/test_host.py"),
     *("staging/test_save_load.py", "staging/test_strange.py", "tensors/test_storage.py", "tensors/test_tree.py"),
     *("test_readme.py", "test_versions.py"),
