@@ -96,6 +96,9 @@ def _look(args: Namespace) -> tuple[Contents, int | None]:
     files = [source, *contents.files, *glob.glob(os.path.join(glob.escape(source), "*.json"))]
     datasets = [Dataset(s.name, s.shape, s.dtype) for s in contents.tensors.values()]
     index = filter(os.path.exists, [safetensors.index_of(out)])  # which is replaced, or removed
+    folder = os.path.dirname(os.path.abspath(out))
+    if not out.endswith(".h5") and os.path.isdir(source) and os.path.realpath(source) == os.path.realpath(folder):
+        raise InputError("HD507", f"{out}: would be read as a part of the input, {source}")
     several = [] if limit is None else safetensors.divide(out, datasets, limit)
     for name in [out, *(name for name, _ in several), *index]:
         check_output(name, files, 0 if args.resume else contents.nbytes())

@@ -91,8 +91,8 @@ def described(spec: str) -> Source:
         expected = f"one of {', '.join(FORMATS)}; hpcdist.convert copies all tensors of a folder"
         raise InputError("HD501", f"{path}: unknown suffix {suffix!r}; expected {expected}")
     with input_errors(path):
-        key = name and name.strip("/")
         contents = _READ[suffix].describe(path)
+        key = name if name in contents.tensors else name and name.strip("/")
         if key and "" in contents.tensors:
             raise InputError("HD408", f"{path}: holds an array without a name, and no array {key!r}")
         found = contents.chosen(key)

@@ -87,10 +87,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Identity:
-    """By what a file is recognised after it was described: its size and inode, or bytes that no other file has."""
+    """By what a file is recognised after it was described: its size, inode and time of change, or bytes that no other
+    file has. It is taken before the file is described."""
 
     size: int
     inode: int
+    changed: int = 0
     at: int = 0
     mark: bytes = b""
 
@@ -98,14 +100,17 @@ class Identity:
         """Whether this is the open file, which may have been replaced, or be another one on this node."""
         if self.mark:
             return os.pread(fd, len(self.mark), self.at) == self.mark
-        found = os.fstat(fd)
-        return (found.st_size, found.st_ino) == (self.size, self.inode)
+        return Identity.of(os.fstat(fd)) == self
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Identity:
+        """That of a file with this status."""
+        return cls(found.st_size, found.st_ino, found.st_mtime_ns)  # an inode may be used again
 
 
 def identity(path: str) -> Identity:
-    """The size and inode of a regular file; a FileError if there is no such file."""
-    found = check_regular(path)
-    return Identity(found.st_size, found.st_ino)
+    """The identity of a regular file; a FileError if there is no such file."""
+    return Identity.of(check_regular(path))
 
 
 @dataclass(frozen=True)
@@ -154,16 +159,20 @@ class Contents:
         Raises:
             FileError: nothing of that name, or nothing that a tensor can hold, or data in another file.
         """
-        self.require(name or "")
-        found = {key: stored for key, stored in self.tensors.items() if _is_in(key, name or "")}
-        others = [f"{key} ({what})" if key else what for key, what in self.left_out.items() if _is_in(key, name or "")]
+        name = name if name in self.tensors else (name or "").strip("/")
+        self.require(name)
+        found = {key: stored for key, stored in self.tensors.items() if _is_in(key, name)}
+        found = {name: self.tensors[name]} if name and name in self.tensors else found
+        others = [f"{key} ({what})" if key else what for key, what in self.left_out.items() if _is_in(key, name)]
         if not found and others:
             which = f" {name!r}" if name else ""
             raise FileError("HD408", f"{self.path}: holds no tensor{which}, but {listed(others)}")
         if name and not found:
             raise FileError("HD408", f"{self.path}: holds no tensor {name!r}; it has: {listed(self.tensors)}")
+        others_of = {file for stored in self.tensors.values() for file in _files_of(stored)}
         used = {file for stored in found.values() for file in _files_of(stored)} or self.files.keys()
-        return replace(self, tensors=found, files={path: at for path, at in self.files.items() if path in used})
+        files = {path: at for path, at in self.files.items() if path in used or path not in others_of}
+        return replace(self, tensors=found, files=files)
 
 
 def _is_in(key: str, name: str) -> bool:
@@ -227,12 +236,10 @@ class Format(ABC):
 
     Attributes:
         dtypes: those that a file can hold; empty for a format that is only read.
-        named: whether its tensors have names.
         checksums: whether its files have checksums of their pieces.
     """
 
     dtypes: frozenset[torch.dtype] = frozenset()
-    named = True
     checksums = False
 
     @abstractmethod

@@ -26,6 +26,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -101,17 +102,15 @@ class _HDF5(Format):
         before = check_regular(path)
         try:
             with opened(path) as file:
-                contents = _contents(path, file, Identity(before.st_size, before.st_ino))
+                contents = _contents(path, file, Identity.of(before))
         except FileError:
             raise
         except OSError as error:
             raise FileError(_why(path, error)) from error
         except Exception as error:  # whatever h5py makes of a file that is damaged
             raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
-        if not os.path.samestat(before, os.stat(path)):
-            return self.describe(path)  # replaced meanwhile: which of the two was read is unknown
         for stored in contents.tensors.values():
-            if stored.raw is not None and stored.raw.offset + stored.nbytes() > os.path.getsize(path):
+            if stored.raw is not None and stored.raw.offset + stored.nbytes() > before.st_size:
                 raise FileError("HD404", f"{path}: truncated: {stored.name} ends after the end of the file")
         return contents
 
@@ -170,7 +169,6 @@ class _HDF5(Format):
             parts[_CHECKPOINT] = checkpoint
         with h5py.File(path, "r+", **_NEW) as file:
             for name, content in (*parts.items(), (_STATE, _seal(parts))):
-                file[GROUP].pop(name, None)  # of a save that was killed before the file had its name
                 made = _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1"))
                 made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.frombuffer(content, np.uint8))
 
@@ -283,7 +281,7 @@ def _contents(path: str, file: Any, at: Identity) -> Contents:
     if lost := planned.keys() - set(tensors):
         raise FileError("HD404", f"{path}: holds no {listed(sorted(lost))}, which its plan has: {_CHANGED}")
     found, external, left_out = _stored(path, file, tensors, planned)
-    at = Identity(at.size, at.inode, places[_STATE].offset, parts[_STATE])
+    at = replace(at, at=places[_STATE].offset, mark=parts[_STATE])
     values = json.loads(parts.get(_CHECKPOINT, b"{}"))
     left_out |= others | dict.fromkeys(values.get("values", ()), "a value")
     return Contents(path, "HDF5 file", found, {path: at}, external, left_out, checked=True, checkpoint=values)

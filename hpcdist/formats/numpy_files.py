@@ -28,7 +28,6 @@ _HEADER = 2**16  # bytes; numpy itself takes 10,000
 
 class _Npy(Format):
     dtypes = NUMPY
-    named = False
 
     def describe(self, path: str) -> Contents:
         at = identity(path)

@@ -245,6 +245,12 @@ def lock(fd: int) -> bool:
     return True
 
 
+def _unlock(fd: int) -> None:
+    """Release the lock on a file, also where a child process of this one has inherited it."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def sweep(folder: Path, prefix: str) -> None:
     """Remove the files with a prefix that dead jobs have left: those that no process has locked."""
     for path in folder.glob(f"{glob.escape(prefix)}*"):
@@ -349,12 +355,13 @@ class Commit:
         if (old := status_of_old(self.target) or self._old) is not None:
             _look_like(self._lock, old, self.target)
         os.fsync(self._lock)
+        _unlock(self._lock)  # before it can be read: HDF5 does not read a file that is locked
         try:
             os.replace(self.part, self.target)
         except FileNotFoundError as error:
             text = f"{self.target}: {self.part} is gone: another process has taken or removed it"
             raise FileError("HD414", text) from error
-        self._unlock()  # immediately: HDF5 does not read a file that is locked
+        self._unlock()
         sync(self.target.parent)
 
     def discard(self, keep: bool = False) -> None:
@@ -366,6 +373,7 @@ class Commit:
 
     def _unlock(self) -> None:
         _held.discard(self.part.name)
+        _unlock(self._lock)
         os.close(self._lock)
         self._lock = -1
         self._close_left()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError, listed, reason, refusal
-from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
+from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Slices, Stored, identity
 from hpcdist.formats.paths import check_regular, sync, utf8_path, write_text
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
@@ -29,6 +30,7 @@ SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"  # the end of the name of an index
 METADATA = "__metadata__"  # in the header, text by name; no tensor may have this name
 _PARTS = "DCP_SHARDING_INFO"  # in the text of files that torch's HuggingFaceStorageWriter has not consolidated
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")  # a file of several
 _MOST = 100_000_000  # bytes of a header, in the library
 _ALIGNMENT = 4096  # bytes: the data begin with a page, so that large tensors are written, and mapped, in whole pages
 
@@ -38,7 +40,11 @@ class _Safetensors(Format):
 
     def describe(self, path: str) -> Contents:
         """As :meth:`Format.describe`, of a file, an index, or a folder of files with or without an index."""
-        files, where = _files(path) if os.path.isdir(path) or path.endswith(INDEX) else ([path], None)
+        if path.endswith(SUFFIX) and not os.path.lexists(path) and os.path.exists(index_of(path)):
+            path = index_of(path)  # of several files
+        several = os.path.isdir(path) or path.endswith(INDEX)
+        files, where, index = _files(path) if several else ([path], None, {})
+        identities = {file: identity(file) for file in files}  # before they are described
         tensors: dict[str, Stored] = {}
         text: dict[str, str] = {}
         left_out: dict[str, str] = {}
@@ -59,7 +65,8 @@ class _Safetensors(Format):
             what = f"{gone} is not in {os.path.basename((where or {})[gone])}, where the index says"
             raise FileError("HD510", f"{path}: incomplete: {what}")
         kind = "safetensors file" if where is None and files == [path] else "safetensors folder"
-        return Contents(path, kind, tensors, {file: identity(file) for file in files}, {}, left_out, text)
+        # The index comes last: it is removed before the first of its files is replaced.
+        return Contents(path, kind, tensors, identities | index, {}, left_out, text)
 
     def by_library(self, path: str, stored: Stored) -> Slices:
         from safetensors import safe_open
@@ -133,8 +140,9 @@ def _names_of_dtypes(dtypes: frozenset[torch.dtype]) -> dict[torch.dtype, str]:
     return found
 
 
-def _files(path: str) -> tuple[list[str], dict[str, str] | None]:
-    """The .safetensors files of a folder or an index, and where there is an index, which holds each tensor."""
+def _files(path: str) -> tuple[list[str], dict[str, str] | None, dict[str, Identity]]:
+    """The .safetensors files of a folder or an index; and where there is an index, which holds each tensor, and the
+    identity of the index."""
     if path.endswith(INDEX):
         return _read_index(path)
     names = sorted(os.listdir(path))
@@ -148,12 +156,15 @@ def _files(path: str) -> tuple[list[str], dict[str, str] | None]:
         kinds = f".metadata of torch's DCP, {INDEX} or {SUFFIX} files"
         what = "is a folder that holds no checkpoint, or an incomplete one"
         raise FileError("HD510", f"{path}: {what}: there is no {kinds}")
-    return found, None
+    if shard := next((name for name in names if _SHARD.search(name)), None):
+        what = "is one of several files, whose index is missing: a save is under way, or was killed"
+        raise FileError("HD510", f"{path}: {shard} {what}")
+    return found, None, {}
 
 
-def _read_index(path: str) -> tuple[list[str], dict[str, str]]:
-    """The files that an index names, and the path of the one that holds each tensor, by its name."""
-    check_regular(path)
+def _read_index(path: str) -> tuple[list[str], dict[str, str], dict[str, Identity]]:
+    """The files that an index names, the path of the one that holds each tensor, and the identity of the index."""
+    at = identity(path)
     try:
         where = {str(name): str(file) for name, file in json.loads(Path(path).read_bytes())["weight_map"].items()}
     except Exception as error:
@@ -162,7 +173,7 @@ def _read_index(path: str) -> tuple[list[str], dict[str, str]]:
     if odd is not None:
         raise FileError("HD510", f"{path}: names a file outside the folder: {odd}")
     where = {name: str(Path(path).with_name(file)) for name, file in where.items()}
-    return list(dict.fromkeys(where.values())), where
+    return list(dict.fromkeys(where.values())), where, {path: at}
 
 
 def index_of(path: str) -> str:

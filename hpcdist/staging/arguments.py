@@ -10,7 +10,6 @@ from operator import index
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
@@ -150,16 +149,23 @@ def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nest(flat: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """The nested dict of these paths, without `prefix`; the tensor itself, if its name is `prefix`."""
-    if prefix in flat:
+def nest(flat: Mapping[str, Any], prefix: str = "") -> Any:
+    """The nested dict of these paths, without `prefix`; the tensor itself, if its name is `prefix`.
+
+    Raises:
+        ValueError: a tensor has the name of a group, or the path of another one.
+    """
+    if list(flat) == [prefix]:
         return flat[prefix]
     tree: dict[str, Any] = {}
     for name, tensor in flat.items():
         *groups, last = name.removeprefix(prefix).strip("/").split("/")
-        branch = tree
+        branch: Any = tree
         for group in groups:
-            branch = branch.setdefault(group, {})
+            branch = branch.setdefault(group, {}) if isinstance(branch, dict) else None
+        if not isinstance(branch, dict) or last in branch or not last:
+            what = f"{name!r} and another tensor cannot both be in one nested dict: load them one by one, by name"
+            raise refusal(ValueError, "HD408", what)
         branch[last] = tensor
     return tree
 

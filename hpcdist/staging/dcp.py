@@ -55,7 +55,7 @@ from torch.futures import Future
 from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Stored
-from hpcdist.formats.hdf5 import HDF5
+from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
 from hpcdist.formats.plain import write_at
 from hpcdist.layout import Box
@@ -134,7 +134,7 @@ class HDF5Reader(StorageReader):
     def read_metadata(self) -> Metadata:
         """List what the file holds. Every tensor is one chunk, of which any box can be read."""
         wait_for(self._path)
-        contents = self._contents = HDF5.describe(self._path)
+        contents = self._contents = describe(self._path)
         found: dict[str, Any] = {name: _metadata(stored) for name, stored in contents.tensors.items()}
         found |= dict.fromkeys(contents.checkpoint.get("values", ()), BytesStorageMetadata())
         planner_data = None

@@ -164,7 +164,7 @@ def load(
                 targets[key] = memory.tensor(call.tensors[key].shape, call.tensors[key].dtype)
     if out is not None:
         return out
-    return nest(targets, call.same["name"] or (SINGLE if list(targets) == [SINGLE] else ""))
+    return nest(targets, call.same["name"])
 
 
 def _window(team: Team, stored: Stored) -> Window | None:
@@ -329,7 +329,7 @@ def _check(
     if shared:
         _check_shared(dim, box, out, target, once_per)
     same = {
-        "path": os.fsdecode(path), "name": None if name is None else name.strip("/"),
+        "path": os.fsdecode(path), "name": name,
         "dim": {str(k): _dim(v) for k, v in dim.items()} if isinstance(dim, Mapping) else _dim(dim),
         "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
         "window": positive("window", window), "readers": count("readers", readers, team.size), "verify": verify,
@@ -370,10 +370,13 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
         same, _ = digests.same(team.comm, verb, ask.same, ask.same, objects.first_difference)
         with _opened(team, verb, str(same["path"]), same["name"]) as files:
             tensors = files.contents.tensors
+            same["name"] = _prefix(same["name"], tensors)
             boxes = list[Box]()
             if (box := ask.box) is not None:
                 boxes = objects.run_on_all(team.comm, verb, lambda: _inside(tensors, box))
             try:
+                nest(dict.fromkeys(tensors), same["name"])
+                _check_dims(same, tensors)
                 wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}
             except ValueError as error:
                 objects.raise_problems(verb, dict.fromkeys(range(team.size), str(error)))
@@ -405,6 +408,20 @@ def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[Open
                 yield files
                 return
         time.sleep(nap or 0)
+
+
+def _prefix(name: str | None, tensors: Mapping[str, Stored]) -> str:
+    """What the names of these tensors begin with, which are all of `name`."""
+    if name is None:
+        return SINGLE if list(tensors) == [SINGLE] else ""
+    return name if name in tensors else name.strip("/")
+
+
+def _check_dims(same: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
+    """Raise a ValueError if `dim` names a tensor that is not there."""
+    dim = same["dim"]
+    if isinstance(dim, dict) and not same["name"] and (odd := sorted(dim.keys() - tensors.keys())):
+        raise refusal(ValueError, "HD408", f"dim names {odd[0]!r}, which is not there; it has: {listed(tensors)}")
 
 
 def _inside(tensors: Mapping[str, Stored], box: Box) -> Box:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -114,16 +115,19 @@ class ReadFile:
     def __init__(self, path: str, window: int) -> None:
         self._window = window
         self._files: OpenFiles | None = None
-        while self._files is None:
+        for nap in (0.0, 0.1, 0.4, None):
             files = OpenFiles(describe(path))
             try:
                 for file in files.contents.files:
                     files.fd(file)
                 self._files = files
-            except FileError:  # it was replaced in between
+                break
+            except FileError:  # perhaps it was replaced in between
                 files.close()
-                if not os.path.exists(path):
+                if nap is None:
                     raise
+                time.sleep(nap)
+        assert self._files is not None
         self._contents: Contents = self._files.contents
         self.names = list(self._contents.tensors)
 
@@ -208,7 +212,7 @@ class ReadFile:
     def _stored(self, name: str) -> Stored:
         if self._files is None:
             raise refusal(ValueError, "HD419", "the file is closed")
-        key = name.strip("/")
+        key = name if name in self._contents.tensors else name.strip("/")
         if key not in self._contents.tensors:
             self._contents.chosen(key)  # says what else it may be
             raise FileError("HD408", f"{self._contents.path}: {name!r} is a group; it has: {listed(self.names)}")
@@ -274,7 +278,11 @@ class WriteFile:
         _check_inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise refusal(ValueError, "HD419", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
-        data = memory(row_major(local.tensor(x, 0, "x")[0].cpu()).view(x.shape))
+        try:
+            held = local.tensor(x, 0, "x")[0]
+        except local.ArgumentError as error:
+            raise refusal(ValueError, "HD202", str(error)) from error
+        data = memory(row_major(held.cpu()).view(x.shape))
         self._file.write(i, box, data)
         self._written[i].add(box, data)
 

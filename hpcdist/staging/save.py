@@ -205,7 +205,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
         local.refuse_tracing()
         call = _check(team, **given | {"attrs": deepcopy(given["attrs"])})
         flight.copy(call.tensors, buffer_of(team, buffer))
-        call = replace(call, tensors=flight.tensors)
+        call = replace(call, tensors=flight.tensors, path=os.path.abspath(call.path))  # of this time
     except Exception as error:  # raised by wait() on every rank
         problem = error
 
@@ -238,6 +238,7 @@ class SaveCall:
     """A call of save(), checked on this rank.
 
     Attributes:
+        path: of the file.
         tensors: by name, this rank's shards.
         shards: by name: dtype, dim, and the shape of the shard.
         same: options that must be the same on all ranks, by name.
@@ -245,6 +246,7 @@ class SaveCall:
         options: how the file is written.
     """
 
+    path: str
     tensors: Mapping[str, Tensor]
     shards: dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
     same: dict[str, Any]
@@ -289,7 +291,7 @@ def _check(
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs, {"compression": filters, "chunks": chunk})
         own, same["writer"] = {"format": "pt", **own}, "posix"
     options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
-    return SaveCall(flat, shards, same, attrs, options)
+    return SaveCall(same["path"], flat, shards, same, attrs, options)
 
 
 def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
@@ -344,7 +346,7 @@ def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], No
     with agreed(team, VERB, check) as call:
         datasets, plans = _plan(team, call)
         owner = lambda i, elements: plans[i].owners_at(elements)  # noqa: E731
-        with FileWriter(team, VERB, call.same["path"], datasets, owner, call.options) as file:
+        with FileWriter(team, VERB, call.path, datasets, owner, call.options) as file:
             for i, plan in enumerate(plans):
                 _write(file, i, plan, call.tensors[datasets[i].name])
                 if written is not None:

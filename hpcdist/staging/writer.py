@@ -277,7 +277,7 @@ class RankWriter:
             if self._options.progress is not None:
                 self._options.progress(nbytes)
         except Exception as error:  # the caller's own; the ranks must end this call together
-            self.fail(error)
+            self.problem = self.problem or coded("HD309", f"progress raised {type(error).__name__}: {reason(error)}")
 
 
 class FileWriter(RankWriter):

@@ -256,7 +256,11 @@ DAMAGES: list[tuple[str, Callable[[], object], str]] = [
     ("sharded", lambda: _index(no=next(iglob("*-00002-*"))), "incomplete: no is not in"),
     ("sharded", lambda: _index(no="../x"), "outside the folder: ../x"),
     ("sharded", lambda: INDEX.write_text("[]"), "cannot be read"),
-    ("sharded", lambda: INDEX.rename(shutil.copy(next(iglob("*1-of*")), "z.safetensors") + ".json"), "folder, too"),
+    (
+        "sharded",
+        lambda: INDEX.rename(shutil.copy(next(iglob("*1-of*")), "z.safetensors") + ".json"),
+        "index is missing",
+    ),
 ]
 
 
@@ -299,9 +303,9 @@ REFUSED = {
     "x.npy c": "x.npy: holds an array without a name: hpcdist.gather copies it",
     "names.safetensors out.h5": "cannot be a tensor and hold",
     "odd.h5 out.safetensors": "'z' has dtype torch.complex128, which a .safetensors file cannot hold",
-    "sharded sharded/model.safetensors": "is also an input, which it would replace",
+    "sharded sharded/model.safetensors": "would be read as a part of the input, sharded",
     "names.safetensors names.safetensors": "is also an input, which it would replace",
-    "bare bare/model.safetensors --max-shard-size 2KB": "is also an input, which it would replace",
+    "bare bare/model.safetensors --max-shard-size 2KB": "whose index is missing",
     "dcp out.safetensors/.": "is the name of a folder",
 }
 

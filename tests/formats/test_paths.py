@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import socket
 import stat
 import time
@@ -110,6 +111,21 @@ def test_sweep_takes_what_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(held)
     paths.sweep(Path(), "stage-")
     assert sorted(os.listdir()) == ["other", "stage-young"]
+
+
+def test_a_child_that_lives_on_does_not_keep_the_lock() -> None:
+    """Such as a worker of a DataLoader: HDF5 reads no file that is locked."""
+    one = Commit("x")
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    one.finish()
+    fd = os.open("x", os.O_RDWR)
+    assert paths.lock(fd)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(fd)
 
 
 def test_the_order_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,19 @@ def test_values_of_the_call(
 
 
 @mpi
+def test_the_folder_of_the_call(
+    gate: threading.Event, findings: Findings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that changes its folder meanwhile finds the file where it asked for it."""
+    monkeypatch.chdir(folder)
+    handle = staging.save("x.h5", torch.ones(3), None, async_op=True)
+    monkeypatch.chdir("/")
+    gate.set()
+    handle.wait()
+    findings.same(staging.load(folder / "x.h5", dim=None), torch.ones(3), "x")
+
+
+@mpi
 def test_the_program_goes_on(gate: threading.Event, world: hd.World, findings: Findings, folder: Path) -> None:
     """The call returns while the file cannot be written; other calls run meanwhile, also with async_op, also saves."""
     size, (shards, wholes, dims) = world.world_size, some(world)

@@ -10,16 +10,19 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import pytest
 import torch
 from collective import Findings, assert_on_all_ranks
 from conftest import WRITERS, holds, refused, same
+from safetensors.torch import save_file
 
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import hdf5
+from hpcdist.staging.reader import OpenFiles
 from hpcdist.staging.writer import PartFile
 
 pytestmark = pytest.mark.mpi
@@ -168,6 +171,32 @@ def test_one_rank_cannot_open_the_file_for_writing(
         monkeypatch.undo()
 
 
+def test_names_that_cannot_be_in_one_dict(world: hd.World, folder: Path) -> None:
+    """Of files of other tools: refused before anything is read, and each can be loaded by its name."""
+    for k, names in enumerate((("a", "a/b"), ("a/b", "a"), ("/a", "a"), ("", "x"), ("x//y", "x/"))):
+        if world.rank == 0:
+            save_file({name: torch.full((2,), i) for i, name in enumerate(names)}, folder / f"{k}.safetensors")
+        world.comm.Barrier()
+        refused(world, "cannot both be in one nested dict", staging.load, folder / f"{k}.safetensors", ranks=None)
+        for i, name in enumerate(names):
+            if name:
+                same(world, staging.load(folder / f"{k}.safetensors", name, dim=None), torch.full((2,), i))
+
+
+def test_a_dim_of_a_tensor_that_is_not_there(world: hd.World, folder: Path) -> None:
+    staging.save(folder / "x.h5", {"m/w": X})
+    refused(world, "dim names 'm.w', which is not there", staging.load, folder / "x.h5", dim={"m.w": None}, ranks=None)
+
+
+def test_a_file_that_cannot_be_opened_is_not_tried_for_ever(
+    world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging.save(folder / "x.h5", X)
+    monkeypatch.setattr(OpenFiles, "fd", Mock(side_effect=hd.FileError("HD402", "x.h5: cannot be read")))
+    with pytest.raises(hd.FileError, match="cannot be read"):
+        staging.open(folder / "x.h5")
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_progress_that_raises(writer: str, world: hd.World, folder: Path) -> None:
     staging.save(folder / "x.h5", X)
@@ -180,7 +209,7 @@ def test_progress_that_raises(writer: str, world: hd.World, folder: Path) -> Non
         options: dict[str, Any] = {"dim": dim, "progress": raising, "window": 16}
         save = partial(staging.save, folder / "x.h5", X + 1, writer=writer, **options)
         with one_file(folder, world):
-            refused(world, "no such luck", save)
+            refused(world, "progress raised ZeroDivisionError: no such luck", save)
         refused(world, "no such luck", staging.load, folder / "x.h5", **options)
 
 

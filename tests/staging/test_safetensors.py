@@ -262,6 +262,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: [save_file({"x": torch.ones(2)}, f / f"{name}.safetensors") for name in "ab"],
         "x is in another file of the folder, too",
     ),
+    "shards without their index": (
+        lambda f: [save_file({"x": torch.ones(2)}, f / f"x-0000{k}-of-00002.safetensors") for k in (1, 2)],
+        "x-00001-of-00002.safetensors is one of several files, whose index is missing",
+    ),
     "two indices": (
         lambda f: [(f / f"{name}.safetensors.index.json").write_text("{}") for name in "ab"],
         "holds several checkpoints; name one of them",
