@@ -449,6 +449,10 @@ def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
     written, sent, received = (sum(row[i] for row in traffic) for i in range(3))
     everywhere = objects.all_gather_object(team.comm, (written, sent), name)
     how = {True: "each rank writes its own data", False: "pieces are brought together, and each written by one rank"}
+
+    def plan(tensors: Any, **options: Any) -> Any:
+        return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)
+
     return Plan(
         verb=VERB,
         route="none" if all(plan.straight for plan in plans) else "mpi",
@@ -460,9 +464,7 @@ def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
         file_bytes=written,
         file_bytes_of_all=sum(of for of, _ in everywhere),
         sent_by_all=sum(of for _, of in everywhere),
-        _call=lambda tensors, **options: save(
-            **arguments | {"tensors": tensors, "buffer": buffer} | options, group=group
-        ),
+        _call=plan,
     )
 
 
