@@ -78,7 +78,7 @@ def load(
 
     Args:
         path: of the file, seen by all ranks: HDF5, .safetensors, .npy, .npz or .pt; or of a folder: of torch's DCP, or
-            of .safetensors files, which need their index if they are named as shards of one; or of the index. Must agree.
+            of .safetensors files, which need their index if they are shards; or of an index. Must agree.
         name: of a tensor, or of a group of them; None for all of the file. Must agree.
         dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
             name, 0 for those that are not in it. Must agree. Every rank gets the whole of 0-d tensors.
