@@ -12,7 +12,6 @@ from cases import whole_of
 
 from hpcdist import layout
 from hpcdist.staging import exchange
-from hpcdist.tensors import pinned
 
 
 class Stream:
@@ -71,16 +70,3 @@ def test_from_and_to_gpu_memory(limit: int, strided: bool, cuda: Stream) -> None
     assert out.tolist() == whole.tolist()
     assert len(memory) == min(2, len(parts))
     assert list(exchange.outgoing(x, [])) == list(exchange.incoming(x, [])) == []
-
-
-def test_memory_is_used_again() -> None:
-    scratch, first = pinned.Scratch(pinned=False), []
-    for shape in ((3, 4), (2, 2), (4, 4)):
-        scratch.reset()
-        one, other = scratch.take(shape, torch.int16), scratch.take((5,), torch.float64)
-        assert (one.shape, one.dtype) == (shape, torch.int16)
-        first.append(other.data_ptr())
-        x = torch.arange(6).view(2, 3)
-        assert scratch.on_host(x) is x
-        assert scratch.on_host(x.t()).view(-1).tolist() == [0, 3, 1, 4, 2, 5]
-    assert len(set(first)) == 1
