@@ -138,10 +138,10 @@ def _write(
     args: Namespace,
     data: Inputs,
     files: Iterable[File],
-    fill: Callable[[Box, Tensor], object],
+    fill: Fill,
     team: Team,
 ) -> tuple[int, int]:
-    """Write files, as copy() does; `fill` gives boxes of the joined array. Collective over `team`."""
+    """Write files, as copy() does. Collective over `team`."""
     pieces = kept = 0
     for name, whole in files:
         dataset, options = Dataset("data", whole.shape, data.dtype), SaveOptions("posix", args.window, args.resume)

@@ -21,7 +21,7 @@ from hpcdist import layout
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError, listed, reason
 from hpcdist.formats.contents import Contents, Format, Slices, Stored, identity
-from hpcdist.formats.known import FORMATS
+from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.layout.box_sequences import Shards, summed
@@ -91,8 +91,8 @@ def described(spec: str) -> Source:
         expected = f"one of {', '.join(FORMATS)}; hpcdist.convert copies all tensors of a folder"
         raise InputError("HD501", f"{path}: unknown suffix {suffix!r}; expected {expected}")
     with input_errors(path):
-        contents = _READ[suffix].describe(path)
-        key = name if name in contents.tensors else name and name.strip("/")
+        contents = describe(path, _READ[suffix])
+        key = name and contents.key(name)
         if key and "" in contents.tensors:
             raise InputError("HD408", f"{path}: holds an array without a name, and no array {key!r}")
         found = contents.chosen(key)

@@ -153,13 +153,17 @@ class Contents:
             if _is_in(key, name):
                 raise FileError("HD511", f"{self.path}: {key} {why}")
 
+    def key(self, name: str) -> str:
+        """The name of a tensor or a group as it is here: an exact one, or else the one without slashes at its ends."""
+        return name if name in self.tensors else name.strip("/")
+
     def chosen(self, name: str | None) -> Contents:
         """What it holds of a tensor, or of a group of them; all of it for None.
 
         Raises:
             FileError: nothing of that name, or nothing that a tensor can hold, or data in another file.
         """
-        name = name if name in self.tensors else (name or "").strip("/")
+        name = self.key(name or "")
         self.require(name)
         found = {key: stored for key, stored in self.tensors.items() if _is_in(key, name)}
         found = {name: self.tensors[name]} if name and name in self.tensors else found

@@ -29,14 +29,18 @@ def format_of(path: str) -> Format:
     return FORMATS.get(Path(path).suffix, HDF5)
 
 
-def describe(path: str) -> Contents:
+def describe(path: str, of: Format | None = None) -> Contents:
     """List what a file or folder holds: see :meth:`Format.describe`. If it was replaced meanwhile, which of the two was
-    read is unknown: again, a few times."""
+    read is unknown: again, a few times.
+
+    Args:
+        of: its format; None for the one that format_of() finds, each time.
+    """
     naps = [0.8, 0.2, 0.05, 0.0]
     while True:
         before = _status(path)
         try:
-            contents = format_of(path).describe(path)
+            contents = (of or format_of(path)).describe(path)
         except FileError:
             if not naps or _status(path) == before:
                 raise

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Slices, Stored, identity
-from hpcdist.formats.paths import check_regular, sync, utf8_path, write_text
+from hpcdist.formats.paths import sync, utf8_path, write_text
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES
@@ -111,7 +111,6 @@ def _header(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
     """The place of each tensor of a file, by name in the order of the data; and the file's own text, by name."""
     from safetensors import safe_open
 
-    check_regular(path)
     try:
         with utf8_path(path) as known, safe_open(known, framework="pt"), open(path, "rb") as file:  # checks the header
             size = int.from_bytes(file.read(8), "little")

@@ -370,7 +370,7 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
         same, _ = digests.same(team.comm, verb, ask.same, ask.same, objects.first_difference)
         with _opened(team, verb, str(same["path"]), same["name"]) as files:
             tensors = files.contents.tensors
-            same["name"] = _prefix(same["name"], tensors)
+            same["name"] = _prefix(same["name"], files.contents)
             boxes = list[Box]()
             if (box := ask.box) is not None:
                 boxes = objects.run_on_all(team.comm, verb, lambda: _inside(tensors, box))
@@ -410,11 +410,11 @@ def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[Open
         time.sleep(nap or 0)
 
 
-def _prefix(name: str | None, tensors: Mapping[str, Stored]) -> str:
+def _prefix(name: str | None, contents: Contents) -> str:
     """What the names of these tensors begin with, which are all of `name`."""
     if name is None:
-        return SINGLE if list(tensors) == [SINGLE] else ""
-    return name if name in tensors else name.strip("/")
+        return SINGLE if list(contents.tensors) == [SINGLE] else ""
+    return contents.key(name)
 
 
 def _check_dims(same: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:

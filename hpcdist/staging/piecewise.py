@@ -212,7 +212,7 @@ class ReadFile:
     def _stored(self, name: str) -> Stored:
         if self._files is None:
             raise refusal(ValueError, "HD419", "the file is closed")
-        key = name if name in self._contents.tensors else name.strip("/")
+        key = self._contents.key(name)
         if key not in self._contents.tensors:
             self._contents.chosen(key)  # says what else it may be
             raise FileError("HD408", f"{self._contents.path}: {name!r} is a group; it has: {listed(self.names)}")
