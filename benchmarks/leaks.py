@@ -28,7 +28,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import activity, callsite
+from hpcdist import activity
+from hpcdist.activity import callsite
 from hpcdist.comm.windows import SPARE
 
 _MIB = 2**20

@@ -6,7 +6,7 @@ Importing this package neither starts MPI nor reads the environment; :func:`init
 import signal
 import sys
 
-from hpcdist.procstat import started_module
+from hpcdist.activity.procstat import started_module
 
 _MODULE = started_module()
 _COMMAND = _MODULE.split(".")[0] == "hpcdist" and _MODULE.count(".") < 2  # examples are programs, as a user's
@@ -21,7 +21,7 @@ if _MODULE == "hpcdist.explain":  # Python imports this first: it explains where
 # The command that spares a shared file system the import of torch, on every node, must not begin with it. All else
 # gets all names at once: an import of this package registers its backend with torch.
 if _MODULE != "hpcdist.stage_env":
-    from hpcdist.versions import __version__  # noqa: F401  # before other imports trip over what is too old
+    from hpcdist.process.versions import __version__  # noqa: F401  # before other imports trip over what is too old
 
     # isort: split
     from hpcdist import layout, memory, staging

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 from torch import Tensor, split
 
-from hpcdist import layout, limits
+from hpcdist import layout
 from hpcdist.backend import shared
 from hpcdist.backend.host_copies import (
     Spans,
@@ -31,6 +31,7 @@ from hpcdist.backend.host_copies import (
     writable,
 )
 from hpcdist.backend.reductions import Reduction
+from hpcdist.layout import limits
 from hpcdist.routes.mpi import MPI_ROUTE
 from hpcdist.tensors.storage import overlap
 

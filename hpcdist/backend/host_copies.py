@@ -13,8 +13,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout, limits
+from hpcdist import layout
 from hpcdist.errors import refusal
+from hpcdist.layout import limits
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem, span
 

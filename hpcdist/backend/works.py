@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _get_work_registry_size as _registered
 from torch.futures import Future
 
-from hpcdist import activity, callsite
-from hpcdist.activity import Counted
+from hpcdist import activity
+from hpcdist.activity import Counted, callsite
 from hpcdist.backend import agreement
 from hpcdist.backend.work_forwarding import findable
 from hpcdist.errors import coded, refusal

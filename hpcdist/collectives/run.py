@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import activity, callsite, layout
+from hpcdist import activity, layout
+from hpcdist.activity import callsite
 from hpcdist.collectives import autograd
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist import layout, limits
+from hpcdist import layout
 from hpcdist.collectives import repeat, results
 from hpcdist.collectives.distribution import Distribution
 from hpcdist.collectives.repeat import Repeatable
@@ -19,7 +19,7 @@ from hpcdist.comm.groups import Group
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
-from hpcdist.layout import Box
+from hpcdist.layout import Box, limits
 from hpcdist.routes import select
 from hpcdist.routes.base import Method
 from hpcdist.routes.inline import BEHIND_HEADERS

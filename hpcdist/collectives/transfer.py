@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hpcdist import layout, limits
+from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
-from hpcdist.layout import Box, Layout
+from hpcdist.layout import Box, Layout, limits
 from hpcdist.routes.base import Alltoall, Message, Method, Route
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from hpcdist import activity, limits
+from hpcdist import activity
 from hpcdist.comm.groups import Group
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.topology import Topology
 from hpcdist.comm.windows import Windows
 from hpcdist.errors import RankError, coded
+from hpcdist.layout import limits
 
 if TYPE_CHECKING:
     from mpi4py import MPI

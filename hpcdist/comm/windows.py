@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpcdist import host_memory
+from hpcdist.activity.procstat import NOT_OPENED, identity, opened
 from hpcdist.comm.topology import Topology
 from hpcdist.control import objects
-from hpcdist.procstat import NOT_OPENED, identity, opened
+from hpcdist.process import host_memory
 from hpcdist.tensors import pool
 from hpcdist.tensors.shared_memory import SharedBlock
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import host_memory, layout
+from hpcdist import layout
 from hpcdist.collectives.concat import concat
 from hpcdist.collectives.gather import gather
 from hpcdist.comm.team import Team
@@ -28,6 +28,7 @@ from hpcdist.formats.contents import Dataset, Slices
 from hpcdist.formats.known import FORMATS
 from hpcdist.formats.paths import shown
 from hpcdist.layout import Box
+from hpcdist.process import host_memory
 from hpcdist.runtime.cli import Parser, path, placed, plural, progress, table, timed
 from hpcdist.runtime.commandline import problem
 from hpcdist.runtime.world import World

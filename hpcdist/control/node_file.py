@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hpcdist import procstat
+from hpcdist.activity import procstat
 from hpcdist.control import objects
 
 if TYPE_CHECKING:

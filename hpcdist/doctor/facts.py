@@ -29,12 +29,12 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import DataLoader
 
-from hpcdist import cgroups, host_memory
+from hpcdist.activity.procstat import started
 from hpcdist.comm import devices, launcher, rendezvous
 from hpcdist.doctor.table import Facts
 from hpcdist.errors import reason
-from hpcdist.procstat import started
-from hpcdist.versions import __version__
+from hpcdist.process import cgroups, host_memory
+from hpcdist.process.versions import __version__
 
 __all__ = [
     *("PREFIX", "before_mpi", "cores", "gpus", "launch", "made", "members", "mount_of", "network", "sees", "software"),

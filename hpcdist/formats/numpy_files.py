@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import host_memory
 from hpcdist.errors import FileError, reason
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
 from hpcdist.formats.hdf5 import NUMPY, stored_dtype
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
+from hpcdist.process import host_memory
 
 __all__ = ["NPY", "NPZ"]
 

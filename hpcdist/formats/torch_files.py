@@ -21,12 +21,12 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import host_memory
 from hpcdist.errors import FileError, reason
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
 from hpcdist.formats.paths import utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
+from hpcdist.process import host_memory
 from hpcdist.tensors.storage import BARE, DTYPES
 
 __all__ = ["PT", "load", "members_of", "raw_of"]

@@ -9,11 +9,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout, limits
+from hpcdist import layout
 from hpcdist.comm.context import Context
 from hpcdist.comm.groups import Group
 from hpcdist.comm.matching import Envelope, bytes_of, with_envelope
 from hpcdist.errors import FileError, HpcdistError, reason
+from hpcdist.layout import limits
 from hpcdist.p2p.progress import DONE, RecvTurn, Requests, SendTurn, Task
 from hpcdist.process import abort
 from hpcdist.routes.hdf5_files import Stage, fetch

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from hpcdist import layout, limits
+from hpcdist import layout
+from hpcdist.layout import limits
 from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.sends import Exchange
 from hpcdist.tensors.storage import as_bytes

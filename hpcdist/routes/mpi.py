@@ -12,7 +12,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout, limits
+from hpcdist import layout
+from hpcdist.layout import limits
 from hpcdist.routes import cuda_aware, datatypes
 from hpcdist.routes.base import Alltoall, Ints, Message, Method
 from hpcdist.routes.sends import Exchange

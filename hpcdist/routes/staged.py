@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpcdist import layout, limits
+from hpcdist import layout
+from hpcdist.layout import limits
 from hpcdist.routes.base import Ints, Message, Method, Route
 from hpcdist.routes.sends import Exchange
 from hpcdist.tensors.pinned import Scratch

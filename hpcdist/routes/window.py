@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout, limits
+from hpcdist import activity, layout
 from hpcdist.comm.topology import Topology, by_node
 from hpcdist.comm.windows import Window
-from hpcdist.layout import Box
+from hpcdist.layout import Box, limits
 from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.mpi import MPI_ROUTE, Mpi
 from hpcdist.tensors.storage import as_bytes, copyable

@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import activity, callsite
+from hpcdist import activity
+from hpcdist.activity import callsite
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded, refusal, with_hint
 from hpcdist.process import abort

@@ -13,10 +13,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from hpcdist import host_memory
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, LaunchError, coded
-from hpcdist.process import exits
+from hpcdist.process import exits, host_memory
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path, plural, show_bytes

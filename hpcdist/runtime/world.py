@@ -24,8 +24,8 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
-from hpcdist.host_memory import capacity
 from hpcdist.process import abort, exits, forks, streams
+from hpcdist.process.host_memory import capacity
 from hpcdist.runtime import background, default_group, registration
 from hpcdist.tensors import pool
 from hpcdist.validation import collective

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from hpcdist import activity, host_memory, layout
+from hpcdist import activity, layout
 from hpcdist.comm.team import Team
 from hpcdist.control import digests, objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
 from hpcdist.layout.box_sequences import Copies
+from hpcdist.process import host_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, background, join_uploads
 from hpcdist.runtime.plan import Plan, planners

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from hpcdist import host_memory, limits
 from hpcdist.errors import HpcdistError, refusal
+from hpcdist.layout import limits
+from hpcdist.process import host_memory
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from hpcdist import host_memory
 from hpcdist.errors import refusal
+from hpcdist.process import host_memory
 from hpcdist.tensors import host_pages
 from hpcdist.tensors.reusable import Block, problem
 

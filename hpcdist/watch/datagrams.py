@@ -20,7 +20,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any
 
-from hpcdist.procstat import identity, opened
+from hpcdist.activity.procstat import identity, opened
 
 __all__ = ["KEY", "Datagrams"]
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from math import inf
 from numbers import Real
 
-from hpcdist import callsite
+from hpcdist.activity import callsite
 from hpcdist.errors import HangError, refusal
 from hpcdist.process import abort, exits
 

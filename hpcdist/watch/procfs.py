@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from hpcdist.callsite import place
-from hpcdist.procstat import status
+from hpcdist.activity.callsite import place
+from hpcdist.activity.procstat import status
 
 __all__ = ["children", "condition", "doing", "frames", "stack"]
 
@@ -45,7 +45,8 @@ def condition(pid: int, since: int) -> str:
 
     Args:
         pid: number of the process.
-        since: when it was started, see :func:`hpcdist.procstat.started`; a later process of that number does not count.
+        since: when it was started, see :func:`hpcdist.activity.procstat.started`; a later process of that number
+            does not count.
     """
     fields = status(pid)
     if len(fields) <= 19 or fields[0] in "ZXx" or int(fields[19]) != since:

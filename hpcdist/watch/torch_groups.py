@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hpcdist import activity, callsite
+from hpcdist import activity
+from hpcdist.activity import callsite
 from hpcdist.watch.hang_table import ISSUED
 
 __all__ = ["TorchGroup", "install"]

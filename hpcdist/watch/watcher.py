@@ -13,8 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 
-from hpcdist import activity, callsite
-from hpcdist.activity import FINALIZED, Entry, ThreadRecord
+from hpcdist import activity
+from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort, exits
 from hpcdist.tensors import pool

@@ -14,8 +14,8 @@ from collective import Findings, assert_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import limits
 from hpcdist.backend import collectives, shared
+from hpcdist.layout import limits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*unbatched P2P")]
 

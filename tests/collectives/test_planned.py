@@ -15,7 +15,7 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import limits
+from hpcdist.layout import limits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 

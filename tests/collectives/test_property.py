@@ -47,8 +47,8 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import limits as sizes
 from hpcdist.collectives import transfer as plan
+from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
 from hpcdist.routes import mpi
 from hpcdist.tensors import message as packing

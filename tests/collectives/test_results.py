@@ -14,8 +14,8 @@ import torch
 from collective import Findings, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist import host_memory
 from hpcdist.collectives import results
+from hpcdist.process import host_memory
 from hpcdist.tensors import blocks
 
 pytestmark = pytest.mark.mpi

@@ -14,11 +14,11 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import limits
 from hpcdist.collectives import repeat
 from hpcdist.collectives.concat import Concat
 from hpcdist.collectives.split import Scatter
 from hpcdist.comm.team import HEADER, inline_capacity
+from hpcdist.layout import limits
 from hpcdist.routes import mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]

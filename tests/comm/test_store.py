@@ -91,7 +91,7 @@ def test_ranks_that_cannot_open_each_others_files_connect() -> None:
         import torch
         import torch.distributed as dist
         from mpi4py import MPI
-        from hpcdist import procstat
+        from hpcdist.activity import procstat
         opened = procstat.opened
         def fails(*args):
             raise OSError("not allowed")

@@ -13,9 +13,10 @@ from launch import mpirun
 from mpi4py import MPI
 
 import hpcdist as hd
-from hpcdist import host_memory, procstat
+from hpcdist.activity import procstat
 from hpcdist.comm import windows
 from hpcdist.comm.topology import by_node
+from hpcdist.process import host_memory
 
 SIZE = 50_000
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from cases import assert_refused, load, same_bits
 
-from hpcdist import host_memory
 from hpcdist.commands import inputs
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
+from hpcdist.process import host_memory
 from hpcdist.staging.reader import OpenFiles, TensorReader
 
 C = torch.arange(40).to(torch.complex64).view(4, 10) * (1 + 2j)

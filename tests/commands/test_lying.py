@@ -24,10 +24,10 @@ from cases import assert_refused, load, seal
 from launch import mpirun, run
 
 import hpcdist as hd
-from hpcdist import host_memory
 from hpcdist.errors import FileError, HpcdistError
 from hpcdist.formats.hdf5 import record_dtype
 from hpcdist.formats.known import describe
+from hpcdist.process import host_memory
 from hpcdist.runtime import cli
 
 X = np.arange(6)

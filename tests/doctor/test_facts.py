@@ -15,10 +15,10 @@ import pytest
 import torch
 from launch import mpirun
 
-from hpcdist import cgroups, host_memory
 from hpcdist.comm import devices
 from hpcdist.control import objects
 from hpcdist.doctor import examine, facts, supervisor
+from hpcdist.process import cgroups, host_memory
 
 pytestmark = pytest.mark.once
 

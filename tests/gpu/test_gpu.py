@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hpcdist as hd
-from hpcdist import limits
+from hpcdist.layout import limits
 from hpcdist.routes import cuda_aware
 from hpcdist.tensors.storage import DTYPES, as_bytes, bits
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import limits
+from hpcdist.layout import limits
 from hpcdist.tensors import message
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]

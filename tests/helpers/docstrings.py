@@ -25,7 +25,7 @@ _NETWORK = "model = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
 _DCP = "import torch.distributed.checkpoint as dcp\nfrom hpcdist.staging.dcp import HDF5Reader, HDF5Writer\n"
 GIVEN = {
     "hpcdist.collectives.plans.plan": "x = torch.zeros(256)",
-    "hpcdist.dtensor.layout_of": """
+    "hpcdist.tensors.dtensor.layout_of": """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 mesh = init_device_mesh("cpu", (2, 2))

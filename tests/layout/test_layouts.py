@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hpcdist import layout
-from hpcdist.dtensor import layout_of, placements_of
 from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split, balance, overlaps
+from hpcdist.tensors.dtensor import layout_of, placements_of
 
 SHAPES = [(7,), (8, 5), (3, 0, 4), (6, 7, 3)]
 

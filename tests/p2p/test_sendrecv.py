@@ -23,9 +23,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import limits as sizes
 from hpcdist.comm import matching
 from hpcdist.errors import HpcdistError
+from hpcdist.layout import limits as sizes
 from hpcdist.p2p import progress as post
 from hpcdist.p2p import transfers
 from hpcdist.p2p.progress import RecvTurn

@@ -16,10 +16,10 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import limits as sizes
 from hpcdist.comm import settings
 from hpcdist.comm.team import Team
 from hpcdist.formats import plain
+from hpcdist.layout import limits as sizes
 from hpcdist.routes import c10d, hdf5_files, mpi, select, staged
 from hpcdist.routes.base import Alltoall, Route
 from hpcdist.tensors.dtypes import MemoryKind

@@ -13,8 +13,8 @@ from collective import Findings, assert_on_all_ranks, change_settings, raises_on
 from mpi4py import MPI
 
 import hpcdist as hd
-from hpcdist import limits
 from hpcdist.comm.team import Team
+from hpcdist.layout import limits
 from hpcdist.routes import window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]

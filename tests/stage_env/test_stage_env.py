@@ -318,7 +318,7 @@ def test_the_command(small: Path, tmp_path: Path) -> None:
     assert timed.status == 0, timed.err
     imported = {line.rpartition("|")[2].strip() for line in timed.err.splitlines() if line.startswith("import time:")}
     assert {"hpcdist.stage_env.stage", "mpi4py"} <= imported
-    assert not imported & {"torch", "numpy", "h5py", "tqdm", "hpcdist.versions"}
+    assert not imported & {"torch", "numpy", "h5py", "tqdm", "hpcdist.process.versions"}
     path = timed.out.removesuffix("\n")
     assert Path(path, "program").exists()
     assert Path(path).parent.name.endswith("_7")

@@ -24,7 +24,7 @@ from collective import Findings
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import host_memory
+from hpcdist.process import host_memory
 from hpcdist.tensors import host_pages, pool, reusable
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, row_major
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 import typing_extensions
 
-from hpcdist import activity, callsite
-from hpcdist.activity import ANYBODY, NOBODY, Entry, InCall, SharedRecord, ThreadStatus, start
+from hpcdist import activity
+from hpcdist.activity import ANYBODY, NOBODY, Entry, InCall, SharedRecord, ThreadStatus, callsite, start
 from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.hang_table import WAITS, Report, chain, made_progress, missing, of_json, table, verdict
 from hpcdist.watch.status_query import _described

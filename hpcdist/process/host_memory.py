@@ -6,8 +6,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist import cgroups
 from hpcdist.errors import FileError
+from hpcdist.process import cgroups
 
 __all__ = ["available", "capacity", "parse", "require"]
 

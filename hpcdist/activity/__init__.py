@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-from hpcdist import callsite
-from hpcdist.procstat import started
+from hpcdist.activity import callsite
+from hpcdist.activity.procstat import started
 
 __all__ = [
     *("ANYBODY", "ENDING", "FINALIZED", "NOBODY", "RUNNING", "Counted", "Entry", "InCall", "Process", "SharedRecord"),
