@@ -122,7 +122,7 @@ def save_safetensors(asked: argparse.Namespace) -> int:
 
     from hpcdist.formats.contents import Dataset
     from hpcdist.formats.safetensors import SAFETENSORS, divide
-    from hpcdist.layout.box_sequences import grid
+    from hpcdist.layout.box import grid
 
     asked.before = asked.before or resident()
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +146,7 @@ def convert(asked: argparse.Namespace) -> int:
 
     from hpcdist.commands.copying import Shares
     from hpcdist.formats.contents import Dataset
-    from hpcdist.layout.box_sequences import grid
+    from hpcdist.layout.box import grid
 
     asked.before = asked.before or resident()
     start = now()

@@ -23,7 +23,7 @@ from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
 from hpcdist.formats.paths import check_target, shown
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Ints, Listed, grid, summed
+from hpcdist.layout.box import Ints, Listed, grid, summed
 from hpcdist.runtime.cli import Parser, meter, nbytes, show_bytes
 from hpcdist.runtime.world import World
 from hpcdist.staging.pieces import check_pieces, piece_limit

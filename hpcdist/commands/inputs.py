@@ -24,7 +24,7 @@ from hpcdist.formats.contents import Contents, Format, Slices, Stored, identity
 from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Shards, summed
+from hpcdist.layout.box import Shards, summed
 from hpcdist.runtime.cli import progress
 from hpcdist.runtime.world import World
 from hpcdist.staging.reader import OpenFiles, TensorReader

@@ -19,7 +19,7 @@ from hpcdist.errors import FileError, listed
 from hpcdist.formats.paths import check_regular
 from hpcdist.formats.plain import Raw, page_size
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Ints, Listed
+from hpcdist.layout.box import Ints, Listed
 from hpcdist.tensors.storage import DTYPES
 
 __all__ = ["Contents", "Dataset", "FileMap", "Format", "Identity", "Parts", "Slices", "Stored", "Table", "identity"]

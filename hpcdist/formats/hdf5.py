@@ -42,7 +42,7 @@ from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identit
 from hpcdist.formats.paths import check_regular
 from hpcdist.formats.plain import Raw, digest
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Ints
+from hpcdist.layout.box import Ints
 from hpcdist.tensors.storage import BARE, DTYPES
 
 __all__ = [

@@ -148,8 +148,7 @@ class Raw:
 
     def place(self, box: Box) -> int:
         """The position in the file of a box that is one run."""
-        _, _, starts = layout.runs(box, self.shape)
-        return self.offset + next(starts) * self.dtype.itemsize
+        return self.offset + int(layout.run_starts(box, self.shape)[0]) * self.dtype.itemsize
 
     def read(self, fd: int, box: Box, out: Tensor, window: int) -> None:
         """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
@@ -172,19 +171,18 @@ class Raw:
 
     def cover(self, box: Box) -> Box:
         """Return what is read for a box: its short runs extended by all that lies between them."""
-        length, count, _ = layout.runs(box, self.shape)
+        length, count = layout.runs(box, self.shape)
         dim = len(self.shape)
         while count > 1 and length * self.dtype.itemsize < SHORT and dim > 0:
             dim -= 1
             offset = (*box.offset[:dim], *(0,) * (len(self.shape) - dim))
             box = Box(offset, (*box.shape[:dim], *self.shape[dim:]))
-            length, count, _ = layout.runs(box, self.shape)
+            length, count = layout.runs(box, self.shape)
         return box
 
     def _read_runs(self, fd: int, box: Box, out: Tensor) -> None:
         """Read a box run by run into contiguous memory."""
         target = memory(out)
-        length, _, starts = layout.runs(box, self.shape)
-        size = length * self.dtype.itemsize
-        for i, start in enumerate(starts):
+        size = layout.runs(box, self.shape)[0] * self.dtype.itemsize
+        for i, start in enumerate(layout.run_starts(box, self.shape).tolist()):
             read_at(fd, self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size])

@@ -1,22 +1,165 @@
-"""Layouts: which box of a tensor each rank holds."""
+"""Layouts: which rows, and which box of a tensor, each rank holds."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise, product
 from math import prod
 from operator import index
 from typing import Protocol
 
 from hpcdist.errors import refusal
 from hpcdist.layout.box import Box, whole
-from hpcdist.layout.partition import PARTITIONS, counts_of, displs
 
-__all__ = ["Block", "Boxes", "Layout", "Replicate", "Split"]
+__all__ = [
+    *("PARTITIONS", "Block", "Boxes", "Layout", "Replicate", "Split", "balance", "block", "block_range"),
+    *("block_ranges", "chunk", "counts_of", "displs", "pieces"),
+]
+
+_wrong = partial(refusal, ValueError, "HD213")
 
 Shape = tuple[int, ...]
 Counts = str | tuple[int, ...] | None
+
+
+def block(extent: int, parts: int) -> list[int]:
+    """Partition `extent` rows evenly: the first ``extent % parts`` ranks hold one extra row.
+
+    Example::
+
+        >>> block(10, 4)
+        [3, 3, 2, 2]
+    """
+    quotient, rest = divmod(extent, parts)
+    return [quotient + (rank < rest) for rank in range(parts)]
+
+
+def chunk(extent: int, parts: int) -> list[int]:
+    """Partition `extent` rows by the ceiling rule of ``torch.chunk`` and DTensor: the last ranks may hold none.
+
+    Example::
+
+        >>> chunk(10, 4)
+        [3, 3, 3, 1]
+    """
+    size = -(-extent // parts)
+    return [max(0, min(size, extent - rank * size)) for rank in range(parts)]
+
+
+def balance(weights: Sequence[float], parts: int) -> list[int]:
+    """Partition rows of unequal weight into consecutive parts of similar weight; return their counts, in order.
+
+    Each cut is at the row start nearest to the ideal cut, off by at most half the largest weight. Therefore no part
+    weighs more than the ideal part plus the largest weight, or than the heaviest part of the best partition plus the
+    largest weight.
+
+    Args:
+        weights: the weight of each row, a number >= 0, such as the length of a sequence.
+        parts: the number of ranks.
+
+    Raises:
+        ValueError: if a weight is negative or not a number, or `parts` is not positive.
+
+    Example::
+
+        >>> balance([8, 1, 1, 1, 1, 4], 2)
+        [1, 5]
+    """
+    # NumPy integers would overflow.
+    weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]
+    if parts < 1:
+        raise _wrong(f"parts is {parts}, expected at least 1")
+    if not all(0 <= weight < float("inf") for weight in weights):
+        raise _wrong("weights must be numbers >= 0")
+    starts = list(accumulate(weights, initial=0))  # the start of each row, and the end of the last
+    total, cuts = starts[-1], [0]
+    if total == 0:
+        return block(len(weights), parts)
+    for part in range(1, parts):
+        # Scaled by `parts`, to compare integers exactly.
+        at = bisect_left(starts, part * total, key=lambda start: start * parts)
+        if at > 0 and part * total - starts[at - 1] * parts < starts[at] * parts - part * total:
+            at -= 1
+        cuts.append(at)
+    return [end - start for start, end in pairwise([*cuts, len(weights)])]
+
+
+PARTITIONS = {"block": block, "chunk": chunk}
+
+
+def _checked(counts: str | Iterable[int] | None) -> Counts:
+    if isinstance(counts, str) and counts not in PARTITIONS:
+        raise _wrong(f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}")
+    return counts if counts is None or isinstance(counts, str) else tuple(map(index, counts))
+
+
+def counts_of(counts: str | Sequence[int] | None, extent: int, parts: int) -> list[int]:
+    """Turn a rule's name, explicit counts, or None (the block rule) into `parts` counts that add up to `extent`.
+
+    Raises:
+        ValueError: if the name is unknown, or the counts are not `parts` integers >= 0 that add up to `extent`.
+    """
+    counts = _checked(counts)
+    if counts is None or isinstance(counts, str):
+        return PARTITIONS[counts or "block"](extent, parts)
+    values = list(counts)
+    if len(values) != parts:
+        raise _wrong(f"counts has {len(values)} entries, expected one for each of {parts} ranks")
+    if min(values) < 0:
+        raise _wrong(f"counts has a negative entry: {values}")
+    if sum(values) != extent:
+        raise _wrong(f"counts add up to {sum(values)}, expected {extent}, the extent along dim")
+    return values
+
+
+def displs(counts: Sequence[int]) -> list[int]:
+    """Return the start of each rank's part in the whole.
+
+    Example::
+
+        >>> displs([3, 0, 2])
+        [0, 3, 3]
+    """
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+def pieces(extent: int, limit: int) -> list[tuple[int, int]]:
+    """Cut `extent` into (start, length) pieces of at most `limit`; an extent of 0 has no pieces.
+
+    Example::
+
+        >>> pieces(5, 2)
+        [(0, 2), (2, 2), (4, 1)]
+    """
+    return [(start, min(limit, extent - start)) for start in range(0, extent, limit)]
+
+
+def block_range(extent: int, parts: int, rank: int) -> range:
+    """Return the range of a rank in `extent` items that `parts` ranks share by the block rule.
+
+    Example::
+
+        >>> block_range(5, 3, 1)
+        range(2, 4)
+    """
+    return range(*block_ranges(extent, parts, parts)[rank])
+
+
+def block_ranges(extent: int, parts: int, owners: int) -> list[tuple[int, int]]:
+    """Partition `extent` items by the block rule among `owners` of `parts` ranks, evenly spread: (start, end) per rank.
+
+    Example::
+
+        >>> block_ranges(10, 4, 2)       # ranks 0 and 2
+        [(0, 5), (5, 5), (5, 10), (10, 10)]
+    """
+    chosen = {i * parts // owners for i in range(owners)}
+    counts = iter(block(extent, owners))
+    ends = list(accumulate((next(counts) if rank in chosen else 0 for rank in range(parts)), initial=0))
+    return list(pairwise(ends))
 
 
 class Layout(Protocol):
@@ -66,25 +209,17 @@ class Block:
         _set(self, "grid", tuple(index(n) for n in self.grid))
         _set(self, "dims", tuple(None if dim is None else index(dim) for dim in self.dims))
         if len(self.grid) != len(self.dims):
-            raise refusal(
-                ValueError,
-                "HD213",
-                f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid",
-            )
+            raise _wrong(f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid")
         if min(self.grid, default=1) < 1:
-            raise refusal(ValueError, "HD213", f"grid is {self.grid}, expected at least one rank along each dimension")
+            raise _wrong(f"grid is {self.grid}, expected at least one rank along each dimension")
         if self.order not in ("row", "column"):
-            raise refusal(ValueError, "HD213", f"order is {self.order!r}, expected 'row' or 'column'")
-        if self.counts is not None and not isinstance(self.counts, str):
-            _set(self, "counts", tuple(map(_counts, self.counts)))
-            if len(self.counts) != len(self.grid):
-                raise refusal(
-                    ValueError,
-                    "HD213",
-                    f"counts has {len(self.counts)} entries, expected one for each of grid {self.grid}",
-                )
-        else:
-            _set(self, "counts", _counts(self.counts))
+            raise _wrong(f"order is {self.order!r}, expected 'row' or 'column'")
+        if self.counts is None or isinstance(self.counts, str):
+            _checked(self.counts)
+            return
+        _set(self, "counts", tuple(map(_checked, self.counts)))
+        if len(self.counts) != len(self.grid):
+            raise _wrong(f"counts has {len(self.counts)} entries, expected one for each of grid {self.grid}")
 
     def boxes(self, shape: Sequence[int], parts: int) -> list[Box]:
         self._check(parts)
@@ -125,14 +260,12 @@ class Block:
 
     def _check(self, parts: int) -> None:
         if prod(self.grid) != parts:
-            raise refusal(
-                ValueError, "HD213", f"the grid {self.grid} has {prod(self.grid)} ranks, but there are {parts}"
-            )
+            raise _wrong(f"the grid {self.grid} has {prod(self.grid)} ranks, but there are {parts}")
 
     def _dims(self, ndim: int) -> list[int | None]:
         for dim in self.dims:
             if dim is not None and not -ndim <= dim < ndim:
-                raise refusal(ValueError, "HD213", f"dim {dim} cannot be cut: the tensor has {ndim} dims")
+                raise _wrong(f"dim {dim} cannot be cut: the tensor has {ndim} dims")
         return [None if dim is None else dim % ndim for dim in self.dims]
 
     def _rules(self) -> Sequence[Counts]:
@@ -142,12 +275,9 @@ class Block:
 
     def _coords(self) -> Iterator[tuple[int, ...]]:
         """Iterate over the grid coordinates of all ranks."""
-        for rank in range(prod(self.grid)):
-            coords = []
-            for n in self.grid if self.order == "column" else reversed(self.grid):
-                rank, i = divmod(rank, n)
-                coords.append(i)
-            yield tuple(coords) if self.order == "column" else tuple(reversed(coords))
+        if self.order == "row":
+            return product(*map(range, self.grid))
+        return (coords[::-1] for coords in product(*map(range, reversed(self.grid))))
 
 
 @dataclass(frozen=True)
@@ -184,7 +314,7 @@ class Split(_Line):
 
     def __post_init__(self) -> None:
         _set(self, "dim", index(self.dim))
-        _set(self, "counts", _counts(self.counts))
+        _set(self, "counts", _checked(self.counts))
 
     def grid(self, parts: int) -> Block:
         return Block((parts,), (self.dim,), None if self.counts is None else (self.counts,))
@@ -211,26 +341,23 @@ class Boxes:
         Boxes(of=(Box(offset=(1,), shape=(2,)), Box(offset=(0,), shape=(4,))))
     """
 
-    of: tuple[Box, ...] = field()
+    of: tuple[Box, ...]
 
     def __init__(self, of: Iterable[Box | tuple[Sequence[int], Sequence[int]]]) -> None:
         _set(self, "of", tuple(Box(tuple(map(index, offset)), tuple(map(index, shape))) for offset, shape in of))
 
     def boxes(self, shape: Sequence[int], parts: int) -> list[Box]:
         if len(self.of) != parts:
-            raise refusal(ValueError, "HD213", f"there are {len(self.of)} boxes, but {parts} ranks")
+            raise _wrong(f"there are {len(self.of)} boxes, but {parts} ranks")
         for rank, box in enumerate(self.of):
             if not box.is_in(shape):
-                raise refusal(
-                    ValueError,
-                    "HD213",
-                    f"the box of rank {rank}, {_show(box)}, is not within a tensor of shape {tuple(shape)}",
-                )
+                at = f"{box.shape} at offset {box.offset}"
+                raise _wrong(f"the box of rank {rank}, {at}, is not within a tensor of shape {tuple(shape)}")
         return list(self.of)
 
     def held(self, shapes: Sequence[Shape]) -> tuple[Shape, list[Box]]:
         if len({len(box.shape) for box in self.of} | {len(shapes[0])}) > 1:
-            raise refusal(ValueError, "HD213", f"the boxes do not all have {len(shapes[0])} dims, as the tensor does")
+            raise _wrong(f"the boxes do not all have {len(shapes[0])} dims, as the tensor does")
         ends = [[o + n for o, n in zip(box.offset, box.shape, strict=True)] for box in self.of]
         shape = tuple(map(max, zip(*ends, strict=True)))
         expected = self.boxes(shape, len(shapes))
@@ -240,16 +367,6 @@ class Boxes:
 
 def _set(value: object, name: str, content: object) -> None:
     object.__setattr__(value, name, content)  # as frozen dataclasses do
-
-
-def _counts(counts: str | Iterable[int] | None) -> Counts:
-    if counts is None or isinstance(counts, str):
-        if counts is not None and counts not in PARTITIONS:
-            raise refusal(
-                ValueError, "HD213", f"counts is not a known rule: expected one of {sorted(PARTITIONS)}, got {counts!r}"
-            )
-        return counts
-    return tuple(index(count) for count in counts)
 
 
 @lru_cache(maxsize=256)
@@ -262,12 +379,4 @@ def _cut(rule: Counts, extent: int, parts: int) -> tuple[list[int], list[int]]:
 def _compare(shapes: Sequence[Shape], expected: Sequence[Box]) -> None:
     for rank, (held, want) in enumerate(zip(shapes, expected, strict=True)):
         if tuple(held) != want.shape:
-            raise refusal(
-                ValueError,
-                "HD213",
-                f"rank {rank} holds a part of shape {tuple(held)}, expected {want.shape} in this layout",
-            )
-
-
-def _show(box: Box) -> str:
-    return f"{box.shape} at offset {box.offset}"
+            raise _wrong(f"rank {rank} holds a part of shape {tuple(held)}, expected {want.shape} in this layout")

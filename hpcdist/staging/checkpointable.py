@@ -16,7 +16,7 @@ from hpcdist import layout as layouts
 from hpcdist.control import digests, objects
 from hpcdist.errors import coded, refusal
 from hpcdist.layout import Box, Layout
-from hpcdist.layout.overlaps import disjoint
+from hpcdist.layout.box import disjoint
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import agreed
 from hpcdist.validation import local

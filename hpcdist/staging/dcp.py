@@ -59,7 +59,7 @@ from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
 from hpcdist.formats.plain import write_at
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Listed
+from hpcdist.layout.box import Listed
 from hpcdist.staging.arguments import flatten
 from hpcdist.staging.drivers import Posix
 from hpcdist.staging.exchange import outgoing

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Copies
+from hpcdist.layout.box import Copies
 from hpcdist.process import abort
 from hpcdist.staging.pieces import ROUND, PiecePlan
 from hpcdist.tensors.pinned import Scratch

@@ -25,7 +25,7 @@ from hpcdist.formats.contents import Contents, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.plain import SHORT
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
+from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
@@ -492,7 +492,7 @@ def _reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> boo
     filled = extents[extents > 0]
     if not len(filled) or not prod(stored.shape):
         return True
-    length, count, _ = layout.runs(wants[int(np.flatnonzero(extents == filled.min())[0])], stored.shape)
+    length, count = layout.runs(wants[int(np.flatnonzero(extents == filled.min())[0])], stored.shape)
     return count == 1 or not (verify or length * size < SHORT)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from hpcdist.comm.team import Team
 from hpcdist.errors import refusal
 from hpcdist.formats.plain import Digest
-from hpcdist.layout.box_sequences import Ints
+from hpcdist.layout.box import Ints
 from hpcdist.staging.exchange import Bytes, all_to_all
 
 __all__ = ["Edges", "Owner", "Pages", "RootPages"]

@@ -12,7 +12,7 @@ import numpy as np
 from hpcdist import layout
 from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import BoxSequence, Copies, Ints, Listed, Shards, cut_shards, grid, summed
+from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, cut_shards, grid, summed
 from hpcdist.validation.local import ArgumentError
 
 __all__ = [
@@ -55,7 +55,7 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
 class PiecePlan:
     """How the ranks of a team write one tensor to a file, or read it; the same on every rank.
 
-    Nothing in it is a list of what all ranks do: see :mod:`hpcdist.layout.box_sequences`.
+    Nothing in it is a list of what all ranks do: see :mod:`hpcdist.layout.box`.
 
     Attributes:
         pieces: boxes that are written or read one at a time.

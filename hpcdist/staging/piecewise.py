@@ -24,7 +24,7 @@ from hpcdist.formats.contents import Contents, Dataset, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Ints, Listed
+from hpcdist.layout.box import Ints, Listed
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import agreed, check_attrs, flatten, positive, shape_and_dtype, target_path
 from hpcdist.staging.pieces import MOST_PIECES, PIECE

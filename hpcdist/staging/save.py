@@ -21,7 +21,7 @@ from hpcdist.control import digests, objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
-from hpcdist.layout.box_sequences import Copies
+from hpcdist.layout.box import Copies
 from hpcdist.process import host_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, background, join_uploads

@@ -28,7 +28,7 @@ from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import Commit, check_target, patiently, sync
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import Ints, run_starts
+from hpcdist.layout.box import Ints, run_starts, runs
 from hpcdist.staging import drivers
 from hpcdist.staging.pages import Edges, Owner, Pages
 from hpcdist.tensors.storage import as_bytes
@@ -254,8 +254,8 @@ class RankWriter:
         """
         file, first = self._where[i]
         itemsize = self.datasets[i].dtype.itemsize
-        starts, length = run_starts(box, self.datasets[i].shape)
-        places, nbytes = starts * itemsize + first, length * itemsize
+        shape = self.datasets[i].shape
+        places, nbytes = run_starts(box, shape) * itemsize + first, runs(box, shape)[0] * itemsize
         if file.pages is not None and len(places) > 1 and 0 < nbytes < file.pages.size:
             file.edges.add(file.pages.divide(places, nbytes), data)
             if digest is not None:

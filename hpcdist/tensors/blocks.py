@@ -43,10 +43,9 @@ class Blocks:
             if not count:
                 found.append(0)
                 continue
-            _, runs, starts = layout.runs(boxes[0], self.shape)
-            if len(boxes) > 1 or runs > 1:
+            if len(boxes) > 1 or layout.runs(boxes[0], self.shape)[1] > 1:
                 return None
-            found.append(next(starts) * self.dtype.itemsize)
+            found.append(int(layout.run_starts(boxes[0], self.shape)[0]) * self.dtype.itemsize)
         return found
 
     def displs_in(self, messages: Tensor, x: Tensor) -> list[int]:

@@ -17,7 +17,7 @@ from hpcdist import layout
 from hpcdist.formats import plain
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
-from hpcdist.layout.box_sequences import grid
+from hpcdist.layout.box import grid
 
 
 def random_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
@@ -107,7 +107,7 @@ def test_boxes_meet_in_runs() -> None:
         met = one.intersect(other)
         assert met.size() == len(both)
         assert not met.size() or index[met.slices()].reshape(-1).tolist() == both.tolist()
-        length, count, first = layout.runs(one, shape)
+        (length, count), first = layout.runs(one, shape), layout.run_starts(one, shape).tolist()
         if one.size():
             got = [i for start in first for i in range(start, start + length)]
             assert got == index[one.slices()].reshape(-1).tolist()

@@ -17,7 +17,7 @@ from hpcdist import layout
 from hpcdist.formats import hdf5
 from hpcdist.formats.contents import Dataset, Stored
 from hpcdist.layout import Box, whole
-from hpcdist.layout.box_sequences import BoxSequence, Copies, Listed, Shards, summed
+from hpcdist.layout.box import BoxSequence, Copies, Listed, Shards, summed
 from hpcdist.staging.pieces import PiecePlan, plan_save, shard_boxes
 
 plan_load = import_module("hpcdist.staging.load").plan_load  # hpcdist.staging.load is the function
