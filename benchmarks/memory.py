@@ -59,7 +59,7 @@ def node(comm: MPI.Intracomm, call: Callable[[], object]) -> int:
     """
     gc.collect()
     hd.memory.empty_cache()
-    hd.current().team.leave_node()  # its windows would be used again unnoticed
+    hd.current()._context.team.leave_node()  # its windows would be used again unnoticed
     _trim()
     comm.Barrier()
     before = _proportional()

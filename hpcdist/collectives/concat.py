@@ -108,7 +108,7 @@ def concat(
         {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
     """
 
-    team = world.current().context.team_of(group)
+    team = world.team_of(group)
     if isinstance(x, Tensor) and not (async_op or shared):
         return repeat.call("concat", lambda: Concat(x, dim, route, out), team, x, dim, 0, route, out)
     return run(operation(x, dim, route, out, allow_pickle, shared), team, async_op)

@@ -94,7 +94,7 @@ def gather(
         tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
     """
 
-    team = world.current().context.team_of(group)
+    team = world.team_of(group)
     if isinstance(x, Tensor) and not async_op:
         return repeat.call("gather", lambda: Gather(x, dim, root, route, out), team, x, dim, root, route, out)
     return run(operation(x, dim, root, route, out, allow_pickle), team, async_op)

@@ -35,7 +35,7 @@ def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupL
         >>> hd.balance([8, 1, 1, 1, 1, 4])
         [1, 5]
     """
-    return layouts.balance(weights, world.current().context.group_of(group).size if parts is None else parts)
+    return layouts.balance(weights, world.context().group_of(group).size if parts is None else parts)
 
 
 def local(x: Tensor, layout: Layout, *, group: GroupLike | None = None) -> Tensor:
@@ -55,5 +55,5 @@ def local(x: Tensor, layout: Layout, *, group: GroupLike | None = None) -> Tenso
         tensor([[2, 3],
                 [6, 7]])
     """
-    ranks = world.current().context.group_of(group)
+    ranks = world.context().group_of(group)
     return x[layout.boxes(x.shape, ranks.size)[ranks.rank].slices()]

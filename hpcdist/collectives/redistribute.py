@@ -89,7 +89,7 @@ def redistribute(
                 [4, 5]])
     """
 
-    return driver.run(Redistribute(x, src, dst, route, out), world.current().context.team_of(group), async_op)
+    return driver.run(Redistribute(x, src, dst, route, out), world.team_of(group), async_op)
 
 
 class Redistribute(Plannable):

@@ -115,12 +115,11 @@ def split(
         tensor([0, 1])   # on rank 0; tensor([2, 3]) on rank 1, tensor([4]) on rank 2
     """
 
-    here = world.current()
     make = partial(operation, x, dim, root, counts, route, out, allow_pickle, shared)
     if root is None:
-        of = here.context.group_of(group)
+        of = world.context().group_of(group)
         return background.run_now(lambda: _local(make(), of), async_op)
-    team = here.context.team_of(group)
+    team = world.team_of(group)
     if not (async_op or shared) and allow_pickle is False and (x is None or isinstance(x, Tensor)):
         return repeat.call("split", make, team, x, dim, root, route, out, counts)
     return run(make(), team, async_op)

@@ -31,7 +31,7 @@ from hpcdist.layout import Box
 from hpcdist.process import host_memory
 from hpcdist.runtime.cli import Parser, path, placed, plural, progress, table, timed
 from hpcdist.runtime.commandline import problem
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import shard_boxes
 from hpcdist.staging.writer import WINDOW, SaveOptions
 from hpcdist.tensors.storage import as_bytes, bits, row_major
@@ -118,14 +118,14 @@ def _stream(
         mine: the files that this rank writes, alone; None: all ranks write all files together.
         copies: whether each file is a copy of the whole, and not a part.
     """
-    started, comm = time.perf_counter(), world.team.comm
+    started, comm = time.perf_counter(), team_of().comm
     written = files if mine is None else mine
     objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, written, () if world.rank else files))
 
     with data.reader(args.window) as reader:
         write = partial(_write, world, args, data, written, partial(data.join, reader.read))
         if mine is None:
-            done = write(world.team)
+            done = write(team_of())
         else:
             done = objects.run_on_all(comm, args.prog, lambda: _alone(world, write))[world.rank]
     result = f"result: shape {data.shape} in {result}"
@@ -160,7 +160,7 @@ def _alone(world: World, write: Callable[[Team], T]) -> T:
     from mpi4py import MPI
 
     try:
-        return write(world.context.team_of(MPI.COMM_SELF))
+        return write(team_of(MPI.COMM_SELF))
     except RankError as error:  # of one rank, which the other ranks learn of in a line
         raise InputError(problem(error)) from error
 
@@ -192,7 +192,7 @@ def _join_in_memory(world: World, args: Namespace) -> int:
     own, kept = (data.share(world, rank) for rank in (world.rank, args.root or 0))
     whole = data.nbytes() if args.root in (None, world.rank) else 0
     _check_memory(world, own.size() * data.dtype.itemsize + whole)
-    comm, writes = world.team.comm, args.output is not None and world.rank == (args.root or 0)
+    comm, writes = team_of().comm, args.output is not None and world.rank == (args.root or 0)
     files = [(args.output, layout.whole(data.shape))] if writes else []
     objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, files, ()))
     shard = torch.empty(own.shape, dtype=data.dtype, device="cpu")
@@ -231,7 +231,7 @@ def _check_memory(world: World, nbytes: int) -> None:
     Raises:
         InputError: on all ranks, if one has not.
     """
-    ranks = objects.all_gather_object(world.team.comm, (world.node, nbytes, host_memory.available()))
+    ranks = objects.all_gather_object(team_of().comm, (world.node, nbytes, host_memory.available()))
     for node in range(world.nodes):
         needs, free = zip(*((need, left) for where, need, left in ranks if where == node), strict=True)
         if sum(needs) > min(free):
@@ -271,7 +271,7 @@ def _time_routes(
         held = [] if result is None else [result.cpu()]
         expected = expected if rows else held
         same = all(map(torch.equal, map(_bytes_of, held), map(_bytes_of, expected)))
-        right = all(objects.all_gather_object(world.team.comm, same))
+        right = all(objects.all_gather_object(team_of().comm, same))
         rows.append({"route": route, "seconds": median(times[route]), "same_result": right})
     fastest = min(row["seconds"] for row in rows)
     cells = []
@@ -342,7 +342,7 @@ def _verify(world: World, args: Namespace, data: Inputs, held: Slices | Sequence
             right = right and (world.rank != (args.root or 0) or torch.equal(got, _bytes_of(wanted(part))))
         return right, digest.hexdigest()
 
-    found = filter(None, objects.run_on_all(world.team.comm, "verify", verify))
+    found = filter(None, objects.run_on_all(team_of().comm, "verify", verify))
     rights, digests = zip(*found, strict=True)
     return {"verified": all(rights) and len(set(digests)) == 1, "sha256": digests[0]}
 

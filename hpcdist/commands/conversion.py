@@ -24,7 +24,7 @@ from hpcdist.formats.contents import Contents, Dataset
 from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.paths import check_folder, shown
 from hpcdist.runtime.cli import Parser, meter, path, plural
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size
 from hpcdist.staging.reader import OpenFiles
 from hpcdist.staging.writer import SaveOptions
@@ -39,7 +39,7 @@ _FILES = (safetensors.SUFFIX, ".h5")
 def main(world: World, args: Namespace) -> int:
     """Write all tensors of the input to the output; return the exit status. Collective."""
     started, done = time.perf_counter(), (0, 0)
-    contents, limit = objects.run_on_root(world.team.comm, _VERB, lambda: _look(args))
+    contents, limit = objects.run_on_root(team_of().comm, _VERB, lambda: _look(args))
     tensors = contents.tensors.values()
     report: Report = {
         "verb": _VERB, "ranks": world.world_size, "nodes": world.nodes, "input": args.input, "kind": contents.kind,
@@ -50,7 +50,7 @@ def main(world: World, args: Namespace) -> int:
     with Reader([(files, of) for of in tensors], args.window, most=1) as reader:
         if Path(args.output).suffix in _FILES:
             options = SaveOptions("posix", args.window, args.resume, contents.text, limit)
-            done = copy(world, world.team, _VERB, args.output, datasets, reader.read, options)
+            done = copy(world, team_of(), _VERB, args.output, datasets, reader.read, options)
         else:
             _write_folder(world, in_pieces(args.output, datasets, args.window), reader.read, args.output)
     copying = copied(world, args, report, started, done)
@@ -129,7 +129,7 @@ def _write_folder(world: World, datasets: Sequence[Dataset], read: Read, out: st
     # The import takes as long as that of all of torch.
     from torch.distributed.checkpoint import api, default_planner, filesystem, metadata, planner, state_dict_saver
 
-    comm, folder = world.team.comm, Path(out)
+    comm, folder = team_of().comm, Path(out)
     boxes = [(i, box) for (i, _), box in Shares(datasets, world.world_size).boxes(world.rank).items()]
     if world.rank == 0:
         boxes += [(i, layout.whole(d.shape)) for i, d in enumerate(datasets) if not d.nbytes()]

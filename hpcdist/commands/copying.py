@@ -25,7 +25,7 @@ from hpcdist.formats.paths import check_target, shown
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, Listed, grid, summed
 from hpcdist.runtime.cli import Parser, meter, nbytes, show_bytes
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import check_pieces, piece_limit
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.validation.local import ArgumentError
@@ -154,7 +154,7 @@ def copied(
         done: what copy() returned on this rank.
         result: lines.
     """
-    found = objects.all_gather_object(world.team.comm, (time.perf_counter() - started, *done))
+    found = objects.all_gather_object(team_of().comm, (time.perf_counter() - started, *done))
     seconds, pieces, kept = zip(*found, strict=True)
     slowest = max(seconds)
     report |= {"seconds": slowest, "output": args.output}

@@ -26,7 +26,7 @@ from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.layout.box import Shards, summed
 from hpcdist.runtime.cli import progress
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.tensors.storage import bits
 
@@ -220,7 +220,7 @@ def find(world: World, given: Sequence[str], dim: int) -> Inputs:
     Raises:
         RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
     """
-    comm = world.team.comm
+    comm = team_of().comm
     specs = objects.run_on_root(comm, "inputs", (lambda: _expand(given)) if given else _standard_library)
     mine = layout.block_range(len(specs), world.world_size, world.rank)
     looked = progress(specs[mine.start : mine.stop], world, "look")

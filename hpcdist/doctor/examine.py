@@ -149,14 +149,14 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
     here = world.current()
     if any(other["init"]["device"] == "cuda" for other in everyone):
         pipe.step("CUDA-aware MPI")
-        facts["cuda_aware"] = mpi_takes_gpu_memory(here.team)
+        facts["cuda_aware"] = mpi_takes_gpu_memory(world.team_of())
     if all(other["sees"] and not known(other, "staging.error") for other in everyone):
         pipe.step("HDF5 file")
         facts["file"] = _tried(lambda: _try_file(here))
     facts["routes"] = {}
     for name in select.ROUTES:
         pipe.step(f"route {name}")
-        absent = select.load(name).missing(here.team)
+        absent = select.load(name).missing(world.team_of())
         if name == "gloo":  # else it fails or hangs in its first call
             absent = absent or socket_problem("GLOO_SOCKET_IFNAME", everyone)
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
@@ -318,5 +318,6 @@ def _time(here: World, name: str) -> Facts:
         seconds = [timed(here, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUTE_ROUNDS)]
     except HpcdistError as error:  # the same on all ranks
         return {"error": str(error)}
-    right = all(objects.all_gather_object(here.team.comm, bool(torch.equal(whole.cpu(), expected.to(torch.uint8)))))
+    same = torch.equal(whole.cpu(), expected.to(torch.uint8))
+    right = all(objects.all_gather_object(world.team_of().comm, same))
     return {"seconds": median(seconds), "bytes": _ROUTE_BYTES * here.world_size, "right": right}

@@ -167,7 +167,7 @@ def _sending(
     from hpcdist.p2p.transfers import Outgoing, by_file, by_mpi
 
     _check_eager()
-    context = world.current().context
+    context = world.context()
     ranks, engine = context.group_of(group), transport(context)
     _check("dest", dest, ranks.size)
     _check_tag(context, tag)
@@ -189,7 +189,7 @@ def _receiving(
     from hpcdist.p2p.transfers import receive
 
     _check_eager()
-    context = world.current().context
+    context = world.context()
     ranks, engine = context.group_of(group), transport(context)
     if source is not None:
         _check("source", source, ranks.size)

@@ -19,7 +19,7 @@ from hpcdist.process import exits, host_memory
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path, plural, show_bytes
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, team_of
 
 __all__ = [
     "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "run", "show_bytes", "table",
@@ -93,7 +93,7 @@ def placed(world: World, shard: Tensor, route: str) -> Tensor:
 
 def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tensor | None]:
     """Run a collective step; return the slowest rank's seconds and this rank's result. Collective."""
-    comm = world.team.comm
+    comm = team_of().comm
     comm.Barrier()
     start = time.perf_counter()
     result = step()

@@ -37,7 +37,9 @@ from hpcdist.watch.watcher import Watch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["World", "current", "environ", "finalize", "init", "is_first", "staging_folder"]
+    from hpcdist.comm.signatures import GroupLike
+
+__all__ = ["World", "context", "current", "environ", "finalize", "init", "is_first", "staging_folder", "team_of"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -50,7 +52,6 @@ class World:
         node: index of this node, in the order of the lowest rank on each.
         comm: communicator that init() was given, or COMM_WORLD.
         settings: device, deadline, staging folder, and what else does not change.
-        context: communicators of the library's own; not for user code.
     """
 
     rank: int
@@ -59,7 +60,7 @@ class World:
     node: int
     comm: MPI.Intracomm
     settings: Settings
-    context: Context = field(repr=False)
+    _context: Context = field(repr=False)
     _watch: Watch = field(repr=False)
     _owns_group: bool = field(repr=False)
     _implicit: bool = field(repr=False)  # made for a program that has called torch.distributed alone
@@ -68,7 +69,7 @@ class World:
     @property
     def group(self) -> dist.ProcessGroup:
         """The torch.distributed group of all ranks; None after finalize(), if init() made it."""
-        return self.context.torch_group  # type: ignore[return-value]
+        return self._context.torch_group  # type: ignore[return-value]
 
     @property
     def device(self) -> torch.device:
@@ -90,11 +91,6 @@ class World:
         """The folder through which route "hdf5" moves data; rank 0's is used."""
         return self.settings.staging
 
-    @property
-    def team(self) -> Team:
-        """The team of all ranks, for the library's own calls; not for user code."""
-        return self.context.team
-
     def finalize(self) -> None:
         """End torch.distributed, if init() started it, and free the library's communicators; MPI goes on running.
 
@@ -104,10 +100,10 @@ class World:
             RankError: on all ranks, if another rank calls a verb instead.
         """
         if _world is self:
-            with activity.InCall("finalize", self.team), abort.InStep("finalize", self.world_size):
+            with activity.InCall("finalize", self._context.team), abort.InStep("finalize", self.world_size):
                 # If it is refused, it can be repeated: nothing has been freed yet.
-                collective.exchange(self.team, Call(collective.LEAVE))
-                for done in background.leave_all(self.context.teams.values()):
+                collective.exchange(self._context.team, Call(collective.LEAVE))
+                for done in background.leave_all(self._context.teams.values()):
                     done.wait()
             self._close()
 
@@ -116,16 +112,16 @@ class World:
         _world = None
         atexit.unregister(_leave)
         background.report_failures()
-        with activity.InCall("finalize", self.team):
-            engine = self.context.engine
-            left = objects.all_gather_object(self.team.comm, engine is not None and engine.stop())
-        self.context.free(messages=not any(left))  # else new ones could meet what still comes
+        with activity.InCall("finalize", self._context.team):
+            engine = self._context.engine
+            left = objects.all_gather_object(self._context.team.comm, engine is not None and engine.stop())
+        self._context.free(messages=not any(left))  # else new ones could meet what still comes
         registration.host.close()
         self._watch.stop()
         pool.stop()
         if self._owns_group:
             # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
-            self.context.forget_torch_group()
+            self._context.forget_torch_group()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -164,6 +160,16 @@ def current() -> World:
         text = "hpcdist is not initialised: call hpcdist.init() first, on every rank"
         raise HpcdistError(forks.refusal() or coded("HD112", text))
     return _world
+
+
+def context() -> Context:
+    """Return what the teams of the job share."""
+    return current()._context
+
+
+def team_of(group: GroupLike | None = None) -> Team:
+    """Return the team of a group; that of all ranks for None. Collective over the group when it is first used."""
+    return current()._context.team_of(group)
 
 
 def init(
@@ -266,10 +272,10 @@ def _leave() -> None:
     if MPI.Is_finalized():
         _world._watch.stop()
         return
-    with activity.InCall("", _world.team, text=b"the end of its program"):
-        backgrounds = background.leave_all(_world.context.teams.values())  # answers calls of ranks that go on
+    with activity.InCall("", _world._context.team, text=b"the end of its program"):
+        backgrounds = background.leave_all(_world._context.teams.values())  # answers calls of ranks that go on
         communicator.finish()
-        collective.leave(_world.team)
+        collective.leave(_world._context.team)
         for done in backgrounds:
             done.wait()
         registration.leave()
@@ -322,8 +328,8 @@ def _make(
         child_environ=launcher.without_launcher(os.environ),
         making_group=registration.host.making,
     )
-    context = Context(private, comm, group, settings)
-    background.prepare(context.team)
+    ours = Context(private, comm, group, settings)
+    background.prepare(ours.team)
     pool.start(pool.limit_of(env_cache, capacity()[0] // nodes.local_size))
     return World(
         rank=private.rank,
@@ -332,7 +338,7 @@ def _make(
         node=nodes.mine,
         comm=comm,
         settings=settings,
-        context=context,
+        _context=ours,
         _watch=watch,
         _owns_group=owns_group,
         _implicit=implicit,

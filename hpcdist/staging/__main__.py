@@ -14,7 +14,7 @@ from hpcdist.formats.known import describe
 from hpcdist.formats.paths import shown
 from hpcdist.layout import Box
 from hpcdist.runtime.cli import Parser, meter, plural, ranks_text, run, show_bytes, table
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import PIECE
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.writer import WINDOW
@@ -26,7 +26,7 @@ _MAX_SHOWN = 20  # damaged pieces
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Run the subcommand on the ranks of the world; return the exit status. Collective."""
-    contents = objects.run_on_root(world.team.comm, args.what, lambda: describe(args.file))
+    contents = objects.run_on_root(team_of().comm, args.what, lambda: describe(args.file))
     if args.what == "verify":
         return _verify(world, contents, args.json)
     if world.rank == 0:
@@ -110,8 +110,8 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
                     damaged.append(str(error))
                 bar.update(box.size() * stored.dtype.itemsize)
 
-    objects.run_on_all(world.team.comm, "verify", check)
-    found = [text for texts in objects.all_gather_object(world.team.comm, damaged) for text in texts]
+    objects.run_on_all(team_of().comm, "verify", check)
+    found = [text for texts in objects.all_gather_object(team_of().comm, damaged) for text in texts]
     if world.rank == 0:
         report = {"path": contents.path, "checksums": contents.checked, "pieces": len(pieces)}
         report |= {"bytes": contents.nbytes(), "damaged": found}

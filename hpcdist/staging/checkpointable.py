@@ -65,7 +65,7 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
             f"checkpointable() needs torch 2.14 or later, whose dcp takes parts of any layout, and this is "
             f"{torch.__version__}: hpcdist.staging.save and load take them with every torch",
         )
-    team = world.current().context.team_of(group)
+    team = world.team_of(group)
 
     def check() -> tuple[Any, ...]:
         if not isinstance(layout, _LAYOUTS):

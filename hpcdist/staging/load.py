@@ -121,7 +121,7 @@ def load(
         >>> hd.staging.load("x.h5", "data", box=((rank, 0), (1, 2)))
         tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
     """
-    team = world.current().context.team_of(group)
+    team = world.team_of(group)
     arguments: dict[str, Any] = {
         "path": path, "name": name, "dim": dim, "counts": counts, "box": box, "out": out, "device": device,
         "window": window, "readers": readers, "verify": verify, "once_per": once_per, "shared": shared,
@@ -518,7 +518,7 @@ def plan_load(
 
 def _planned_load(*, group: Any, **arguments: Any) -> Plan:
     """Plan a call of load(). Collective: see :func:`hpcdist.plan`."""
-    team = world.current().context.team_of(group)
+    team = world.team_of(group)
     with _planned(team, _PLAN, arguments) as call:
         methods = {key: call.method(key) for key in call.tensors}
         traffic = [_traffic(call, team, key, how) for key, how in methods.items()]

@@ -102,7 +102,7 @@ def open(
         return ReadFile(os.fsdecode(path), window)
     if mode != "w":
         raise refusal(ValueError, "HD419", f"mode is {mode!r}, expected 'r' or 'w'")
-    return WriteFile(world.current().context.team_of(group), path, tensors, attrs, window)
+    return WriteFile(world.team_of(group), path, tensors, attrs, window)
 
 
 class ReadFile:

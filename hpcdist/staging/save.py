@@ -180,7 +180,7 @@ def save(
         >>> h5py.File("x.h5")["data"][:, 0]
         array([1, 2, 2])
     """
-    team = world.current().context.team_of(group)
+    team = world.team_of(group)
     given: dict[str, Any] = {
         "path": path, "tensors": tensors, "dim": dim, "attrs": attrs, "compression": compression, "chunks": chunks,
         "window": window, "writer": writer, "writers": writers, "resume": resume, "max_shard_size": max_shard_size,
@@ -442,7 +442,7 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
 
 def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
     """Plan a call of save(). Collective: see :func:`hpcdist.plan`."""
-    team = world.current().context.team_of(group)
+    team = world.team_of(group)
     name = "plan of staging.save"
     with agreed(team, name, lambda: _check(team, **arguments)) as call:
         datasets, plans = _plan(team, call)

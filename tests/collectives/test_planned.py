@@ -122,7 +122,7 @@ def test_0d_4d_and_no_elements(world: hd.World) -> None:
 
 def test_data_are_sent_in_one_message_with_the_header(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an exchange before, nor anything after it."""
-    findings, extents, comm = Findings(world.comm), extents_of("ragged", world.world_size), world.team.comm
+    findings, extents, comm = Findings(world.comm), extents_of("ragged", world.world_size), world._context.team.comm
     seen: list[str] = []
 
     class Spy:
@@ -137,7 +137,7 @@ def test_data_are_sent_in_one_message_with_the_header(world: hd.World, monkeypat
     findings.check(whole.nbytes <= limits.INLINE, whole.nbytes)
     for planned in plans:
         planned.plan(planned.x(whole))
-    monkeypatch.setattr(world.team, "comm", Spy())
+    monkeypatch.setattr(world._context.team, "comm", Spy())
     got = [planned.plan(planned.x(whole)) for planned in plans]
     monkeypatch.undo()
     findings.check(seen == ["Allgather"] * len(plans), seen)

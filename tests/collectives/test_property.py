@@ -178,14 +178,14 @@ def _drawn_by_all(world: hd.World, case: object) -> None:
     """Compare what the ranks have drawn; a rank that is not here any more does not come either."""
     digest = blake2b(repr(case).encode(errors="surrogatepass"), digest_size=8).hexdigest()
     try:
-        collective.exchange(world.team, local.Call("example", options=(("case", digest),)))
+        collective.exchange(world._context.team, local.Call("example", options=(("case", digest),)))
     except hd.RankError as error:
         raise DrawsDifferError(str(error)) from None
 
 
 def _told(world: hd.World, problem: str | None) -> str:
     """What is wrong on any rank. Those that are in a verb still, while one has failed, come out of it."""
-    collective.leave(world.team)
+    collective.leave(world._context.team)
     found = world.comm.allgather(problem)
     return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)
 

@@ -95,7 +95,7 @@ def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, mo
             monkeypatch.setattr(module, name, value)
     elif limits == "as they are":
         monkeypatch.setattr(plans, "AT_ONCE", 0)
-    world.team.plans.clear()  # what is remembered was made under other limits
+    world._context.team.plans.clear()  # what is remembered was made under other limits
     findings, size = Findings(world.comm), world.world_size
     for dtype in (torch.float32, torch.complex64, torch.uint8):
         for name in strides_for(dtype):
@@ -112,7 +112,7 @@ def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, mo
                     findings.check(got is out, "out is returned")
                     findings.same(out, expected, f"{name} {src} to {dst} into a {form} out")
                     findings.same(around, untouched, "written besides out")
-    world.team.plans.clear()
+    world._context.team.plans.clear()
     findings.settle()
 
 
@@ -141,15 +141,15 @@ def test_a_plan_is_executed_many_times(world: hd.World, route: str, monkeypatch:
             seen.append(name)
             return getattr(comm, name)
 
-    comm = world.team.comm
-    monkeypatch.setattr(world.team, "comm", Spy())
+    comm = world._context.team.comm
+    monkeypatch.setattr(world._context.team, "comm", Spy())
     results = []
     for turn in range(3):
         whole = whole_of((2 * size + 1, 100), torch.float32, salt=turn)
         out = torch.zeros(go.box.shape) if turn == 1 else None
         x = _part(whole, src, world.rank, size)
         results.append((go(x if turn else x.t().contiguous().t(), out), _part(whole, dst, world.rank, size)))
-    monkeypatch.setattr(world.team, "comm", comm)
+    monkeypatch.setattr(world._context.team, "comm", comm)
     for got, expected in results:
         findings.same(got, expected, "result")
     findings.check(seen == ["Allgather", *["Alltoallw"] * (route == "mpi" and size > 1)] * 3, seen)
@@ -362,5 +362,5 @@ def test_many_plans_are_forgotten(world: hd.World) -> None:
         x = whole_of((turn % 70 + 1, 2), torch.int32)
         got = hd.redistribute(x, hd.Replicate(), hd.Split(1))
         findings.same(got, _part(x, hd.Split(1), world.rank, world.world_size), f"turn {turn}")
-    findings.check(len(world.team.plans) <= 64, len(world.team.plans))
+    findings.check(len(world._context.team.plans) <= 64, len(world._context.team.plans))
     findings.settle()

@@ -54,7 +54,7 @@ def test_again_and_again_with_other_values(case: str, world: hd.World) -> None:
 def test_around_the_capacity(world: hd.World) -> None:
     """Of some ranks the data fit, of others they do not."""
     findings = Findings(world.comm)
-    most = world.context.team.inline
+    most = world._context.team.inline
     for nbytes, step, salt in itertools.product((most - 1, most, most + 1), (-1, 0, 1), range(2)):
         extents = tuple(nbytes + step * (rank % 2) for rank in range(world.world_size))
         verbs(findings, world, whole_of((sum(extents),), torch.uint8, salt), 0, extents)
@@ -183,7 +183,7 @@ def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.Monk
     for n in range(20):
         whole = hd.concat(torch.full((n + 1,), n, dtype=torch.uint8))
         assert_on_all_ranks(world.comm, whole.tolist() == [n] * ((n + 1) * world.world_size))
-    assert_on_all_ranks(world.comm, 0 < len(world.context.team.repeats) <= 5)
+    assert_on_all_ranks(world.comm, 0 < len(world._context.team.repeats) <= 5)
 
 
 def test_the_headers_of_many_ranks_stay_small() -> None:

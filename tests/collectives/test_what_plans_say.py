@@ -128,7 +128,7 @@ def test_bytes_and_result(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_shared_results(world: hd.World, n: int) -> None:
     """Which fall back to private memory below a size."""
-    findings, team = Findings(world.comm), world.team
+    findings, team = Findings(world.comm), world._context.team
     root = world.world_size - 1
     for verb, args in [
         (hd.concat, (torch.zeros(n, 3), 1)),
@@ -146,7 +146,7 @@ def test_shared_results(world: hd.World, n: int) -> None:
 
 
 def test_no_windows_here(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.team.windows, "problem", "none today")
+    monkeypatch.setattr(world._context.team.windows, "problem", "none today")
     x = torch.zeros(LARGE)
     said = hd.plan(hd.concat, x, shared=True)
     assert_on_all_ranks(world.comm, said.result == "new" and "none today" in str(said), said)
@@ -189,7 +189,7 @@ def test_mpi_by_sends_and_receives(world: hd.World, monkeypatch: pytest.MonkeyPa
 def test_through_pinned_buffers(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     route = Staged(mpi.MPI_ROUTE)
     for operation, name in [("allgatherv", "MPI_Allgatherv"), ("alltoallv", "MPI sends and receives")]:
-        method = route.method(world.team, operation, 1000)
+        method = route.method(world._context.team, operation, 1000)
         assert method.name == f"pinned host buffers, {name}"
         assert "cannot access the GPU memory" in method.reason
     assert route.name == "mpi"
@@ -270,7 +270,7 @@ def test_the_text(world: hd.World) -> None:
     assert text == (
         f"concat: route mpi, MPI_Allgatherv\n  this rank sends {nbytes} bytes, receives {nbytes} bytes; result: new "
         "memory\n  because route='auto' takes mpi for data in host memory\n"
-        f"  because the data of a rank are more than the {world.team.inline} bytes that travel behind a header"
+        f"  because the data of a rank are more than the {world._context.team.inline} bytes that travel behind a header"
     )
 
 

@@ -27,37 +27,37 @@ def test_the_world_is_one_team(world: hd.World) -> None:
     """Whatever it is called: no second communicator is made for it."""
     findings = Findings(world.comm)
     for group in (None, world.comm, MPI.COMM_WORLD, world.group, dist.group.WORLD):
-        findings.check(world.context.team_of(group) is world.team, f"{group!r}")
+        findings.check(world._context.team_of(group) is world._context.team, f"{group!r}")
     findings.settle()
 
 
 def test_a_group_keeps_its_team(world: hd.World) -> None:
     comm, group = world.comm.Split(0, -world.rank), dist.new_group([0])
     findings = Findings(world.comm)
-    findings.check(world.context.team_of(comm) is world.context.team_of(comm), "communicator")
+    findings.check(world._context.team_of(comm) is world._context.team_of(comm), "communicator")
     if world.rank == 0:
-        findings.check(world.context.team_of(group) is world.context.team_of(group), "torch group")
+        findings.check(world._context.team_of(group) is world._context.team_of(group), "torch group")
     findings.settle()
 
 
 def test_ranks_in_the_order_of_the_communicator(world: hd.World) -> None:
     size = world.world_size
-    team = world.context.team_of(world.comm.Split(0, -world.rank))
+    team = world._context.team_of(world.comm.Split(0, -world.rank))
     findings = Findings(world.comm)
     findings.check(team.rank == size - 1 - world.rank, f"rank {team.rank}")
     findings.check(team.size == size, f"size {team.size}")
     findings.check(team.peers == list(reversed(range(size))), f"peers {team.peers}")
-    findings.check(world.team.peers == list(range(size)), f"peers of the world {world.team.peers}")
+    findings.check(world._context.team.peers == list(range(size)), f"peers of the world {world._context.team.peers}")
     findings.settle()
 
 
 def test_a_copy_of_a_communicator_has_a_team_of_its_own(world: hd.World) -> None:
     """The team hangs on one communicator: MPI must not copy it to a duplicate that outlives it."""
     comm = world.comm.Split(0, -world.rank)
-    first = world.context.team_of(comm)
+    first = world._context.team_of(comm)
     copy = comm.Dup()
     comm.Free()
-    second = world.context.team_of(copy)
+    second = world._context.team_of(copy)
     alone = world.world_size == 1  # in reverse it is still the world
     assert_on_all_ranks(world.comm, alone or second is not first, "one team for two communicators")
     x = torch.tensor([copy.rank])
@@ -84,7 +84,7 @@ def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[An
     """What is sent in one arrives in that one, and two threads on two groups do not get each other's data."""
     findings, size = Findings(world.comm), world.world_size
     one, other = twins
-    teams = {id(world.context.team_of(group)) for group in (None, one, other)}
+    teams = {id(world._context.team_of(group)) for group in (None, one, other)}
     findings.check(len(teams) == 3, "a team for two groups")
     after, before = (world.rank + 1) % size, (world.rank - 1) % size
     handles = [hd.isend(f"in {i}", after, group=group) for i, group in enumerate((None, one, other))]
@@ -175,7 +175,7 @@ def test_groups_end_in_any_order(world: hd.World) -> None:
         hd.concat(torch.tensor([world.rank]), group=comm, async_op=True).wait(30)
     for comm in comms if world.rank % 2 else reversed(comms):
         comm.Free()
-    assert_on_all_ranks(world.comm, not [group for group in world.context.teams if group.freed], "a team is left")
+    assert_on_all_ranks(world.comm, not [group for group in world._context.teams if group.freed], "a team is left")
 
 
 def test_destroyed_groups_give_their_communicators_back(world: hd.World) -> None:
@@ -189,7 +189,7 @@ def test_destroyed_groups_give_their_communicators_back(world: hd.World) -> None
         findings.check(result.tolist() == list(range(world.world_size)), result)
         groups.append(group)  # that it is still referred to makes no difference
         dist.destroy_process_group(group)
-    kept = [group for group in world.context.teams if group.ended]
+    kept = [group for group in world._context.teams if group.ended]
     findings.check(len(kept) <= 1, f"{len(kept)} teams of groups that are gone")
     try:
         hd.concat(torch.tensor([world.rank]), group=groups[0])
@@ -217,7 +217,7 @@ def test_messages_never_meet_the_users(world: hd.World, order: int, monkeypatch:
     monkeypatch.setattr(mpi, "LIMIT", 10)  # sends and receives in pieces, which such a receive could take
     findings = Findings(world.comm)
     comm = world.comm if order == 1 else world.comm.Split(0, -world.rank)
-    own = world.context.team_of(comm).comm
+    own = world._context.team_of(comm).comm
     findings.check(MPI.Comm.Compare(own, comm) == MPI.CONGRUENT, "the library talks on the user's communicator")
     findings.settle()
     size, extents = comm.size, (2,) * comm.size

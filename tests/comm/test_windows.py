@@ -37,7 +37,7 @@ def _concat(world: hd.World, group: object, findings: Findings, expected: str) -
     whole = hd.concat(torch.full((SIZE,), float(world.rank)), shared=True, group=group)  # type: ignore[arg-type]
     good = torch.equal(whole, torch.arange(world.world_size, dtype=torch.float32).repeat_interleave(SIZE))
     findings.check(good, "wrong values")
-    reason = str(world.context.team_of(group).unshared)  # type: ignore[arg-type]
+    reason = str(world._context.team_of(group).unshared)  # type: ignore[arg-type]
     findings.check(expected in reason, f"{reason!r}, expected {expected!r}")
     return whole
 
@@ -60,7 +60,7 @@ def test_without_room_results_are_private_and_say_why(world: hd.World) -> None:
 def test_room_for_one_result_is_enough(world: hd.World) -> None:
     """Though the ranks take their parts of it one after the other."""
     findings, group = Findings(world.comm), world.comm.Dup()
-    windows_ = world.context.team_of(group).windows
+    windows_ = world._context.team_of(group).windows
     room = int(1.2 * 4 * SIZE * world.world_size)
 
     def available() -> int:
@@ -81,7 +81,7 @@ def test_room_for_one_result_is_enough(world: hd.World) -> None:
 def test_what_nobody_holds_is_given_back(world: hd.World) -> None:
     """By empty_cache(); and beyond a bound after a while, not only when another window is made."""
     findings, group = Findings(world.comm), world.comm.Dup()
-    team = world.context.team_of(group)
+    team = world._context.team_of(group)
 
     def taken() -> int:
         own = sum(slot.block.memory_of_system() for slot in list(team.windows._slots.values()))
@@ -146,7 +146,7 @@ def test_the_number_of_windows_is_bounded(world: hd.World) -> None:
         held.clear()
         world.comm.Barrier()
         other = hd.concat(torch.ones(2 * SIZE), shared=True, group=group)
-        kept = world.context.team_of(group).windows.nbytes()
+        kept = world._context.team_of(group).windows.nbytes()
         findings.check(kept < 1.05 * other.nbytes, f"{kept} bytes are kept beside {other.nbytes}")
     group.Free()
     findings.settle()
@@ -165,7 +165,7 @@ def test_few_windows_that_nobody_holds_are_kept(world: hd.World) -> None:
             held.clear()
             world.comm.Barrier()
         hd.concat(torch.ones(SIZE), shared=True, group=group)
-        slots = len(world.context.team_of(group).windows._slots)
+        slots = len(world._context.team_of(group).windows._slots)
         findings.check(slots == 3, f"{slots} windows are kept, expected the one in use and 2")
     group.Free()
     findings.settle()
@@ -200,9 +200,9 @@ FORKED = """
     for i in range(3):
         world.comm.Barrier()
         again = hd.concat(torch.full((100_000,), 7. + i), shared=True)
-        assert again.unique().tolist() == [7. + i] and world.team.unshared is None
+        assert again.unique().tolist() == [7. + i] and world._context.team.unshared is None
         del again
-    assert len(world.team.windows._slots) == 1, world.team.windows._slots
+    assert len(world._context.team.windows._slots) == 1, world._context.team.windows._slots
     os.write(yours, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child saw a later result"
     world.comm.Barrier()

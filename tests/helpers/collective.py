@@ -29,9 +29,9 @@ _SHOWN = 6  # a loop with one mistake finds it in every turn
 def change_settings(patch: pytest.MonkeyPatch, world: World, **changes: Any) -> None:
     """Let the world have other settings until `patch` is undone."""
     changed = replace(world.settings, **changes)
-    teams = list(world.context.teams.values())
+    teams = list(world._context.teams.values())
     behind = [team.background.team for team in teams if team.background is not None]  # type: ignore[attr-defined]
-    for holder in (world, world.context, *teams, *behind):
+    for holder in (world, world._context, *teams, *behind):
         patch.setattr(holder, "settings", changed)
 
 
@@ -92,7 +92,7 @@ def _meet(comm: MPI.Comm) -> None:
     """Fail, rather than wait, if a rank of the world has already left the test: see :func:`failures_elsewhere`."""
     world = worlds._world
     if world is not None and comm.size == world.world_size:
-        collective.exchange(world.team, Call("assert_on_all_ranks"))
+        collective.exchange(world._context.team, Call("assert_on_all_ranks"))
 
 
 def failures_elsewhere(comm: MPI.Comm, error: BaseException | None) -> str | None:
@@ -105,7 +105,7 @@ def failures_elsewhere(comm: MPI.Comm, error: BaseException | None) -> str | Non
     """
     world = worlds._world
     if world is not None and comm.size == world.world_size:
-        collective.leave(world.team)
+        collective.leave(world._context.team)
     errors = comm.allgather(None if error is None else f"{type(error).__name__}: {error}")
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None and rank != comm.rank]
     return "\n".join(lines) or None

@@ -217,7 +217,7 @@ def test_one_header_message_at_most(world: hd.World, monkeypatch: pytest.MonkeyP
         def __getattr__(self, name: str) -> Any:
             return getattr(self.comm, name)
 
-    engine, (after, before) = world.context, _peers(world)
+    engine, (after, before) = world._context, _peers(world)
     monkeypatch.setattr(engine, "header_comm", Spy(engine.header_comm, "header"))
     monkeypatch.setattr(engine, "data_comm", Spy(engine.data_comm, "data"))
     handle = hd.isend([torch.full((k % 7,), k) for k in range(1000)], after)
@@ -305,7 +305,7 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
     interruptions = 0
     for line in range(80):
         handle = hd.isend(line, after, 3)
-        turn = RecvTurn(world.context.unexpected, world.context.everyone, before, 3)
+        turn = RecvTurn(world._context.unexpected, world._context.everyone, before, 3)
         world.comm.Barrier()
         interruptions += _interrupted(turn.wait, line)
         turn.give_back()
@@ -314,7 +314,7 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
         handle.wait(30)
     findings.check(interruptions > 25, f"{interruptions} lines")
     world.comm.Barrier()
-    findings.check(world.context.unexpected._of_key.get(0, []) == [], "a message came twice")
+    findings.check(world._context.unexpected._of_key.get(0, []) == [], "a message came twice")
     findings.settle()
 
 
@@ -399,7 +399,7 @@ def test_damaged_messages(world: hd.World, text: bytes, envelope: str) -> None:
     after, before = _peers(world)
     number, length = (-2 if envelope.startswith("of") else 2), len(text) + envelope.startswith("longer")
     sent = struct.pack("<qqqq", 0, 0, number, length) + text
-    request = world.context.header_comm.Isend([sent[:20] if envelope == "short" else sent, MPI.BYTE], after, 0)
+    request = world._context.header_comm.Isend([sent[:20] if envelope == "short" else sent, MPI.BYTE], after, 0)
     try:
         hd.recv(before)
         findings.check(False, "no error")

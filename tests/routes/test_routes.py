@@ -41,7 +41,7 @@ ROUTES: dict[str, Route] = {
 def rules() -> Iterator[None]:
     """The stand-in for NCCL asserts its rules; its groups are made anew for each test, to see their first use."""
     yield
-    for team in hd.current().context.teams.values():
+    for team in hd.current()._context.teams.values():
         STAND_IN.forget(team)
 
 
@@ -56,7 +56,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def _team(world: hd.World, order: int) -> Team:
     """All ranks, in the order of the world or in reverse."""
-    return world.team if order > 0 else world.context.team_of(_reversed(world))
+    return world._context.team if order > 0 else world._context.team_of(_reversed(world))
 
 
 _reverse: list[object] = []
@@ -190,7 +190,7 @@ def test_staged_stays_within_its_window(world: hd.World, monkeypatch: pytest.Mon
     messages = whole_of((sum(counts),), torch.uint8)
     recv = torch.zeros_like(messages)
     staged.Staged(Spy()).allgatherv(  # type: ignore[arg-type]
-        world.team, _part(messages, counts, world.rank), recv, counts, starts(counts)
+        world._context.team, _part(messages, counts, world.rank), recv, counts, starts(counts)
     )
     step = 64 // world.world_size
     findings = Findings(world.comm)
@@ -204,7 +204,8 @@ def test_a_window_smaller_than_the_team(world: hd.World, monkeypatch: pytest.Mon
     monkeypatch.setattr(sizes, "WINDOW", 0)
     whole = whole_of((2 * world.world_size,), torch.uint8)
     recv, counts = torch.zeros_like(whole), (2,) * world.world_size
-    staged.Staged(mpi.MPI_ROUTE).allgatherv(world.team, _part(whole, counts, world.rank), recv, counts, starts(counts))
+    mine, team = _part(whole, counts, world.rank), world._context.team
+    staged.Staged(mpi.MPI_ROUTE).allgatherv(team, mine, recv, counts, starts(counts))
     assert_on_all_ranks(world.comm, torch.equal(recv, whole), f"got {recv}")
 
 
@@ -227,21 +228,21 @@ def test_the_verbs_in_pieces(world: hd.World, monkeypatch: pytest.MonkeyPatch) -
 
 def test_auto_is_mpi_for_host_memory(world: hd.World) -> None:
     kinds = (MemoryKind.CPU,) * world.world_size
-    assert_on_all_ranks(world.comm, select.agreed("gather", "auto", world.team, kinds) is mpi.MPI_ROUTE)
-    assert_on_all_ranks(world.comm, select.agreed("gather", "gloo", world.team, kinds) is c10d.GLOO)
+    assert_on_all_ranks(world.comm, select.agreed("gather", "auto", world._context.team, kinds) is mpi.MPI_ROUTE)
+    assert_on_all_ranks(world.comm, select.agreed("gather", "gloo", world._context.team, kinds) is c10d.GLOO)
 
 
 def test_gloo_is_staged_where_a_rank_has_gpu_memory(world: hd.World) -> None:
     """On all ranks alike, those with host memory too."""
     kinds = (MemoryKind.CUDA, *(MemoryKind.CPU,) * (world.world_size - 1))
-    way = select.agreed("gather", "gloo", world.team, kinds)
+    way = select.agreed("gather", "gloo", world._context.team, kinds)
     assert_on_all_ranks(world.comm, isinstance(way, staged.Staged) and way.route is c10d.GLOO, way)
 
 
 def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
     """Refused everywhere, with what to do instead."""
     if world.settings.own_gpus:
-        assert c10d.NCCL.missing(world.team) is None
+        assert c10d.NCCL.missing(world._context.team) is None
         return
     error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.zeros(2), route="nccl"))
     assert_on_all_ranks(world.comm, sorted(error.problems) == list(range(world.world_size)), error)

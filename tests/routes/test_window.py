@@ -48,13 +48,13 @@ def comm(request: pytest.FixtureRequest, world: hd.World, monkeypatch: pytest.Mo
     with pytest.MonkeyPatch.context() as patch:
         change_settings(patch, world, node_of=PLACES[request.param](world.world_size))
         found = world.comm.Split(0, -world.rank)
-        world.context.team_of(found)
+        world._context.team_of(found)
         yield found
         found.Free()
 
 
 def _team(world: hd.World, group: MPI.Intracomm | None = None) -> Team:
-    return world.context.team_of(group)
+    return world._context.team_of(group)
 
 
 @pytest.mark.usefixtures("small")
@@ -205,7 +205,8 @@ def test_the_storage_of_a_result_is_its_own_part(world: hd.World) -> None:
         sizes = got.untyped_storage().nbytes(), copy.deepcopy(got).untyped_storage().nbytes()
         good = sizes == (got.nbytes, got.nbytes) and len(file.getbuffer()) < got.nbytes + 4096
         file.seek(0)
-        assert_on_all_ranks(world.comm, world.team.unshared is None and good, (sizes, world.team.unshared))
+        unshared = world._context.team.unshared
+        assert_on_all_ranks(world.comm, unshared is None and good, (sizes, unshared))
         assert_on_all_ranks(world.comm, torch.equal(torch.load(file), got))
 
 
@@ -219,14 +220,14 @@ def test_gradients_and_the_background(world: hd.World) -> None:
     good += [_good(world, handle.wait(), i) for i, handle in enumerate(later)]
     parts = hd.split(whole.detach() if world.rank == 0 else None, shared=True, async_op=True).wait()
     good.append(parts.eq(world.rank).all())
-    team = world.team.background.team  # type: ignore[union-attr]
+    team = world._context.team.background.team  # type: ignore[union-attr]
     assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
 
 
 def test_small_results_are_private(world: hd.World) -> None:
     whole = hd.concat(torch.ones(3), shared=True)
     assert_on_all_ranks(world.comm, whole.tolist() == [1.0] * 3 * world.world_size)
-    assert_on_all_ranks(world.comm, "fewer than" in str(world.team.unshared), world.team.unshared)
+    assert_on_all_ranks(world.comm, "fewer than" in str(world._context.team.unshared), world._context.team.unshared)
 
 
 def test_wrong_calls_are_refused_on_all_ranks(world: hd.World) -> None:

@@ -509,7 +509,7 @@ def test_communicators_that_come_and_go_leave_nothing_behind() -> None:
         comm = world.comm.Split(0, -world.rank)
         hd.concat(torch.tensor(world.rank), group=comm)
         comm.Free()
-    assert len(world.context.teams) == 1
+    assert len(world._context.teams) == 1
     say("ok")
     """,
     )

@@ -78,7 +78,7 @@ def test_outputs_of_the_commands(suffix: str, findings: Findings, world: hd.Worl
         whole, path = whole_of((n,), torch.float32), str(folder / f"y{n}{suffix}")
         one = [Dataset("data", (n,), torch.float32)]
         read = lambda i, box, out: out.copy_(whole[box.slices()])  # noqa: B023, E731
-        made = copy(world, world.team, "test", path, one, read, SaveOptions("posix", 9000))
+        made = copy(world, world._context.team, "test", path, one, read, SaveOptions("posix", 9000))
         findings.check(made[1] == 0, made)
         if world.rank == 0:
             findings.same(load(path, by_library=True), whole, f"{n}")

@@ -111,7 +111,7 @@ def test_bytes_read_and_sent(
 ) -> None:
     """Counted where they are read and sent, and as explain tells before the call; what is compressed is read once."""
     size, moved = world.world_size, [0, 0]
-    team, nodes = world.context.team_of(comm), len(set(world.settings.node_of))
+    team, nodes = world._context.team_of(comm), len(set(world.settings.node_of))
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
     staging.save(folder / "z.h5", LARGE, None, compression=1)
 
@@ -151,7 +151,7 @@ def test_one_copy_a_node(
     comm: MPI.Intracomm, findings: Findings, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a rank writes it alone sees; memory is used again; below 64 KiB, or without windows, each has its own."""
-    team = world.context.team_of(comm)
+    team = world._context.team_of(comm)
     staging.save(folder / "x.h5", {"a": LARGE, "b": LARGE + 1, "small": torch.arange(3)}, None)
     load = lambda name=None: staging.load(folder / "x.h5", name, dim=None, shared=True, group=comm)  # noqa: E731
     for _ in range(3):

@@ -82,7 +82,7 @@ def test_short_runs(length: int, world: hd.World, tmp_path: Path, monkeypatch: p
 
 def _compare(world: hd.World, file: PartFile, copy: _Copy, expected: np.ndarray[Any, Any]) -> None:
     findings = Findings(world.comm)
-    findings.check(file.edges.settle(world.team, copy.write) is None, "settle")
+    findings.check(file.edges.settle(world._context.team, copy.write) is None, "settle")
     written = world.comm.allgather(sorted(copy.pages))
     flat = [page for pages in written for page in pages]
     findings.check(len(set(flat)) == len(flat), f"pages by rank: {written}")
@@ -102,7 +102,7 @@ def test_a_write_of_edges_that_fails(findings: Findings, world: hd.World, tmp_pa
     edges = Edges(tmp_path, 100)  # the first page is rank 0's, the second rank 1's
     if rank == world.world_size - 1:
         edges.add(np.array([[3, 2, 0], [PAGE + 1, 2, 1]]), memoryview(b"abcd"))
-    problem = edges.settle(world.team, copy.write if rank else lambda *_: 1 / 0)
+    problem = edges.settle(world._context.team, copy.write if rank else lambda *_: 1 / 0)
     findings.check(isinstance(problem, ZeroDivisionError) == (rank == 0), problem)
     findings.check(rank != 1 or copy.content[PAGE + 1 : PAGE + 3] == b"cd", copy.content)
 
