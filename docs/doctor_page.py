@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpcdist.doctor import checks  # noqa: F401  it fills the table
-from hpcdist.doctor.table import CHECKS, STEPS
+from hpcdist.doctor.checks import CHECKS, STEPS
 
 PAGE = Path(__file__).with_name("doctor.md")
 _TABLE = re.compile(r"(<!-- checks: (.+) -->\n\n)(?:\|.*\n)*")

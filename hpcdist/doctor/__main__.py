@@ -1,20 +1,31 @@
-"""``mpirun -n N python -m hpcdist.doctor``: examine a job as it is launched, and report problems with their fixes."""
+"""``mpirun -n N python -m hpcdist.doctor``: examine a job as it is launched, and report problems with their fixes.
+
+The examination runs in a child process, so that a hang or a crash is a finding, and not the end of the doctor. The
+child is forked before MPI starts and takes this process's place in the job, as a program that a shell script starts
+under mpirun does. A thread could not watch it: an MPI library that hangs may hold Python's lock.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
+import signal
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import TextIO
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, TextIO
 
-from hpcdist.doctor import facts
-from hpcdist.doctor.examine import examine
-from hpcdist.doctor.supervisor import Outcome, watch
-from hpcdist.doctor.table import ORDER, Facts, Finding, judge
+from hpcdist.doctor.checks import ORDER, Facts, Finding, fix_of, judge
+from hpcdist.doctor.examine import ProgressPipe, examine, launch
+from hpcdist.process import abort
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime.cli import Parser, path, plural
 from hpcdist.runtime.world import environ, is_first
@@ -23,9 +34,9 @@ from hpcdist.watch.deadlines import deadline
 _LIMIT = 60.0  # seconds
 _FIRST_SECONDS = 3  # a rank that fails waits so long for rank 0 to report first: it may have failed in the same way
 _LAST_SECONDS = 2  # rank 0 must end first: MPICH's mpirun ends the others with its status
-_FORWARD_SECONDS = 0.2  # launchers lose what is printed just before the end of a job that fails
-_FORWARD_RATE = 2**16  # characters a second, read by a launcher on a busy machine
-_FORWARD_MOST = 1.0  # seconds: a pipe or terminal holds no more than 64 KiB, and the rest has been read when print ends
+_FORWARD_SECONDS = 1.0  # for a launcher on a busy machine to read 64 KiB of output
+_PDEATHSIG = 1  # linux/prctl.h: set the signal that a process gets when its parent ends
+_KILL_SECONDS = 2  # a process that waits for a dead file system cannot be killed
 _WIDTH = 120  # characters of a line of names
 _REASONS = ("hpcdist.init()", "ulimit -n", "TMPDIR", "/dev/shm")  # why the examination may end
 _ABOUT = """
@@ -34,6 +45,121 @@ staging folder, and each route. Every finding is ok, a warning (it works, but sl
 (something fails or hangs); warnings and what is broken come with a fix. docs/doctor.md explains each finding. The exit
 status is 1 if something is broken, else 0.
 """
+
+
+class _TerminatedError(Exception):
+    """The launcher ends this process."""
+
+
+def _end(*_: object) -> NoReturn:
+    raise _TerminatedError
+
+
+@dataclass
+class Outcome:
+    """What an examination has reported: the facts of each rank, or of this one alone; its last step; that it is done.
+
+    If it failed, `end` is the finding about that, and `terminated` says whether the launcher ended this process.
+    """
+
+    facts: list[Facts]
+    done: bool = False
+    terminated: bool = False
+    step: str = "the start"
+    end: Finding | None = None
+
+    def take(self, ranks: Sequence[Facts]) -> None:
+        """Take the newer facts of these ranks."""
+        new = {facts["id"]: facts for facts in ranks}  # not by the rank, which may only be known later
+        self.facts = [new.pop(facts["id"], facts) for facts in self.facts] + list(new.values())
+
+
+def watch(examine: Callable[[ProgressPipe], None], facts: Facts, limit: float) -> Outcome:
+    """Run `examine` in a child process, which has `limit` seconds for each step, and is killed if it hangs."""
+    there, here = Pipe(duplex=False)
+    abort.flush()  # or both processes print what is in their buffers
+    child = os.fork()
+    if child == 0:
+        there.close()
+        _child(examine, ProgressPipe(here))
+    here.close()
+    outcome = Outcome([facts])
+    end = None
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        if not _listen(there, outcome, limit):
+            end = f"has not ended in time (--limit {limit:g})"
+            os.kill(child, signal.SIGKILL)
+        ended = _ended(child)
+    except _TerminatedError:
+        os.kill(child, signal.SIGKILL)
+        outcome.terminated = True
+        end = "the launcher has ended the job meanwhile; what the other ranks printed may tell why"
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if end is None and not outcome.done:
+        how = f"killed its process by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
+        end = f"{how}; what it printed may tell why"
+    if end is not None:
+        outcome.done = False
+        text = f"rank {outcome.facts[0]['rank']} on {facts['host']}: {end}"
+        outcome.end = Finding(outcome.step, "broken", text, fix_of(outcome.step))
+    return outcome
+
+
+def _listen(there: Connection, outcome: Outcome, limit: float) -> bool:
+    """Process the messages of the child until it ends; return False if it hangs."""
+    late = time.monotonic() + limit
+    while there.poll(max(0.0, late - time.monotonic())):
+        try:
+            message: Any = there.recv()
+        except (EOFError, OSError):
+            return True
+        if isinstance(message, tuple):
+            outcome.step, limits = message
+            late = time.monotonic() + limit * limits
+        elif message is None:
+            outcome.done = True
+        else:
+            outcome.take(message)
+    return False
+
+
+def _ended(child: int) -> int:
+    """Return the exit status of a process that is ending, or minus the signal that killed it."""
+    end = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < end:
+        pid, code = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(code)
+        time.sleep(0.005)
+    return -signal.SIGKILL
+
+
+def _child(examine: Callable[[ProgressPipe], None], pipe: ProgressPipe) -> NoReturn:
+    status = 1
+    leave = os._exit  # which hpcdist.init() replaces
+    # MPI_Abort would end the supervisors before they can print.
+    abort.job = lambda status, *_, **__: leave(status)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process that it started
+    try:
+        examine(pipe)
+        pipe.done()
+        status = 0
+    except KeyboardInterrupt:  # of the doctor, too, which ends without a report
+        pass
+    except BaseException:  # it must not go on as the program that was forked
+        traceback.print_exc()
+    finally:
+        abort.flush()
+        if status == 0:
+            pipe.connection.close()
+            # MPICH 5 tells its launcher in an exit handler of C's that MPI has ended; without it, mpirun kills the
+            # other supervisors at the first one's end. Python's own handlers belong to the parent.
+            ctypes.CDLL(None).exit(0)
+        leave(status)
 
 
 def _seconds(text: str) -> float:
@@ -46,7 +172,7 @@ def _seconds(text: str) -> float:
 def main() -> int:
     """Examine this rank; print the report on rank 0, and on another rank why its examination ended early."""
     args = parser().parse_args()
-    mine, first = facts.launch(environ()), is_first()
+    mine, first = launch(environ()), is_first()
     outcome = watch(lambda pipe: examine(pipe, mine, args.staging, first, args.limit), mine, args.limit)
     if first:
         findings = [*judge(outcome.facts), *judge_end(outcome)]
@@ -104,9 +230,9 @@ def lines(findings: Sequence[Finding], width: int = 0) -> list[str]:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print it, and give the launcher time to read it."""
+    """Print it, and give the launcher time to read it: what is printed just before a job fails may be lost."""
     print(text, file=stream, flush=True)
-    time.sleep(_FORWARD_SECONDS + min(len(text) / _FORWARD_RATE, _FORWARD_MOST))
+    time.sleep(_FORWARD_SECONDS)
 
 
 def parser() -> Parser:

@@ -1,38 +1,188 @@
-"""The checks, in the order of the report. The docstring of each is its meaning on docs/doctor.md."""
+"""The table of checks, in the order of the report: name, facts needed, verdict, meaning and fix of each.
+
+A verdict is a pure function of facts. docs/doctor.md is made from the table: the docstring of a check is its meaning.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, combinations, product
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from hpcdist.comm import devices, launcher
-from hpcdist.doctor.facts import members
-from hpcdist.doctor.table import (
-    NODE,
-    RANK,
-    STEPS,
-    Check,
-    Facts,
-    Ranks,
-    Verdict,
-    by_node,
-    describe,
-    grouped,
-    incomplete,
-    known,
-    names,
-    some,
-)  # fmt: skip
 from hpcdist.routes import select
 from hpcdist.runtime.cli import plural, ranks_text, show_bytes
-from hpcdist.watch.deadlines import deadline
 
-__all__ = ["socket_problem"]
+__all__ = ["CHECKS", "GLOO", "ORDER", "STEPS", "Facts", "Finding", "fix_of", "judge", "known", "socket_problem"]
 
+ORDER = ("broken", "warning", "ok")
+RANK, NODE, JOB = ("id",), ("node",), ()  # not the rank's number, which may only be known later
+
+Facts = dict[str, Any]  # of one rank: see facts.py and examine.py
+Ranks = Sequence[Facts]
+Grade = Literal["ok", "warning", "broken"]  # "warning": it works, but slowly, or not for everything
+Verdict = tuple[Grade, str] | tuple[Grade, str, str] | None  # the text, and a fix if it is not that of the table
+Judge = Callable[[Any], Verdict]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; every finding that is not ok has a fix. Steps that ended belong to no section."""
+
+    name: str
+    verdict: Grade
+    text: str
+    fix: str | None = None
+    section: str = ""
+
+
+@dataclass
+class Check:
+    """One row of the table; it decorates the function that judges.
+
+    Attributes:
+        section, name: part of the report, and name of the finding.
+        needs: facts without which there is nothing to judge, such as "mpi.library", with spaces between.
+        fix: what to do about a finding that is not ok, as Markdown; the verdict may have a more precise one.
+        per: the facts that are the same in what is judged by itself: RANK, NODE, JOB, or others such as
+            "memory.group_id". The finding is about the worst of them.
+        errors: the facts whose "error" is this finding.
+        alike: verdict and fix if the texts of those that are ok differ; None if they may.
+        meaning: what a finding that is not ok means, as Markdown: the docstring of `judge`.
+        judge: function from the facts of a rank, or of the ranks of a node or job, to the verdict; None for no finding.
+    """
+
+    section: str
+    name: str
+    needs: str
+    fix: str = ""
+    per: Sequence[str] = JOB
+    errors: str = ""
+    alike: tuple[Grade, str] | None = None
+    meaning: str = ""
+    judge: Judge = field(init=False)
+
+    def __call__(self, judge: Judge) -> Judge:
+        """Complete the row with this function."""
+        self.judge = judge
+        self.meaning = self.meaning or " ".join((judge.__doc__ or "").split())
+        CHECKS.append(self)
+        return judge
+
+
+CHECKS: list[Check] = []
+# The steps of the examination that have not the name of a check: what it means if it ends there, and what to do.
+STEPS = {
+    "the start": ("The examination failed before its first step.", "report it as a bug of hpcdist"),
+    "this rank's limits": ("`TMPDIR` or `/dev/shm` does not respond.", "`df $TMPDIR /dev/shm` on that node"),
+    "MPI_Init": (
+        "MPI does not start, or waits for a rank that never starts. If `ulimit -n`, `TMPDIR` or `/dev/shm` is not ok, "
+        "that is the reason; else the launcher and the library do not belong together.",
+        "the launcher and mpi4py's MPI library must belong together: the mpirun of the same installation; under Slurm "
+        "`srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH",
+    ),
+    "MPI's first messages": (
+        "MPI starts, but no message arrives.",
+        "look for a firewall between the nodes, or name the network to MPI",
+    ),
+    "this rank's software": ("A file of the environment or the current folder cannot be read.", "`df` on that node"),
+    "this rank's hardware": ("A GPU or a driver does not respond.", "look at `nvidia-smi` and `dmesg` on that node"),
+    "all ranks together": ("A rank is stopped or very slow.", "look at `top` on that node"),
+    "links between nodes": (
+        "Messages between two nodes stop.",
+        "name the network to MPI; look for a firewall between the nodes",
+    ),
+    "hpcdist.finalize()": ("The connections of a route do not end.", "look at the findings about routes"),
+    "MPI_Finalize": ("MPI does not end.", "look at the findings about MPI"),
+}
+
+
+def fix_of(name: str) -> str:
+    """Return what to do about a check, or a step, of this name."""
+    fixes = {**{row.name: row.fix for row in CHECKS}, **{step: fix for step, (_, fix) in STEPS.items()}}
+    return fixes[name].replace("`", "")
+
+
+def judge(ranks: Ranks) -> list[Finding]:
+    """Return the findings about the facts of all ranks."""
+    found = [_judge(row, ranks) for row in CHECKS]
+    return [finding for finding in found if finding is not None]
+
+
+def _judge(row: Check, ranks: Ranks) -> Finding | None:
+    found: list[tuple[Ranks, Verdict]] = []
+    for facts in ranks:
+        if row.errors and (error := known(facts, f"{row.errors}.error")):
+            found.append(([facts], ("broken", " ".join(error.split()))))
+    whole = not found and row.per is JOB
+    if not found:
+        having = [facts for facts in ranks if all(known(facts, need) is not None for need in row.needs.split())]
+        units = grouped(having, lambda facts: tuple(known(facts, path) for path in row.per))
+        found = [(unit, row.judge(unit[0] if row.per is RANK else unit)) for unit in units]
+    grade = min((verdict[0] for _, verdict in found if verdict), key=ORDER.index, default=None)
+    worst = [(unit, verdict) for unit, verdict in found if verdict and verdict[0] == grade]
+    if grade is None:
+        return None
+    texts: dict[str, list[Facts]] = {}
+    for unit, verdict in worst:
+        texts.setdefault(verdict[1], []).extend(unit)
+    first = worst[0][1]
+    fix = first[2] if len(first) == 3 else None if grade == "ok" else fix_of(row.name)
+    if grade == "ok" and row.alike and len(texts) > 1:
+        grade, fix = row.alike
+    if whole or (list(map(len, texts.values())) == [len(ranks)] and not incomplete(ranks)):
+        return Finding(row.name, grade, first[1], fix, row.section)
+    text = some([f"{text} ({names(unit)})" for text, unit in texts.items()], 4, "texts")
+    return Finding(row.name, grade, text, fix, row.section)
+
+
+def known(facts: Facts, path: str) -> Any:
+    """Return a fact by its path, such as "mpi.library"; None if the rank does not have it."""
+    found: Any = facts
+    for name in path.split("."):
+        found = found.get(name) if found else None
+    return found
+
+
+def grouped(ranks: Ranks, value: Callable[[Facts], Hashable]) -> list[list[Facts]]:
+    """Return the ranks in groups of equal value, in the order of their lowest ranks."""
+    found: dict[Hashable, list[Facts]] = {}
+    for facts in ranks:
+        found.setdefault(value(facts), []).append(facts)
+    return list(found.values())
+
+
+def by_node(ranks: Ranks) -> list[list[Facts]]:
+    """Return the ranks of each node."""
+    return grouped(ranks, lambda facts: facts["node"])
+
+
+def incomplete(ranks: Ranks) -> bool:
+    """Whether the facts of other ranks are missing: then neither the nodes nor their ranks can be counted."""
+    return (known(ranks[0], "mpi.size") or 1) > len(ranks)
+
+
+def names(ranks: Ranks) -> str:
+    """Return the ranks as text, such as "ranks 0-2"; with their host, if it is one: "ranks 0-2 on a"."""
+    hosts = {facts["host"] for facts in ranks}
+    return ranks_text(facts["rank"] for facts in ranks) + (f" on {hosts.pop()}" if len(hosts) == 1 else "")
+
+
+def describe(mount: Facts) -> str:
+    """Return a mount as text, such as "lustre at /scratch"."""
+    return f"{mount['type']} at {mount['point']}"
+
+
+def some(texts: Sequence[str], count: int, what: str) -> str:
+    """Return the first `count` texts, and how many more there are."""
+    return "; ".join(texts[:count]) + (f"; and {len(texts) - count} more {what}" if len(texts) > count else "")
+
+
+GLOO = "GLOO_SOCKET_IFNAME"
 _MORE = "to start more: mpirun -n 4 python ..., or a job script: python -m hpcdist.jobscript"
 _SAME = "one environment for all nodes, in a folder that they share; load the same modules in the job script"
 _CONTAINERS = (
@@ -50,15 +200,9 @@ _LOCKED = 2**26  # bytes; with less, InfiniBand registers no buffers
 _FILES, _FILES_A_RANK = 256, 4  # open files of a rank: its own and its workers', and its connections to each other rank
 _SLOW_PAIR = 0.5  # of what is usual
 _SLOW_LINK = 0.25  # of what the link promises: one TCP connection does not fill a fast Ethernet
-_LATE_PAIR = 3.0  # times what is usual
-_LATE_SECONDS = 20e-6  # beyond what is usual: the switches on a path add some microseconds
-_FAR = 1e-3  # seconds
 _MIN_SHM = 2**24  # bytes a rank, for the messages of an MPI library within a node
 _GOOD_SHM = 2**27  # bytes a rank, enough for the batches of a DataLoader's workers as well
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
-_OFF = ("FALSE", "0")  # of HDF5_USE_FILE_LOCKING; HDF5 ignores any other value, such as "false"
-_KNOWN = ("TRUE", "1", *_OFF, "BEST_EFFORT")
-_LOCAL_LOCKS = {"localflock", "nolock", "local_lock=all", "local_lock=flock"}  # of Lustre; of NFS
 _POSIX = "`staging.save(writer='posix')`, which does not use MPI-IO"
 _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`: a folder of the parallel file system"
 
@@ -117,66 +261,17 @@ def _threads(facts: Facts) -> Verdict:
     return ("ok", text) if "MULTIPLE" in text else ("broken", f"{text}: async_op=True, isend and irecv are refused")
 
 
-@Check(
-    "job", "CUDA-aware MPI", "environ",
-    fix="for a faster route mpi on GPUs: an Open MPI built with UCX and CUDA, or MPICH with ch4:ucx and CUDA",
-)  # fmt: skip
-def _cuda_aware(ranks: Ranks) -> Verdict:
-    """Always ok. It tells whether MPI moves GPU memory itself, which was tried, or hpcdist through host memory."""
-    tried = [facts["cuda_aware"] for facts in ranks if facts.get("cuda_aware") is not None]
-    if not tried:
-        return "ok", "not tried: no rank works on a GPU, or hpcdist.init() failed"
-    return "ok", "tried: " + ("route mpi moves GPU memory itself" if all(tried) else "no; it uses pinned host buffers")
-
-
-@Check("job", "environment", "mpi.size", per=RANK, fix="`unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT`")
-def _environment(facts: Facts) -> Verdict:
-    """RANK or WORLD_SIZE are those of another launcher, and torch's `init_method="env://"` would use them."""
-    given = [(name, facts["environ"].get(name)) for name in ("WORLD_SIZE", "RANK")]
-    expected = {"WORLD_SIZE": str(facts["mpi"]["size"]), "RANK": str(facts["rank"])}
-    odd = [
-        f"{name}={value} where MPI has {expected[name]}" for name, value in given if value not in (None, expected[name])
-    ]
-    text = f"{', '.join(odd)}; hpcdist asks MPI, but torch's init_method env:// does not"
-    return ("warning", text) if odd else None
-
-
-@Check(
-    "job", "deadline", "environ", per=RANK, alike=("warning", "pass it on: mpirun -x HPCDIST_TIMEOUT"),
-    fix="`export HPCDIST_TIMEOUT=1800`, in seconds, or `unset HPCDIST_TIMEOUT`",
-)  # fmt: skip
-def _timeout(facts: Facts) -> Verdict:
-    """HPCDIST_TIMEOUT is not a number of seconds, or it differs between the ranks."""
-    value = facts["environ"].get("HPCDIST_TIMEOUT")
-    try:
-        deadline(None, value)
-    except ValueError as error:
-        return "broken", f"{error}; hpcdist.init() refuses it"
-    return "ok", "HPCDIST_TIMEOUT is not set: 30 minutes" if value is None else f"HPCDIST_TIMEOUT={value} seconds"
-
-
 @Check("job", "hpcdist.init()", "init.seconds", errors="init", fix="see this text, and the findings above")
 def _init(ranks: Ranks) -> Verdict:
     """It failed with this error."""
-    seconds = max(facts["init"]["seconds"] for facts in ranks)
     devices = " and ".join(sorted({facts["init"]["device"] for facts in ranks}))
-    return "ok", f"in {seconds:.2f} s; torch.distributed runs {ranks[0]['init']['backend']}; device {devices}"
+    return "ok", f"in {max(facts['init']['seconds'] for facts in ranks):.2f} s; device {devices}"
 
 
-@Check("software", "versions", "versions", per=NODE, alike=("broken", f"git pull; {_SAME}"))
-def _versions(ranks: Ranks) -> Verdict:
-    """The nodes have different versions of Python, numpy or hpcdist, or different checkouts of hpcdist."""
-    text = ", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items())
-    return "ok", f"{text} of sources {ranks[0]['sources']}" if ranks[0]["sources"] else text
-
-
-@Check(
-    "software", "torch", "gpu", per=RANK, alike=("broken", _SAME), fix="`pip install torch` from PyPI or pytorch.org"
-)
-def _torch(facts: Facts) -> Verdict:
-    """The ranks have different versions of torch, or a torch without gloo."""
-    text = f"torch {facts['gpu']['torch']}"
-    return ("ok", text) if facts["gpu"]["gloo"] else ("broken", f"{text}, built without gloo, which init() needs")
+@Check("software", "versions", "versions", per=RANK, alike=("broken", f"git pull; {_SAME}"))
+def _versions(facts: Facts) -> Verdict:
+    """The ranks have different versions of Python, torch, numpy or hpcdist, or different checkouts of hpcdist."""
+    return "ok", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
 
 
 @Check(
@@ -188,7 +283,7 @@ def _start(ranks: Ranks) -> Verdict:
     """Python, torch and hpcdist took half a minute or more to start. They are thousands of small files, from a file
     system that many nodes use at once."""
     slowest = max(ranks, key=lambda facts: float(facts["start"]))
-    mount = known(slowest, "mounts.environment")
+    mount = slowest["environment"]
     where = f"the environment {slowest['prefix']}" + (f" ({describe(mount)})" if mount else "")
     text = f"Python, torch and hpcdist started in {slowest['start']:.1f} s"
     if slowest["start"] < _SLOW_START:
@@ -203,9 +298,7 @@ def _temporary(facts: Facts) -> Verdict:
     found, folder = facts["temporary"], facts["temporary"]["folder"]
     lack = found.get("error") or (found["free"] < _MIN_TEMPORARY and f"{folder}: {show_bytes(found['free'])} free")
     if lack:
-        look = f"ls -ld {folder}; df -h {folder}"
-        look = look if "bytes" in found else f"srun --ntasks-per-node=1 mkdir -p '{folder}'"
-        fix = f"{look}; or export TMPDIR=/tmp in the job script"
+        fix = f"ls -ld {folder}; df -h {folder}; or export TMPDIR=/tmp in the job script"
         return "warning" if known(facts, "mpi.size") else "broken", lack, fix
     if len(folder) + _LONGEST > _SOCKET:
         text = f"{folder} has {len(folder)} characters, and sockets in it at most {_SOCKET - _LONGEST}"
@@ -231,100 +324,40 @@ def _workers(facts: Facts) -> Verdict:
     return "ok", "forked under this MPI, one read its data; it must not call hpcdist"
 
 
-def _show(cores: list[int]) -> str:
+def _show(cores: Iterable[int]) -> str:
     return ranks_text(cores).replace("rank", "core")
 
 
-def _bound(ranks: Ranks) -> list[list[Facts]]:
-    """Return the ranks of a node in groups of equal cores."""
-    return grouped(ranks, lambda facts: tuple(facts["cores"]))
-
-
-def _sharing(ranks: Ranks, kind: str) -> tuple[list[Facts], list[int]] | None:
-    """Return two ranks of a node, not bound to the same "cores", that share cores of a kind, and these cores."""
-    owner: dict[int, Facts] = {}
-    for first, *_ in _bound(ranks):
-        for core in first[kind]:
-            other = owner.setdefault(core, first)
-            if other is not first:
-                return [other, first], sorted(set(first[kind]) & set(other[kind]))
-    return None
-
-
 @Check(
-    "cores", "cores", "cores", per=NODE, fix=f"cores of its own for each rank: {_BIND}; no taskset in the job script"
-)
+    "cores", "cores", "cores", per=NODE,
+    fix=f"cores of its own for each rank: {_BIND}; no taskset in the job script; `srun --hint=nomultithread`",
+)  # fmt: skip
 def _cores(ranks: Ranks) -> Verdict:
-    """There are more ranks than cores, or ranks are bound to cores that overlap."""
-    groups = _bound(ranks)
-    crowded = [group for group in groups if len(group) > len(group[0]["cores"])]
-    if crowded:
-        text = f"{names(crowded[0])} share {_show(crowded[0][0]['cores'])}, of the {ranks[0]['cpus']} of this machine"
-        return "warning", text
-    if found := _sharing(ranks, "cores"):
-        return "warning", f"{names(found[0])} are bound to other cores, but share {_show(found[1])}"
+    """There are more ranks than cores, or ranks are bound to cores that overlap, or to hardware threads (SMT) of one
+    physical core."""
+    groups = grouped(ranks, lambda facts: tuple(facts["cores"]))
+    for group in groups:
+        cores = group[0]["cores"]
+        if len(group) > len(cores):
+            return "warning", f"{names(group)} share {_show(cores)}, of the {ranks[0]['cpus']} of this machine"
+    for (first, *_), (other, *_) in combinations(groups, 2):
+        if shared := set(first["physical"]) & set(other["physical"]):
+            return "warning", f"{names([first, other])} are bound to other CPUs, but share physical {_show(shared)}"
     if len(groups) == 1:
         text = f"{plural(len(ranks), 'rank')} on {_show(ranks[0]['cores'])}"
         return "ok", f"{text}, not bound to one each" if len(ranks) > 1 else text
-    counts, most = sorted({len(facts["cores"]) for facts in ranks}), max(map(len, groups))
-    text = f"bound to {' or '.join(map(str, counts))} each"
-    return "ok", f"{text}, shared by {most}" if most > 1 else text
-
-
-@Check(
-    "cores", "hardware threads", "physical", per=NODE,
-    fix=f"`srun --hint=nomultithread --cpu-bind=cores`, or `--threads-per-core=1`; {_BIND}",
-)  # fmt: skip
-def _siblings(ranks: Ranks) -> Verdict:
-    """Two ranks are bound to different hardware threads (SMT) of one physical core."""
-    found = _sharing(ranks, "physical")
-    if found and not _sharing(found[0], "cores"):
-        text = f"{names(found[0])} are bound to hardware threads of the same physical core"
-        return "warning", f"{text}, that of CPU {found[1][0]}"
-    count = max(len(facts["cores"]) / len(facts["physical"]) for facts in ranks)
-    return "ok", "one a core" if count == 1 else f"{count:g} a physical core"
-
-
-@Check(
-    "cores", "NUMA", "numa", per=RANK,
-    fix="`srun --distribution=block:block --cpu-bind=cores`, `mpirun --map-by numa --bind-to core`",
-)  # fmt: skip
-def _numa(facts: Facts) -> Verdict:
-    """A rank is bound to cores of several NUMA domains though they would fit into one."""
-    cores, numa = facts["cores"], facts["numa"]
-    if len(numa) > 1 and len(cores) < facts["cpus"] and len(cores) <= min(numa.values()):
-        return "warning", f"{_show(cores)}, in {' and '.join(numa)}: half of the memory may be far away"
-    return "ok", plural(max(1, len(numa)), "domain")
-
-
-@Check(
-    "cores", "CPU quota", "cpu_time.limit", per=("node", "cpu_time.group_id"),
-    fix="`export OMP_NUM_THREADS=N`; for more: `docker run --cpus=N`, `kubectl limits.cpu`, `srun --cpus-per-task=N`",
-)  # fmt: skip
-def _quota(ranks: Ranks) -> Verdict:
-    """A control group (container, Kubernetes) allows less CPU time than the threads use. The kernel stops them all
-    again and again."""
-    quota, threads = ranks[0]["cpu_time"]["limit"], sum(facts["threads"] for facts in ranks)
-    allows = (
-        f"the control group {ranks[0]['cpu_time']['group']} allows the time of {quota:g} of {ranks[0]['cpus']} CPUs"
-    )
-    if threads <= min(quota, ranks[0]["cpus"]):
-        return "ok", f"{allows}, enough for all threads"
-    text = f"{plural(len(ranks), 'rank')} compute with {plural(threads, 'thread')}, where {allows}"
-    fix = f"export OMP_NUM_THREADS={max(1, int(quota / len(ranks)))}; for more: docker run --cpus=N, kubectl limits.cpu"
-    return "warning", f"{text}: the kernel stops them for a part of every 100 ms", fix
+    counts = sorted({len(facts["cores"]) for facts in ranks})
+    return "ok", f"bound to {' or '.join(map(str, counts))} each"
 
 
 @Check("cores", "threads", "threads physical", per=NODE, fix="`export OMP_NUM_THREADS=N`")
 def _torch_threads(ranks: Ranks) -> Verdict:
     """torch starts more threads than there are physical cores for the ranks of the node."""
     most = max(facts["threads"] for facts in ranks)
-    cores, physical = (len({core for facts in ranks for core in facts[kind]}) for kind in ("cores", "physical"))
+    physical = len({core for facts in ranks for core in facts["physical"]})
     if len(ranks) == 1 or sum(facts["threads"] for facts in ranks) <= max(physical, len(ranks)):
         return "ok", f"torch computes with {plural(most, 'thread')} a rank"
     text = f"{len(ranks)} ranks with {most} threads each on {physical} cores of {ranks[0]['host']}"
-    text += f" ({cores} hardware threads)" if physical < cores else ""
-    text += "" if "OMP_NUM_THREADS" in ranks[0]["environ"] else ", because OMP_NUM_THREADS is not set"
     return "warning", text, f"export OMP_NUM_THREADS={max(1, physical // len(ranks))}"
 
 
@@ -458,7 +491,7 @@ def _isolated(ranks: Ranks) -> Verdict:
 )  # fmt: skip
 def _near(facts: Facts) -> Verdict:
     """A rank runs on cores of another NUMA domain than its GPU."""
-    near = members((_mine(facts) or {}).get("near", ""))
+    near = (_mine(facts) or {}).get("near")
     if near and not set(near) & set(facts["cores"]):
         return "warning", f"runs on {_show(facts['cores'])}, and its GPU is near {_show(near)}"
     return "ok", "each rank may run on cores near its GPU" if near else "not known, or no GPUs"
@@ -480,11 +513,6 @@ def _good_interfaces(nodes: Ranks) -> list[str]:
     return [name for name in names if all(_reaches(a, b, b["interfaces"][name]) for a, b in product(nodes, nodes))]
 
 
-def _export(nodes: Ranks) -> str:
-    good = _good_interfaces(nodes) if len(nodes) > 1 else []
-    return f"export GLOO_SOCKET_IFNAME={good[0]} NCCL_SOCKET_IFNAME={good[0]}" if good else ""
-
-
 @Check(
     "network", "network", "interfaces",
     fix="open the nodes' ephemeral ports (`net.ipv4.ip_local_port_range`) to each other; give each node an address of "
@@ -500,53 +528,34 @@ def _network(ranks: Ranks) -> Verdict:
     pairs = [(a, b) for a, b in product(nodes, nodes) if not _reaches(a, b, *b["interfaces"].values())]
     if pairs:
         return "broken", some([f"{a['host']} does not reach {b['host']}" for a, b in pairs], 4, "pairs")
+    good = next(iter(_good_interfaces(nodes)), None)
+    advice = f"export {GLOO}={good} NCCL_SOCKET_IFNAME={good}" if good else "none, their interfaces differ"
     tried = sum(len(facts.get("reach", {})) for facts in nodes)
-    advice = _export(nodes) or "interfaces of different names, which hpcdist.init() finds"
     return "ok", f"all {tried} pairs of nodes that were tried reach each other; for other programs: {advice}"
 
 
-def _named(variable: str, ranks: Ranks) -> Verdict:
-    problem = socket_problem(variable, ranks)
-    value = next((facts["environ"][variable] for facts in ranks if variable in facts["environ"]), None)
-    if value is None or problem is None:
-        return None if value is None else ("ok", f"{variable}={value}")
-    fix = f"unset {variable}: hpcdist.init() finds the interface by itself; {_export(_nodes(ranks))}"
-    used = variable == "GLOO_SOCKET_IFNAME" or any(known(facts, "gpu.gpus") for facts in ranks)
-    return "broken" if used else "warning", f"{variable}={value}: {problem}", fix.removesuffix("; ")
-
-
-for _variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-    Check(
-        "network", _variable, "interfaces", fix=f"`unset {_variable}`: hpcdist.init() finds the interface by itself",
-        meaning="It names an interface that is not there, or that does not lead to the other nodes.",
-    )(partial(_named, _variable))  # fmt: skip
-
-
-def socket_problem(variable: str, ranks: Ranks) -> str | None:
-    """Return why the interface that a variable names would not do; None if it would, or the variable is not set."""
+def socket_problem(ranks: Ranks) -> str | None:
+    """Return why the interfaces that GLOO_SOCKET_IFNAME names would not do; None if they would, or it is not set."""
+    chosen = {facts["id"]: facts["environ"][GLOO].split(",") for facts in ranks if GLOO in facts["environ"]}
     for facts in ranks:
-        if variable in facts["environ"] and not _selected(variable, facts):
+        if not set(chosen.get(facts["id"], ())) <= facts["interfaces"].keys():
             there = ", ".join(facts["interfaces"]) or "none"
             return f"no such interface with an address on {facts['host']}, which has {there}"
     nodes = _nodes(ranks)
     for a, b in product(nodes, nodes):
-        chosen = _selected(variable, b) if variable in b["environ"] else []
-        if chosen and not _reaches(a, b, *(b["interfaces"][name] for name in chosen)):
+        if b["id"] in chosen and not _reaches(a, b, *(b["interfaces"][name] for name in chosen[b["id"]])):
             return f"{a['host']} does not reach {b['host']} through it"
     return None
 
 
-def _selected(variable: str, facts: Facts) -> list[str]:
-    """Return the interfaces of a node that the variable selects.
-
-    gloo takes names; NCCL takes prefixes, "=" before exact names and "^" before those to exclude.
-    """
-    value = facts["environ"][variable]
-    words, without = value.lstrip("^=").split(","), value.startswith("^")
-    if variable == "GLOO_SOCKET_IFNAME":
-        return words if set(words) <= facts["interfaces"].keys() else []
-    starts = tuple(f"{word}=" if "=" in value[:2] else word for word in words)  # an exact name has an end
-    return [name for name in facts["interfaces"] if f"{name}=".startswith(starts) != without]
+@Check("network", GLOO, "interfaces", fix=f"`unset {GLOO}`: hpcdist.init() finds the interface by itself")
+def _gloo(ranks: Ranks) -> Verdict:
+    """It names an interface that is not there, or that does not lead to the other nodes."""
+    value = next((facts["environ"][GLOO] for facts in ranks if GLOO in facts["environ"]), None)
+    if value is None:
+        return None
+    problem = socket_problem(ranks)
+    return ("broken", f"{GLOO}={value}: {problem}") if problem else ("ok", f"{GLOO}={value}")
 
 
 def _active(facts: Facts) -> list[dict[str, Any]]:
@@ -559,79 +568,34 @@ def _active(facts: Facts) -> list[dict[str, Any]]:
 )  # fmt: skip
 def _infiniband(ranks: Ranks) -> Verdict:
     """Ports are not ACTIVE, on some nodes (broken) or on all; or a link is slower than on other nodes."""
-    groups = grouped(_nodes(ranks), lambda facts: sum(port["rate"] for port in _active(facts)))
-    having = any(facts["rdma"]["ports"] for facts in ranks)
+    if not any(facts["rdma"]["ports"] for facts in ranks):
+        return "ok", "none: no node has a device"
     texts = []
+    groups = grouped(_nodes(ranks), lambda facts: sum(port["rate"] for port in _active(facts)))
     for group in groups:
-        found = [
-            f"{p['device']}/{p['port']} {p['state']} ({p['layer']}, {p['rate']:g} Gbit/s)"
-            for p in group[0]["rdma"]["ports"]
-        ]
+        ports = group[0]["rdma"]["ports"]
+        found = [f"{p['device']}/{p['port']} {p['state']} ({p['layer']}, {p['rate']:g} Gbit/s)" for p in ports]
         hosts = some([facts["host"] for facts in group], 4, "nodes")
         texts.append(f"{hosts}: {', '.join(found) or 'no device'}")
-    text = some(texts, 4, "kinds of nodes")
-    if not having:
-        return "ok", "none: no node has a device"
-    if not any(map(_active, ranks)):
-        return "warning", text
     counts = {len(_active(facts)) for facts in ranks}
-    return ("ok" if len(groups) == 1 else "warning" if len(counts) == 1 else "broken"), text
+    grade: Grade = "broken" if len(counts) > 1 else "warning" if len(groups) > 1 or counts == {0} else "ok"
+    return grade, some(texts, 4, "kinds of nodes")
 
 
 @Check(
-    "network", "NCCL network", "gpu rdma",
+    "network", "NCCL network", "gpu.nccl nccl_network rdma",
     fix="`unset NCCL_IB_DISABLE NCCL_NET`; `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET` shows why; see InfiniBand and "
     "`ulimit -l`; Slingshot: `module load aws-ofi-nccl`, `export NCCL_NET='AWS Libfabric'`",
+    alike=("broken", "the same environment and NCCL_ variables on all nodes"), per=RANK,
 )  # fmt: skip
-def _nccl_network(ranks: Ranks) -> Verdict:
+def _nccl_network(facts: Facts) -> Verdict:
     """NCCL uses sockets between the nodes though they have InfiniBand or Slingshot (its log tells it); or the ranks use
     different networks."""
-    users = [facts for facts in ranks if facts["gpu"]["gpus"] and facts["gpu"]["nccl"]]
-    if len(by_node(ranks)) == 1 or not users:
-        return "ok", "not needed: one node, or no GPUs"
-    groups = grouped(users, lambda facts: facts.get("nccl_network"))
-    used = [str(group[0].get("nccl_network")) for group in groups]
-    if len(used) > 1:
-        text = "; ".join(f"{network} ({names(group)})" for network, group in zip(used, groups, strict=True))
-        return "broken", f"not the same on all ranks: {text}", "the same environment and NCCL_ variables on all nodes"
-    environ = users[0]["environ"]
-    off = [f"{name}={environ[name]}" for name in ("NCCL_IB_DISABLE", "NCCL_NET") if name in environ]
-    slingshot = [name for facts in users for name in facts["interfaces"] if name.startswith("hsn")]
-    fast = [f"{name} is Slingshot, which needs a plugin" for name in slingshot]
-    fast += [f"{port['device']} is active" for facts in users for port in _active(facts)]
-    if used == ["Socket"] and fast:
-        why = f"because of {', '.join(off)}" if off else f"though {fast[0]}"
-        return "warning", f"NCCL moves data between the nodes through sockets, {why}"
-    return "ok", "not known before NCCL has run" if used == ["None"] else f"NCCL uses {used[0]}"
-
-
-Pair = tuple[frozenset[str], float]  # hosts, and what was measured between them
-
-
-def _pairs(ranks: Ranks, value: str) -> tuple[list[Pair], float]:
-    """Return what was measured between pairs of nodes, and what is usual.
-
-    That is the median over the nodes of the best value of each: a node that is slow to all does not move it.
-    """
-    hosts = {facts["node"]: facts["host"] for facts in ranks}
-    rows = [(facts["host"], row) for facts in ranks for row in facts.get("pairs", []) if row["peer"] in hosts]
-    found = [(frozenset((host, hosts[row["peer"]])), row[value]) for host, row in rows]
-    best = min if value == "latency" else max
-    each = [best(number for pair, number in found if host in pair) for host in _hosts(found)]
-    return found, median(each) if each else 0.0
-
-
-def _hosts(found: list[Pair]) -> set[str]:
-    return {host for pair, _ in found for host in pair}
-
-
-def _slow(found: list[Pair], slow: list[Pair], usual: float, show: Callable[[float], str]) -> Verdict:
-    """Judge pairs of nodes that are slower than the others; the fix excludes the nodes whose pairs are all slow."""
-    guilty = {host for host in _hosts(slow) if all(pair in slow for pair in found if host in pair[0])}
-    exclude = ",".join(sorted(guilty if guilty and guilty != _hosts(found) else _hosts(slow)))
-    texts = [f"{' and '.join(sorted(pair))} {show(number)}" for pair, number in slow]
-    text = f"{some(texts, 4, 'pairs')}, where {show(usual)} is usual in this job"
-    return "warning", text, f"srun --exclude={exclude}, and tell the centre; ibstat, ethtool, dmesg and top there"
+    text = f"NCCL uses {facts['nccl_network']}"
+    fast = [port["device"] for port in _active(facts)] + [name for name in facts["interfaces"] if name[:3] == "hsn"]
+    if facts["nccl_network"] == "Socket" and fast:
+        return "warning", f"{text} between the nodes, though they have {fast[0]}"
+    return "ok", text
 
 
 @Check(
@@ -643,58 +607,38 @@ def _slow(found: list[Pair], slow: list[Pair], usual: float, show: Callable[[flo
 def _bandwidth(ranks: Ranks) -> Verdict:
     """Pairs of nodes have less than half of what is usual in this job; or all have less than a quarter of what the link
     promises, because MPI uses another network."""
-    found, usual = _pairs(ranks, "rate")
-    slow = [pair for pair in found if pair[1] < _SLOW_PAIR * usual]
-    if not found or slow:
-        return _slow(found, slow, usual, lambda rate: f"{rate / 1e6:.0f} MB/s") if slow else None
+    hosts = {facts["node"]: facts["host"] for facts in ranks}
+    found: dict[tuple[str, str], float] = {}  # bytes/s between two hosts
+    for facts in ranks:
+        rows = [row for row in facts.get("pairs", ()) if row["peer"] in hosts]
+        found |= {(facts["host"], hosts[row["peer"]]): row["rate"] for row in rows}
+    if not found:
+        return None
+    # The median over the nodes of the best rate of each: a node that is slow to all does not move it.
+    usual = median(max(rate for pair, rate in found.items() if host in pair) for host in set(chain(*found)))
+    slow = {pair: rate for pair, rate in found.items() if rate < _SLOW_PAIR * usual}
+    if slow:
+        texts = [f"{' and '.join(pair)} {rate / 1e6:.0f} MB/s" for pair, rate in slow.items()]
+        guilty = {host for host in chain(*slow) if all(pair in slow for pair in found if host in pair)}
+        fix = f"srun --exclude={','.join(sorted(guilty or chain(*slow)))}, and tell the centre; ibstat there"
+        return "warning", f"{some(texts, 4, 'pairs')}, where {usual / 1e6:.0f} MB/s is usual in this job", fix
     text = f"{usual / 1e6:.0f} MB/s from node to node through MPI ({plural(len(found), 'pair')})"
     nodes = _nodes(ranks)
     good = _good_interfaces(nodes)
     promised, link = min(_promised(facts, good) for facts in nodes)
     if not link:
         return "ok", text
-    far_less = max(rate for _, rate in found) < _SLOW_LINK * promised
+    far_less = max(found.values()) < _SLOW_LINK * promised
     text += f"{', where' if far_less else ';'} {link} promises {promised / 1e6:.0f}"
     return "warning" if far_less else "ok", text
 
 
 def _promised(facts: Facts, names: list[str]) -> tuple[float, str]:
     """Return (bytes/s, name) of a node's fastest link, InfiniBand or one of these interfaces; (0, "") if unknown."""
-    links = [(p["rate"] * 1e9 / 8, f"{p['layer']} {p['device']} of {p['rate']:g} Gbit/s") for p in _active(facts)]
-    if not links:
-        speeds = [(name, facts["speeds"][name]) for name in names if name in facts["speeds"]]
-        links = [(speed * 1e6 / 8, f"{name} of {speed / 1000:g} Gbit/s") for name, speed in speeds]
-    return max(links, key=lambda link: link[0], default=(0.0, ""))
-
-
-@Check(
-    "network", "latency between nodes", "interfaces",
-    fix="one rank a core: `srun --cpus-per-task=1 --cpu-bind=cores`; `ping` from node to node; nodes of one network",
-)  # fmt: skip
-def _latency(ranks: Ranks) -> Verdict:
-    """Pairs of nodes are 3 times as late as usual; or all take over a millisecond, because there are more ranks than
-    cores or the nodes are far apart."""
-    found, usual = _pairs(ranks, "latency")
-    slow = [pair for pair in found if pair[1] > max(_LATE_PAIR * usual, usual + _LATE_SECONDS)]
-    if not found or slow:
-        return _slow(found, slow, usual, lambda seconds: f"{seconds * 1e6:.1f} us") if slow else None
-    text = f"{usual * 1e6:.1f} us from node to node through MPI ({plural(len(found), 'pair')})"
-    if usual > _FAR:
-        return "warning", f"{text}: more ranks than cores, or nodes that are far from each other"
-    return "ok", text
-
-
-@Check("folders", "file systems", "mounts", per=RANK, fix="`cd $SCRATCH`, or to another folder that all nodes have")
-def _systems(facts: Facts) -> Verdict:
-    """The current folder is not there (broken) or not writable on some node. If it is ok, the text has the types of the
-    file systems of the environment and of the current folder."""
-    current, mounts = facts["current"], facts["mounts"]
-    if not current:
-        return "broken", "the current folder is not there"
-    if not current.get("writable"):
-        return "warning", f"the current folder {current['folder']} cannot be written to"
-    folders = {"environment": facts["prefix"], "current": current["folder"]}
-    return "ok", ", ".join(f"{name} {folders[name]} ({describe(mount)})" for name, mount in mounts.items())
+    links = [(p["rate"], f"{p['layer']} {p['device']}") for p in _active(facts)]
+    links = links or [(facts["speeds"][name] / 1000, name) for name in names if name in facts["speeds"]]
+    rate, link = max(links, default=(0.0, ""))
+    return rate * 1e9 / 8, link and f"{link} of {rate:g} Gbit/s"
 
 
 @Check(
@@ -705,8 +649,8 @@ def _systems(facts: Facts) -> Verdict:
 def _shm(ranks: Ranks) -> Verdict:
     """It is too small for MPI's messages within the node (broken), or for DataLoader workers."""
     shm = ranks[0]["shm"]
-    if "error" in shm or not shm["writable"]:
-        return "broken", shm.get("error", "not writable"), "mount -t tmpfs tmpfs /dev/shm"
+    if "error" in shm:
+        return "broken", shm["error"], "mount -t tmpfs tmpfs /dev/shm"
     text = f"{show_bytes(shm['free'])} free of {show_bytes(shm['bytes'])}, for {plural(len(ranks), 'rank')}"
     if shm["free"] < _MIN_SHM * len(ranks):
         return "broken", f"{text}: MPI's messages within a node may not fit"
@@ -735,27 +679,13 @@ def _folder(ranks: Ranks) -> Verdict:
     "FOLDER` (Lustre), or without nolock (NFS)",
 )  # fmt: skip
 def _locking(ranks: Ranks) -> Verdict:
-    """Files cannot be locked, or locks hold on one node only (Lustre with `localflock`, NFS with `nolock`); or HDF5
-    ignores the value of `HDF5_USE_FILE_LOCKING`, which must be in capitals. hpcdist needs no locks."""
+    """Files in the staging folder cannot be locked. hpcdist needs no locks, but h5py.File fails on such files; HDF5
+    requires them if `HDF5_USE_FILE_LOCKING` is TRUE (broken)."""
     setting = ranks[0]["environ"].get("HDF5_USE_FILE_LOCKING")
-    if setting not in (None, *_KNOWN):
-        text = f"HDF5_USE_FILE_LOCKING={setting}: HDF5 accepts {', '.join(_KNOWN)}"
-        return "warning", text, "export HDF5_USE_FILE_LOCKING=FALSE, or unset it"
-    found = ranks[0]["staging"]
     without = next((text for facts in ranks if (text := facts["staging"].get("locks"))), None)
-    local = _LOCAL_LOCKS.intersection(found["mount"]["options"] if found["mount"] and len(ranks) > 1 else ())
-    if setting in _OFF:
-        return "ok", "HDF5 does not lock"
-    if without and setting is None:
-        return "warning", f"{found['folder']}: {without}; hpcdist needs no locks, but h5py.File fails on such files"
-    if without and setting != "BEST_EFFORT":
-        return "broken", f"{found['folder']}: {without}, and HDF5_USE_FILE_LOCKING={setting} requires it"
-    if local:
-        text = (
-            f"{found['folder']}: {describe(found['mount'])} is mounted with {local.pop()}: locks hold on one node only"
-        )
-        return "warning", f"{text}. hpcdist needs none, but programs of other nodes may write the same file"
-    return "ok", "files in the staging folder can be locked, or need not be"
+    if without is None or setting in ("FALSE", "0", "BEST_EFFORT"):
+        return "ok", "files in the staging folder can be locked, or need not be"
+    return "broken" if setting else "warning", f"{ranks[0]['staging']['folder']}: {without}; h5py.File fails there"
 
 
 @Check(
@@ -767,20 +697,6 @@ def _h5py(facts: Facts) -> Verdict:
     hdf5 = facts["hdf5"]
     kind = "parallel: writer mpio" if hdf5["parallel"] else "serial: every rank writes by itself, writer posix"
     return "ok", f"HDF5 {hdf5['hdf5']}, h5py {hdf5['h5py']}, {kind}"
-
-
-@Check("folders", "MPI-IO", "staging.mount hdf5.h5py", fix=f"{_POSIX}; or a folder of the parallel file system")
-def _mpi_io(ranks: Ranks) -> Verdict:
-    """The staging folder is on NFS, and several nodes would write whole pages of one file."""
-    mount = ranks[0]["staging"]["mount"]
-    if not ranks[0]["hdf5"]["parallel"]:
-        return "ok", "not used: h5py is serial"
-    if not mount["type"].startswith("nfs") or len(by_node(ranks)) == 1:
-        return "ok", "used by writer mpio; OMPI_MCA_io=romio321 is an alternative to Open MPI's own"
-    text = (
-        f"{describe(mount)}: its clients write whole pages back, so MPI-IO from several nodes is slow, or loses data "
-    )
-    return "warning", f"{text}unless it is mounted with noac and locks"
 
 
 @Check("folders", "HDF5 file", "file.seconds", errors="file", fix=f"see staging folder and HDF5 above; {_POSIX}")

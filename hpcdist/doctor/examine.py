@@ -1,58 +1,345 @@
-"""Examine a job: the steps of the examination, in order, on every rank.
+"""Examine a job: the facts of each rank, plain data that ``--json`` prints, and the steps that find them, in order.
 
-The facts of a rank are those of facts.py, and what the ranks find out together: mpi, node and local_rank; reach, pairs
-and staging on one rank of each node; sees, worker, init, file, cuda_aware, routes and nccl_network. ``--json`` prints
-them.
+First comes what a rank finds out alone, then what the ranks find out together: mpi, node and local_rank; reach, pairs
+and staging on one rank of each node; sees, worker, init, file, routes and nccl_network.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import platform
 import re
+import resource
 import secrets
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy
+import psutil
 import torch
 import torch.distributed as dist
+import xxhash
+from torch.utils.data import DataLoader
 
 from hpcdist import staging
 from hpcdist.collectives.concat import concat
-from hpcdist.comm import launcher, rendezvous
+from hpcdist.comm import devices, launcher, rendezvous
 from hpcdist.control import objects
-from hpcdist.doctor import facts as own
-from hpcdist.doctor.checks import socket_problem
-from hpcdist.doctor.supervisor import ProgressPipe
-from hpcdist.doctor.table import Facts, known
+from hpcdist.doctor.checks import Facts, known, socket_problem
 from hpcdist.errors import HpcdistError, reason
+from hpcdist.process import host_memory
+from hpcdist.process.versions import __version__
 from hpcdist.routes import select
-from hpcdist.routes.cuda_aware import mpi_takes_gpu_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import placed, timed
-from hpcdist.runtime.world import World
-from hpcdist.runtime.world import environ as variables
+from hpcdist.runtime.world import World, environ
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["examine", "log_nccl", "reach", "read_nccl_log", "try_staging"]
+__all__ = ["ProgressPipe", "examine", "launch"]
 
+_PREFIX = "hpcdist-doctor-"  # of the files that the doctor makes
+# Variables that are kept, beside those of the launchers. None is secret: --json shows them.
+_KEPT = (
+    *("OMPI_MCA_mpi_", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "CUDA_VISIBLE_DEVICES"),
+    *("NCCL_", "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MPI4PY_RC_"),
+    *("TMPDIR", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES"),
+)
+_DEV, _SYS = Path("/dev"), Path("/sys")
+_CAP_IPC_LOCK = 14  # linux/capability.h: this process may lock memory beyond the limit
+_NETWORK = frozenset(
+    {
+        *("9p", "afs", "beegfs", "ceph", "cifs", "dvs", "fhgfs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
+        *("ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "virtiofs", "wekafs"),
+    }
+)  # and those of FUSE, but for the local ones:
+_LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "fuse.mergerfs", "fuseblk")
+_VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}  # of PCI devices
+_TRIAL = 2**16  # bytes written to a folder
+_WORKER_SECONDS = 20
 _ALL_PAIRS = 32  # nodes; with more, each node tries those at distance 1, 2, 4, 8, ...
 _CONNECT_SECONDS = 1.5  # an address that takes longer to answer counts as unreachable
 _THREADS = 32  # that connect at the same time
-_SMALL, _LARGE = 8, 2**20  # bytes of the messages between two nodes
-_ROUNDS = {_SMALL: 30, _LARGE: 4}  # there and back; the shortest counts
+_MIB = 2**20  # bytes of the messages between two nodes, and of a rank in a route
+_ROUNDS = 4  # there and back; the shortest counts
 _TOTAL_SECONDS = 5.0  # after which no further pairs are tried
-_ROUTE_BYTES = 2**20  # a rank
 _ROUTE_ROUNDS = 3  # after a warm-up that is not counted
+
+
+class ProgressPipe:
+    """Messages from the examining process to its supervisor."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def step(self, name: str, alone: bool = False) -> None:
+        """Begin a step: if the examination hangs from now on, this is the reason.
+
+        A step in which the ranks wait for each other may take twice as long as one in which a rank is `alone`: a rank
+        that hangs alone must be found first.
+        """
+        self.connection.send((name, 1 if alone else 2))
+
+    def facts(self, ranks: Sequence[Facts]) -> None:
+        """Report what is known of these ranks so far."""
+        self.connection.send(ranks)
+
+    def done(self) -> None:
+        """Report that the examination has succeeded."""
+        self.connection.send(None)
+
+
+def launch(environ: Mapping[str, str]) -> Facts:
+    """Return what is known without MPI; the rank is the launcher's number."""
+    kept = sorted(name for name in environ if name in launcher.VARIABLES or name.startswith(_KEPT))
+    return {
+        "rank": launcher.number(environ),
+        "node": 0,
+        "host": socket.gethostname(),
+        "id": secrets.token_hex(8),  # of this rank alone: host and pid are the same in several containers
+        "pid": os.getpid(),
+        "start": time.time() - psutil.Process().create_time(),
+        "environ": {name: environ[name] for name in kept},
+    }
+
+
+def before_mpi(temporary: str) -> Facts:
+    """Return the memory that this process can have, its limits (None is unlimited), and the folders that MPI needs."""
+    files, most_files = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    capabilities = re.search(r"CapEff:\s*(\w+)", _read(Path("/proc/self/status")))
+    group, limit = min(host_memory.groups(), key=lambda found: found[1], default=(None, None))
+    return {
+        "memory": {
+            "host": host_memory.capacity()[1],
+            "available": host_memory.available(),
+            "limit": limit,
+            "group": group and str(group),
+            "group_id": group and group.stat().st_ino,  # each container may show its own group by one path
+        },
+        "limits": {
+            "locked": _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+            "locks_freely": bool(capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1),
+            "files": files,
+            "most_files": most_files,
+        },
+        "shm": _space("/dev/shm"),
+        "temporary": try_folder(temporary),
+    }
+
+
+def _limit(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def software() -> Facts:
+    """Return what must be the same on all nodes, and the file system of the environment."""
+    try:
+        import h5py
+    except Exception as error:  # also an h5py that was built for another numpy or MPI
+        hdf5: Facts = {"error": f"h5py cannot be imported: {reason(error)}"}
+    else:
+        parallel = bool(h5py.get_config().mpi)
+        hdf5 = {"h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version, "parallel": parallel}
+    versions = {"Python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    return {
+        "versions": {**versions, "hpcdist": f"{__version__} of sources {_digest(Path(__file__).parent.parent)}"},
+        "prefix": sys.prefix,
+        "environment": mount_of(sys.prefix),
+        "kernel": platform.release(),
+        "hdf5": hdf5,
+    }
+
+
+def _digest(root: Path) -> str:
+    """Return a checksum of the sources of hpcdist: a checkout may change without its version."""
+    checksum = xxhash.xxh3_64()
+    for path in sorted(root.rglob("*.py")):
+        checksum.update(str(path.relative_to(root)).encode())
+        checksum.update(path.read_bytes())
+    return checksum.hexdigest()[:8]
+
+
+def try_worker() -> Facts:
+    """Read two batches through a DataLoader's worker, forked while MPI runs; return what was read, or the error."""
+    loader: DataLoader[int] = DataLoader(
+        range(2),  # type: ignore[arg-type]
+        num_workers=1, multiprocessing_context="fork", timeout=_WORKER_SECONDS,
+    )  # fmt: skip
+    try:
+        return {"read": [int(batch) for batch in loader]}
+    except (RuntimeError, OSError) as error:
+        return {"error": reason(error)}
+
+
+def cores() -> Facts:
+    """Return the cores of this process and of the machine, and the number of torch's threads.
+
+    "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
+    physical cores.
+    """
+    mine, system = sorted(os.sched_getaffinity(0)), _SYS / "devices" / "system" / "cpu"
+    siblings = {core: members(_read(system / f"cpu{core}/topology/thread_siblings_list")) for core in mine}
+    return {
+        "cores": mine,
+        "cpus": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "physical": sorted({min(siblings[core], default=core) for core in mine}),
+    }
+
+
+def _read(path: Path) -> str:
+    """Return a file of the kernel; "" if this system, or this container, does not have it."""
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def members(text: str) -> list[int]:
+    """Return the numbers of a list of the kernel's.
+
+    Example::
+
+        >>> members("0-2,8")
+        [0, 1, 2, 8]
+    """
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def gpus() -> Facts:
+    """Return the GPUs visible to this process, those of the node, and the version of NCCL."""
+    files = list(_DEV.glob("nvidia[0-9]*"))
+    gpu: Facts = {
+        "cuda": torch.version.cuda,
+        "nccl": devices.nccl_version() if dist.is_nccl_available() else None,
+        "in_node": len(files),
+        "others": _other_gpus(),
+        "gpus": [],
+    }
+    try:
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        gpu["gpus"] = [{"name": p.name, "id": devices.identity(i), "near": _near(p)} for i, p in enumerate(properties)]
+    except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
+        gpu["error"] = reason(error)
+    if 0 < len(gpu["gpus"]) < len(files):
+        gpu["openable"] = sum(map(_openable, files))
+    return {"gpu": gpu}
+
+
+def _other_gpus() -> list[str]:
+    """Return the GPUs of AMD and Intel in this node, such as "AMD /dev/dri/renderD128"; and AMD's compute driver."""
+    found = [f"AMD {_DEV / 'kfd'}"] if (_DEV / "kfd").exists() else []
+    for path in sorted((_DEV / "dri").glob("renderD*")):
+        vendor = _VENDORS.get(_read(_SYS / "class" / "drm" / path.name / "device" / "vendor"))
+        found += [f"{vendor} {path}"] if vendor else []
+    return found
+
+
+def _openable(path: Path) -> bool:
+    """Whether this process may use a GPU: a control group may forbid it, which CUDA_VISIBLE_DEVICES does not."""
+    with suppress(OSError):
+        path.open("rb+", buffering=0).close()
+        return True
+    return False
+
+
+def _near(properties: Any) -> list[int]:
+    """Return the CPUs near a GPU; none if the kernel does not know them."""
+    numbers = [getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+    folder = _SYS / "bus/pci/devices" / "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    return [] if _read(folder / "numa_node") in ("", "-1") else members(_read(folder / "local_cpulist"))
+
+
+def network() -> Facts:
+    """Return this node's interfaces, their addresses and Mbit/s, and its InfiniBand ports."""
+    ports = [_port(folder) for folder in sorted((_SYS / "class" / "infiniband").glob("*/ports/*"))]
+    return {
+        "interfaces": rendezvous.interfaces(),
+        "speeds": {name: found.speed for name, found in psutil.net_if_stats().items() if found.speed > 0},
+        "rdma": {"ports": ports},
+    }
+
+
+def _port(folder: Path) -> Facts:
+    """Return device, port, state ("ACTIVE"), Gbit/s and link layer of an InfiniBand port: RoCE, Omni-Path, EFA, too."""
+    speed = re.match(r"[\d.]+", _read(folder / "rate"))  # "200 Gb/sec (4X HDR)"
+    return {
+        "device": folder.parent.parent.name,
+        "port": folder.name,
+        "state": _read(folder / "state").rpartition(":")[2].strip(),  # "4: ACTIVE"
+        "rate": float(speed[0]) if speed else 0.0,
+        "layer": _read(folder / "link_layer"),
+    }
+
+
+def mount_of(folder: str) -> Facts | None:
+    """Return point and type of the mount that holds a folder, and whether it is on the network."""
+    path = Path(os.path.realpath(folder))
+    holding = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    if not holding:
+        return None
+    found = max(reversed(holding), key=lambda mount: len(mount.mountpoint))  # of several in one place, the last
+    fuse = found.fstype.startswith("fuse") and found.fstype not in _LOCAL_FUSE
+    return {"point": found.mountpoint, "type": found.fstype, "network": found.fstype in _NETWORK or fuse}
+
+
+def _space(folder: str) -> Facts:
+    """Return the bytes of a folder's file system, and those that are free."""
+    try:
+        found = psutil.disk_usage(folder)
+    except OSError as error:
+        return {"error": reason(error)}
+    return {"bytes": found.total, "free": found.free}
+
+
+def try_folder(folder: str) -> Facts:
+    """Write a file in a folder, lock it as HDF5 does and read it; return what was found."""
+    found: Facts = {"folder": folder, **_space(folder), "mount": mount_of(folder)}
+    data = secrets.token_bytes(_TRIAL)
+    try:
+        with made(folder, data) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                found["locks"] = f"{errno.errorcode.get(error.errno or 0, error.errno)}: {reason(error)}"
+            if not sees(file.name, data):
+                found["error"] = f"{folder}: the data read differ from those written"
+    except OSError as error:
+        found["error"] = f"{folder}: {reason(error)}"
+    return found
+
+
+@contextmanager
+def made(folder: str, data: bytes) -> Iterator[Any]:
+    """A context in which there is a file with these contents in a folder."""
+    with tempfile.NamedTemporaryFile(prefix=_PREFIX, dir=folder) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        yield file
+
+
+def sees(path: str, data: bytes) -> bool:
+    """Whether this rank sees a file with these contents."""
+    with suppress(OSError):
+        return Path(path).read_bytes() == data
+    return False
 
 
 def examine(pipe: ProgressPipe, facts: Facts, folder: str | None, first: bool, limit: float) -> None:
@@ -65,19 +352,19 @@ def examine(pipe: ProgressPipe, facts: Facts, folder: str | None, first: bool, l
         limit: seconds for each step that may hang.
     """
     pipe.step("this rank's limits", alone=True)
-    facts.update(own.before_mpi(facts["environ"].get("TMPDIR") or "/tmp"))
+    facts.update(before_mpi(facts["environ"].get("TMPDIR") or "/tmp"))
     pipe.facts([facts])
     comm = _start_mpi(pipe, facts)
     if comm is None and not first:
         return
     pipe.step("this rank's software", alone=True)
-    facts.update(own.software(facts["node"] == facts["rank"]))
+    facts |= software()
     pipe.step("this rank's hardware", alone=True)
-    facts.update(**own.cores(), **own.gpus(), **own.network())
+    facts |= {**cores(), **gpus(), **network()}
     pipe.facts([facts])
     if comm is None:
         pipe.step("staging folder", alone=True)
-        facts["staging"] = own.try_folder(folder or world.staging_folder(1))
+        facts["staging"] = try_folder(folder or world.staging_folder(1))
         pipe.facts([facts])
         return
     _examine_job(pipe, comm, facts, folder, limit)
@@ -100,7 +387,7 @@ def _start_mpi(pipe: ProgressPipe, facts: Facts) -> MPI.Intracomm | None:
         facts["mpi"] = {"error": f"mpi4py finds no MPI library ({reason(error)}: {last})"}
         return None
     library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\0 ").split())
-    facts["mpi"] = {"mpi4py": mpi4py.__version__, "library": library, "standard": list(MPI.Get_version())}
+    facts["mpi"] = {"mpi4py": mpi4py.__version__, "library": library}
     pipe.facts([facts])
     pipe.step("MPI_Init")
     if not MPI.Is_initialized():
@@ -137,19 +424,16 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
     folder = _gather(pipe, comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
     try_staging(pipe, comm, facts, folder)
     pipe.step("DataLoader workers", alone=True)
-    facts["worker"] = own.try_worker()
+    facts["worker"] = try_worker()
     everyone = _share(pipe, comm, facts)
-    nccl_log = log_nccl(variables(), facts)
+    nccl_log = log_nccl(environ(), facts) if nodes > 1 else None
     pipe.step("hpcdist.init()")
-    facts["init"] = _tried(lambda: _init(folder, limit))
+    facts["init"] = _tried(lambda: {"device": world.init(timeout=limit, staging=folder).device.type})
     pipe.facts([facts])  # an error is reported even if the other ranks hang
     everyone = _share(pipe, comm, facts)
     if any("error" in other["init"] for other in everyone):
         return
     here = world.current()
-    if any(other["init"]["device"] == "cuda" for other in everyone):
-        pipe.step("CUDA-aware MPI")
-        facts["cuda_aware"] = mpi_takes_gpu_memory(world.team_of())
     if all(other["sees"] and not known(other, "staging.error") for other in everyone):
         pipe.step("HDF5 file")
         facts["file"] = _tried(lambda: _try_file(here))
@@ -158,7 +442,7 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
         pipe.step(f"route {name}")
         absent = select.load(name).missing(world.team_of())
         if name == "gloo":  # else it fails or hangs in its first call
-            absent = absent or socket_problem("GLOO_SOCKET_IFNAME", everyone)
+            absent = absent or socket_problem(everyone)
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
         pipe.facts([facts])
     facts["nccl_network"] = read_nccl_log(nccl_log)
@@ -203,39 +487,33 @@ def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
     return found
 
 
-def _measure_pairs(leaders: MPI.Intracomm, facts: Facts) -> list[dict[str, Any]]:
+def _measure_pairs(leaders: MPI.Intracomm, facts: Facts) -> list[Facts]:
     """Send messages between pairs of nodes, which do not share a node at any moment. Collective over one rank a node.
 
     Returns:
-        On the lower node of each pair: "peer" (node), "latency" (seconds one way), and "rate" (bytes/s) of messages of
-        "bytes".
+        On the lower node of each pair: "peer" (node), and "rate" (bytes/s) of messages of 1 MiB.
     """
     nodes = objects.all_gather_object(leaders, facts["node"])
-    found = []
+    found, data = [], bytearray(_MIB)
     begin = time.perf_counter()
     for step in range(1, 1 << (leaders.size - 1).bit_length()):
         if objects.all_gather_object(leaders, time.perf_counter() - begin)[0] > _TOTAL_SECONDS:
             break
         peer = leaders.rank ^ step  # so each pair meets in one step, and each node is in one pair of a step
-        if peer < leaders.size:
-            latency, seconds = _shortest(leaders, peer, _SMALL), _shortest(leaders, peer, _LARGE)
+        if peer >= leaders.size:
+            continue
+        times = []
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
             if leaders.rank < peer:
-                found.append({"peer": nodes[peer], "latency": latency, "rate": _LARGE / seconds, "bytes": _LARGE})
-    return found
-
-
-def _shortest(leaders: MPI.Intracomm, peer: int, size: int) -> float:
-    """Send messages to the peer and back; return the seconds of the fastest, one way."""
-    data, times = bytearray(size), []
-    for _ in range(_ROUNDS[size]):
-        begin = time.perf_counter()
+                leaders.Send(data, peer)
+            leaders.Recv(data, peer)
+            if leaders.rank > peer:
+                leaders.Send(data, peer)
+            times.append(time.perf_counter() - start)
         if leaders.rank < peer:
-            leaders.Send(data, peer)
-        leaders.Recv(data, peer)
-        if leaders.rank > peer:
-            leaders.Send(data, peer)
-        times.append(time.perf_counter() - begin)
-    return min(times) / 2
+            found.append({"peer": nodes[peer], "rate": 2 * _MIB / min(times)})
+    return found
 
 
 def try_staging(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: str) -> None:
@@ -246,14 +524,14 @@ def try_staging(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: s
     data = secrets.token_bytes(16)
     pipe.step("staging folder", alone=True)
     if facts["node"] == facts["rank"]:
-        facts["staging"] = own.try_folder(folder)
+        facts["staging"] = try_folder(folder)
     with ExitStack() as files:
-        made = None
+        path = None
         if comm.rank == 0 and "error" not in facts["staging"]:
-            made = files.enter_context(own.made(folder, data)).name
-        path, data = _gather(pipe, comm, (made, data))[0]
+            path = files.enter_context(made(folder, data)).name
+        path, data = _gather(pipe, comm, (path, data))[0]
         pipe.step("staging folder", alone=True)
-        facts["sees"] = own.sees(path, data) if path else None
+        facts["sees"] = sees(path, data) if path else None
         _gather(pipe, comm, None)
         pipe.step("staging folder", alone=True)
 
@@ -265,13 +543,13 @@ def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> str | None:
     """
     if "NCCL_DEBUG" in environ:
         return None
-    path = os.path.join(tempfile.gettempdir(), f"{own.PREFIX}nccl-{facts['id']}.log")
+    path = os.path.join(tempfile.gettempdir(), f"{_PREFIX}nccl-{facts['id']}.log")
     environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=path)
     return path
 
 
 def read_nccl_log(path: str | None) -> str | None:
-    """Return the network that NCCL uses ("IB", "Socket", a plugin's name) and remove the file; None if unknown."""
+    """Return the network that NCCL uses ("IB", "Socket", a plugin's name) and remove the file; None if unkn"""
     found = None
     with suppress(OSError):  # NCCL was not used
         found = re.search(r"Using network (.+)", Path(path or "").read_text(errors="replace"))
@@ -288,14 +566,9 @@ def _tried(step: Callable[[], Facts]) -> Facts:
         return {"error": str(error) or type(error).__name__}
 
 
-def _init(folder: str, limit: float) -> Facts:
-    here = world.init(timeout=limit, staging=folder)
-    return {"device": here.device.type, "backend": dist.get_backend_config()}
-
-
 def _try_file(here: World) -> Facts:
     """Write an HDF5 file with all ranks and read it again. Collective."""
-    name = objects.all_gather_object(here.comm, f"{own.PREFIX}{secrets.token_hex(8)}.h5")[0]
+    name = objects.all_gather_object(here.comm, f"{_PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
     shard = torch.arange(1000, device="cpu") + 1000 * here.rank
     try:
@@ -311,8 +584,8 @@ def _try_file(here: World) -> Facts:
 
 def _time(here: World, name: str) -> Facts:
     """Time a concat of 1 MiB a rank over a route. Collective."""
-    x = placed(here, torch.full((_ROUTE_BYTES,), here.rank % 128, dtype=torch.uint8, device="cpu"), name)
-    expected = torch.arange(here.world_size, device="cpu").remainder(128).repeat_interleave(_ROUTE_BYTES)
+    x = placed(here, torch.full((_MIB,), here.rank % 128, dtype=torch.uint8, device="cpu"), name)
+    expected = torch.arange(here.world_size, device="cpu").remainder(128).repeat_interleave(_MIB)
     try:
         whole = concat(x, route=name)
         seconds = [timed(here, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUTE_ROUNDS)]
@@ -320,4 +593,4 @@ def _time(here: World, name: str) -> Facts:
         return {"error": str(error)}
     same = torch.equal(whole.cpu(), expected.to(torch.uint8))
     right = all(objects.all_gather_object(world.team_of().comm, same))
-    return {"seconds": median(seconds), "bytes": _ROUTE_BYTES * here.world_size, "right": right}
+    return {"seconds": median(seconds), "bytes": _MIB * here.world_size, "right": right}

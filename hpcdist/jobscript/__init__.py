@@ -6,14 +6,13 @@ The texts are the templates in templates/. The scripts in jobscripts/ are exactl
 from __future__ import annotations
 
 import shlex
-from dataclasses import MISSING, fields
+from dataclasses import fields
 
 import jinja2
 
-from hpcdist.jobscript.schedulers import OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS
-from hpcdist.jobscript.shape import BINDINGS, KINDS, LAUNCHERS, Shape, check, seconds
+from hpcdist.jobscript.shape import OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape, check, completed, gpus, seconds
 
-__all__ = ["BINDINGS", "KINDS", "LAUNCHERS", "SCHEDULERS", "Shape", "write"]
+__all__ = ["write"]
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hpcdist.jobscript"),
@@ -42,33 +41,19 @@ def write(shape: Shape) -> str:
         #     sbatch gpu.sbatch 'shards/*.npy'
         ...
     """
-    check(shape)
-    scheduler = SCHEDULERS[shape.scheduler]
-    values = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    full, scheduler = completed(shape), SCHEDULERS[shape.scheduler]
+    check(shape, full)
+    values = vars(scheduler) | vars(full)
     for name in ("venv", "conda", "apptainer", "pyxis"):
         values[name] = values[name] and shlex.quote(values[name] + ("/bin/activate" if name == "venv" else ""))
     values |= {
-        "name": shape.name or f"hpcdist-{shape.kind}",
-        "gpus": shape.gpus(),
-        "gpus_per_node": shape.gpus_per_node or shape.gpus(),
-        "per_node": shape.ranks(),
-        "cpus": shape.cpus(),
-        "seconds": seconds(shape.time),
-        "array": shape.indices(),
-        "warning": shape.notice(),
-        "launcher": shape.start(),
-        "bind": shape.binding(),
-        "modules": shlex.join(shape.modules),
-        "quoted_mounts": [shlex.quote(mount) for mount in shape.mounts],  # Pyxis takes all in one word with quotes
-        "directives": [text.partition("=")[::2] for text in shape.directives],
-        "command": shape.command and shlex.join(shape.command),
+        "gpus": gpus(full),
+        "seconds": seconds(full.time),
+        "modules": shlex.join(full.modules),
+        "quoted_mounts": [shlex.quote(mount) for mount in full.mounts],  # Pyxis takes all in one word with quotes
+        "directives": [text.partition("=")[::2] for text in full.directives],
+        "command": full.command and shlex.join(full.command),
         "written_by": _written_by(shape),
-        "suffix": scheduler.suffix,
-        "submit": scheduler.submit,
-        "prefix": scheduler.prefix,
-        "passes_arguments": scheduler.passes_arguments,
-        "index": scheduler.index,
-        "own_local_rank": scheduler.local_rank,
         "pmis": PMIS,
         "other_pmis": OTHER_PMIS,
         "pmi_of_images": PMI_OF_IMAGES,
@@ -81,7 +66,6 @@ def _written_by(shape: Shape) -> str:
     words = ["python", "-m", "hpcdist.jobscript", "--kind", shape.kind]
     for field in fields(shape):
         value = getattr(shape, field.name)
-        assert field.default is not MISSING
         if field.name in ("kind", "command") or value == field.default:
             continue
         option = f"--{field.name.replace('_', '-')}"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.errors import InputError, reason
-from hpcdist.jobscript import BINDINGS, KINDS, LAUNCHERS, SCHEDULERS, Shape, here, write
+from hpcdist.jobscript import write
+from hpcdist.jobscript.shape import BINDINGS, KINDS, LAUNCHERS, OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape
 from hpcdist.process.streams import pass_bytes_on, printing
 from hpcdist.runtime.cli import Parser, path
+
+_SECONDS = 20.0
+_VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 
 
 def main(words: list[str]) -> None:
@@ -24,7 +30,7 @@ def main(words: list[str]) -> None:
     given["command"] = tuple(given["command"]) or None
     shape = Shape(**given)
     if shape.plain and (shape.scheduler, shape.mpi) == ("slurm", "auto"):
-        shape = replace(shape, mpi=here.pmi(shape))
+        shape = replace(shape, mpi=pmi(shape))
     try:
         text = write(shape)
     except InputError as error:
@@ -36,6 +42,27 @@ def main(words: list[str]) -> None:
         Path(script).write_bytes(os.fsencode(text))
     except OSError as error:
         p.error(f"{script}: cannot be written: {reason(error)}")
+
+
+def pmi(shape: Shape) -> str:
+    """Return the PMI of srun that the MPI library of the ranks understands; "default", the cluster's, if that is not
+    known: mpi4py or srun is not here, or the library is in an Apptainer image."""
+    if shape.pyxis:
+        return PMI_OF_IMAGES
+    if shape.apptainer:
+        return "default"
+    library = _printed([sys.executable, "-c", _VENDOR]).strip()
+    listed = re.findall(r"\w+", _printed(["srun", "--mpi=list"]))
+    return next((one for one in PMIS.get(library, OTHER_PMIS) if library and one in listed), "default")
+
+
+def _printed(command: list[str]) -> str:
+    """Return what a command prints; nothing if it fails or is not here."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr if done.returncode == 0 else ""
 
 
 def parser() -> Parser:

@@ -1,14 +1,69 @@
-"""The shape of a job, and which shapes no job can have."""
+"""The shape of a job, which shapes no job can have, and what differs between the schedulers beside their templates."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from hpcdist.errors import InputError
-from hpcdist.jobscript.schedulers import SCHEDULERS, Scheduler
 
-__all__ = ["BINDINGS", "KINDS", "LAUNCHERS", "Shape", "check", "seconds"]
+__all__ = [
+    *("BINDINGS", "KINDS", "LAUNCHERS", "OTHER_PMIS", "PMIS", "PMI_OF_IMAGES", "SCHEDULERS", "Scheduler", "Shape"),
+    *("check", "completed", "gpus", "seconds"),
+]
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A scheduler.
+
+    Attributes:
+        suffix: suffix of the scripts' names.
+        submit: command that submits a script, before its name.
+        prefix: what the lines with its options begin with.
+        launchers: what can start the ranks, the default first.
+        kinds: kinds of job, beside those that every scheduler has.
+        passes_arguments: whether words after the script's name are its arguments.
+        refuses: options of a shape that it does not have.
+        index: variable of the index in a job array.
+        local_rank: variable in which its own launcher puts the local rank.
+    """
+
+    suffix: str
+    submit: str
+    prefix: str
+    launchers: tuple[str, ...]
+    local_rank: str
+    kinds: tuple[str, ...] = ()
+    passes_arguments: bool = True
+    refuses: tuple[str, ...] = ()
+    index: str = ""
+
+
+SCHEDULERS = {
+    "slurm": Scheduler(
+        *("sbatch", "sbatch", "#SBATCH", ("srun", "mpirun"), "SLURM_LOCALID", ("array", "interactive", "requeue")),
+        index="$SLURM_ARRAY_TASK_ID",
+    ),
+    "pbs": Scheduler(
+        *("pbs", "qsub", "#PBS", ("mpirun", "pals"), "PALS_LOCAL_RANKID", ("array",), False, ("qos", "pyxis")),
+        index="$PBS_ARRAY_INDEX",
+    ),
+    "flux": Scheduler(
+        *("flux", "flux batch", "#flux:", ("flux",), "FLUX_TASK_LOCAL_ID"), refuses=("mem", "qos", "pyxis")
+    ),
+    "lsf": Scheduler(
+        *("lsf", "bsub <", "#BSUB", ("jsrun", "mpirun"), "JSM_NAMESPACE_LOCAL_RANK", ("array",), False),
+        refuses=("qos", "pyxis"),
+        index="$LSB_JOBINDEX",
+    ),
+}
+
+# What srun can offer (srun --mpi=list) and an MPI library, by mpi4py's name for it, understands; the better first.
+PMIS = {"Open MPI": ("pmix",), "Intel MPI": ("pmi2", "pmix"), "Cray MPICH": ("cray_shasta", "pmi2")}
+OTHER_PMIS = ("pmi2",)  # MPICH, and what is made of it
+PMI_OF_IMAGES = "pmix"  # of Pyxis: NVIDIA's have Open MPI
 
 KINDS = ("cpu", "gpu", "train", "staged", "array", "interactive", "requeue")
 LAUNCHERS = tuple(dict.fromkeys(name for one in SCHEDULERS.values() for name in one.launchers))
@@ -93,157 +148,141 @@ class Shape:
     directives: tuple[str, ...] = ()
     command: tuple[str, ...] | None = None
 
-    def gpus(self) -> int:
-        """Return the number of GPUs of a node."""
-        if self.gpus_per_node is None:
-            return 4 if self.kind == "gpu" else 0
-        return int(self.gpus_per_node.rpartition(":")[2])
 
-    def ranks(self) -> int:
-        """Return the ranks of a node."""
-        return (self.gpus() or 4) if self.ntasks_per_node is None else self.ntasks_per_node
-
-    def cpus(self) -> int:
-        """Return the cores of a rank."""
-        return (8 if self.gpus() else 1) if self.cpus_per_task is None else self.cpus_per_task
-
-    def indices(self) -> str:
-        """Return the indices of an array."""
-        return ("1-4" if self.scheduler == "lsf" else "0-3") if self.array is None else self.array
-
-    def notice(self) -> int:
-        """Return how many seconds before the limit a job of the kind "requeue" leaves."""
-        return 120 if self.warning is None else self.warning
-
-    def start(self) -> str:
-        """Return what starts the ranks."""
-        return self.launcher or SCHEDULERS[self.scheduler].launchers[0]
-
-    def binding(self) -> str:
-        """Return what the ranks are bound to."""
-        own_gpu = self.gpus() == self.ranks() and not self.plain
-        return ("gpu" if own_gpu else "none") if self.bind is None else self.bind
+def gpus(shape: Shape) -> int:
+    """Return the number of GPUs of a node."""
+    if shape.gpus_per_node is None:
+        return 4 if shape.kind == "gpu" else 0
+    typed = r"(\w[\w.-]*:)?" if shape.scheduler == "slurm" else ""
+    if not re.fullmatch(typed + "[0-9]{1,6}", shape.gpus_per_node):
+        raise _refusal("gpus-per-node", shape.gpus_per_node, "expected a number, or under Slurm TYPE:NUMBER")
+    return int(shape.gpus_per_node.rpartition(":")[2])
 
 
-def check(shape: Shape) -> None:
-    """Raise an InputError if no job can have this shape."""
-    _one_of("scheduler", shape.scheduler, tuple(SCHEDULERS))
-    scheduler = SCHEDULERS[shape.scheduler]
-    _one_of("kind", shape.kind, KINDS)
-    kinds = _PLAIN if shape.plain else (*_EVERYWHERE, *scheduler.kinds)
-    only = "with --plain" if shape.plain else f"for --scheduler {shape.scheduler}"
-    _require(shape.kind in kinds, "kind", shape.kind, f"expected one of {', '.join(kinds)} {only}")
-    given = shape.gpus_per_node
-    typed = r"(\w[\w.-]*:)?[0-9]{1,6}" if shape.scheduler == "slurm" else r"[0-9]{1,6}"
-    right = given is None or bool(re.fullmatch(typed, given))
-    _require(right, "gpus-per-node", given, "expected a number, or under Slurm TYPE:NUMBER")
-    _one_of("launcher", shape.start(), scheduler.launchers)
-    _one_of("bind", shape.binding(), BINDINGS)
-    _check_numbers(shape)
-    _check_names(shape)
-    _check_options(shape, scheduler)
-    _check_array(shape)
-    _check_warning(shape)
+def completed(shape: Shape) -> Shape:
+    """Return the shape with the kind's and the scheduler's defaults in the place of None."""
+    count = gpus(shape)
+    ranks = (count or 4) if shape.ntasks_per_node is None else shape.ntasks_per_node
+    own_gpu = count == ranks and not shape.plain
+    return replace(
+        shape,
+        gpus_per_node=shape.gpus_per_node or str(count),
+        ntasks_per_node=ranks,
+        cpus_per_task=(8 if count else 1) if shape.cpus_per_task is None else shape.cpus_per_task,
+        name=f"hpcdist-{shape.kind}" if shape.name is None else shape.name,
+        array=("1-4" if shape.scheduler == "lsf" else "0-3") if shape.array is None else shape.array,
+        warning=120 if shape.warning is None else shape.warning,
+        launcher=shape.launcher or SCHEDULERS[shape.scheduler].launchers[0],
+        bind=("gpu" if own_gpu else "none") if shape.bind is None else shape.bind,
+    )
 
 
-def _check_numbers(shape: Shape) -> None:
-    gpus, ranks = shape.gpus(), shape.ranks()
-    for name, count, least in (
-        ("nodes", shape.nodes, 1),
-        ("gpus-per-node", gpus, 1 if shape.kind == "gpu" else 0),
+def check(given: Shape, full: Shape) -> None:
+    """Raise an InputError if no job can have this shape, as it was given and with its defaults."""
+    for rules in (_launch(given, full), _numbers(full), _texts(full), _options(given, full), _times(given, full)):
+        for right, option, value, problem in rules:
+            if not right:
+                raise _refusal(option, value, problem)
+
+
+def _refusal(option: str, value: object, problem: str) -> InputError:
+    return InputError("HD801", f"--{option} {value}".rstrip() + f": {problem}")
+
+
+Rules = Iterator[tuple[object, str, object, str]]  # whether it holds; option, its value, and the problem if it does not
+
+
+def _launch(given: Shape, full: Shape) -> Rules:
+    scheduler = SCHEDULERS[full.scheduler]
+    kinds = _PLAIN if full.plain else (*_EVERYWHERE, *scheduler.kinds)
+    only = "with --plain" if full.plain else f"for --scheduler {full.scheduler}"
+    yield full.kind in kinds, "kind", full.kind, f"expected one of {', '.join(kinds)} {only}"
+    launchers = f"expected one of {', '.join(scheduler.launchers)}"
+    yield full.launcher in scheduler.launchers, "launcher", full.launcher, launchers
+    yield not full.pyxis or full.launcher == "srun", "launcher", full.launcher, "--pyxis is an option of srun"
+    by_srun = not full.plain or full.scheduler != "slurm" or full.launcher == "srun"
+    yield by_srun, "launcher", full.launcher, "with --plain srun starts the ranks"
+    yield not full.plain or given.bind is None, "bind", full.bind, "--plain leaves it to the cluster"
+
+
+def _numbers(full: Shape) -> Rules:
+    count, ranks = gpus(full), full.ntasks_per_node or 0
+    for name, number, least in (
+        ("nodes", full.nodes, 1),
+        ("gpus-per-node", count, int(full.kind == "gpu")),
         ("ntasks-per-node", ranks, 1),
-        ("cpus-per-task", shape.cpus(), 1),
+        ("cpus-per-task", full.cpus_per_task or 0, 1),
     ):
-        _require(count >= least, name, count, f"expected at least {least}")
+        yield number >= least, name, number, f"expected at least {least}"
     too_many = f"more than the {ranks} ranks of a node, each of which uses one GPU"
-    _require(gpus <= ranks, "gpus-per-node", gpus, too_many)
-    too_few = f"more than the {gpus} GPUs of a node, and NCCL takes one rank a GPU"
-    one_each = shape.kind in ("gpu", "train") or shape.scheduler == "flux" or shape.binding() == "gpu"
-    _require(not one_each or gpus in (0, ranks), "ntasks-per-node", ranks, too_few)
-    _require(shape.binding() != "gpu" or gpus > 0, "bind", "gpu", "expected --gpus-per-node, too")
+    yield count <= ranks, "gpus-per-node", count, too_many
+    one_each = full.kind in ("gpu", "train") or full.scheduler == "flux" or full.bind == "gpu"
+    too_few = f"more than the {count} GPUs of a node, and NCCL takes one rank a GPU"
+    yield not one_each or count in (0, ranks), "ntasks-per-node", ranks, too_few
+    yield full.bind != "gpu" or count, "bind", "gpu", "expected --gpus-per-node, too"
 
 
-def _check_names(shape: Shape) -> None:
-    blank, no_spaces = (r"\n", "") if shape.scheduler == "lsf" else (r"\s", " and spaces: a&b")  # LSF's line has quotes
+def _texts(full: Shape) -> Rules:
+    blank, no_spaces = (r"\n", "") if full.scheduler == "lsf" else (r"\s", " and spaces: a&b")  # LSF's line has quotes
     for name, pattern, expected in (
         *((name, r"[\w.,+@%-]+", "letters, digits and .,+@%-_") for name in ("partition", "account", "qos", "name")),
         ("mpi", r"\w+", "auto, default, or a name that srun --mpi=list shows"),
-        ("mem", r"[1-9][0-9]*[KMGT]" + ("?|0" if shape.scheduler == "slurm" else ""), "a number with K, M, G or T"),
+        ("mem", r"[1-9][0-9]*[KMGT]" + ("?|0" if full.scheduler == "slurm" else ""), "a number with K, M, G or T"),
         ("constraint", rf"""[^{blank}"'\\$`#]+""", f"the scheduler's words, without quotes{no_spaces}"),
         ("output", r"""[^\s"'\\#]+""", "a path without spaces, quotes and #"),
     ):
-        value = getattr(shape, name)
-        _require(value is None or bool(re.fullmatch(pattern, value)), name, repr(value), f"expected {expected}")
-    for text in shape.directives:
+        value = getattr(full, name)
+        yield value is None or re.fullmatch(pattern, value), name, repr(value), f"expected {expected}"
+    for text in full.directives:
         right = re.fullmatch(r"[A-Za-z][\w-]*(=.+)?", text)
-        _require(bool(right), "directive", repr(text), "expected KEY=VALUE or KEY, KEY without dashes before it")
-    for text in (*shape.modules, *(shape.command or ()), *_environments(shape).values()):
+        yield right, "directive", repr(text), "expected KEY=VALUE or KEY, KEY without dashes before it"
+    for mount in full.mounts:
+        right = re.fullmatch(r"""[^\s"'\\$`,]+""", mount)
+        yield right, "mount", repr(mount), "expected FOLDER or FOLDER:INSIDE, without spaces, quotes and commas"
+    for text in filter(None, (*full.modules, *(full.command or ()), full.venv, full.conda, full.apptainer, full.pyxis)):
         if "\n" in text:
             raise InputError("HD801", f"{text!r}: a line break cannot be in a job script's line")
 
 
-def _environments(shape: Shape) -> dict[str, str]:
-    given = {name: getattr(shape, name) for name in ("venv", "conda", "apptainer", "pyxis")}
-    return {name: value for name, value in given.items() if value}
+def _options(given: Shape, full: Shape) -> Rules:
+    """The options that this scheduler, launcher or kind does not have."""
+    for name in SCHEDULERS[full.scheduler].refuses:
+        value = getattr(full, name)
+        yield not value, name, value, f"--scheduler {full.scheduler} has no such option"
+    needless = f"--scheduler {full.scheduler} has no such option: it is one of srun"
+    yield full.mpi == "auto" or full.scheduler == "slurm", "mpi", full.mpi, needless
+    for name in ("mem", "constraint") if full.launcher == "jsrun" else ():
+        value = getattr(full, name)
+        yield not value, name, value, "jsrun's nodes are whole; it is for --launcher mpirun"
+    pythons = [name for name in ("venv", "conda", "apptainer", "pyxis") if getattr(full, name)]
+    yield len(pythons) < 2, " --".join(pythons), "", "expected one of them: each brings the Python of the ranks"
+    container = full.apptainer or full.pyxis
+    yield container or not full.mounts, "mount", " ".join(full.mounts), "expected --apptainer or --pyxis, too"
+    batch = full.kind != "interactive"
+    at_hand = batch and not container and not full.plain
+    yield at_hand or not full.stage_env, "stage-env", "", "not for containers, --plain and kind interactive"
+    yield batch or not full.output, "output", full.output, "salloc, of kind interactive, has no such option"
+    yield given.array is None or full.kind == "array", "array", full.array, "it is an option of --kind array"
+    requeued = full.kind == "requeue"
+    yield given.warning is None or requeued, "warning", full.warning, "it is an option of --kind requeue"
 
 
-def _check_options(shape: Shape, scheduler: Scheduler) -> None:
-    for name in scheduler.refuses:
-        value = getattr(shape, name)
-        _require(not value, name, value, f"--scheduler {shape.scheduler} has no such option")
-    needless = f"--scheduler {shape.scheduler} has no such option: it is one of srun"
-    _require(shape.mpi == "auto" or shape.scheduler == "slurm", "mpi", shape.mpi, needless)
-    for name in ("mem", "constraint") if shape.start() == "jsrun" else ():
-        value = getattr(shape, name)
-        _require(not value, name, value, "jsrun's nodes are whole; it is for --launcher mpirun")
-    given = _environments(shape)
-    _require(len(given) < 2, " --".join(given), "", "expected one of them: each brings the Python of the ranks")
-    container = bool(shape.apptainer or shape.pyxis)
-    _require(container or not shape.mounts, "mount", " ".join(shape.mounts), "expected --apptainer or --pyxis, too")
-    _require(not shape.pyxis or shape.start() == "srun", "launcher", shape.launcher, "--pyxis is an option of srun")
-    for mount in shape.mounts:
-        right = bool(re.fullmatch(r"""[^\s"'\\$`,]+""", mount))
-        _require(right, "mount", repr(mount), "expected FOLDER or FOLDER:INSIDE, without spaces, quotes and commas")
-    at_hand = not (container or shape.plain or shape.kind == "interactive")
-    problem = "not for containers, --plain and kind interactive"
-    _require(at_hand or not shape.stage_env, "stage-env", "", problem)
-    _require(not shape.plain or shape.bind is None, "bind", shape.bind, "--plain leaves it to the cluster")
-    by_srun = not shape.plain or shape.scheduler != "slurm" or shape.start() == "srun"
-    _require(by_srun, "launcher", shape.launcher, "with --plain srun starts the ranks")
-    batch = shape.kind != "interactive"
-    _require(batch or not shape.output, "output", shape.output, "salloc, of kind interactive, has no such option")
-
-
-def _check_array(shape: Shape) -> None:
-    numbers = r"\d+(-\d+(:\d+)?)?"
+def _times(given: Shape, full: Shape) -> Rules:
+    """The indices of an array, and the seconds of a limit."""
+    numbers, indices = r"\d+(-\d+(:\d+)?)?", full.array or ""
     pattern, example = rf"{numbers}(,{numbers})*(%[1-9]\d*)?", "0-3, 1,5,7 or 0-99%10"
-    if shape.scheduler == "pbs":
+    if full.scheduler == "pbs":
         pattern, example = r"\d+-\d+(:\d+)?(%[1-9]\d*)?", "0-3 or 0-99%10"
-    given = shape.indices()
-    _require(shape.array is None or shape.kind == "array", "array", given, "it is an option of --kind array")
-    _require(bool(re.fullmatch(pattern, given, re.ASCII)), "array", given, f"expected indices such as {example}")
-    zero = shape.scheduler == "lsf" and re.search(r"(^|,)0+(-|,|%|$)", given)
-    _require(not zero, "array", given, "LSF counts from 1: 1-4")
-
-
-def _check_warning(shape: Shape) -> None:
-    limit, given = seconds(shape.time), shape.notice()
-    _require(shape.warning is None or shape.kind == "requeue", "warning", given, "it is an option of --kind requeue")
+    yield re.fullmatch(pattern, indices, re.ASCII), "array", indices, f"expected indices such as {example}"
+    zero = full.scheduler == "lsf" and re.search(r"(^|,)0+(-|,|%|$)", indices)
+    yield not zero, "array", indices, "LSF counts from 1: 1-4"
+    limit, warning = seconds(full.time), full.warning or 0
     within = f"expected {_MIN_WARNING} seconds at least, and less than the time limit of {limit} seconds"
-    _require(shape.kind != "requeue" or _MIN_WARNING <= given < limit, "warning", given, within)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    _require(value in known, name, value, f"expected one of {', '.join(known)}")
-
-
-def _require(right: bool, option: str, value: object, problem: str) -> None:
-    if not right:
-        raise InputError("HD801", f"--{option} {value}".rstrip() + f": {problem}")
+    yield full.kind != "requeue" or _MIN_WARNING <= warning < limit, "warning", warning, within
 
 
 def seconds(time: str) -> int:
-    """Return the seconds of a time limit in any of Slurm's notations."""
+    """Return the seconds of a time limit in any of Slurm's notations, and raise an InputError for any other text."""
     match = re.fullmatch(r"(?:(N)-)?(N)(?::(N))?(?::(N))?".replace("N", "[0-9]{1,9}"), time)
     if match is None:
         raise InputError(

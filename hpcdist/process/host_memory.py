@@ -6,13 +6,36 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from hpcdist.errors import FileError
-from hpcdist.process import cgroups
 
-__all__ = ["available", "capacity", "parse", "require"]
+__all__ = ["available", "capacity", "groups", "parse", "require"]
 
-_USAGE, _USAGE_1 = ("memory.current", "file"), ("memory.usage_in_bytes", "total_cache")  # version 2, and version 1
-_TOTALS = ("MemTotal:", "SwapTotal:")
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+# Of control groups, of version 2 and 1: files of the limit and of the usage, and the name of the cache in memory.stat.
+_FILES = (
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+)
+
+
+def groups() -> list[tuple[Path, int]]:
+    """Return (folder, limit in bytes) of the control groups of this process that limit its memory, and those above."""
+    found = []
+    for line in _lines(OWN):
+        _, controllers, name = line.split(":", 2)  # of version 2, no controllers
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = ROOT / "memory" if controllers else ROOT
+        group = root / name.strip().lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # without a limit: "max"
+                found.append((folder, int((folder / _FILES[bool(controllers)][0]).read_text())))
+            if folder == root:
+                break
+    return found
 
 
 def capacity() -> tuple[int, int]:
@@ -20,9 +43,8 @@ def capacity() -> tuple[int, int]:
 
     The latter is RAM and swap; the former also the lowest limit of the control groups of this process.
     """
-    total = sum(int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith(_TOTALS))
-    host = total or 2**63
-    return min([host, *(most for _, most in cgroups.memory())]), host
+    host: int = psutil.virtual_memory().total + psutil.swap_memory().total
+    return min([host, *(most for _, most in groups())]), host
 
 
 def available() -> int:
@@ -30,13 +52,13 @@ def available() -> int:
 
     A group's cache of files counts as free: the system reclaims it when memory is short.
     """
-    found = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
-    for folder, most in cgroups.memory():
-        usage, cache = _USAGE if (folder / _USAGE[0]).exists() else _USAGE_1
+    found: list[int] = [psutil.virtual_memory().available]
+    for folder, most in groups():
+        _, usage, cache = _FILES[not (folder / _FILES[0][1]).exists()]
         with suppress(OSError, ValueError, IndexError):  # not readable for this user
             held = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache]
             found.append(most - int((folder / usage).read_text()) + sum(held))
-    return max(0, min(found, default=2**63))
+    return max(0, min(found))
 
 
 def require(path: str, nbytes: int) -> None:

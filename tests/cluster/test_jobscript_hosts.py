@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hosts import Hosts
 
-from hpcdist.jobscript import Shape, write
+from hpcdist.jobscript import write
+from hpcdist.jobscript.shape import Shape
 
 pytestmark = pytest.mark.cluster
 

@@ -19,7 +19,8 @@ import pytest
 from launch import python
 from slurm import GPUS, Ended, Slurm
 
-from hpcdist.jobscript import SCHEDULERS, Shape, write
+from hpcdist.jobscript import write
+from hpcdist.jobscript.shape import SCHEDULERS, Shape
 
 pytestmark = pytest.mark.cluster
 

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from hpcdist.doctor import checks, table
+from hpcdist.doctor import checks
 from hpcdist.routes import select
 
 ROOT = Path(__file__).parents[2]
@@ -21,15 +21,15 @@ def test_the_page_is_made_from_the_table() -> None:
     finally:
         sys.path.pop(0)
     assert doctor_page.filled(PAGE) == PAGE, "run python docs/doctor_page.py"
-    sections = list(dict.fromkeys(row.section for row in table.CHECKS))
-    assert checks and re.findall(r"<!-- checks: (.+) -->", PAGE) == [*sections, "steps"]
+    sections = list(dict.fromkeys(row.section for row in checks.CHECKS))
+    assert re.findall(r"<!-- checks: (.+) -->", PAGE) == [*sections, "steps"]
 
 
 def test_every_check_says_what_it_means_and_what_to_do() -> None:
-    names = [row.name for row in table.CHECKS]
+    names = [row.name for row in checks.CHECKS]
     assert len(names) == len(set(names))
-    assert all(row.meaning for row in table.CHECKS)
-    assert all(row.fix or row.alike for row in table.CHECKS)
+    assert all(row.meaning for row in checks.CHECKS)
+    assert all(row.fix or row.alike for row in checks.CHECKS)
 
 
 def test_every_step_of_the_examination_has_a_fix() -> None:
@@ -40,5 +40,5 @@ def test_every_step_of_the_examination_has_a_fix() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
                 steps |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
     steps |= {f"route {name}" for name in select.ROUTES} | {"the start"}  # before the first
-    assert all(table.fix_of(step) for step in steps)
-    assert table.STEPS.keys() == steps - {row.name for row in table.CHECKS}
+    assert all(checks.fix_of(step) for step in steps)
+    assert checks.STEPS.keys() == steps - {row.name for row in checks.CHECKS}

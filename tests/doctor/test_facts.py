@@ -17,60 +17,49 @@ from launch import mpirun
 
 from hpcdist.comm import devices
 from hpcdist.control import objects
-from hpcdist.doctor import examine, facts, supervisor
-from hpcdist.process import cgroups, host_memory
+from hpcdist.doctor import examine
+from hpcdist.process import host_memory
 
 pytestmark = pytest.mark.once
 
-# The files of a process's control groups: /proc/self/cgroup, and those below /sys/fs/cgroup.
+# The files of a process's control groups: /proc/self/cgroup, and those below /sys/fs/cgroup; and where the limit is.
 VERSION_1 = (
     "9:name=systemd:/\n4:memory:/slurm/job_7/step_0\n2:cpu,cpuacct:/slurm/job_7/step_0\n0::/\n",
     {
-        "cpu/slurm/job_7/cpu.cfs_quota_us": "250000\n",
-        "cpu/slurm/job_7/cpu.cfs_period_us": "100000\n",
-        "cpu/slurm/job_7/step_0/cpu.cfs_quota_us": "-1\n",
-        "cpu/slurm/job_7/step_0/cpu.cfs_period_us": "100000\n",
         "memory/slurm/job_7/memory.limit_in_bytes": "4294967296\n",
         "memory/memory.limit_in_bytes": "9223372036854771712\n",
     },
-    "cpu/slurm/job_7",
     "memory/slurm/job_7",
 )
 VERSION_2 = (
     "0::/system.slice/job_7/step_0\n",
     {
-        "system.slice/job_7/cpu.max": "250000 100000\n",
-        "system.slice/job_7/step_0/cpu.max": "max 100000\n",
         "system.slice/job_7/memory.max": "4294967296\n",
         "system.slice/job_7/step_0/memory.max": "max\n",
     },
-    "system.slice/job_7",
     "system.slice/job_7",
 )
 
 
 @pytest.mark.parametrize("version", [VERSION_1, VERSION_2])
 def test_limits_of_control_groups(
-    version: tuple[str, dict[str, str], str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: tuple[str, dict[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the process's own groups and of the groups above; "max" and -1 are none."""
-    own, contents, of_cpu, of_memory = version
+    """Those of the process's own groups and of the groups above; "max" is none."""
+    own, contents, limited = version
     (tmp_path / "cgroup").write_text(own)
     for name, text in contents.items():
         path = tmp_path / "fs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "fs")
-    assert cgroups.cpus() == [(tmp_path / "fs" / of_cpu, 2.5)]
-    assert (tmp_path / "fs" / of_memory, 2**32) in cgroups.memory()
+    monkeypatch.setattr(host_memory, "OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path / "fs")
+    folder = tmp_path / "fs" / limited
+    assert (folder, 2**32) in host_memory.groups()
     host = host_memory.capacity()[1]
     assert host_memory.capacity()[0] == min(host, 2**32)
-    group = (tmp_path / "fs" / of_cpu).stat()
-    assert facts.cores()["cpu_time"] == {
-        "limit": 2.5, "group": str(tmp_path / "fs" / of_cpu), "group_id": f"{group.st_dev}:{group.st_ino}"
-    }  # fmt: skip
-    assert facts.before_mpi(str(tmp_path))["memory"]["group"] is not None
+    memory = examine.before_mpi(str(tmp_path))["memory"]
+    assert (memory["group"], memory["limit"], memory["group_id"]) == (str(folder), 2**32, folder.stat().st_ino)
 
 
 Mount = namedtuple("Mount", "device mountpoint fstype opts")
@@ -86,24 +75,21 @@ MOUNTS = [
 def test_the_mount_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """That with the longest name, and the last of several in one place."""
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: MOUNTS)
-    assert facts.mount_of("/scratch/me") == {
+    assert examine.mount_of("/scratch/me") == {
         "point": "/scratch",
         "type": "lustre",
-        "source": "10.0.0.9@o2ib:/fs",
-        "options": ["localflock", "rw"],
         "network": True,
     }
-    networks = [(facts.mount_of(folder) or {})["network"] for folder in ("/scratchy", "/sshfs/a", "/image/b")]
+    networks = [(examine.mount_of(folder) or {})["network"] for folder in ("/scratchy", "/sshfs/a", "/image/b")]
     assert networks == [False, True, False]
 
 
 def test_cores_as_psutil_lists_them() -> None:
-    found = facts.cores()
+    found = examine.cores()
     assert found["cores"] == psutil.Process().cpu_affinity()
     if len(found["cores"]) == psutil.cpu_count():
         assert len(found["physical"]) == psutil.cpu_count(logical=False)
-        assert sum(found["numa"].values()) in (0, found["cpus"])
-    assert facts.members("0-2,8") == [0, 1, 2, 8]
+    assert examine.members("0-2,8") == [0, 1, 2, 8]
 
 
 def system(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +97,8 @@ def system(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
-    monkeypatch.setattr(facts, "_SYS", root / "sys")
-    monkeypatch.setattr(facts, "_DEV", root / "dev")
+    monkeypatch.setattr(examine, "_SYS", root / "sys")
+    monkeypatch.setattr(examine, "_DEV", root / "dev")
 
 
 def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +111,7 @@ def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             f"{folder}/link_layer": "InfiniBand",
         }
     system(tmp_path, files, monkeypatch)
-    assert [tuple(port.values()) for port in facts.network()["rdma"]["ports"]] == [
+    assert [tuple(port.values()) for port in examine.network()["rdma"]["ports"]] == [
         ("mlx5_0", "1", "ACTIVE", 200.0, "InfiniBand"),
         ("mlx5_0", "2", "DOWN", 200.0, "InfiniBand"),
     ]
@@ -133,16 +119,16 @@ def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gpus_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a display adapter of another maker, nor a machine without any."""
-    assert isinstance(facts.gpus()["gpu"]["others"], list)
+    assert isinstance(examine.gpus()["gpu"]["others"], list)
     files = {"dev/kfd": "", "dev/dri/card0": "", "dev/null": ""}
     for number, vendor in ((128, "0x1002"), (129, "0x8086"), (130, "0x1a03")):
         files |= {f"dev/dri/renderD{number}": "", f"sys/class/drm/renderD{number}/device/vendor": vendor}
     system(tmp_path, files, monkeypatch)
     dri = tmp_path / "dev" / "dri"
     expected = [f"AMD {tmp_path}/dev/kfd", f"AMD {dri}/renderD128", f"Intel {dri}/renderD129"]
-    assert facts.gpus()["gpu"]["others"] == expected
+    assert examine.gpus()["gpu"]["others"] == expected
     shutil.rmtree(tmp_path / "dev")
-    assert facts.gpus()["gpu"]["others"] == []
+    assert examine.gpus()["gpu"]["others"] == []
 
 
 def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +146,9 @@ def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(devices.socket, "gethostname", lambda: "a")
-    gpu = facts.gpus()["gpu"]
+    gpu = examine.gpus()["gpu"]
     assert [found["id"] for found in gpu["gpus"]] == [f"a, PCI 0000:0{i}:00, UUID 0000" for i in (1, 2)]
-    assert [found["near"] for found in gpu["gpus"]] == ["8-15", "16-23"]
+    assert [found["near"] for found in gpu["gpus"]] == [list(range(8, 16)), list(range(16, 24))]
     assert (gpu["in_node"], gpu["openable"]) == (3, 2)
 
 
@@ -181,7 +167,7 @@ def test_the_network_in_ncclss_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked == {"NCCL_DEBUG": "WARN"}
 
 
-class _Pipe(supervisor.ProgressPipe):
+class _Pipe(examine.ProgressPipe):
     """Keeps the step, and whether a rank is alone in it."""
 
     def __init__(self) -> None:
@@ -208,7 +194,7 @@ def test_no_rank_waits_for_others_in_a_step_of_its_own(
         return call
 
     for name in alone:
-        monkeypatch.setattr(facts, name, noted(name, getattr(facts, name)))
+        monkeypatch.setattr(examine, name, noted(name, getattr(examine, name)))
     made = str(tmp_path / "of rank 0"), b"data"  # what rank 0 tells
     monkeypatch.setattr(objects, "all_gather_object", noted("gather", lambda comm, x: [x if first else made]))
     comm: Any = SimpleNamespace(rank=0 if first else 1)
@@ -227,7 +213,7 @@ def test_the_sources_of_hpcdist_by_their_contents(tmp_path: Path) -> None:
     for name, change in (("a", ""), ("b", ""), ("c", "# changed\n")):
         (tmp_path / name / "doctor").mkdir(parents=True)
         (tmp_path / name / "doctor" / "x.py").write_text(f"x = 1\n{change}")
-        digests.append(facts._digest(tmp_path / name))
+        digests.append(examine._digest(tmp_path / name))
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -235,7 +221,7 @@ def test_a_doctor_that_is_interrupted_prints_no_traceback() -> None:
     """Nor does the process that examines."""
     job = mpirun(0, code="""
         import os, signal, sys
-        from hpcdist.doctor.supervisor import watch
+        from hpcdist.doctor.__main__ import watch
         def interrupted(pipe):
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcdist.doctor.table import Facts, Finding
+from hpcdist.doctor.checks import Facts, Finding
 
 GIB = 2**30
 
 
-def mount(kind: str, point: str, *options: str) -> dict[str, Any]:
-    """A mount as facts.mount_of() describes it."""
-    network = kind in ("lustre", "nfs4", "nfs", "gpfs")
-    return {"point": point, "type": kind, "source": f"server:{point}", "options": ["rw", *options], "network": network}
+def mount(kind: str, point: str) -> dict[str, Any]:
+    """A mount as mount_of() describes it."""
+    return {"point": point, "type": kind, "network": kind in ("lustre", "nfs4", "nfs", "gpfs")}
 
 
 def port(device: str, state: str = "ACTIVE", rate: float = 200.0) -> dict[str, Any]:
@@ -25,9 +24,9 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
     """Made-up facts of a healthy rank: two nodes of 64 cores, a GPU for each rank, two networks."""
     host = "ab"[node > 0]
     address = f"10.0.0.{1 + (node > 0)}"
-    near = ["0-7", "8-15"]
+    near = [list(range(8)), list(range(8, 16))]
     leads = local_rank == 0
-    staging = {"folder": "/scratch", "free": 2**49, "locks": None, "mount": mount("lustre", "/scratch", "flock")}
+    staging = {"folder": "/scratch", "free": 2**49, "locks": None, "mount": mount("lustre", "/scratch")}
     return {
         "rank": number,
         "node": node,
@@ -39,40 +38,30 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
         "mpi": {
             "library": "Open MPI v5.0.7, package: x",
             "mpi4py": "4.1.0",
-            "standard": [3, 1],
             "thread_level": "MULTIPLE",
             "size": 4,
             "alone": None,
         },
-        "versions": {"Python": "3.11.2", "hpcdist": "0.1.0", "numpy": "2.4.6"},
-        "sources": "a1b2c3d4" if local_rank == 0 else None,
+        "versions": {"Python": "3.11.2", "torch": "2.13.0", "numpy": "2.4.6", "hpcdist": "0.1.0 of sources a1b2c3d4"},
         "prefix": "/sw/env",
         "start": 4.0,
-        "temporary": {"folder": "/tmp", "bytes": GIB, "free": GIB, "writable": True, "mount": mount("xfs", "/tmp")},
+        "temporary": {"folder": "/tmp", "bytes": GIB, "free": GIB, "mount": mount("xfs", "/tmp")},
         "kernel": "6.1.0-18-amd64",
-        "mounts": {
-            "environment": mount("lustre", "/sw", "flock"),
-            "current": mount("lustre", "/scratch", "flock"),
-        },
-        "current": {"folder": "/scratch/me", "bytes": 2**50, "free": 2**49, "writable": True},
+        "environment": mount("lustre", "/sw"),
         "cores": list(range(8 * local_rank, 8 * local_rank + 8)),
         "cpus": 64,
         "threads": 8,
         "physical": list(range(8 * local_rank, 8 * local_rank + 8)),
-        "numa": {f"node{local_rank}": 8},
-        "cpu_time": {"limit": None, "group": None, "group_id": None},
         "memory": {
             "host": 512 * GIB,
             "limit": 256 * GIB,
             "group": "/sys/fs/cgroup/job_7",
-            "group_id": "27:7",
+            "group_id": 7,
             "available": 250 * GIB,
         },
         "limits": {"locked": None, "locks_freely": False, "files": 1024, "most_files": 524288},
         "gpu": {
-            "torch": "2.13.0",
             "cuda": "13.0",
-            "gloo": True,
             "nccl": "2.28.9",
             "in_node": 2,
             "others": [],
@@ -82,17 +71,16 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
         "rdma": {"ports": [port("mlx5_0"), port("mlx5_1")]},
         "speeds": {"eth0": 25000},
         "reach": {str(2 - node): {"10.0.0.1" if node else "10.0.0.2": True, "172.17.0.1": False}},
-        "shm": {"bytes": 128 * GIB, "free": 127 * GIB, "writable": True},
+        "shm": {"bytes": 128 * GIB, "free": 127 * GIB},
         "hdf5": {"h5py": "3.16.0", "hdf5": "1.14.6", "parallel": True},
         "sees": True,
         "worker": {"read": [0, 1]},
         "nccl_network": "IB",
         "routes": {"mpi": {"seconds": 0.001, "bytes": 2**22, "right": True}},
         **({"staging": staging} if leads else {}),
-        **({"pairs": [{"peer": 2, "latency": 2e-6, "rate": 20e9, "bytes": 2**22}]} if leads and not node else {}),
-        "cuda_aware": True,
+        **({"pairs": [{"peer": 2, "rate": 20e9}]} if leads and not node else {}),
         "file": {"seconds": 0.02, "writer": "mpio"},
-        "init": {"seconds": 0.2, "device": "cuda", "backend": "cpu:mpi,cuda:nccl"},
+        "init": {"seconds": 0.2, "device": "cuda"},
     }
 
 

@@ -17,7 +17,8 @@ import pytest
 from launch import Job, launcher, run
 
 from hpcdist.comm.launcher import nearest, on_node
-from hpcdist.jobscript import Shape, write
+from hpcdist.jobscript import write
+from hpcdist.jobscript.shape import Shape
 
 pytestmark = pytest.mark.once
 
