@@ -17,7 +17,7 @@ from run import FILE_TESTS, LOGS, ROOT, Run, execute, report
 
 NAMES = ("floor", "newest", "openmpi5", "impi")
 VENVS = "build/venv"
-PACKAGES = ("torch", "numpy", "h5py", "mpi4py", "safetensors", "xxhash", "tqdm")
+PACKAGES = ("torch", "numpy", "h5py", "mpi4py", "safetensors", "xxhash", "tqdm", "psutil")
 COLUMNS = ("environment", "MPI", "Python", *PACKAGES, "np 2", "files")
 _VERSIONS = f"""
 import json, platform
