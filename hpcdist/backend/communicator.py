@@ -16,8 +16,7 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.backend.queue import Queue
 from hpcdist.comm.groups import freeing
-from hpcdist.comm.topology import Topology
-from hpcdist.comm.windows import Window, Windows
+from hpcdist.comm.windows import Topology, Window, Windows
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -24,7 +24,7 @@ from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, S, StructureKeywords
+    from hpcdist.comm.settings import GroupLike, S, StructureKeywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["gather", "operation"]

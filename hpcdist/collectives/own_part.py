@@ -12,7 +12,7 @@ from hpcdist.layout import Layout
 from hpcdist.runtime import world
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
 
 __all__ = ["balance", "local"]
 

@@ -29,7 +29,7 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
 
 __all__ = ["plan"]
 

@@ -28,7 +28,7 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, Keywords
+    from hpcdist.comm.settings import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["Redistribute", "redistribute"]

@@ -34,7 +34,7 @@ from hpcdist.validation.call import LOSES_GRADIENT, SELF_OVERLAP, Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike, S, SharedKeywords
+    from hpcdist.comm.settings import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
 __all__ = ["operation", "split"]

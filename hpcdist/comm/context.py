@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdist.comm.matching import Unexpected
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
 
 __all__ = ["Context"]
 

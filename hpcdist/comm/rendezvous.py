@@ -20,18 +20,16 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's own, with types
 
-from hpcdist.comm.job import job
 from hpcdist.control import objects
-from hpcdist.control.node_file import node_file
 from hpcdist.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "Meeting", "Nodes", "answering", "in_torch_order", "interfaces", "job", "local_address", "meet", "open_store",
+    *("Meeting", "Nodes", "answering", "in_torch_order", "interfaces", "local_address", "meet", "open_store"),
     "variables",
-]  # fmt: skip
+]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none was reached by all ranks
@@ -71,7 +69,7 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
     Raises:
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
     """
-    if nodes == 1 and (file := node_file(comm)) is not None:
+    if nodes == 1 and (file := objects.node_file(comm)) is not None:
         return Meeting("127.0.0.1", "127.0.0.1", None, file)
     listener: list[socket.socket] = []
 

@@ -1,4 +1,4 @@
-"""The settings that :func:`hpcdist.init` makes for the whole job."""
+"""The settings that :func:`hpcdist.init` makes for the whole job, and the keywords of public functions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import torch
 
-__all__ = ["ROUTES", "Settings"]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from mpi4py import MPI
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ROUTES", "GroupLike", "Keywords", "S", "Settings", "SharedKeywords", "StructureKeywords"]
 
 ROUTES = ("auto", "nccl", "gloo", "mpi", "hdf5")
 """The values of ``route=``."""
@@ -41,3 +48,30 @@ class Settings:
     staging: str
     child_environ: Mapping[str, str] = field(repr=False)
     making_group: Callable[[], AbstractContextManager[None]] = field(repr=False)
+
+
+GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
+"""What a caller may pass as ``group=``."""
+
+S = TypeVar("S", list[Any], tuple[Any, ...], dict[Any, Any])
+"""A structure: what comes is of the same kind as what was passed."""
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of every collective on tensors."""
+
+    group: GroupLike | None
+    route: str
+    out: Tensor | None
+
+
+class StructureKeywords(Keywords, total=False):
+    """Those of a collective that takes structures, too."""
+
+    allow_pickle: bool
+
+
+class SharedKeywords(StructureKeywords, total=False):
+    """Those of a collective whose result the ranks of a node can share."""
+
+    shared: bool

@@ -14,8 +14,7 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.comm.groups import Group
 from hpcdist.comm.settings import Settings
-from hpcdist.comm.topology import Topology
-from hpcdist.comm.windows import Windows
+from hpcdist.comm.windows import Topology, Windows
 from hpcdist.errors import RankError, coded
 from hpcdist.layout import limits
 

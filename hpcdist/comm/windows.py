@@ -1,4 +1,5 @@
-"""Windows: memory that the ranks of a team on one node share, kept and used again when no rank holds it any more."""
+"""The ranks of a team by node, and windows: memory that those of one node share, kept and used again when no rank holds
+it any more."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import threading
 import time
 import weakref
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING
@@ -16,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hpcdist.activity.procstat import NOT_OPENED, identity, opened
-from hpcdist.comm.topology import Topology
 from hpcdist.control import objects
 from hpcdist.process import host_memory
 from hpcdist.tensors import pool
@@ -25,13 +26,61 @@ from hpcdist.tensors.shared_memory import SharedBlock
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["KEPT", "SLOTS", "SPARE", "Window", "Windows"]
+__all__ = ["KEPT", "SLOTS", "SPARE", "Topology", "Window", "Windows", "by_node"]
 
 SLOTS = 64  # windows of a team and node that can exist at once: each takes three descriptors of every process
 KEPT = 2**30  # bytes of the windows that nobody holds, at most, beside the one in use
 SPARE = 8  # such windows, at most: programs may open 1,024 descriptors
 _FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last two if a child process may hold it, too
 _ALL_HELD = f"{SLOTS} windows are held already"
+
+
+def by_node(node_of: Sequence[int]) -> list[list[int]]:
+    """Return the ranks on each node, the nodes in the order of their lowest rank.
+
+    Args:
+        node_of: for each rank, the number of its node.
+
+    Example::
+
+        >>> by_node([3, 1, 3])
+        [[0, 2], [1]]
+    """
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of):
+        found.setdefault(node, []).append(rank)
+    return list(found.values())
+
+
+class Topology:
+    """Which ranks of a communicator share a node. Collective over `comm`.
+
+    Args:
+        comm: the ranks.
+        node_of: for each rank, the number of its node.
+
+    Attributes:
+        nodes: ranks of `comm` on each node, in the order of their lowest rank.
+        node: index of this rank's node in `nodes`.
+        local_rank: position of this rank in ``nodes[node]``.
+        comm: communicator of the ranks of this node, in that order; that of all ranks if there is one node alone.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, node_of: Sequence[int]) -> None:
+        self.nodes = by_node(node_of)
+        self.node = next(index for index, ranks in enumerate(self.nodes) if comm.rank in ranks)
+        self.local_rank = self.nodes[self.node].index(comm.rank)
+        self.comm = comm if len(self.nodes) == 1 else comm.Split(self.node, comm.rank)
+        self._owned = len(self.nodes) > 1
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The ranks of this node."""
+        return self.nodes[self.node]
+
+    def free(self) -> None:
+        if self._owned:
+            self.comm.Free()
 
 
 class Window:

@@ -4,7 +4,7 @@ None, booleans, numbers and strings are encoded as JSON does; everything else as
 
     ["l", ...] a list     ["t", ...] a tuple     ["d", [key, value], ...] a dict     ["b", base64] bytes
     ["y", name] a torch dtype     ["v", name] a device     ["f", path] a path
-    ["a", dtype, shape, base64] a numpy array     ["s", dtype, shape, base64] a numpy scalar
+    ["a", dtype, shape, base64] a numpy array; one without dims arrives as a numpy scalar
     ["c", module, name, [field, value], ...] a dataclass or named tuple of this package
 """
 
@@ -48,10 +48,8 @@ def _to_json(value: Any) -> Any:
     torch, np = sys.modules.get("torch"), sys.modules.get("numpy")  # whose values these are has imported them
     if value is None or kind in (bool, int, float, str):
         return value
-    if kind is list:
-        return ["l", *map(_to_json, value)]
-    if kind is tuple:
-        return ["t", *map(_to_json, value)]
+    if kind in (list, tuple):
+        return ["l" if kind is list else "t", *map(_to_json, value)]
     if kind is dict:
         return ["d", *([_to_json(key), _to_json(item)] for key, item in value.items())]
     if kind in (bytes, bytearray):
@@ -64,8 +62,7 @@ def _to_json(value: Any) -> Any:
         return ["f", str(value)]
     if np is not None and isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         descr = value.dtype.str if value.dtype.names is None else value.dtype.descr
-        tag = "a" if isinstance(value, np.ndarray) else "s"
-        return [tag, _to_json(descr), list(value.shape), b64encode(value.tobytes()).decode()]
+        return ["a", _to_json(descr), list(value.shape), b64encode(value.tobytes()).decode()]
     if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
         return ["c", kind.__module__, kind.__name__, *([name, _to_json(getattr(value, name))] for name in names)]
     for base in (str, int, float):
@@ -85,10 +82,9 @@ def _from_json(item: Any) -> Any:
     if not isinstance(item, list):
         return item
     kind, *rest = item
-    if kind == "l":
-        return [_from_json(item) for item in rest]
-    if kind == "t":
-        return tuple(_from_json(item) for item in rest)
+    if kind in ("l", "t"):
+        found = map(_from_json, rest)
+        return list(found) if kind == "l" else tuple(found)
     if kind == "d":
         return {_from_json(key): _from_json(item) for key, item in rest}
     if kind == "b":
@@ -106,11 +102,11 @@ def _from_json(item: Any) -> Any:
         return torch.device(rest[0])
     if kind == "f":
         return Path(rest[0])
-    if kind in ("a", "s"):
+    if kind == "a":
         import numpy as np
 
         array = np.frombuffer(b64decode(rest[2]), np.dtype(_from_json(rest[0]))).reshape(rest[1])
-        return array.copy() if kind == "a" else array[()]
+        return array.copy() if rest[1] else array[()]
     if kind == "c":
         return _instance(*rest)
     raise ValueError(f"kind {kind!r}")

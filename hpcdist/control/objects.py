@@ -7,11 +7,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcdist import activity
+from hpcdist.activity import procstat
 from hpcdist.control import codec
 from hpcdist.errors import HpcdistError, RankError, coded, described, without_hint
 
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("run_on_all", "all_gather_object", "run_on_root", "broadcast_bytes", "everywhere", "first_difference"),
-    *("gather_bytes", "raise_problems"),
+    *("gather_bytes", "node_file", "raise_problems", "same"),
 ]
 
 T = TypeVar("T")
@@ -141,6 +145,70 @@ def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str 
     for option, value in first.items():
         if other[option] != value:
             return coded("HD303", f"{option} is {other[option]!r}, where rank 0 has {value!r}")
+    return None
+
+
+def same(
+    comm: MPI.Intracomm,
+    verb: str,
+    key: object,
+    value: T,
+    odd: Callable[[T, T], str | None],
+    row: Callable[[T], Sequence[int]] = lambda value: (),
+) -> tuple[T, Any]:
+    """Return rank 0's `value` on every rank, and a table of the `row` of each rank. Collective over `comm`.
+
+    If the digests of `key` are the same on all ranks, nothing else is sent. Otherwise rank 0's value is sent once, and
+    each rank reports how its own differs.
+
+    Args:
+        key: what must be the same; like `value`, of the kinds of :mod:`hpcdist.control.codec`.
+        value: what is sent where keys differ; ranks with equal keys return their own.
+        odd: describes how the second value, this rank's, differs from the first one, rank 0's; None if it does not.
+        row: this rank's integers that belong to a value: rank 0's, which may list the same in another order.
+
+    Raises:
+        RankError: on every rank, if a value differs, or cannot be encoded.
+    """
+    import numpy as np
+    from mpi4py import MPI
+
+    try:
+        digest = blake2b(codec.encode(key), digest_size=16).digest()
+    except TypeError:
+        digest = b""
+    digests = _all_texts(comm, digest)
+    if b"" in digests:
+        all_gather_object(comm, key, verb)  # raises, with what cannot be encoded
+    if len(set(digests)) > 1:
+        mine, value = value, run_on_root(comm, verb, lambda: value)
+        problems = enumerate(all_gather_object(comm, odd(value, mine), verb))
+        raise_problems(verb, {rank: text for rank, text in problems if text is not None})
+    own = np.array(row(value), np.int64)
+    table = np.empty((comm.size, len(own)), np.int64)
+    comm.Allgather([own, MPI.INT64_T], [table, MPI.INT64_T])
+    return value, table
+
+
+def node_file(comm: MPI.Comm) -> int | None:
+    """Return a descriptor of a new file in memory, the same on all ranks of a node. Collective over `comm`.
+
+    Rank 0 makes it, and the others open it through its process; None on all ranks where the system does not let them,
+    as between containers.
+    """
+    made: list[int] = []
+
+    def make() -> list[int]:
+        made.append(os.memfd_create("hpcdist", os.MFD_CLOEXEC))
+        return [os.getpid(), made[0], *procstat.identity(made[0])]
+
+    pid, fd, *expected = run_on_root(comm, "init", make)
+    with suppress(OSError):
+        made = made or [procstat.opened(pid, fd, expected)]
+    if all(all_gather_object(comm, bool(made))):
+        return made[0]
+    for fd in made:
+        os.close(fd)
     return None
 
 

@@ -387,7 +387,7 @@ def overlaps(source: Sequence[Box], dest: Sequence[Box], rank: int) -> Overlaps:
     for holder, box in enumerate(source):
         if box.size():
             owners.setdefault(box, []).append(holder)
-    apart = disjoint(list(owners))
+    separate = disjoint(list(owners))
 
     def parts(peer: int, held: Iterable[Box]) -> Iterator[tuple[int, Box]]:
         """Iterate over (owner, what it sends to `peer`) for these boxes of owners, that of `peer` itself first."""
@@ -397,11 +397,11 @@ def overlaps(source: Sequence[Box], dest: Sequence[Box], rank: int) -> Overlaps:
             if common:
                 owner = peer if box == source[peer] else owners[box][peer % len(owners[box])]
                 yield from ((owner, part) for part in common)
-                if not apart:
+                if not separate:
                     rest = [part for left in rest for part in left.without(box)]
 
     recvs = list(parts(rank, owners))
-    mine = [source[rank]] if apart else owners  # nothing then depends on the boxes of others
+    mine = [source[rank]] if separate else owners  # nothing then depends on the boxes of others
     sends = [(peer, box) for peer in range(len(dest)) for owner, box in parts(peer, mine) if owner == rank]
     return Overlaps(sends, recvs, dest[rank].size() - sum(box.size() for _, box in recvs))
 

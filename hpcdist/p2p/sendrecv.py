@@ -22,7 +22,7 @@ from hpcdist.tensors.tree import flatten
 
 if TYPE_CHECKING:
     from hpcdist.comm.context import Context
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
     from hpcdist.p2p.progress import Transport
     from hpcdist.p2p.transfers import Outgoing
     from hpcdist.runtime.engine import Steps

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.comm.topology import Topology, by_node
-from hpcdist.comm.windows import Window
+from hpcdist.comm.windows import Topology, Window, by_node
 from hpcdist.layout import Box, limits
 from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.mpi import MPI_ROUTE, Mpi

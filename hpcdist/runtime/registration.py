@@ -172,7 +172,7 @@ def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
     variables = host.variables()
     streams.reserve()
     forks.claim(variables, launcher.has_rank(variables))
-    comm = rendezvous.job(None, variables)
+    comm = launcher.job(None, variables)
     with (
         FirstMeeting(timeout, None, comm.size),
         freeing(comm.Dup()) as private,

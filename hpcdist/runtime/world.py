@@ -292,7 +292,7 @@ def _make(
 ) -> World:
     streams.reserve()
     forks.claim(os.environ, launcher.has_rank(os.environ))
-    comm = rendezvous.job(comm, os.environ)
+    comm = launcher.job(comm, os.environ)
     if comm.size > 1:
         exits.install()
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")

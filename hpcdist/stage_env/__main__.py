@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from hpcdist.comm import launcher
-from hpcdist.comm.job import job
+from hpcdist.comm.launcher import job
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError, listed
 from hpcdist.formats.paths import shown

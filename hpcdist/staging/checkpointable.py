@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout as layouts
-from hpcdist.control import digests, objects
+from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
 from hpcdist.layout import Box, Layout
 from hpcdist.layout.box import disjoint
@@ -22,7 +22,7 @@ from hpcdist.staging.arguments import agreed
 from hpcdist.validation import local
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
 
 __all__ = ["checkpointable"]
 
@@ -80,7 +80,7 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
 
     with agreed(team, VERB, check) as (same, dtype, shape):
         options = {"layout": same, "dtype": dtype}
-        digests.same(team.comm, VERB, options, options, objects.first_difference)
+        objects.same(team.comm, VERB, options, options, objects.first_difference)
         shapes = objects.all_gather_object(team.comm, shape, VERB)
         try:
             whole, boxes = _held(same, shapes)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.comm.team import Team
-from hpcdist.control import digests, objects
+from hpcdist.control import objects
 from hpcdist.errors import FileError, coded, listed, reason, refusal
 from hpcdist.formats.contents import Contents, Stored
 from hpcdist.formats.known import describe
@@ -41,7 +41,7 @@ from hpcdist.validation import local
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
     from hpcdist.comm.windows import Window
 
 __all__ = ["load", "plan_load"]
@@ -367,7 +367,7 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
         RankError: on every rank: see load().
     """
     with agreed(team, verb, lambda: _check(team, **arguments)) as ask:
-        same, _ = digests.same(team.comm, verb, ask.same, ask.same, objects.first_difference)
+        same, _ = objects.same(team.comm, verb, ask.same, ask.same, objects.first_difference)
         with _opened(team, verb, str(same["path"]), same["name"]) as files:
             tensors = files.contents.tensors
             same["name"] = _prefix(same["name"], files.contents)

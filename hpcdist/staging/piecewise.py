@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.team import Team
-from hpcdist.control import digests, objects
+from hpcdist.control import objects
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats import hdf5, plain
 from hpcdist.formats.contents import Contents, Dataset, Stored
@@ -35,10 +35,10 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import row_major, written
 from hpcdist.validation import local
-from hpcdist.validation.shown import not_a_tensor
+from hpcdist.validation.call import not_a_tensor
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
 
 __all__ = ["ReadFile", "WriteFile", "open"]
 
@@ -241,7 +241,7 @@ class WriteFile:
             return {"path": target, "window": limit, "tensors": specs}, given
 
         with agreed(team, VERB, check) as (mine, given):
-            same, _ = digests.same(team.comm, VERB, mine, mine, objects.first_difference)
+            same, _ = objects.same(team.comm, VERB, mine, mine, objects.first_difference)
             specs = same["tensors"]
             datasets = [
                 Dataset(name, shape, dtype, attrs=given.get(name, {})) for name, (shape, dtype) in specs.items()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcdist import activity, layout
 from hpcdist.comm.team import Team
-from hpcdist.control import digests, objects
+from hpcdist.control import objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
@@ -47,7 +47,7 @@ from hpcdist.validation import local
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
 
 __all__ = ["save", "wait_for"]
 
@@ -357,7 +357,7 @@ def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], No
 def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
     """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
     key = call.same, [(name, dtype, dim, _others(shape, dim)) for name, (dtype, dim, shape) in call.shards.items()]
-    shards, extents = digests.same(
+    shards, extents = objects.same(
         team.comm, VERB, key, (call.same, call.shards), _difference, lambda first: _extents(call, first[1])
     )
     same, datasets, plans = call.same, list[Dataset](), list[PiecePlan]()

@@ -29,9 +29,11 @@ from hpcdist.validation.call import (
     SplitArgs,
     StructureArgs,
     except_dim,
+    not_a_tensor,
+    show,
+    show_repr,
     show_shape,
 )
-from hpcdist.validation.shown import not_a_tensor, show, show_repr
 
 __all__ = [
     "ArgumentError",

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.activity import ENDING, FINALIZED, RUNNING, Process, SharedRecord
 from hpcdist.control import objects
-from hpcdist.control.node_file import node_file
+from hpcdist.control.objects import node_file
 from hpcdist.watch import procfs
 from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.hang_table import WAITS, Report, of_json

@@ -15,7 +15,7 @@ from mpi4py import MPI
 import hpcdist as hd
 from hpcdist.activity import procstat
 from hpcdist.comm import windows
-from hpcdist.comm.topology import by_node
+from hpcdist.comm.windows import by_node
 from hpcdist.process import host_memory
 
 SIZE = 50_000

@@ -8,7 +8,7 @@ import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist.control import digests, objects
+from hpcdist.control import objects
 
 pytestmark = pytest.mark.mpi
 
@@ -25,7 +25,7 @@ def test_what_is_the_same_does_not_travel(world: hd.World, monkeypatch: pytest.M
     monkeypatch.setattr(objects, "broadcast_bytes", refuse)
     value = [world.rank] * 3
     for count in (0, 3, 9):  # a few integers of each rank travel with the digest, and more on their own
-        found, rows = digests.same(
+        found, rows = objects.same(
             world.comm, "save", ["key"], value, odd, lambda value, count=count: (value * 3)[:count]
         )
         expected = [[rank] * count for rank in range(world.world_size)]
@@ -35,7 +35,7 @@ def test_what_is_the_same_does_not_travel(world: hd.World, monkeypatch: pytest.M
 @pytest.mark.mpi(min_size=2)
 def test_what_differs_without_being_odd_is_that_of_rank_0(world: hd.World) -> None:
     value = [1, 2] if world.rank == 0 else [2, 1]
-    found, rows = digests.same(
+    found, rows = objects.same(
         world.comm, "save", value, value, odd, lambda value: [10 * i + world.rank for i in value]
     )
     expected = [[10 + rank, 20 + rank] for rank in range(world.world_size)]
@@ -45,7 +45,7 @@ def test_what_differs_without_being_odd_is_that_of_rank_0(world: hd.World) -> No
 @pytest.mark.mpi(min_size=2)
 def test_the_ranks_that_are_odd_are_named(world: hd.World) -> None:
     value = [1, 2] if world.rank != 1 else [1, 3]
-    call = lambda: digests.same(world.comm, "save", value, value, odd)  # noqa: E731
+    call = lambda: objects.same(world.comm, "save", value, value, odd)  # noqa: E731
     error = raises_on_all_ranks(world.comm, hd.RankError, call)
     assert_on_all_ranks(world.comm, error.problems == {1: "has [1, 3], where rank 0 has [1, 2]"}, error)
 
@@ -54,7 +54,7 @@ def test_the_ranks_that_are_odd_are_named(world: hd.World) -> None:
 def test_what_cannot_be_told(everywhere: bool, world: hd.World) -> None:
     value: Any = object() if everywhere or world.rank == 0 else 1
     error = raises_on_all_ranks(
-        world.comm, hd.RankError, lambda: digests.same(world.comm, "save", value, value, lambda a, b: None)
+        world.comm, hd.RankError, lambda: objects.same(world.comm, "save", value, value, lambda a, b: None)
     )
     assert_on_all_ranks(world.comm, sorted(error.problems) == list(range(world.world_size if everywhere else 1)), error)
     assert_on_all_ranks(world.comm, "object cannot be sent to other ranks" in str(error), error)
