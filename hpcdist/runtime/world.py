@@ -37,7 +37,7 @@ from hpcdist.watch.watcher import Watch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdist.comm.signatures import GroupLike
+    from hpcdist.comm.settings import GroupLike
 
 __all__ = ["World", "context", "current", "environ", "finalize", "init", "is_first", "staging_folder", "team_of"]
 
