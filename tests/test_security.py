@@ -47,7 +47,7 @@ def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
                     "leaders",
                     "header_comm",
                     "data_comm",
-                    "background_comm",
+                    "side_comm",
                     "private",
                 ):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {owner}.{node.func.attr}")

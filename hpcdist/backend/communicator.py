@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.backend.queue import Queue
-from hpcdist.comm.groups import freeing
+from hpcdist.comm.team import freeing
 from hpcdist.comm.windows import Topology, Window, Windows
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hpcdist.comm.team import Team
 from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.routes.base import Method, Route
-from hpcdist.runtime.background import background
+from hpcdist.runtime import background
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import written
 from hpcdist.validation import collective
@@ -175,7 +175,7 @@ def run(op: Executable, team: Team, async_op: bool = False) -> Any:
     """
     result: Any
     if async_op:
-        result = background(team).submit(op.name, partial(_execute_later, op), partial(_attached, team))
+        result = background.submit(team, op.name, partial(_execute_later, op), partial(_attached, team))
         team.calls[True] += 1
     else:
         team.calls[False] += 1

@@ -15,8 +15,7 @@ from hpcdist.collectives import repeat, results
 from hpcdist.collectives.distribution import Distribution
 from hpcdist.collectives.repeat import Repeatable
 from hpcdist.collectives.run import Description, Parts, run
-from hpcdist.comm.groups import Group
-from hpcdist.comm.team import Team
+from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
 from hpcdist.layout import Box, limits

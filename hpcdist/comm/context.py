@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
-from hpcdist.comm.groups import Group, freeing, is_alive
 from hpcdist.comm.settings import Settings
-from hpcdist.comm.team import Stoppable, Team
+from hpcdist.comm.team import Group, Team, create_group, freeing, is_alive
 from hpcdist.errors import HpcdistError, RankError, refusal
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ class Context:
 
     Args:
         private: communicator of all ranks, which the context owns and frees.
-        comm, torch_group: the user's communicator and torch group of the same ranks; None for the default group, as
-            soon as torch has made it.
+        comm: the user's communicator of the same ranks.
         settings: settings of the job.
 
     Attributes:
@@ -41,19 +39,15 @@ class Context:
         header_comm, data_comm: communicators of send and recv, for headers and for data.
         unexpected: messages that have come before their receive.
         most_tag: largest tag that this MPI allows.
-        engine: thread that sends and receives messages in the background, after its first use.
+        transport: thread that sends and receives messages in the background, see :mod:`hpcdist.p2p.progress`.
     """
 
-    def __init__(
-        self, private: MPI.Intracomm, comm: MPI.Intracomm, torch_group: dist.ProcessGroup | None, settings: Settings
-    ) -> None:
+    def __init__(self, private: MPI.Intracomm, comm: MPI.Intracomm, settings: Settings) -> None:
         from mpi4py import MPI
 
         from hpcdist.comm.matching import Unexpected  # which imports MPI
 
         self.comm = comm
-        self._torch_group = torch_group
-        self._follows_torch = torch_group is None
         self.settings = settings
         self.rank: int = private.rank
         self.everyone = Group(private.rank, range(private.size), {})
@@ -62,17 +56,8 @@ class Context:
         self.header_comm, self.data_comm = private.Dup(), private.Dup()
         self.unexpected: Unexpected = Unexpected(self.header_comm)
         self.most_tag = int(self.data_comm.Get_attr(MPI.TAG_UB) or 32767)
-        self.engine: Stoppable | None = None
+        self.transport: Any = None  # before its first use
         self._torch_groups: dict[tuple[int, str], Any] = {}  # of teams that have ended; all ranks end them together
-
-    @property
-    def torch_group(self) -> dist.ProcessGroup | None:
-        """The torch group of all ranks; None where there is none."""
-        return dist.group.WORLD if self._follows_torch else self._torch_group
-
-    def forget_torch_group(self) -> None:
-        """Let the torch group end."""
-        self._torch_group, self._follows_torch = None, False
 
     def group_of(self, given: GroupLike | None) -> Group:
         """Return the group that the caller passed; all ranks for None. Nothing is communicated.
@@ -125,27 +110,22 @@ class Context:
         group = self.group_of(given)
         team = self.teams.get(group)
         if team is None:
+            from mpi4py import MPI
+
             for ended in [group for group in self.teams if group.ended]:  # torch has no callback for that
                 self.forget(ended)
             activity.peers[group.provisional_key] = group.peers
             with activity.InCall("the first use of a group", _FirstUse(group)):
-                comm = self._communicator(given, group)
+                if isinstance(given, MPI.Intracomm):
+                    comm = given.Dup()
+                else:
+                    comm = create_group(self.team.comm, group.peers, group.key or 0)
                 try:
                     team = self.teams[group] = Team(comm, group, self.settings)
                 except RankError:
                     comm.Free()
                     raise
         return team
-
-    def _communicator(self, given: Any, group: Group) -> MPI.Intracomm:
-        """Make a communicator of the ranks of a group. Collective over it."""
-        from mpi4py import MPI
-
-        if isinstance(given, MPI.Intracomm):
-            return given.Dup()
-        with freeing(self.team.comm.Get_group()) as all_, freeing(all_.Incl(group.peers)) as part:
-            # The tag separates the groups that several threads make at once.
-            return self.team.comm.Create_group(part, (group.key or 0) % 2**15)
 
     def forget(self, group: Group) -> None:
         """Free what belongs to a group that has ended. Nothing is communicated."""
@@ -224,7 +204,7 @@ def _of_torch(given: dist.ProcessGroup, context: Context) -> Group:
         raise refusal(ValueError, "HD204", "the group has been destroyed (torch.distributed.destroy_process_group)")
     kept, group = _torch_groups.get(given, (None, context.everyone))
     if kept is not context:
-        if given is context.torch_group:
+        if given is dist.group.WORLD and given.size() == context.everyone.size:
             group = context.everyone
         else:
             ranks = dist.get_process_group_ranks(given)

@@ -1,37 +1,150 @@
-"""The ranks of a call, with communicators of the library's own and the torch backends that routes have needed."""
+"""The ranks of a call: as the caller names them, and with communicators of the library's own."""
 
 from __future__ import annotations
 
 import secrets
 import struct
+import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from hpcdist import activity
-from hpcdist.comm.groups import Group
 from hpcdist.comm.settings import Settings
-from hpcdist.comm.windows import Topology, Windows
-from hpcdist.errors import RankError, coded
+from hpcdist.comm.windows import Topology, Window, Windows
+from hpcdist.comm.worker import Worker
+from hpcdist.errors import HpcdistError, RankError, coded
 from hpcdist.layout import limits
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HEADER", "HeaderBuffers", "Stoppable", "Team", "inline_capacity"]
+__all__ = [
+    "HEADER",
+    "WORLD",
+    "Group",
+    "HeaderBuffers",
+    "Team",
+    "create_group",
+    "freeing",
+    "inline_capacity",
+    "is_alive",
+]
 
+WORLD = 0  # the key of the group of all ranks
 HEADER = 64  # bytes of a rank's header: see hpcdist/validation/collective.py
 _FREE, _OWN, _OTHERS = range(3)  # owner of a provisional key
 
 
-class Stoppable(Protocol):
-    """Work in a thread of its own."""
+class _Owned(Protocol):
+    def Free(self) -> None: ...  # noqa: N802
 
-    def stop(self) -> bool:
-        """End the thread; return whether work is left undone."""
+
+T = TypeVar("T", bound=_Owned)
+
+
+class Group:
+    """What the caller passed as ``group=``, as this rank sees it; nothing here communicates.
+
+    Args:
+        rank: rank of this process in the group.
+        peers: the world's rank of each rank of the group.
+        provisional: owner of each provisional key; one dict for a whole job.
+        handle: communicator or torch group; None for the whole world.
+
+    Attributes:
+        key: key of messages between two ranks of the group, the same on all of them; None before it is fixed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Sequence[int],
+        provisional: dict[int, Group],
+        handle: MPI.Intracomm | dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = len(peers)
+        self.peers = list(peers)
+        self.provisional = provisional
+        self.key: int | None = WORLD if handle is None else None
+        self.freed = False
+        self._torch: weakref.ref[dist.ProcessGroup] | None = None
+        if isinstance(handle, dist.ProcessGroup):
+            self._torch = weakref.ref(handle)
+            self.key = _digest(distributed_c10d._world.pg_names[handle], self.peers)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the communicator has been freed, or the torch group destroyed."""
+        return self.freed or (self._torch is not None and not is_alive(self._torch()))
+
+    @property
+    def provisional_key(self) -> int:
+        """The key of a communicator's messages until its ranks have agreed on one; it depends on the ranks alone."""
+        return _digest("", self.peers)
+
+    def message_key(self) -> int:
+        """Return the key for a message to or from another rank of the group.
+
+        A communicator has no name that is the same on all its ranks. Until a collective call has given it a key, it
+        uses the provisional one, which only one of several communicators of the same ranks can.
+
+        Raises:
+            HpcdistError: on this rank, for a second communicator of the same ranks that no collective call has used.
+        """
+        if self.key is None:
+            if self.provisional.setdefault(self.provisional_key, self) is not self:
+                raise HpcdistError(
+                    "HD204",
+                    "two communicators of the same ranks are used for send and recv, and nothing tells them apart yet: "
+                    "call a collective on each of them first, on all its ranks, such as hpcdist.concat([], group=comm)",
+                )
+            self.key = self.provisional_key
+        return self.key
+
+    def release(self) -> None:
+        """Release the provisional key, for other communicators of the same ranks."""
+        self.freed = True
+        if self.provisional.get(self.provisional_key) is self:
+            del self.provisional[self.provisional_key]
+
+
+def _digest(name: str, peers: Sequence[int]) -> int:
+    """Return a positive number of 63 bits that is not WORLD."""
+    text = repr((name, list(peers))).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
+
+
+@contextmanager
+def freeing(owned: T) -> Iterator[T]:
+    """A context that frees an MPI object at its end."""
+    try:
+        yield owned
+    finally:
+        owned.Free()
+
+
+def is_alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether a torch group has not been destroyed."""
+    return group is not None and group in distributed_c10d._world.pg_map
+
+
+def create_group(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:
+    """Make a communicator of some ranks of another one. Collective over these ranks alone.
+
+    Args:
+        tag: separates the communicators that several threads make at once.
+    """
+    with freeing(comm.Get_group()) as whole, freeing(whole.Incl(ranks)) as part:
+        return comm.Create_group(part, tag % 2**15)
 
 
 class HeaderBuffers:
@@ -109,7 +222,7 @@ def inline_capacity(size: int) -> int:
 
 
 class Team:
-    """Some ranks of the world, in the order of a communicator.
+    """Some ranks of the world, in the order of a communicator: those of a verb's group, or of a process group of torch.
 
     All library traffic goes over communicators made here: it cannot be confused with the user's messages, nor with
     those of another group of the same ranks. Collective over `comm`.
@@ -128,13 +241,16 @@ class Team:
         calls: number of verbs begun, in the foreground and (True) with async_op; in a background team, those of the
             foreground before the current one.
         torch_groups: torch backends by name, see :mod:`hpcdist.routes.c10d`.
-        background_comm: communicator of the team in the background of this one; None in a background team.
-        background: thread that runs calls with async_op, after its first use.
+        side_comm: communicator of the team in the background of this one, or of the messages of a process group; None
+            in a background team.
+        worker: thread of asynchronous calls: of a process group, or of the verbs of a background team.
+        stream: the worker's stream on a GPU, after its first use.
         headers: memory for headers, after its first use.
         inline: bytes of data that may travel behind a rank's header.
         routes: routes chosen so far and why, by name and the kinds of memory of all ranks.
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
         unshared: why the latest result that was to be shared by the ranks of a node is not; None if it is.
+        window: memory through which the ranks of a process group on one node reduce and broadcast, after its first use.
         plans: latest redistributions planned.
         repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.repeat`.
         plans_made: number of plans that the user has made.
@@ -153,8 +269,10 @@ class Team:
         self._begun = 0
         self.torch_groups: dict[str, Any] = {}
         self.number: int = _agree_on_keys(comm, group) if foreground is None else foreground.number + 1
-        self.background_comm = comm.Dup() if foreground is None else None
-        self.background: Stoppable | None = None
+        self.side_comm = comm.Dup() if foreground is None else None
+        self._background: Team | None = None
+        self.worker = Worker("hpcdist")
+        self.stream: Any = None
         self.headers: HeaderBuffers | None = None
         self.inline = inline_capacity(self.size)
         self.routes: dict[tuple[str, tuple[int, ...]], Any] = {}
@@ -162,10 +280,24 @@ class Team:
         self.unshared: str | None = None
         self._topology: Topology | None = None
         self._windows: Windows | None = None
+        self.window: Window | None = None
         self.plans: OrderedDict[Any, Any] = OrderedDict()
         self.repeats: dict[Any, Any] = {}
         self.plans_made = self.results = 0
         activity.peers[self.number] = self.peers
+
+    @property
+    def background(self) -> Team:
+        """The team of these ranks whose worker runs the verbs with async_op. Nothing is communicated."""
+        if self._background is None:
+            assert self.side_comm is not None
+            self._background = Team(self.side_comm, self.group, self.settings, foreground=self)
+        return self._background
+
+    @property
+    def node_of(self) -> list[int]:
+        """The number of the node of each rank."""
+        return [self.settings.node_of[peer] for peer in self.peers]
 
     def next_call(self) -> int:
         """Return the number of a call of this team that begins now."""
@@ -176,7 +308,7 @@ class Team:
     def topology(self) -> Topology:
         """The ranks of the team by node. Collective over the team when it is first used."""
         if self._topology is None:
-            self._topology = Topology(self.comm, [self.settings.node_of[peer] for peer in self.peers])
+            self._topology = Topology(self.comm, self.node_of)
         return self._topology
 
     @property
@@ -192,7 +324,7 @@ class Team:
             self._windows.free()
         if self._topology is not None:
             self._topology.free()
-        self._windows = self._topology = None
+        self._windows = self._topology = self.window = None
 
     @property
     def freed(self) -> bool:
@@ -208,9 +340,10 @@ class Team:
         """
         if self.freed:
             return {}
-        if self.background is not None:
-            self.background.stop()
-            self.background = None
+        if self._background is not None:
+            self._background.worker.stop()
+            self._background.leave_node()
+        self.worker.stop()
         self.leave_node()
         gloo = self.torch_groups.pop("gloo", None)
         if gloo is not None:
@@ -222,8 +355,8 @@ class Team:
         self.repeats.clear()
         for number in (self.number, self.number + 1):
             activity.peers.pop(number, None)
-        if self.background_comm is not None:
-            self.background_comm.Free()
+        if self.side_comm is not None:
+            self.side_comm.Free()
         self.comm.Free()
         return left
 

@@ -5,28 +5,41 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent import futures
-from functools import partial
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from mpi4py import MPI
 
 from hpcdist import activity
 from hpcdist.comm.context import Context
-from hpcdist.comm.groups import Group
 from hpcdist.comm.matching import Envelope, Unexpected, conflict
+from hpcdist.comm.team import Group
+from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
 from hpcdist.runtime.background import Handle, check_threads
-from hpcdist.runtime.engine import MAX_SLEEP, Engine, Steps, Turn
 
-__all__ = ["DONE", "RecvTurn", "Requests", "SendTurn", "Task", "Transport", "transport"]
+__all__ = ["DONE", "RecvTurn", "Requests", "SendTurn", "Steps", "Task", "Transport", "transport"]
 
 T = TypeVar("T")
 
 _SPINS = 200  # polls before the first sleep
+_MAX_SLEEP = 2e-4  # seconds between two polls, when nothing has happened for a while
+
+
+class Waiting(Protocol):
+    """A condition that MPI, or the file system, must satisfy first."""
+
+    def ready(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+Steps = Generator[Waiting, None, T]
+"""A transfer: yields what it waits for, and returns its result. It can be cancelled until its Turn is ready."""
 
 
 class _Done:
@@ -88,6 +101,23 @@ class Task(Generic[T]):
             self._future.set_exception(error)
 
 
+class Turn:
+    """The first condition of a transfer: those whose turns conflict advance in the order of their submission."""
+
+    def ready(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        raise NotImplementedError
+
+    def conflicts_with(self, other: Turn) -> bool:
+        """Return whether the two must keep their order."""
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """Undo ready(), since the transfer was cancelled in the meantime."""
+
+
 class SendTurn(Turn):
     """Waits until a message may be sent: after its task, and after the earlier messages of its queue.
 
@@ -146,13 +176,28 @@ class RecvTurn(Turn):
             os.sched_yield()  # time.sleep(0) may take 50 us
         begin = time.monotonic()
         while not self.ready():
-            time.sleep(min(MAX_SLEEP, (time.monotonic() - begin) / 10))
+            time.sleep(min(_MAX_SLEEP, (time.monotonic() - begin) / 10))
 
     def conflicts_with(self, other: Turn) -> bool:
         return isinstance(other, RecvTurn) and conflict(self._wanted, other._wanted)
 
 
-class Transport(Engine):
+@dataclass
+class _Job:
+    """A transfer, and the condition it waits for; `on_begun` is called once, after its turn or its failure."""
+
+    steps: Steps[Any]
+    future: futures.Future[Any]
+    on_begun: Callable[[], None] | None
+    waiting: Waiting | None = None
+
+    def notify(self) -> None:
+        if self.on_begun is not None and (self.future.done() or not isinstance(self.waiting, (Turn, type(None)))):
+            self.on_begun()
+            self.on_begun = None
+
+
+class Transport:
     """The transfers in progress between this rank and others.
 
     They run in the order of the calls: a transfer in the foreground queues after sends that have not begun, and after
@@ -160,8 +205,10 @@ class Transport(Engine):
     """
 
     def __init__(self, context: Context) -> None:
-        super().__init__("hpcdist-p2p", partial(_set_device, context.settings.device))
         self.context = context
+        self._worker = Worker("hpcdist-p2p")
+        self._jobs: list[_Job] = []  # the callers append, the worker removes
+        self._ending = False
         self._number = 0  # number of the latest message sent, the MPI tag of its parts
         self._counting = threading.Lock()
         self._queued = {True: 0, False: 0}  # receives that have not ended, sends that have not begun
@@ -210,7 +257,11 @@ class Transport(Engine):
         check_threads()
         with self._counting:
             self._queued[receives] += 1
-        future = self.submit(steps, None if receives else lambda: self._leave_queue(False))
+        future: futures.Future[T] = futures.Future()
+        job = _Job(steps, future, None if receives else lambda: self._leave_queue(False))
+        with self._counting:
+            self._jobs.append(job)
+        self._worker.submit(self._advance)
         if receives:
             future.add_done_callback(lambda _: self._leave_queue(True))
         return future
@@ -219,13 +270,42 @@ class Transport(Engine):
         with self._counting:
             self._queued[receives] -= 1
 
+    def _advance(self) -> None:
+        """Advance the transfers until none is left, in the worker's thread; it sleeps while they all wait."""
+        _set_device(self.context.settings.device)
+        sleep = 0.0
+        while self._jobs:
+            count = len(self._jobs)
+            left, moved = _advance_all(self._jobs[:count])
+            with self._counting:
+                self._jobs[:count] = left
+            if self._ending:
+                break
+            if self._jobs:
+                sleep = 0.0 if moved or len(self._jobs) != count else min(_MAX_SLEEP, sleep + 2e-6)
+                time.sleep(sleep)
+
+    def stop(self) -> bool:
+        """End the thread after the transfers that can finish; return whether others are left, whose memory is kept."""
+        self._ending = True
+        self._worker.stop()
+        for job in self._jobs:
+            job.future.set_exception(
+                HpcdistError("HD112", "the world has ended before this message was sent or received")
+            )
+        _kept.extend(self._jobs)
+        return bool(self._jobs)
+
+
+_kept: list[_Job] = []  # transfers that never ended: MPI may still read and write their memory
+
 
 def transport(context: Context) -> Transport:
     """Return the transport of a job, created at its first use; no communication."""
-    if context.engine is None:
-        context.engine = Transport(context)
-    assert isinstance(context.engine, Transport)
-    return context.engine
+    if context.transport is None:
+        context.transport = Transport(context)
+    found: Transport = context.transport
+    return found
 
 
 def _set_device(device: torch.device) -> None:
@@ -241,3 +321,36 @@ def _result(steps: Steps[T]) -> T:
     except StopIteration as done:
         result: T = done.value
         return result
+
+
+def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
+    """Advance all jobs, in order; return those still in progress, and whether any has advanced."""
+    moved = False
+    left = []
+    before: list[Turn] = []  # turns of earlier jobs that still wait
+    for job in jobs:
+        try:
+            while job.waiting is None or _can_advance(job.waiting, before):
+                if isinstance(job.waiting, Turn) and not job.future.set_running_or_notify_cancel():
+                    job.waiting.give_back()
+                    break
+                job.waiting = next(job.steps)
+                moved = True
+            if not job.future.cancelled():
+                left.append(job)
+        except StopIteration as done:
+            job.future.set_result(done.value)
+        except BaseException as error:  # wait() raises it
+            if not job.future.cancelled():
+                job.future.set_exception(error)
+        job.notify()
+    return left, moved
+
+
+def _can_advance(waiting: Waiting, before: list[Turn]) -> bool:
+    if not isinstance(waiting, Turn):
+        return waiting.ready()
+    if not any(waiting.conflicts_with(other) for other in before) and waiting.ready():
+        return True
+    before.append(waiting)
+    return False

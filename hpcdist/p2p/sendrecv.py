@@ -23,9 +23,8 @@ from hpcdist.tensors.tree import flatten
 if TYPE_CHECKING:
     from hpcdist.comm.context import Context
     from hpcdist.comm.settings import GroupLike
-    from hpcdist.p2p.progress import Transport
+    from hpcdist.p2p.progress import Steps, Transport
     from hpcdist.p2p.transfers import Outgoing
-    from hpcdist.runtime.engine import Steps
 
 __all__ = ["irecv", "isend", "recv", "send"]
 

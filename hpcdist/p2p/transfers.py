@@ -11,14 +11,13 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.comm.context import Context
-from hpcdist.comm.groups import Group
 from hpcdist.comm.matching import Envelope, bytes_of, with_envelope
+from hpcdist.comm.team import Group
 from hpcdist.errors import FileError, HpcdistError, reason
 from hpcdist.layout import limits
-from hpcdist.p2p.progress import DONE, RecvTurn, Requests, SendTurn, Task
+from hpcdist.p2p.progress import DONE, RecvTurn, Requests, SendTurn, Steps, Task
 from hpcdist.process import abort
 from hpcdist.routes.hdf5_files import Stage, fetch
-from hpcdist.runtime.engine import Steps
 from hpcdist.tensors import pool
 from hpcdist.tensors.message import Contents, Header, Messages, check_memory, encode, parse
 from hpcdist.tensors.pinned import Scratch

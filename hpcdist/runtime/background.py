@@ -1,14 +1,12 @@
-"""Calls in the background: a thread for each team, and handles to wait for results."""
+"""Calls in the background: run by a thread of each team, and handles to wait for results."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,24 +15,13 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.comm.team import Team
-from hpcdist.errors import HpcdistError, coded, refusal, with_hint
-from hpcdist.process import abort
-from hpcdist.runtime.engine import Engine, Steps
+from hpcdist.comm.worker import note_failure
+from hpcdist.errors import HpcdistError, refusal
 from hpcdist.tensors import eager
 from hpcdist.validation.collective import LEAVE, leave
 from hpcdist.watch.deadlines import patience
 
-__all__ = [
-    "Background",
-    "Handle",
-    "background",
-    "check_threads",
-    "join_uploads",
-    "leave_all",
-    "prepare",
-    "report_failures",
-    "run_now",
-]
+__all__ = ["Handle", "check_threads", "join_uploads", "leave_all", "prepare", "run_now", "submit"]
 
 T = TypeVar("T")
 
@@ -65,8 +52,8 @@ class Handle(Generic[T]):
         self._depends_on = team, peer  # unless something else watches over the call
         self._finish = finish  # runs once, in the thread that waits
         self._finished: list[T] = []
-        self._waited_for = threading.Event()
-        future.add_done_callback(partial(_note_failure, what, self._waited_for))
+        self._heard: list[None] = []
+        note_failure(future, what.removesuffix(".wait"), self._heard)
 
     def wait(self, timeout: timedelta | float | None = None) -> T:
         """Wait for the result and return it, or raise the error of the call.
@@ -94,7 +81,7 @@ class Handle(Generic[T]):
             ) from None
         finally:
             if self._future.done():
-                self._waited_for.set()
+                self._heard.append(None)
         if not self._finished:
             self._finished.append(result if self._finish is None else self._finish(result))
             self._finish = None  # and what it keeps alive
@@ -104,26 +91,6 @@ class Handle(Generic[T]):
     def done(self) -> bool:
         """Return whether wait() would return, or raise, at once."""
         return self._future.done()
-
-
-# The latest asynchronous calls that failed: the call, whether it was waited for, and its error as text, since a
-# traceback would keep tensors alive.
-_failed: deque[tuple[str, threading.Event, str]] = deque(maxlen=100)
-
-
-def _note_failure(what: str, waited_for: threading.Event, future: futures.Future[Any]) -> None:
-    error = future.exception()
-    if error is not None:
-        _failed.append((what.removesuffix(".wait"), waited_for, repr(error)))
-
-
-def report_failures() -> None:
-    """Print the errors of asynchronous calls whose handles were never waited for."""
-    while _failed:
-        what, waited_for, error = _failed.popleft()
-        if not waited_for.is_set():
-            text = f"hpcdist: {what} failed, but was never waited for: {error}"
-            abort.print_error(with_hint(coded("HD609", text)))
 
 
 def _record_stream(result: object) -> None:
@@ -154,74 +121,51 @@ def run_now(step: Callable[[], T], async_op: bool) -> T | Handle[T]:
     return Handle(future, "wait")
 
 
-class Background:
-    """A thread that runs the asynchronous calls of a team, one after the other, over a communicator of its own.
+def submit(
+    team: Team,
+    verb: str,
+    step: Callable[[Team], Any],
+    finish: Callable[[Any], T] | None = None,
+    watched: bool = True,
+) -> Handle[T]:
+    """Run a step in the background of a team, after those submitted before.
 
-    A thread, because MPI makes progress only inside its functions; only one, so that every rank runs the calls in the
-    same order.
+    Args:
+        step: takes the team in the background.
+        finish: converts the result, in the thread that waits.
+        watched: whether it is a call with a deadline.
     """
+    check_threads()
+    what, background, before = callsite.where(verb), team.background, team.calls[False]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    recorded = eager.recorded()
+    device = team.settings.device
+    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
-    def __init__(self, team: Team) -> None:
-        assert team.background_comm is not None
-        self.team = Team(team.background_comm, team.group, team.settings, foreground=team)
-        self._engine = Engine("hpcdist")
-        self._engine.start_thread()
-        self._stream: torch.cuda.Stream | None = None
+    def run() -> Any:
+        background.calls[False] = before
+        # torch requires this order of its modes
+        with (
+            activity.InCall(verb, background, text=what) if watched else nullcontext(),
+            torch.inference_mode(modes[1]),
+            torch.set_grad_enabled(modes[0]),
+            eager.as_called(recorded),
+        ):
+            return step(background) if ready is None else _on_gpu(step, background, ready)
 
-    def submit(
-        self,
-        verb: str,
-        step: Callable[[Team], Any],
-        finish: Callable[[Any], T] | None = None,
-        watched: bool = True,
-    ) -> Handle[T]:
-        """Run a step after those submitted before.
-
-        Args:
-            finish: converts the result, in the thread that waits.
-            watched: whether it is a call with a deadline.
-        """
-        what = callsite.where(verb)
-        before = self.team.foreground.calls[False]
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        recorded = eager.recorded()
-        device = self.team.settings.device
-        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-        def run() -> Any:
-            self.team.calls[False] = before
-            # torch requires this order of its modes
-            with (
-                activity.InCall(verb, self.team, text=what) if watched else nullcontext(),
-                torch.inference_mode(modes[1]),
-                torch.set_grad_enabled(modes[0]),
-                eager.as_called(recorded),
-            ):
-                return step(self.team) if ready is None else self._on_gpu(step, device, ready)
-
-        return Handle(self._engine.submit(_as_steps(run)), f"{verb}().wait", finish=finish)
-
-    def _on_gpu(self, step: Callable[[Team], T], device: torch.device, ready: torch.cuda.Event) -> T:
-        """Run a step in the background's stream: after the caller's earlier work, and until it is completed."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            result = step(self.team)
-            self._stream.synchronize()  # afterwards the caller may reuse its memory
-        return result
-
-    def stop(self) -> bool:
-        """Stop the thread after all submitted calls; the communicator is freed with the team's own."""
-        left = self._engine.stop()
-        self.team.leave_node()
-        return left
+    return Handle(background.worker.submit(run), f"{verb}().wait", finish=finish)
 
 
-def _as_steps(step: Callable[[], T]) -> Steps[T]:
-    """Wrap a blocking step as a job."""
-    return step()
-    yield  # makes this function a generator
+def _on_gpu(step: Callable[[Team], T], team: Team, ready: torch.cuda.Event) -> T:
+    """Run a step in the background's stream: after the caller's earlier work, and until it is completed."""
+    if team.stream is None:
+        team.stream = torch.cuda.Stream(team.settings.device)  # type: ignore[no-untyped-call]
+    stream = team.stream
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        result = step(team)
+        stream.synchronize()  # afterwards the caller may reuse its memory
+    return result
 
 
 def check_threads() -> None:
@@ -255,16 +199,7 @@ def prepare(team: Team) -> None:
     from mpi4py import MPI
 
     if team.size > 1 and _thread_level() >= MPI.THREAD_MULTIPLE:
-        background(team)
-
-
-def background(team: Team) -> Background:
-    """Return the background of a team; no communication."""
-    check_threads()
-    if team.background is None:
-        team.background = Background(team)
-    assert isinstance(team.background, Background)
-    return team.background
+        team.background.worker.start()
 
 
 def join_uploads() -> None:
@@ -279,4 +214,4 @@ def join_uploads() -> None:
 def leave_all(teams: Iterable[Team]) -> list[Handle[None]]:
     """Leave the backgrounds of all teams, after their calls in progress. The caller must set a deadline."""
     join_uploads()
-    return [background(team).submit(LEAVE, leave, watched=False) for team in teams if team.background is not None]
+    return [submit(team, LEAVE, leave, watched=False) for team in teams if team.background.worker.started]

@@ -35,7 +35,7 @@ def start(
     backend: str | None,
     timeout: timedelta,
     device: torch.device,
-) -> tuple[dist.ProcessGroup | None, bool]:
+) -> bool:
     """Start torch.distributed, unless it runs. Collective over `comm`.
 
     Args:
@@ -43,7 +43,7 @@ def start(
         device: this rank's; a GPU of its own, if the backend is NCCL's.
 
     Returns:
-        The group of all ranks, if there is one yet, and whether it was started here.
+        Whether it was started here.
     """
     started = backend is not None and not dist.is_initialized()
     if started:
@@ -57,7 +57,7 @@ def start(
         )
     else:
         meeting.close()
-    return dist.group.WORLD, started
+    return started
 
 
 def default_backend(own_gpus: bool) -> str:

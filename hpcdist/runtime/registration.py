@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.comm import launcher, rendezvous
-from hpcdist.comm.groups import freeing
+from hpcdist.comm.team import freeing
 from hpcdist.errors import HpcdistError, LaunchError, refusal
 from hpcdist.process import forks, streams
 from hpcdist.watch import torch_groups

@@ -21,6 +21,7 @@ from hpcdist.comm import devices, launcher, rendezvous
 from hpcdist.comm.context import Context
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
+from hpcdist.comm.worker import report_failures
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
@@ -69,7 +70,7 @@ class World:
     @property
     def group(self) -> dist.ProcessGroup:
         """The torch.distributed group of all ranks; None after finalize(), if init() made it."""
-        return self._context.torch_group  # type: ignore[return-value]
+        return dist.group.WORLD  # type: ignore[return-value]
 
     @property
     def device(self) -> torch.device:
@@ -111,19 +112,16 @@ class World:
         global _world
         _world = None
         atexit.unregister(_leave)
-        background.report_failures()
         with activity.InCall("finalize", self._context.team):
-            engine = self._context.engine
-            left = objects.all_gather_object(self._context.team.comm, engine is not None and engine.stop())
+            transport = self._context.transport
+            left = objects.all_gather_object(self._context.team.comm, transport is not None and transport.stop())
         self._context.free(messages=not any(left))  # else new ones could meet what still comes
         registration.host.close()
         self._watch.stop()
         pool.stop()
-        if self._owns_group:
-            # Without references left, gloo's threads end here; one that is left when Python ends aborts the process.
-            self._context.forget_torch_group()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        report_failures()
 
     def __enter__(self) -> World:
         return self
@@ -312,7 +310,7 @@ def _make(
             registration.host.open(private, tuple(node for node, _ in places), limit, meeting)
             undo.callback(registration.host.close)
             name = None if implicit else backend or default_group.default_backend(own_gpus)
-            group, owns_group = default_group.start(private, meeting, name, limit, chosen)
+            owns_group = default_group.start(private, meeting, name, limit, chosen)
         undo.pop_all()
     if comm.size > 1:
         exits.install()  # again: torch has set a hook of its own
@@ -328,7 +326,7 @@ def _make(
         child_environ=launcher.without_launcher(os.environ),
         making_group=registration.host.making,
     )
-    ours = Context(private, comm, group, settings)
+    ours = Context(private, comm, settings)
     background.prepare(ours.team)
     pool.start(pool.limit_of(env_cache, capacity()[0] // nodes.local_size))
     return World(

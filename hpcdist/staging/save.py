@@ -24,7 +24,7 @@ from hpcdist.formats.contents import Dataset
 from hpcdist.layout.box import Copies
 from hpcdist.process import host_memory
 from hpcdist.runtime import world
-from hpcdist.runtime.background import Handle, background, join_uploads
+from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
@@ -195,7 +195,7 @@ def save(
 
 def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     """Copy what is to be saved, and save it in the background of the team."""
-    behind = background(team)
+    check_threads()
     if given["writer"] == "auto":
         given["writer"] = "posix"  # see wait_for(): the program may open files with h5py
     mpio = _by_mpio(given["writer"])
@@ -223,11 +223,11 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
         finally:
             flight.end()
 
-    def submit() -> Handle[None]:
+    def begin() -> Handle[None]:
         team.calls[True] += 1
-        return behind.submit(VERB, step)
+        return submit(team, VERB, step)
 
-    return flight.start(submit)
+    return flight.start(begin)
 
 
 def _by_mpio(writer: Any) -> bool:

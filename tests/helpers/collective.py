@@ -30,8 +30,7 @@ def change_settings(patch: pytest.MonkeyPatch, world: World, **changes: Any) -> 
     """Let the world have other settings until `patch` is undone."""
     changed = replace(world.settings, **changes)
     teams = list(world._context.teams.values())
-    behind = [team.background.team for team in teams if team.background is not None]  # type: ignore[attr-defined]
-    for holder in (world, world._context, *teams, *behind):
+    for holder in (world, world._context, *teams, *(team.background for team in teams)):
         patch.setattr(holder, "settings", changed)
 
 

@@ -220,7 +220,7 @@ def test_gradients_and_the_background(world: hd.World) -> None:
     good += [_good(world, handle.wait(), i) for i, handle in enumerate(later)]
     parts = hd.split(whole.detach() if world.rank == 0 else None, shared=True, async_op=True).wait()
     good.append(parts.eq(world.rank).all())
-    team = world._context.team.background.team  # type: ignore[union-attr]
+    team = world._context.team.background
     assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
 
 
