@@ -28,7 +28,7 @@ SOURCES = {
     "benchmarks/README.md": "benchmarks/tables.md",
     "benchmarks/results": "benchmarks/results",
     "CHANGELOG.md": "changes.md",
-    "hpcdist/explain/pages": "errors",
+    "hpcdist/errors/pages": "errors",
 }
 KINDS = (".md", ".svg", ".png", ".css", ".js")
 LEFT_OUT = (  # 5,800 lines of tables; what a package index shows, which has no links
@@ -39,7 +39,7 @@ NOT_SEARCHED = ("benchmarks/tables.md", "changes.md")  # what they have of a wor
 ERRORS = "errors/"  # what stands in `nav` for the catalogue
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
-_HELP = re.compile(r"^<!-- help: ([\w.]+) -->$", re.MULTILINE)
+_HELP = re.compile(r"^<!-- help: ([\w -]+) -->$", re.MULTILINE)
 
 
 def sources() -> dict[str, str]:
@@ -83,9 +83,9 @@ def help_texts(modules: list[str]) -> dict[str, str]:
         "import contextlib, io, json, runpy, sys\n"
         "found = {}\n"
         "for name in sys.argv[1:]:\n"
-        "    sys.argv, out = [name, '--help'], io.StringIO()\n"
+        "    sys.argv, out = [*name.split(), '--help'], io.StringIO()\n"
         "    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):\n"
-        "        runpy.run_module(name, run_name='__main__', alter_sys=True)\n"
+        "        runpy.run_module('hpcdist', run_name='__main__', alter_sys=True)\n"
         "    found[name] = out.getvalue()\n"
         "print(json.dumps(found))\n"
     )
@@ -122,7 +122,7 @@ def catalogue() -> list[Any]:
     index = PAGES / "errors" / "index.md"
     if not index.exists():
         rows = "\n".join(f"- [{title(code)}]({code.name})" for code in codes)
-        index.write_text(f"# Error codes\n\n`python -m hpcdist.explain CODE` prints these pages.\n\n{rows}\n")
+        index.write_text(f"# Error codes\n\n`python -m hpcdist explain CODE` prints these pages.\n\n{rows}\n")
     return [{"Error codes": ["errors/index.md", *({code.stem: f"errors/{code.name}"} for code in codes)]}]
 
 

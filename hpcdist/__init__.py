@@ -3,24 +3,11 @@
 Importing this package neither starts MPI nor reads the environment; :func:`init` does.
 """
 
-import signal
-import sys
+from hpcdist.process.startup import COMMAND
 
-from hpcdist.activity.procstat import started_module
-
-_MODULE = started_module()
-_COMMAND = _MODULE.split(".")[0] == "hpcdist" and _MODULE.count(".") < 2  # examples are programs, as a user's
-if _COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where SIGINT is ignored
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of imports; until streams.printing()
-
-if _MODULE == "hpcdist.explain":  # Python imports this first: it explains where torch is not found
-    from hpcdist.explain.command import main
-
-    sys.exit(main(sys.argv[1:]))
-
-# The command that spares a shared file system the import of torch, on every node, must not begin with it. All else
-# gets all names at once: an import of this package registers its backend with torch.
-if _MODULE != "hpcdist.stage_env":
+# Commands that run where torch is missing, or spare a shared file system its import. All others get all names at once:
+# an import of this package registers its backend with torch.
+if COMMAND not in ("explain", "stage-env"):
     from hpcdist.process.versions import __version__  # noqa: F401  # before other imports trip over what is too old
 
     # isort: split
@@ -46,6 +33,4 @@ if _MODULE != "hpcdist.stage_env":
         "irecv", "isend", "layout", "local", "memory", "plan", "recv", "redistribute", "send", "split", "staging",
     ]  # fmt: skip
 
-    eager.not_compiled([balance, checkpointable, concat, current, finalize, gather, init, irecv, isend, local, recv])
-    eager.not_compiled([redistribute, send, split, plan, Handle, Plan, World, memory.empty_cache, memory.memory_stats])
-    eager.not_compiled(vars(staging)[name] for name in staging.__all__)
+    eager.not_compiled(globals()[name] for name in __all__)

@@ -93,8 +93,7 @@ def test_twine_finds_nothing_wrong(dist: Path) -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     with zipfile.ZipFile(_only(dist, "*.whl")) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    command = next(name for name in names if name.endswith(".data/scripts/hpcdist"))
-    assert names - {command} | {"hpcdist/console/hpcdist"} == {name for name in _files() if name.startswith("hpcdist/")}
+    assert names == {name for name in _files() if name.startswith("hpcdist/")}
 
 
 def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
@@ -109,13 +108,13 @@ def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     assert _run(python, "-c", "import hpcdist; print(hpcdist.__file__)", cwd=folder).startswith(str(place))
-    page = _run(python, "-m", "hpcdist.explain", "HD204", cwd=folder)
-    assert page == (ROOT / "hpcdist" / "explain" / "pages" / "HD204.md").read_text()
+    page = _run(python, "-m", "hpcdist", "explain", "HD204", cwd=folder)
+    assert page == (ROOT / "hpcdist" / "errors" / "pages" / "HD204.md").read_text()
     own = Path(sys.prefix) / "lib" / "libmpi.so.12"  # of MPI's wheel, which mpi4py looks for in its own environment
     environ = {"PYTHONPATH": "", **({"MPI4PY_LIBMPI": str(own)} if own.exists() else {})}
     job = run([*launcher(2), str(python), "-m", "hpcdist"], cwd=folder, env=environ)
     assert job.status == 0, job.err
-    assert "python -m hpcdist.gather" in job.out
+    assert "hpcdist gather" in job.out
     assert "2 on 1 node" in job.out
 
 
@@ -123,10 +122,10 @@ def test_the_command_hpcdist(tmp_path: Path) -> None:
     """It is each of the commands; an unknown one is one line."""
     command = Path(sys.executable).with_name("hpcdist")
     for words, status, text in (
-        (["ls", "no.h5"], 2, "hpcdist.staging: error: no.h5: no such file"),
-        (["stage-env", "--help"], 0, "usage: hpcdist.stage_env"),
+        (["ls", "no.h5"], 2, "hpcdist ls: error: no.h5: no such file"),
+        (["stage-env", "--help"], 0, "usage: hpcdist stage-env"),
         (["explain", "HD401"], 0, "# HD401: "),
-        (["gathr"], 2, "hpcdist: error: 'gathr' is no command; expected one of concat, "),
+        (["gathr"], 2, "hpcdist: error: argument command: invalid choice: 'gathr' (choose from "),
         (["--help"], 0, "usage: hpcdist"),
     ):
         done = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)

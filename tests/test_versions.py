@@ -90,4 +90,4 @@ def test_the_import_ends_with_that_line(module: str, tmp_path: Path) -> None:
     done = run([sys.executable, "-c", f"import {module}"], env={"PYTHONPATH": path})
     assert done.status == 1
     wanted = "ImportError: hpcdist needs torch 2.11 or later, and this is 2.7.0: pip install 'torch>=2.11'"
-    assert done.err.splitlines()[-2:] == [f"{wanted} [HD102]", "python -m hpcdist.explain HD102"]
+    assert done.err.splitlines()[-2:] == [f"{wanted} [HD102]", "python -m hpcdist explain HD102"]

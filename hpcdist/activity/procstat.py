@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
-__all__ = ["NOT_OPENED", "identity", "opened", "started", "started_module", "status"]
+__all__ = ["NOT_OPENED", "identity", "opened", "started", "status"]
 
 NOT_OPENED = "its ranks cannot open each other's memory (/proc/PID/fd): processes with pids or users of their own"
 
@@ -50,15 +49,3 @@ def opened(pid: int, fd: int, expected: Sequence[int]) -> int:
         os.close(found)
         raise OSError(NOT_OPENED)
     return found
-
-
-def started_module() -> str:
-    """Return the module that ``python -m`` is about to run, while the packages that it lies in are imported; else "".
-
-    Until it runs, sys.argv[0] is "-m"; what else is in sys.argv follows the module's name on the command line.
-    """
-    argv = getattr(sys, "argv", [])  # absent where a program embeds Python
-    if argv[:1] != ["-m"] or len(sys.orig_argv) < len(argv):
-        return ""
-    word = sys.orig_argv[-len(argv)]
-    return word[word.find("m") + 1 :] if word.startswith("-") else word  # -mNAME, -ImNAME

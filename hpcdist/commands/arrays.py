@@ -377,7 +377,7 @@ _HELP = {  # description, what -o is for, and an example
         "rank reads and writes its share of the result, a window at a time, so nothing has to fit in memory. Without "
         "-o each rank reads its share of the files, in the order given, and they are gathered in the memory of one "
         "rank. Without INPUT: the source files of Python's standard library. To copy all tensors of a checkpoint: "
-        "hpcdist.convert.",
+        "hpcdist convert.",
         "write the result",
         "mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
     ),
@@ -400,7 +400,7 @@ _HELP = {  # description, what -o is for, and an example
 def parser(what: str) -> Parser:
     """Return the parser of python -m hpcdist.gather, concat or split."""
     description, output, example = _HELP[what]
-    p = Parser(prog=f"hpcdist.{what}", description=description, epilog=f"example: {example}")
+    p = Parser(prog=f"hpcdist {what}", description=description, epilog=f"example: {example}")
     p.set_defaults(prog=what, root=None)
     p.add_argument(
         "input", nargs="*", metavar="INPUT",

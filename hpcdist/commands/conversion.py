@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.convert``: all tensors of a file or folder, in another format."""
+"""The command ``python -m hpcdist convert``: all tensors of a file or folder, in another format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Contents, Dataset
 from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.paths import check_folder, shown
-from hpcdist.runtime.cli import Parser, meter, path, plural
+from hpcdist.runtime.cli import Parser, meter, path, plural, run
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size
 from hpcdist.staging.reader import OpenFiles
@@ -175,14 +175,14 @@ def _clear(folder: Path, made: bool) -> bool:
 
 
 def parser() -> Parser:
-    """Return the parser of python -m hpcdist.convert."""
+    """Return the parser of python -m hpcdist convert."""
     p = Parser(
-        prog="hpcdist.convert",
+        prog="hpcdist convert",
         description="Copy all tensors of a file or folder, under their names, to another format: from a folder of "
         "torch's DCP, .safetensors (one file, or a folder or index of several), .h5, .pt or .npz, to .safetensors, .h5 "
         "or a new folder of torch's DCP. Every rank reads and writes its share, a window at a time. What is not a "
         "tensor is left out, and named; no pickle is run.",
-        epilog="example: mpirun -n 4 python -m hpcdist.convert ckpt_dir model.safetensors",
+        epilog="example: mpirun -n 4 python -m hpcdist convert ckpt_dir model.safetensors",
     )
     p.add_argument("input", type=path, metavar="SRC", help="a file or folder of tensors")
     p.add_argument(
@@ -196,3 +196,7 @@ def parser() -> Parser:
     )  # fmt: skip
     add_options(p)
     return p
+
+
+if __name__ == "__main__":
+    run(parser(), main)

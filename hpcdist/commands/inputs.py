@@ -88,7 +88,7 @@ def described(spec: str) -> Source:
     path, name = _split(spec)
     suffix = Path(path).suffix
     if suffix not in _READ:
-        expected = f"one of {', '.join(FORMATS)}; hpcdist.convert copies all tensors of a folder"
+        expected = f"one of {', '.join(FORMATS)}; hpcdist convert copies all tensors of a folder"
         raise InputError("HD501", f"{path}: unknown suffix {suffix!r}; expected {expected}")
     with input_errors(path):
         contents = describe(path, _READ[suffix])
@@ -111,7 +111,7 @@ def _only(contents: Contents, name: str | None) -> str:
     if not names:
         raise InputError("HD408", f"{path}: holds no array")
     if len(names) > 1:
-        one = f"name one as {path}:NAME; it has: {listed(names)}; hpcdist.convert copies all"
+        one = f"name one as {path}:NAME; it has: {listed(names)}; hpcdist convert copies all"
         raise InputError("HD408", f"{path}: holds {len(names)} arrays; {one}")
     return names[0]
 

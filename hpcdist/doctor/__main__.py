@@ -237,7 +237,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 def parser() -> Parser:
     """Return the parser of python -m hpcdist.doctor. It does not ask MPI, which may be what is broken."""
-    p = Parser("hpcdist.doctor", description=_ABOUT, prints=is_first)
+    p = Parser("hpcdist doctor", description=_ABOUT, prints=is_first)
     p.add_argument("--json", action="store_true", help="print the findings as JSON, with the facts of every rank")
     p.add_argument("--verbose", action="store_true", help="print what is ok in full, too")
     p.add_argument("--staging", type=path, metavar="FOLDER", help="staging folder to try instead of the default")
@@ -250,5 +250,5 @@ def parser() -> Parser:
 
 if __name__ == "__main__":
     escape()  # names of folders and hosts
-    with printing("hpcdist.doctor"):
+    with printing("hpcdist doctor"):
         sys.exit(main())

@@ -68,7 +68,7 @@ def _printed(command: list[str]) -> str:
 def parser() -> Parser:
     """Return the parser of python -m hpcdist.jobscript. It runs on login nodes, and does not ask MPI for the rank."""
     p = Parser(
-        prog="hpcdist.jobscript",
+        prog="hpcdist jobscript",
         description="Write a job script for the shape of a job. Without options: Slurm, 2 nodes with 4 CPU ranks each.",
         epilog="example: python -m hpcdist.jobscript --nodes 4 --gpus-per-node 8 -o job.sbatch -- python train.py",
         prints=lambda: True,
@@ -143,5 +143,5 @@ def _launch(p: Parser) -> None:
 
 if __name__ == "__main__":
     pass_bytes_on()
-    with printing("hpcdist.jobscript"):
+    with printing("hpcdist jobscript"):
         main(sys.argv[1:])

@@ -19,7 +19,7 @@ from hpcdist.stage_env.copies import cleanup
 from hpcdist.stage_env.stage import VERB, Request, Staged, stage
 from hpcdist.watch.deadlines import deadline
 
-_NAME = "hpcdist.stage_env"
+_NAME = "hpcdist stage-env"
 # Where batch systems say which job this is, and which task of an array whose jobs have one number.
 _JOBS = (
     *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "JOB_ID"),

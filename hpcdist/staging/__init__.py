@@ -4,7 +4,7 @@
 >>> staging.save("w.h5", {"weight": shard})       # every rank its rows; the file holds the whole tensor
 >>> shard = staging.load("w.h5", "weight")        # on any number of ranks, along any dim
 
-``mpirun -n N python -m hpcdist.staging verify FILE`` checks every piece of a file, ``... ls FILE`` lists what it holds.
+``mpirun -n N python -m hpcdist verify FILE`` checks every piece of a file, ``... ls FILE`` lists what it holds.
 The format is an ordinary HDF5 file: see :mod:`hpcdist.formats.hdf5`.
 """
 

@@ -231,7 +231,7 @@ class HDF5Writer(StorageWriter):
     """Write a checkpoint of ``torch.distributed.checkpoint`` to one HDF5 file, which all ranks write at once.
 
     For ``dcp.save`` and ``dcp.async_save``. Each tensor of the state is one ordinary dataset, whole, under its name:
-    :func:`hpcdist.staging.load`, ``python -m hpcdist.staging ls|verify`` and every HDF5 program read it, and it can be
+    :func:`hpcdist.staging.load`, ``python -m hpcdist ls|verify`` and every HDF5 program read it, and it can be
     loaded on any number of ranks. The file appears under its name when it is complete and on the disk:
     until then, even if the job dies, the name keeps the old file.
 

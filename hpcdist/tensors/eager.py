@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 import torch
 from torch._C import _functorch
@@ -73,7 +73,8 @@ def as_called(reason: str | None) -> Iterator[None]:
 
 
 def not_compiled(public: Iterable[object]) -> None:
-    """Exclude these functions, the methods of these classes, and all that they call from torch.compile.
+    """Exclude these functions, the methods of these classes, the public names of these modules, and all that they call
+    from torch.compile.
 
     It breaks its graph there and runs them eagerly, as after torch.compiler.disable, which would import the compiler
     (seconds) and wrap every call.
@@ -81,6 +82,8 @@ def not_compiled(public: Iterable[object]) -> None:
     for item in public:
         if isinstance(item, type):
             not_compiled(vars(item).values())
+        elif isinstance(item, ModuleType):
+            not_compiled(vars(item)[name] for name in item.__all__)
         elif isinstance(item, FunctionType):
             item._torchdynamo_disable = True  # type: ignore[attr-defined]
             item._torchdynamo_disable_msg = "hpcdist moves data between processes"  # type: ignore[attr-defined]

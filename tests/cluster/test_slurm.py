@@ -272,7 +272,7 @@ def test_nccl_without_gpus_fails_the_job_in_one_clear_line(slurm: Slurm, folder:
     ended = _run(slurm, folder, "gpu", "srun", *ASK, options=[f"--gpus-per-node={GPUS}"])
     assert ended.state == "FAILED", ended.out
     assert ended.status in (2, 143)  # SIGTERM, where srun has ended one rank after the other had left with 2
-    assert "hpcdist.gather: error: route nccl needs a GPU of its own for each rank" in ended.out
+    assert "hpcdist gather: error: route nccl needs a GPU of its own for each rank" in ended.out
     assert "Traceback" not in ended.out
     assert f"GPUs of a node: {GPUS}\n" in ended.out
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import hpcdist as hd
 from hpcdist import __version__
-from hpcdist.commands import arrays, conversion
+from hpcdist.commands import arrays, conversion, listing
 from hpcdist.formats.known import describe
 
 WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
@@ -33,7 +33,7 @@ SUFFIXES = (".npy", ".npz", ".pt", ".safetensors", ".h5")
 def jobs(np_: int, cwd: Path, *lines: str | Sequence[object], env: dict[str, str] | None = None) -> list[Job]:
     """Commands, one after the other in one job: ``gather x.npy -o y.h5``."""
     split = [line.split(" ") if isinstance(line, str) else line for line in lines]
-    return commands(np_, *((f"hpcdist.{what}", *args) for what, *args in split), cwd=cwd, env=env)
+    return commands(np_, *(("hpcdist", what, *args) for what, *args in split), cwd=cwd, env=env)
 
 
 def reports(np_: int, cwd: Path, *lines: str) -> list[dict[str, Any]]:
@@ -165,14 +165,14 @@ def test_names_that_no_terminal_can_print(env: dict[str, str], tmp_path: Path) -
     np.save(tmp_path / "b\né.npy", np.arange(4, 6))
     h5, npy, none = (os.fsdecode(name % b"\xff\n\xc3\xa9") for name in (b"out%s.h5", b"out%s.npy", b"no%s.npy"))
     gathering = ("gather", "[ab]*.npy", "--verify", "-o")
-    lines = ((*gathering, h5), ("staging", "ls", h5), ("staging", "verify", h5), (*gathering, npy), ("gather", none))
+    lines = ((*gathering, h5), ("ls", h5), ("verify", h5), (*gathering, npy), ("gather", none))
     done = jobs(2, tmp_path, *lines, env=env)
     assert [job.status for job in done] == [0, 0, 0, 0, 2], done
     assert r"written: out\udcff\n" in done[0].out
     assert "equal to the inputs" in done[0].out.splitlines()[-1]
     assert r"out\udcff\n" in done[2].out and done[2].out.count("\n") == 1
     assert np.load(tmp_path / npy).tolist() == [0, 1, 2, 3, 4, 5]
-    assert re.fullmatch(r"hpcdist.gather: error: no\\udcff\\n.*no such file.*\n", done[4].err), done[4].err
+    assert re.fullmatch(r"hpcdist gather: error: no\\udcff\\n.*no such file.*\n", done[4].err), done[4].err
 
 
 GOOD = "gather s0.npy s1.npy s2.npy "  # the bad file is met by the last rank
@@ -263,9 +263,9 @@ def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path, monkeypatch: p
     before = sorted(os.listdir())
     for (line, message), job in zip(MISTAKES.items(), jobs(2, tmp_path, *MISTAKES), strict=True):
         assert (job.status, job.out) == (2, ""), f"{line}: {job}"
-        assert job.err.startswith(f"hpcdist.{line.split()[0]}: error: ") and job.err.count("\n") == 1, f"{line}: {job}"
+        assert job.err.startswith(f"hpcdist {line.split()[0]}: error: ") and job.err.count("\n") == 1, f"{line}: {job}"
         assert message in job.err, f"{line}: {job}"
-        code = re.search(r" \[(HD\d{3})\].* \(see python -m hpcdist\.explain (HD\d{3})\)\n", job.err)
+        code = re.search(r" \[(HD\d{3})\].* \(see python -m hpcdist explain (HD\d{3})\)\n", job.err)
         assert code[1] == code[2] if code else job.err.endswith(" (see --help)\n"), f"{line}: {job}"
     assert sorted(os.listdir()) == before
 
@@ -303,10 +303,10 @@ def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.once
 def test_help_and_the_list_of_commands_are_printed_once() -> None:
-    told, job = commands(3, ("hpcdist.gather", "--help"), ("hpcdist",))
-    assert (told.status, told.out.count("usage: hpcdist.gather")) == (0, 1)
+    told, job = commands(3, ("hpcdist", "gather", "--help"), ("hpcdist",))
+    assert (told.status, told.out.count("usage: hpcdist gather")) == (0, 1)
     assert job.status == 0, job.err
-    assert job.out.count("python -m hpcdist.gather") == 1
+    assert job.out.count("hpcdist gather ") == 1
     for line in (f"hpcdist  {' ' * 4}{__version__}", "MPI ", "HDF5 ", "ranks        3 on 1 node"):
         assert line in job.out
 
@@ -370,7 +370,7 @@ def test_resume_on_another_number_of_ranks(output: str, tmp_path: Path) -> None:
         assert job.status != 0
         part = next(p.name for p in tmp_path.glob(".*.part"))
         if output == "y.h5":
-            for refused in jobs(1, tmp_path, *(f"staging {what} {part}" for what in ("ls", "verify"))):
+            for refused in jobs(1, tmp_path, *(f"{what} {part}" for what in ("ls", "verify"))):
                 assert refused.status == 2
                 assert f"{part}: incomplete: the job that wrote it ended before it was done" in refused.err
         np.save(tmp_path / "x.npy", WHOLE + change) if change else None
@@ -388,8 +388,8 @@ COMMANDS = ("gather", "concat", "split")
 
 def parser(what: str) -> Any:
     """The parser of a command."""
-    if what in COMMANDS:
-        return arrays.parser(what)
+    if what in (*COMMANDS, "ls", "verify"):
+        return (arrays if what in COMMANDS else listing).parser(what)
     return conversion.parser() if what == "convert" else import_module(f"hpcdist.{what}.__main__").parser()
 
 
@@ -406,8 +406,8 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
         *((what, ["x.npy", *args], text) for what in COMMANDS for args, text in of_all.items()),
         ("split", ["x.npy"], "the following arguments are required: -o/--output"),
         ("convert", ["x.h5", ""], "DST: expected a name, got an empty one"),
-        ("staging", [], "the following arguments are required: ls|verify"),
-        ("staging", ["list", "x.h5"], "invalid choice: 'list'"),
+        ("ls", [], "the following arguments are required: FILE"),
+        ("verify", ["x.h5", "y.h5"], "unrecognized arguments: y.h5"),
         ("jobscript", ["-o", ""], "-o/--script: expected a name, got an empty one"),
         ("doctor", ["--limit", "nan"], "--limit: expected seconds, more than 0, got 'nan'"),
     ]
@@ -417,7 +417,7 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
             ask(args)
         err = capsys.readouterr().err
         assert (ended.value.code, err.count("\n")) == (2, 1), f"{what} {args}: {err}"
-        assert err.startswith(f"hpcdist.{what}") and text in err, f"{what} {args}: {err}"
+        assert err.startswith(f"hpcdist {what}") and text in err, f"{what} {args}: {err}"
 
 
 @pytest.mark.once
@@ -443,7 +443,7 @@ def test_a_damaged_piece_is_named(more: dict[str, Any], tmp_path: Path) -> None:
         hd.staging.save(tmp_path / "y.h5", torch.from_numpy(WHOLE), window=40_000, **more)
     count = len(describe(str(tmp_path / "y.h5")).tensors["data"].boxes)
     np.save(tmp_path / "x.npy", WHOLE)
-    good, listed, foreign = jobs(2, tmp_path, "staging verify y.h5", "staging ls y.h5 --json", "staging verify x.npy")
+    good, listed, foreign = jobs(2, tmp_path, "verify y.h5", "ls y.h5 --json", "verify x.npy")
     assert (good.status, f"y.h5: {count} pieces, 82.0 KiB: all as they were written" in good.out) == (0, True), good
     assert (foreign.status, "all can be read; there are no checksums" in foreign.out) == (0, True), foreign
     report = json.loads(listed.out)
@@ -454,7 +454,7 @@ def test_a_damaged_piece_is_named(more: dict[str, Any], tmp_path: Path) -> None:
     ]
     with h5py.File(tmp_path / "y.h5", "r+") as file:
         file["data"][2999, 6] = 7
-    lines = "gather y.h5 -o z.npy", "convert y.h5 z.h5", "split y.h5 -o z{rank}.npy --dim 1", "staging verify y.h5"
+    lines = "gather y.h5 -o z.npy", "convert y.h5 z.h5", "split y.h5 -o z{rank}.npy --dim 1", "verify y.h5"
     *refused, bad = jobs(2, tmp_path, *lines)
     named = rf"y\.h5: data: piece {count - 1} is damaged: elements \[\d+:3000, 0:7\], written by rank 0"
     assert (bad.status, f"1 of {count} pieces are DAMAGED" in bad.out) == (1, True), bad

@@ -74,7 +74,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def convert(np_: int, *lines: str) -> list[Job]:
-    return commands(np_, *(f"hpcdist.convert {line}".split() for line in lines))
+    return commands(np_, *(f"hpcdist convert {line}".split() for line in lines))
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -280,7 +280,7 @@ def test_damaged_and_incomplete_folders_are_one_line(
         (line,) = [line for line in job.err.splitlines() if "Warn" not in line]
         message = DAMAGES[i // 2][2]
         assert job.status == 2, message
-        assert line.startswith(f"hpcdist.convert: error: {i // 2}") and message in line, f"{message}: {line}"
+        assert line.startswith(f"hpcdist convert: error: {i // 2}") and message in line, f"{message}: {line}"
         assert torch.equal(load_file(f"{i // 2}.safetensors")["x"], torch.arange(3))
     assert sorted(os.listdir()) == before
 
@@ -363,7 +363,7 @@ KILLED = """
         dying(RankWriter, "put", 3)
     else:
         dying(Reader, "read", 3)
-    runpy.run_module("hpcdist.convert", run_name="__main__")
+    runpy.run_module("hpcdist.commands.conversion", run_name="__main__")
 """
 
 

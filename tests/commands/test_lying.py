@@ -288,9 +288,9 @@ def test_little_shared_memory_is_told_before_mpi_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 256, 256, 256, 0, 0, 0, 0, 255)))
-    cli._warn_of_small_shm("hpcdist.gather")
+    cli._warn_of_small_shm("hpcdist gather")
     text = "/dev/shm has 1.0 MiB free: MPI may end with a bus error; see python -m hpcdist.doctor [HD116]"
-    assert capsys.readouterr().err == f"hpcdist.gather: warning: {text}\n"
+    assert capsys.readouterr().err == f"hpcdist gather: warning: {text}\n"
 
 
 @pytest.mark.once

@@ -226,5 +226,5 @@ def test_a_rank_that_hangs_or_dies_alone_is_named(ill: str, text: str, tmp_path:
 def test_help_is_printed_once() -> None:
     job = doctor(2, "--help")
     assert job.status == 0
-    assert job.out.count("usage: hpcdist.doctor") == 1
+    assert job.out.count("usage: hpcdist doctor") == 1
     assert "The exit status is 1" in " ".join(job.out.split())

@@ -14,7 +14,7 @@ DOC = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 @pytest.mark.once
 def test_the_conversions_of_the_page(tmp_path: Path) -> None:
     """In an order in which the files are there."""
-    lines = re.findall(r"\| `mpirun -n 8 python (-m hpcdist\.convert [^`]*)` \|", DOC)
+    lines = re.findall(r"\| `mpirun -n 8 python (-m hpcdist convert [^`]*)` \|", DOC)
     assert len(lines) == 5
     code = """
         import torch, hpcdist as hd

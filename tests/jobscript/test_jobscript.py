@@ -245,7 +245,7 @@ def test_what_is_no_shape_is_one_clear_line_and_status_2(words: str, capsys: pyt
         main(shlex.split(words))
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "")
-    assert err.startswith("hpcdist.jobscript: error: ")
+    assert err.startswith("hpcdist jobscript: error: ")
     assert MISTAKES[words] in err
     assert "usage" not in err
 

@@ -238,7 +238,7 @@ def test_too_few_files_are_refused_before_mpi_starts() -> None:
         runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
     """
     job = mpirun(2, code=few)
-    lines = [line for line in job.err.splitlines() if line.startswith("hpcdist.gather: error: ")]
+    lines = [line for line in job.err.splitlines() if line.startswith("hpcdist gather: error: ")]
     assert len(lines) == 1, job.err
     assert "[HD116]" in lines[0]
 

@@ -327,8 +327,8 @@ def test_the_command(small: Path, tmp_path: Path) -> None:
     assert "1 node had it already" in job.err
     missing = mpirun(2, *command, "nothing", cwd=tmp_path, quick=False)
     assert (missing.status, missing.out) == (2, "")
-    told = "error: nothing: No such file or directory [HD402] (see python -m hpcdist.explain HD402)"
-    assert f"hpcdist.stage_env: {told}\n" in missing.err and missing.err.count("stage_env: error") == 1, missing.err
+    told = "error: nothing: No such file or directory [HD402] (see python -m hpcdist explain HD402)"
+    assert f"hpcdist stage-env: {told}\n" in missing.err and missing.err.count("stage-env: error") == 1, missing.err
     for words, told in ((["--cleanup", ""], "expected a name"), ([], "expected SOURCE, or --cleanup PATH"),
                         (["--cleanup", "/tmp"], "not a copy that")):  # fmt: skip
         wrong = run([sys.executable, *command, *words], cwd=tmp_path)

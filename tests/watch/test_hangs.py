@@ -50,7 +50,7 @@ def test_the_reason_is_told(reason: str) -> None:
     assert re.search(r"HangError: concat\(\) at .*hanging.py:\d+ has waited for 1\.\d s, its deadline is 1 s", job.err)
     code = "HD604" if reason == "stop" else "HD601"
     assert re.search(rf"rank 1 \(\S+, pid \d+\) {REASONS[reason]}.* \[{code}\]$", job.err, re.MULTILINE), job.err
-    assert re.search(rf"^(\[rank\d\]: )?python -m hpcdist\.explain {code}$", job.err, re.MULTILINE), job.err
+    assert re.search(rf"^(\[rank\d\]: )?python -m hpcdist explain {code}$", job.err, re.MULTILINE), job.err
     assert ("they wait for each other" in job.err) == (reason == "other"), job.err
 
 

@@ -50,7 +50,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def coded(code: str, text: str) -> str:
-    """Return a message with its code, of which :mod:`hpcdist.explain` has a page.
+    """Return a message with its code, of which :mod:`hpcdist.errors.explain` has a page.
 
     A message that has a code already, that of its cause, keeps it: what to do depends on the cause.
 
@@ -84,10 +84,10 @@ def hint(text: str) -> str | None:
     Example::
 
         >>> hint("x.h5: no such file [HD401]")
-        'python -m hpcdist.explain HD401'
+        'python -m hpcdist explain HD401'
     """
     found = codes(text)
-    return f"python -m hpcdist.explain {' '.join(found)}" if found else None
+    return f"python -m hpcdist explain {' '.join(found)}" if found else None
 
 
 def with_hint(text: str) -> str:
@@ -124,7 +124,7 @@ def without_hint(error: E) -> E:
 
 class HpcdistError(RuntimeError):
     """The base of every error raised by hpcdist itself. Its message ends with a code such as [HD112]: ``python -m
-    hpcdist.explain HD112`` prints what it means, and what to do."""
+    hpcdist explain HD112`` prints what it means, and what to do."""
 
     def __init__(self, *args: str) -> None:
         """Take a code and a message, or a message that has its code already."""
@@ -177,7 +177,7 @@ class RankError(HpcdistError):
         >>> raise RankError("gather", {1: "dtype is torch.float64, where rank 0 has torch.float32 [HD303]"})
         RankError: gather() was refused on all ranks
           rank 1: dtype is torch.float64, where rank 0 has torch.float32 [HD303]
-        python -m hpcdist.explain HD303
+        python -m hpcdist explain HD303
     """
 
     def __init__(self, verb: str, problems: Mapping[int, str]) -> None:

@@ -1,9 +1,10 @@
-"""The command ``python -m hpcdist.staging``: list what a file holds, and compare it with its checksums."""
+"""The commands ``hpcdist ls`` and ``hpcdist verify``: list what a file holds, and compare it with its checksums."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from hpcdist import layout
@@ -13,7 +14,7 @@ from hpcdist.formats.contents import Contents, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import shown
 from hpcdist.layout import Box
-from hpcdist.runtime.cli import Parser, meter, plural, ranks_text, run, show_bytes, table
+from hpcdist.runtime.cli import Parser, meter, path, plural, ranks_text, run, show_bytes, table
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import PIECE
 from hpcdist.staging.reader import OpenFiles, TensorReader
@@ -25,7 +26,7 @@ _MAX_SHOWN = 20  # damaged pieces
 
 
 def main(world: World, args: argparse.Namespace) -> int:
-    """Run the subcommand on the ranks of the world; return the exit status. Collective."""
+    """Run the command on the ranks of the world; return the exit status. Collective."""
     contents = objects.run_on_root(team_of().comm, args.what, lambda: describe(args.file))
     if args.what == "verify":
         return _verify(world, contents, args.json)
@@ -120,31 +121,34 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
 
 
 def _verdict(contents: Contents, pieces: int, damaged: list[str]) -> str:
-    path, damaged = shown(contents.path), [shown(text) for text in damaged]
+    name, damaged = shown(contents.path), [shown(text) for text in damaged]
     if not damaged:
         checked = "all as they were written" if contents.checked else "all can be read; there are no checksums"
-        return f"{path}: {pieces} pieces, {show_bytes(contents.nbytes())}: {checked}"
+        return f"{name}: {pieces} pieces, {show_bytes(contents.nbytes())}: {checked}"
     more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
-    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{path}: {len(damaged)} of {pieces} pieces are DAMAGED"])
+    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{name}: {len(damaged)} of {pieces} pieces are DAMAGED"])
 
 
-def parser() -> Parser:
-    """Return the parser of python -m hpcdist.staging."""
+_ABOUT = {
+    "ls": "List the tensors of a file or folder, in any format that is read: shape, dtype, pieces, "
+    "their writers, and how they are stored.",
+    "verify": "Compare every piece of a file or folder with its checksum; of a file without "
+    "checksums, read everything. The exit status is 1 if a piece is damaged.",
+}
+
+
+def parser(what: str) -> Parser:
+    """Return the parser of hpcdist ls or hpcdist verify."""
     p = Parser(
-        prog="hpcdist.staging",
-        description="List or verify what a file or a folder of a checkpoint holds, in any format that is read.",
-        epilog="example: mpirun -n 4 python -m hpcdist.staging verify whole.h5",
+        prog=f"hpcdist {what}",
+        description=_ABOUT[what],
+        epilog=f"example: mpirun -n 4 python -m hpcdist {what} whole.h5",
     )
-    what = p.add_subparsers(dest="what", required=True, metavar="ls|verify")
-    ls = what.add_parser("ls", help="list the tensors: shape, dtype, pieces, their writers, and how they are stored")
-    verify = what.add_parser(
-        "verify", help="compare every piece with its checksum, or read all of a file without; exit status 1 for damage"
-    )
-    for sub in (ls, verify):
-        sub.add_argument("file", metavar="FILE")
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    p.set_defaults(what=what)
+    p.add_argument("file", type=path, metavar="FILE", help="a file or folder of tensors")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return p
 
 
 if __name__ == "__main__":
-    run(parser(), main)
+    run(parser(sys.argv.pop(1)), main)

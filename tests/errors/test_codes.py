@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist import explain
 from hpcdist.errors import (
     FileError,
     HpcdistError,
@@ -25,13 +24,13 @@ from hpcdist.errors import (
     coded,
     codes,
     described,
+    explain,
     hint,
     reason,
     refusal,
     with_hint,
     without_hint,
 )
-from hpcdist.explain.command import main
 
 pytestmark = pytest.mark.once
 
@@ -41,7 +40,7 @@ OWN = {"FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "A
 PYTHONS = {name for name in dir(builtins) if name.endswith("Error")}
 # Python's own errors that need no code: they are caught within the package, which says more, or are a fault of it.
 WITHOUT = {
-    "explain.__init__", "comm.windows", "commands.arrays", "control.codec", "formats.dcp_folder",
+    "errors.explain", "comm.windows", "commands.arrays", "control.codec", "formats.dcp_folder",
     "formats.numpy_files", "layout.box_sequences", "activity.procstat", "tensors.host_pages",
 }  # fmt: skip
 
@@ -115,8 +114,8 @@ def test_a_message_and_its_code() -> None:
     assert coded("HD402", "x: no such file [HD401]") == "x: no such file [HD401]", "the cause's code stays"
     assert codes("a [HD401]; b [HD204] [HD401] [HD1] [hd204]") == ["HD401", "HD204"]
     assert coded("HD402", "x[HD401].h5: y") == "x[HD401].h5: y [HD402]", "a name is no code"
-    assert (hint("a"), hint("a [HD401]")) == (None, "python -m hpcdist.explain HD401")
-    assert with_hint("a [HD401]") == "a [HD401]\npython -m hpcdist.explain HD401"
+    assert (hint("a"), hint("a [HD401]")) == (None, "python -m hpcdist explain HD401")
+    assert with_hint("a [HD401]") == "a [HD401]\npython -m hpcdist explain HD401"
     assert with_hint("a") == "a"
     assert described(ZeroDivisionError("b"), "HD309") == "ZeroDivisionError: b [HD309]"
     assert described(FileError("HD401", "b"), "HD309") == "b [HD401]"
@@ -125,7 +124,7 @@ def test_a_message_and_its_code() -> None:
 
 def test_exceptions_show_how_to_read_more() -> None:
     """As a note, which is no part of the message; once, also after a pickle has brought it to another process."""
-    note = "python -m hpcdist.explain HD401"
+    note = "python -m hpcdist explain HD401"
     for error in (FileError("HD401", "x"), refusal(ValueError, "HD401", "x"), RankError("load", {1: "x [HD401]"})):
         for same in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
             assert str(same) == str(error) and str(same).endswith("x [HD401]")
@@ -133,7 +132,7 @@ def test_exceptions_show_how_to_read_more() -> None:
             assert traceback.format_exception(same)[-1] == f"{note}\n"
     several = RankError("load", {0: "x [HD401]", 1: "y [HD204]; z [HD401]"})
     assert several.codes == ["HD401", "HD204"]
-    assert several.__notes__ == ["python -m hpcdist.explain HD401 HD204"]
+    assert several.__notes__ == ["python -m hpcdist explain HD401 HD204"]
     many = RankError("load", {rank: f"x [HD{401 + rank}]" for rank in range(19)})
     assert many.codes == [f"HD{401 + rank}" for rank in range(19)] and "HD419" not in str(many)
     assert without_hint(several) is several and several.__notes__ == []
@@ -142,10 +141,10 @@ def test_exceptions_show_how_to_read_more() -> None:
 
 
 def test_the_command_prints_pages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["HD204", "[hd401]", "HD204"]) == 0
+    assert explain.main(["HD204", "[hd401]", "HD204"]) == 0
     out = capsys.readouterr().out
     assert out == f"{explain.page('HD204')}\n{explain.page('HD401')}"
-    assert main([]) == 0
+    assert explain.main([]) == 0
     out = capsys.readouterr().out
     for group, what in explain.GROUPS.items():
         assert f"{group}xx: {what}\n" in out
@@ -155,14 +154,14 @@ def test_the_command_prints_pages(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("code", ["HD999", "gather", "HD204\n", "../HD204", "-"])
 def test_an_unknown_code_is_an_error(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["HD401", code]) == 2
+    assert explain.main(["HD401", code]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("hpcdist.explain: error: ") and err.count("\n") == 1 + code.count("\n")
+    assert out == "" and err.startswith("hpcdist explain: error: ") and err.count("\n") == 1 + code.count("\n")
 
 
 def _explain(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hpcdist.explain", *words],
+        [sys.executable, "-m", "hpcdist", "explain", *words],
         input=stdin, capture_output=True, text=True, timeout=60, cwd=ROOT.parent,
     )  # fmt: skip
 
@@ -185,7 +184,7 @@ def test_it_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
     for name in ("torch", "numpy", "mpi4py", "h5py"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('broken')")
     for pipe in ("", " | head -1"):
-        code = f"PYTHONPATH={tmp_path}:{ROOT.parent} {sys.executable} -m hpcdist.explain HD102{pipe}"
+        code = f"PYTHONPATH={tmp_path}:{ROOT.parent} {sys.executable} -m hpcdist explain HD102{pipe}"
         done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, ""), done
         assert done.stdout.startswith("# HD102: ")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from launch import commands, mpirun
 
-from hpcdist import explain
+from hpcdist.errors import explain
 
 pytestmark = pytest.mark.once
 

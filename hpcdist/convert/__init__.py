@@ -1,1 +1,0 @@
-"""The command ``python -m hpcdist.convert``: all tensors of a file or folder, in another format."""

@@ -1,0 +1,123 @@
+"""The command ``hpcdist explain``: print what error codes mean, and what to do.
+
+One Markdown page a code is in ``hpcdist/errors/pages``. The command needs neither torch nor MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from hpcdist.errors import codes
+
+__all__ = ["FOLDER", "GROUPS", "main", "page", "titles"]
+
+FOLDER = Path(__file__).parent / "pages"
+
+GROUPS = {
+    "HD1": "launch and init",
+    "HD2": "arguments of a call",
+    "HD3": "disagreement between the ranks",
+    "HD4": "files and staging",
+    "HD5": "inputs and options of the commands",
+    "HD6": "hangs and deaths",
+    "HD7": "the backend of torch.distributed",
+    "HD8": "job scripts",
+    "HD9": "errors of hpcdist itself",
+}
+"""What the codes that begin so are about."""
+
+_CODE = re.compile(r"HD[0-9]{3}")
+_NOT_FOUND, _BAD_INPUT = 1, 2  # exit status
+
+
+@cache
+def titles() -> dict[str, str]:
+    """Return the title of each code's page, in the order of the codes."""
+    pages = sorted(FOLDER.glob("HD*.md"))
+    return {path.stem: path.read_text().partition("\n")[0].removeprefix(f"# {path.stem}: ") for path in pages}
+
+
+def page(code: str) -> str:
+    """Return the page of a code, as Markdown.
+
+    Raises:
+        KeyError: if there is no such code.
+    """
+    if code not in titles():
+        raise KeyError(code)
+    return (FOLDER / f"{code}.md").read_text()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the pages that are asked for, on this process alone; return the exit status.
+
+    Args:
+        argv: the codes; "-" to find them in the text on standard input; nothing to list all.
+    """
+    parser = argparse.ArgumentParser(
+        prog="hpcdist explain",
+        description="Explain the errors of hpcdist, whose messages end with a code such as [HD204]: what it means, and "
+        "what to do. Without a code, list all of them.",
+        epilog="example: mpirun -n 4 python program.py 2>&1 | hpcdist explain -",
+    )
+    parser.add_argument(
+        "code", nargs="*", metavar="CODE", help="such as HD204; - reads a program's output and finds them"
+    )
+    given = parser.parse_args(argv).code
+    try:
+        if given == ["-"]:
+            return _explain_log(sys.stdin.buffer.read().decode(errors="replace"))
+        return _explain([code.upper().strip("[]") for code in given]) if given else _list()
+    except BrokenPipeError:  # into head, or a pager that was left
+        sys.stderr.close()  # else Python reports that standard output cannot be flushed
+        return 0
+
+
+def _list() -> int:
+    known = titles()
+    for group, what in GROUPS.items():
+        _print(f"{group}xx: {what}")
+        for code, title in known.items():
+            if code.startswith(group):
+                _print(f"  {code}  {title}")
+    _print("hpcdist explain CODE prints a page")
+    return 0
+
+
+def _explain(wanted: Sequence[str]) -> int:
+    known = titles()
+    for code in wanted:
+        if code not in known:
+            what = "there is no such code" if _CODE.fullmatch(code) else "expected a code such as HD204, or - alone"
+            sys.stderr.write(f"hpcdist explain: error: {code}: {what}; without a code, all are listed\n")
+            return _BAD_INPUT
+    _print("\n\n".join(page(code).rstrip() for code in dict.fromkeys(wanted)))
+    return 0
+
+
+def _explain_log(text: str) -> int:
+    """Print the pages of the codes in a program's output, each after the first line that has it."""
+    known, first = titles(), dict[str, str]()
+    for line in text.splitlines():
+        for code in codes(line):
+            first.setdefault(code, line.strip())
+    for code, line in first.items():
+        text = page(code).rstrip() if code in known else f"{code} is not a code of this hpcdist"
+        _print(f"> {line}\n\n{text}\n")
+    if not first:
+        sys.stderr.write("hpcdist explain: no error code of hpcdist, such as [HD204], in what was read\n")
+        return _NOT_FOUND
+    return 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
