@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.errors import refusal
 from hpcdist.layout import limits
-from hpcdist.tensors import pool
+from hpcdist.tensors import accelerator, pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem, span
 
 __all__ = [
@@ -92,7 +92,7 @@ def readable(x: Tensor) -> Tensor:
     """Return a tensor with the same elements in contiguous host memory: `x` itself, or a copy."""
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    if x.is_cuda:
+    if accelerator.holds(x):
         return x.cpu().contiguous()
     if x.is_contiguous():
         return x
@@ -117,12 +117,12 @@ def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
         copyable(x.detach()).copy_(copyable(copy))
 
 
-def gpu_events(args: Iterable[Any]) -> list[torch.cuda.Event]:
+def gpu_events(args: Iterable[Any]) -> list[torch.Event]:
     """Record what the current streams of the GPUs of tensors, also in nested lists, have been given to do so far.
 
     Another thread has other streams: it waits for these events before it touches the tensors.
     """
-    return [torch.cuda.current_stream(device).record_event() for device in sorted(_gpus(args), key=str)]
+    return [accelerator.event(device) for device in sorted(_gpus(args), key=str)]
 
 
 def _gpus(args: Iterable[Any]) -> set[torch.device]:
@@ -130,7 +130,7 @@ def _gpus(args: Iterable[Any]) -> set[torch.device]:
     for arg in args:
         if isinstance(arg, (list, tuple)):
             found |= _gpus(arg)
-        elif isinstance(arg, Tensor) and arg.is_cuda:
+        elif isinstance(arg, Tensor) and accelerator.holds(arg):
             found.add(arg.device)
     return found
 

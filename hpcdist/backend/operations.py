@@ -23,7 +23,7 @@ from hpcdist.backend.monitored import monitored_barrier
 from hpcdist.backend.reductions import reduction
 from hpcdist.backend.works import DONE, Finished, Queued
 from hpcdist.errors import refusal
-from hpcdist.tensors import eager
+from hpcdist.tensors import accelerator, eager
 
 if TYPE_CHECKING:
     from hpcdist.backend.communicator import Communicator
@@ -272,13 +272,13 @@ def _on_inference(team: Communicator, step: Callable[..., None], *args: Any) -> 
         step(team, *args)
 
 
-def _after(team: Communicator, events: Sequence[torch.cuda.Event], step: Callable[..., None], *args: Any) -> None:
+def _after(team: Communicator, events: Sequence[torch.Event], step: Callable[..., None], *args: Any) -> None:
     """Run a collective in a queue's thread, after the work of its caller's streams, until the GPU is done with it."""
     for event in events:
         event.synchronize()
     step(team, *args)
     for event in events:
-        torch.cuda.current_stream(event.device).synchronize()
+        accelerator.synchronize(event.device)
 
 
 def _counts(tensors: Sequence[Tensor]) -> dict[int, int]:

@@ -105,7 +105,7 @@ class Transfer(Waiting):
             )
         elif self._out is not None and self._out is not self._memory:
             for event in self._events:
-                torch.cuda.current_stream(event.device).wait_event(event)
+                event.wait()
             with torch.inference_mode(self._out.is_inference()):
                 out = copyable(self._out.detach())
                 out.copy_(copyable(self._memory).view(out.shape))

@@ -23,7 +23,7 @@ from hpcdist.routes import select
 from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
@@ -106,7 +106,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     if not found.routes:
         reasons.append("all tensors are small: packed, by MPI")
     elsewhere = any(method.shared or method.name == BEHIND_HEADERS.name for method in found.methods)
-    may_be_inline = MemoryKind.CUDA not in agreed.kinds and op.route in ("auto", "mpi")
+    may_be_inline = MemoryKind.GPU not in agreed.kinds and op.route in ("auto", "mpi")
     if may_be_inline and not elsewhere and (name, found.result) != ("split", "structure"):
         reasons.append(f"the data of a rank are more than the {team.inline} bytes that travel behind a header")
     kept = None

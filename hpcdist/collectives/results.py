@@ -11,7 +11,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import coded
 from hpcdist.routes.base import Method
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 
@@ -70,7 +70,7 @@ def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collecti
     """Raise a RankError on every rank, if the results on a node exceed its memory."""
     if agreed is not None:
         ranks = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
-        nbytes = [0 if extent >= 0 or kind == MemoryKind.CUDA else size for size, extent, kind in ranks]
+        nbytes = [0 if extent >= 0 or kind == MemoryKind.GPU else size for size, extent, kind in ranks]
     settings = team.settings
     needed: dict[int, int] = {}
     for peer, size in zip(team.peers, nbytes, strict=True):
@@ -103,7 +103,7 @@ def check_shared(call: Call, shared: bool, x: Any) -> Call:
             call.problem = coded(
                 "HD211", "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
             )
-        elif call.kind == MemoryKind.CUDA:
+        elif call.kind == MemoryKind.GPU:
             where = getattr(x, "device", "a GPU")
             call.problem = coded("HD211", f"x is on {where}, but shared=True is for host memory: pass x.cpu()")
         elif call.route not in ("auto", "mpi"):

@@ -24,8 +24,8 @@ from hpcdist.routes.base import Method
 from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import background, world
 from hpcdist.tensors import pool
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
-from hpcdist.tensors.dtypes import MemoryKind
 from hpcdist.tensors.storage import DTYPES, copyable, overlap, row_major
 from hpcdist.tensors.tree import decode, rebuild
 from hpcdist.validation import collective, local
@@ -151,7 +151,7 @@ class Scatter(Repeatable):
         self.route, self.out, self.allow_pickle = route, out, allow_pickle
 
     def validate(self, team: Team) -> Call:
-        call = local.split_call(self, team.rank, team.size, team.settings.device.type == "cuda")
+        call = local.split_call(self, team.rank, team.size, team.settings.device.type != "cpu")
         if call.x is not None and local.may_be_inline(call):
             call.inline = _inline(team, call, call.x)
         elif team.rank != call.root:
@@ -173,7 +173,7 @@ class Scatter(Repeatable):
         collective.check_out(self.name, agreed, extents)
         self._route = select.agreed(self.name, call.route, team, agreed.kinds)
         self._blocks, self._root = cut, call.root
-        on_gpu = agreed.kinds[team.rank] == MemoryKind.CUDA
+        on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
         self.bind(call.x, call.out, agreed)

@@ -19,7 +19,7 @@ from hpcdist.routes import select
 from hpcdist.routes.base import Allgather, Method, Route
 from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.tensors import pool
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.merge import check_same, merge
 from hpcdist.tensors.message import Header, pack
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
@@ -52,7 +52,7 @@ class JoinStructures(Operation):
         self._joined = _Joined(self.name, headers, call.dim)
         check_classes(self.name, team, classes(headers))
         merge(self.name, [header.spec for header in headers], self._joined.add, lambda rank, kind, i: None)
-        used = {header.metas[i].cuda for header in headers for i in header.large}
+        used = {header.metas[i].on_gpu for header in headers for i in header.large}
         self._routes = routes(self.name, team, call.route, agreed.kinds, used)
 
     def describe(self, team: Team, agreed: Agreed) -> Description:
@@ -185,7 +185,7 @@ class _Joined:
         key = tuple(numbers)
         if key not in self._wholes:
             shape[dim] = sum(extents)
-            on = device if any(meta.cuda for meta in metas) else torch.device("cpu")
+            on = device if any(meta.on_gpu for meta in metas) else torch.device("cpu")
             self._wholes[key] = pool.empty(shape, metas[0].dtype, on)
         return self._wholes[key].narrow(dim, layout.displs(extents)[rank], extents[rank])
 

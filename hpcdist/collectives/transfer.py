@@ -226,7 +226,7 @@ def make_transfer(
         longest=max(max(side.counts) for side in sides),
         total=max(max(side.nbytes, x.itemsize * layout.whole(side.shape).size()) for side in sides),
         single=all(len(boxes) <= 1 for side in sides for boxes in (*side.boxes, side.own)),
-        on_host=not x.is_cuda,
+        on_host=x.is_cpu,
         itemsize=x.itemsize,
         missing=moves.missing,
     )

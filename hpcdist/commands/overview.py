@@ -6,13 +6,11 @@ import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
 from hpcdist import staging
 from hpcdist.__main__ import COMMANDS
-from hpcdist.comm.devices import nccl_version
 from hpcdist.runtime.cli import Parser, plural, run
 from hpcdist.runtime.world import World
+from hpcdist.tensors import accelerator
 
 _PACKAGES = ("hpcdist", "torch", "mpi4py", "numpy", "h5py", "safetensors", "xxhash")
 
@@ -29,7 +27,7 @@ def main(world: World, args: argparse.Namespace) -> int:
             ["MPI", MPI.Get_library_version().split("\n")[0].strip("\0 ")],
             ["HDF5", f"{h5py.version.hdf5_version} ({'parallel' if h5py.get_config().mpi else 'serial'})"],
             ["staging", f"writer {staging.writer()[0]}: {staging.writer()[1]}; route hdf5 in {world.staging}"],
-            ["NCCL", _nccl()],
+            [accelerator.LIBRARY.upper(), accelerator.library_version() if accelerator.count() else "no GPU"],
             ["ranks", f"{world.world_size} on {plural(world.nodes, 'node')}{_more(world)}"],
         ]
         width = max(len(name) for name, _ in versions)
@@ -42,12 +40,6 @@ def main(world: World, args: argparse.Namespace) -> int:
 
 def _more(world: World) -> str:
     return "" if world.world_size > 1 else " (mpirun -n 4 python -m hpcdist would start 4)"
-
-
-def _nccl() -> str:
-    if not torch.cuda.is_available():
-        return "no GPU"
-    return nccl_version()
 
 
 def _version(name: str) -> str:

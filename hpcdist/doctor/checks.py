@@ -13,9 +13,10 @@ from itertools import chain, combinations, product
 from statistics import median
 from typing import Any, Literal
 
-from hpcdist.comm import devices, launcher
+from hpcdist.comm import launcher
 from hpcdist.routes import select
 from hpcdist.runtime.cli import plural, ranks_text, show_bytes
+from hpcdist.tensors import accelerator
 
 __all__ = ["CHECKS", "GLOO", "ORDER", "STEPS", "Facts", "Finding", "fix_of", "judge", "known", "socket_problem"]
 
@@ -445,7 +446,7 @@ def _gpus(ranks: Ranks) -> Verdict:
         if hidden["gpu"]["cuda"] is None:
             return "warning", f"{text}: it was built for the CPU", "pip install a torch built for CUDA"
         return "warning", text
-    problem = devices.shared_gpu([None if gpu is None else str(gpu["id"]) for gpu in mine])
+    problem = accelerator.shared_gpu([None if gpu is None else str(gpu["id"]) for gpu in mine])
     if problem and any(facts["gpu"]["nccl"] for facts in ranks):
         visible = {facts["environ"].get("CUDA_VISIBLE_DEVICES") for facts in ranks}
         if len(visible) == 1 and None not in visible:

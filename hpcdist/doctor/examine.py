@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from hpcdist import staging
 from hpcdist.collectives.concat import concat
-from hpcdist.comm import devices, launcher, rendezvous
+from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.checks import Facts, known, socket_problem
 from hpcdist.errors import HpcdistError, reason
@@ -45,6 +45,7 @@ from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import placed, timed
 from hpcdist.runtime.world import World, environ
+from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -227,14 +228,14 @@ def gpus() -> Facts:
     files = list(_DEV.glob("nvidia[0-9]*"))
     gpu: Facts = {
         "cuda": torch.version.cuda,
-        "nccl": devices.nccl_version() if dist.is_nccl_available() else None,
+        "nccl": accelerator.library_version() if dist.is_backend_available(accelerator.LIBRARY) else None,
         "in_node": len(files),
         "others": _other_gpus(),
         "gpus": [],
     }
     try:
-        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        gpu["gpus"] = [{"name": p.name, "id": devices.identity(i), "near": _near(p)} for i, p in enumerate(properties)]
+        properties = [accelerator.properties(i) for i in range(accelerator.count())]
+        gpu["gpus"] = [{"name": p.name, "id": accelerator.identity(i), "near": _near(p)} for i, p in enumerate(properties)]
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
         gpu["error"] = reason(error)
     if 0 < len(gpu["gpus"]) < len(files):

@@ -309,8 +309,8 @@ def transport(context: Context) -> Transport:
 
 
 def _set_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def _result(steps: Steps[T]) -> T:

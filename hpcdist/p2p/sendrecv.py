@@ -10,12 +10,11 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
 from hpcdist import activity
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle
+from hpcdist.tensors import accelerator
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.message import Contents
 from hpcdist.tensors.tree import flatten
@@ -173,8 +172,8 @@ def _sending(
     if route not in ROUTES:
         raise refusal(ValueError, "HD207", f"route is {route!r}, expected one of {', '.join(ROUTES)}")
     tree = flatten(x, allow_pickle)
-    if any(tensor.is_cuda for tensor in tree.tensors):
-        torch.cuda.current_stream().synchronize()  # the background uses other streams
+    for device in {x.device for x in tree.tensors if not x.is_cpu}:
+        accelerator.synchronize(device)  # the background uses other streams
     contents = Contents.of(tree.tensors)
     outgoing = Outgoing(context, ranks.message_key(), ranks.peers[dest], tag, engine.number())
     send_by = by_file if route == "hdf5" and contents.large else by_mpi

@@ -20,8 +20,7 @@ from hpcdist.process import abort
 from hpcdist.routes.hdf5_files import Stage, fetch
 from hpcdist.tensors import pool
 from hpcdist.tensors.message import Contents, Header, Messages, check_memory, encode, parse
-from hpcdist.tensors.pinned import Scratch
-from hpcdist.tensors.storage import as_bytes, row_major
+from hpcdist.tensors.storage import Scratch, as_bytes, row_major
 from hpcdist.tensors.tree import Tree, decode, rebuild
 
 __all__ = ["Outgoing", "by_file", "by_mpi", "receive"]
@@ -58,13 +57,13 @@ def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
     """Send the header with the small tensors, then each large tensor."""
     messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
     large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
-    longest = max((x.numel() for x in large if x.is_cuda), default=0)
+    longest = max((x.numel() for x in large if not x.is_cpu), default=0)
     chunk = Scratch(pinned=longest > 0).take([min(limits.WINDOW, longest)], torch.uint8)
     yield outgoing.turn()
     # No memory is allocated from here on: a receiver of the header depends on what follows.
     requests = outgoing.send_first(messages.first)
     for x in large:
-        if x.is_cuda:
+        if not x.is_cpu:
             for start, length in layout.pieces(x.numel(), limits.WINDOW):
                 chunk[:length].copy_(x[start : start + length])
                 yield Requests(outgoing.send(chunk[:length]))
@@ -130,7 +129,7 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
     if "file" in header.more:
         yield from _from_file(comm, envelope, header, buffers)
     else:
-        yield from incoming([(as_bytes(buffers[i]), header.metas[i].cuda) for i in header.large])
+        yield from incoming([(as_bytes(buffers[i]), header.metas[i].on_gpu) for i in header.large])
     yield DONE
     return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], allow_pickle)), source
 
@@ -141,7 +140,7 @@ def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[T
     for x, from_gpu in large:
         for start, length in layout.pieces(x.numel(), limits.WINDOW if from_gpu else limits.PIECE):
             piece = x[start : start + length]
-            if x.is_cuda:
+            if not x.is_cpu:
                 scratch.reset()
                 chunk = scratch.take([length], torch.uint8)
                 yield Requests([comm.Irecv([bytes_of(chunk), MPI.BYTE], source, number)])

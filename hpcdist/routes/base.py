@@ -61,8 +61,8 @@ class Route(Protocol):
     def missing(self, team: Team) -> str | None:
         """Return why this route is unavailable in this job, and how to get it; else None. The same on all ranks."""
 
-    def carries(self, team: Team, cuda: bool) -> bool:
-        """Return whether it accesses GPU memory (`cuda`), or host memory, directly. Collective over the team."""
+    def carries(self, team: Team, gpu: bool) -> bool:
+        """Return whether it accesses GPU memory (`gpu`), or host memory, directly. Collective over the team."""
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         """Return how it carries out an operation below on messages of `nbytes` in all. Collective over the team."""

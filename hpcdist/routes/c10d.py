@@ -1,4 +1,4 @@
-"""Private torch.distributed backends for each team: NCCL for GPU memory, gloo for host memory.
+"""Private torch.distributed backends for each team: gloo for host memory, the accelerator's own for GPU memory.
 
 They are not registered with torch.distributed: a registered group would change the names that torch gives to the user's
 next groups, and ranks with different names hang.
@@ -20,6 +20,7 @@ from hpcdist import layout
 from hpcdist.layout import limits
 from hpcdist.routes.base import Ints, Message, Method
 from hpcdist.routes.sends import Exchange
+from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
@@ -79,20 +80,21 @@ class _Gloo(_C10d):
     def missing(self, team: Team) -> str | None:
         return None if dist.is_gloo_available() else "this torch was built without gloo; use route mpi"
 
-    def carries(self, team: Team, cuda: bool) -> bool:
-        return not cuda
+    def carries(self, team: Team, gpu: bool) -> bool:
+        return not gpu
 
 
 class _Nccl(_C10d):
     name = "nccl"
 
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
+        kind = getattr(dist, f"ProcessGroup{accelerator.LIBRARY.upper()}")
+        options = kind.Options()
         options._timeout = timeout
         options.global_ranks_in_group = team.peers
         options.group_name = dist.GroupName(f"hpcdist/{team.number}")
         # Not what torch 2.15 makes of "nccl": that takes no list of uneven sizes in all_gather.
-        group = dist.ProcessGroupNCCL(store, team.rank, team.size, options)
+        group = kind(store, team.rank, team.size, options)
         self.warm_up(group, team)
         return group
 
@@ -107,15 +109,16 @@ class _Nccl(_C10d):
     def missing(self, team: Team) -> str | None:
         if team.settings.own_gpus and dist.is_initialized():
             return None
-        return "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto"
+        library = accelerator.LIBRARY.upper()
+        return f"route nccl needs a GPU of its own for each rank and a torch with {library}; use route mpi or auto"
 
-    def carries(self, team: Team, cuda: bool) -> bool:
-        return cuda
+    def carries(self, team: Team, gpu: bool) -> bool:
+        return gpu
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         if operation == "allgatherv":
-            return Method("an NCCL all-gather")
-        return Method("NCCL sends and receives in one group")
+            return Method(f"an all-gather of {accelerator.LIBRARY.upper()}")
+        return Method(f"sends and receives of {accelerator.LIBRARY.upper()} in one group")
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         """Gather equal messages by one NCCL all-gather, and others by a group of broadcasts.

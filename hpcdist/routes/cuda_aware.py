@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hpcdist.tensors import accelerator
+
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
@@ -17,14 +19,15 @@ _SECONDS = 60  # for a child process that imports torch, opens the GPU and sends
 
 # A library that is not CUDA-aware reads the device pointer as a host address, and the process dies.
 _TRIAL = """
+import sys
 import torch
 from mpi4py import MPI
-sent = torch.arange(1 << 20, dtype=torch.int32, device="cuda")
+sent = torch.arange(1 << 20, dtype=torch.int32, device=sys.argv[1])
 received = torch.zeros_like(sent)
-torch.cuda.synchronize()
+torch.accelerator.synchronize()
 memory = [MPI.buffer.fromaddress(t.data_ptr(), t.numel() * 4) for t in (sent, received)]
 MPI.COMM_SELF.Sendrecv([memory[0], MPI.BYTE], 0, 0, [memory[1], MPI.BYTE], 0, 0)
-torch.cuda.synchronize()
+torch.accelerator.synchronize()
 raise SystemExit(0 if torch.equal(sent, received) else 1)
 """
 
@@ -49,7 +52,7 @@ def mpi_takes_gpu_memory(team: Team) -> bool:
 def _try(environ: Mapping[str, str]) -> bool:
     try:
         child = subprocess.run(
-            [sys.executable, "-c", _TRIAL],
+            [sys.executable, "-c", _TRIAL, accelerator.KIND],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -48,8 +48,8 @@ class _Hdf5(Exchange):
     def missing(self, team: Team) -> str | None:
         return None
 
-    def carries(self, team: Team, cuda: bool) -> bool:
-        return not cuda
+    def carries(self, team: Team, gpu: bool) -> bool:
+        return not gpu
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         with _staged(team, counts) as file:

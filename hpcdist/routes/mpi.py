@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from hpcdist.layout import limits
 from hpcdist.routes import cuda_aware, datatypes
 from hpcdist.routes.base import Alltoall, Ints, Message, Method
 from hpcdist.routes.sends import Exchange
+from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
@@ -40,8 +40,8 @@ class Mpi(Exchange):
     def missing(self, team: Team) -> str | None:
         return None
 
-    def carries(self, team: Team, cuda: bool) -> bool:
-        return not cuda or cuda_aware.mpi_takes_gpu_memory(team)
+    def carries(self, team: Team, gpu: bool) -> bool:
+        return not gpu or cuda_aware.mpi_takes_gpu_memory(team)
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         if operation == "exchange":
@@ -137,8 +137,8 @@ def _limit(operation: str) -> int:
 
 def _memory(message: Tensor) -> object:
     """Return the memory of a message as an mpi4py buffer; on a GPU, after pending work on it."""
-    if message.is_cuda:
-        torch.cuda.current_stream(message.device).synchronize()
+    if not message.is_cpu:
+        accelerator.synchronize(message.device)
     return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpcdist.errors import RankError, coded
 from hpcdist.routes.base import Route
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
@@ -42,7 +42,7 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     """
     key = (name, kinds)
     if key not in team.routes:
-        team.routes[key] = _select(verb, name, team, [kind == MemoryKind.CUDA for kind in kinds])
+        team.routes[key] = _select(verb, name, team, [kind == MemoryKind.GPU for kind in kinds])
     route: Route = team.routes[key][0]
     return route
 
@@ -53,32 +53,32 @@ def reason(name: str, team: Team, kinds: tuple[int, ...]) -> str:
     return text
 
 
-def best(team: Team, cuda: bool) -> str:
-    """Return the meaning of route="auto": nccl if all data are in GPU memory (`cuda`) and it can be used, else mpi."""
-    return "nccl" if cuda and load("nccl").missing(team) is None else "mpi"
+def best(team: Team, gpu: bool) -> str:
+    """Return the meaning of route="auto": nccl if all data are in GPU memory (`gpu`) and it can be used, else mpi."""
+    return "nccl" if gpu and load("nccl").missing(team) is None else "mpi"
 
 
-def _select(verb: str, name: str, team: Team, cuda: list[bool]) -> tuple[Route, str]:
+def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, str]:
     """Return the route, and why it is this one."""
     why = f"route={name!r} was passed"
     if name == "auto":
-        name = best(team, all(cuda))
-        where = "on GPUs" if all(cuda) else "of which some are in host memory" if any(cuda) else "in host memory"
+        name = best(team, all(gpu))
+        where = "on GPUs" if all(gpu) else "of which some are in host memory" if any(gpu) else "in host memory"
         why = f"route='auto' takes {name} for data {where}"
-        if all(cuda) and name != "nccl":
+        if all(gpu) and name != "nccl":
             why += f" if nccl is not available: {load('nccl').missing(team)}"
     route = load(name)
     missing = route.missing(team)
     if missing is not None:
         raise RankError(verb, dict.fromkeys(range(team.size), coded("HD207", missing)))
-    if any(cuda) and not route.carries(team, cuda=True):
+    if any(gpu) and not route.carries(team, gpu=True):
         from hpcdist.routes.staged import Staged
 
         return Staged(_through_windows(name, team) or route), why
-    if not all(cuda) and not route.carries(team, cuda=False):
+    if not all(gpu) and not route.carries(team, gpu=False):
         text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
-        raise RankError(verb, {rank: coded("HD207", text) for rank, is_cuda in enumerate(cuda) if not is_cuda})
-    return (None if any(cuda) else _through_windows(name, team)) or route, why
+        raise RankError(verb, {rank: coded("HD207", text) for rank, on_gpu in enumerate(gpu) if not on_gpu})
+    return (None if any(gpu) else _through_windows(name, team)) or route, why
 
 
 def _through_windows(name: str, team: Team) -> Route | None:

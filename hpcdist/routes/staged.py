@@ -12,8 +12,8 @@ from hpcdist import layout
 from hpcdist.layout import limits
 from hpcdist.routes.base import Ints, Message, Method, Route
 from hpcdist.routes.sends import Exchange
-from hpcdist.tensors.pinned import Scratch
-from hpcdist.tensors.storage import as_bytes
+from hpcdist.tensors import accelerator
+from hpcdist.tensors.storage import Scratch, as_bytes
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
@@ -43,7 +43,7 @@ class Staged(Exchange):
     def missing(self, team: Team) -> str | None:
         return self.route.missing(team)
 
-    def carries(self, team: Team, cuda: bool) -> bool:
+    def carries(self, team: Team, gpu: bool) -> bool:
         return True
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
@@ -130,7 +130,7 @@ class _Host:
     def buffer(self, start: int, step: int) -> Tensor:
         """Return a host buffer for one round, packed without gaps."""
         if self._scratch is None:
-            self._scratch = Scratch(pinned=any(part.is_cuda for part in self.parts))
+            self._scratch = Scratch(pinned=any(not part.is_cpu for part in self.parts))
         self._scratch.reset()
         return self._scratch.take([sum(self.lengths(start, step))], torch.uint8)
 
@@ -158,5 +158,5 @@ class _Host:
         ]
 
     def _wait(self) -> None:
-        for device in {part.device for part in self.parts if part.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {part.device for part in self.parts if not part.is_cpu}:
+            accelerator.synchronize(device)

@@ -17,7 +17,7 @@ from hpcdist.activity import callsite
 from hpcdist.comm.team import Team
 from hpcdist.comm.worker import note_failure
 from hpcdist.errors import HpcdistError, refusal
-from hpcdist.tensors import eager
+from hpcdist.tensors import accelerator, eager
 from hpcdist.validation.collective import LEAVE, leave
 from hpcdist.watch.deadlines import patience
 
@@ -96,8 +96,8 @@ class Handle(Generic[T]):
 def _record_stream(result: object) -> None:
     """Mark GPU memory that was allocated in the background's stream as used by this thread's stream."""
     if isinstance(result, Tensor):
-        if result.is_cuda:
-            result.record_stream(torch.cuda.current_stream(result.device))
+        if accelerator.holds(result):
+            result.record_stream(torch.accelerator.current_stream(result.device))
     elif isinstance(result, (list, tuple)):
         for item in result:
             _record_stream(item)
@@ -140,7 +140,7 @@ def submit(
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     recorded = eager.recorded()
     device = team.settings.device
-    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    ready = accelerator.event(device) if device.type != "cpu" else None
 
     def run() -> Any:
         background.calls[False] = before
@@ -156,12 +156,12 @@ def submit(
     return Handle(background.worker.submit(run), f"{verb}().wait", finish=finish)
 
 
-def _on_gpu(step: Callable[[Team], T], team: Team, ready: torch.cuda.Event) -> T:
+def _on_gpu(step: Callable[[Team], T], team: Team, ready: torch.Event) -> T:
     """Run a step in the background's stream: after the caller's earlier work, and until it is completed."""
     if team.stream is None:
-        team.stream = torch.cuda.Stream(team.settings.device)  # type: ignore[no-untyped-call]
+        team.stream = torch.Stream(team.settings.device)
     stream = team.stream
-    with torch.cuda.stream(stream):
+    with stream:
         stream.wait_event(ready)
         result = step(team)
         stream.synchronize()  # afterwards the caller may reuse its memory

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import Tensor
 
 from hpcdist.control import objects
@@ -20,6 +19,7 @@ from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path, plural, show_bytes
 from hpcdist.runtime.world import World, team_of
+from hpcdist.tensors import accelerator
 
 __all__ = [
     "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "run", "show_bytes", "table",
@@ -97,8 +97,8 @@ def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tenso
     comm.Barrier()
     start = time.perf_counter()
     result = step()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    if world.device.type != "cpu":
+        accelerator.synchronize(world.device)
     return max(objects.all_gather_object(comm, time.perf_counter() - start)), result
 
 

@@ -12,7 +12,7 @@ from hpcdist.comm import rendezvous
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
 from hpcdist.runtime import registration
-from hpcdist.tensors import pool
+from hpcdist.tensors import accelerator, pool
 from hpcdist.watch.deadlines import deadline
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def default_backend(own_gpus: bool) -> str:
     """
     if not own_gpus:
         return registration.NAME
-    return f"cpu:{registration.NAME if registration.PLUGINS else 'gloo'},cuda:nccl"
+    return f"cpu:{registration.NAME if registration.PLUGINS else 'gloo'},{accelerator.KIND}:{accelerator.LIBRARY}"
 
 
 def agree_on(

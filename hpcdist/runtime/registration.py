@@ -23,6 +23,7 @@ from hpcdist.comm import launcher, rendezvous
 from hpcdist.comm.team import freeing
 from hpcdist.errors import HpcdistError, LaunchError, refusal
 from hpcdist.process import forks, streams
+from hpcdist.tensors import accelerator
 from hpcdist.watch import torch_groups
 from hpcdist.watch.deadlines import FirstMeeting
 
@@ -131,7 +132,8 @@ def register() -> None:
     names = ("mpi4py",) if dist.is_mpi_available() else (NAME, "mpi4py")  # torch's own keeps its name
     for name in names:
         if name.upper() not in backends._plugins:
-            backends.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu", "cuda"])
+            devices = ["cpu", accelerator.KIND]
+            backends.register_backend(name, partial(_create, name), extended_api=True, devices=devices)
     if NAME in names and type(backends.MPI) is str:
         backends.MPI = _Name(NAME)
     if PLUGINS:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hpcdist import activity
 from hpcdist.backend import communicator
-from hpcdist.comm import devices, launcher, rendezvous
+from hpcdist.comm import launcher, rendezvous
 from hpcdist.comm.context import Context
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
@@ -28,7 +28,7 @@ from hpcdist.formats.paths import private_folder
 from hpcdist.process import abort, exits, forks, streams
 from hpcdist.process.host_memory import capacity
 from hpcdist.runtime import background, default_group, registration
-from hpcdist.tensors import pool
+from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.watch.deadlines import FirstMeeting
@@ -305,7 +305,7 @@ def _make(
         undo.callback(watch.stop)
         with activity.InCall("init", None):
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
-            chosen, own_gpus = devices.choose(private, nodes.local_rank, device, backend, shared)
+            chosen, own_gpus = accelerator.choose(private, nodes.local_rank, device, backend, shared)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
             registration.host.open(private, tuple(node for node, _ in places), limit, meeting)
             undo.callback(registration.host.close)

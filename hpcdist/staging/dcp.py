@@ -68,6 +68,7 @@ from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, PartFile, RankWriter, SaveOptions, Target
+from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import DTYPES, written
 from hpcdist.validation import local
 from hpcdist.validation.local import ArgumentError
@@ -207,7 +208,7 @@ class HDF5Reader(StorageReader):
                 ValueError, "HD419", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
             )
         lazy = target.is_conj() or target.is_neg()  # its memory holds other values than it shows
-        if target.dtype == stored.dtype and (target.is_cpu or target.is_cuda) and not lazy:
+        if target.dtype == stored.dtype and (target.is_cpu or accelerator.holds(target)) and not lazy:
             written(target, None)
             reader.read(box, target, self._window)
             return

@@ -15,8 +15,8 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import Copies
 from hpcdist.process import abort
 from hpcdist.staging.pieces import ROUND, PiecePlan
-from hpcdist.tensors.pinned import Scratch
-from hpcdist.tensors.storage import as_bytes, bits
+from hpcdist.tensors import accelerator
+from hpcdist.tensors.storage import Scratch, as_bytes, bits
 
 __all__ = ["Bytes", "all_to_all", "collect", "deliver", "incoming", "outgoing"]
 
@@ -59,7 +59,7 @@ def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratc
         part = plan.pieces[met].intersect(mine)
         block = x[part.slices(mine.offset)]
         if owner == me and piece is not None:
-            moves.copy(piece[part.slices(plan.pieces[met].offset)], scratch.on_host(block) if x.is_cuda else block)
+            moves.copy(piece[part.slices(plan.pieces[met].offset)], scratch.on_host(block) if not x.is_cpu else block)
         elif not copies:  # else the owner has all of it itself
             moves.send(block, owner)
     if row is not None and piece is not None and not copies:
@@ -133,7 +133,7 @@ class _Moves:
 
     def recv(self, place: Tensor, source: int) -> None:
         block = place
-        if place.is_cuda or not place.is_contiguous():
+        if not place.is_cpu or not place.is_contiguous():
             block = self._scratch.take(place.shape, place.dtype)
             self.copy(place, block)
         self._recvs.append((source, as_bytes(block)))
@@ -158,19 +158,18 @@ def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
     Views of a CPU tensor where they are contiguous, else one copy. Of a GPU tensor, the next part is copied while the
     caller works on this one.
     """
-    if not x.is_cuda:
+    if x.is_cpu:
         scratch = Scratch(pinned=False)
         for part in parts:
             scratch.reset()
             yield scratch.on_host(x[part.slices()])
         return
     buffers = _Pinned(x, parts)
-    stream = torch.cuda.current_stream(x.device)
-    ready: list[torch.cuda.Event] = []
+    ready: list[torch.Event] = []
     for i in range(len(parts) + 1):
         if i < len(parts):
             bits(buffers.part(i)).copy_(bits(x[parts[i].slices()]).contiguous(), non_blocking=True)
-            ready.append(stream.record_event())
+            ready.append(accelerator.event(x.device))
         if i > 0:
             ready[i - 1].synchronize()
             yield buffers.part(i - 1)
@@ -183,7 +182,7 @@ def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
     Views of a CPU tensor where they are contiguous, else one copy. Of a GPU tensor, a part is copied while the caller
     fills the next.
     """
-    if not out.is_cuda:
+    if out.is_cpu:
         scratch = Scratch(pinned=False)
         for part in parts:
             scratch.reset()
@@ -194,15 +193,14 @@ def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
                 bits(target).copy_(bits(buffer))
         return
     buffers = _Pinned(out, parts)
-    stream = torch.cuda.current_stream(out.device)
-    free: list[torch.cuda.Event] = []
+    free: list[torch.Event] = []
     for i, part in enumerate(parts):
         if i > 1:
             free[i - 2].synchronize()
         yield buffers.part(i)
         bits(out[part.slices()]).copy_(bits(buffers.part(i)), non_blocking=True)
-        free.append(stream.record_event())
-    stream.synchronize()
+        free.append(accelerator.event(out.device))
+    accelerator.synchronize(out.device)
 
 
 class _Pinned:
@@ -212,7 +210,9 @@ class _Pinned:
         self._dtype = x.dtype
         self._parts = parts
         size = max((part.size() for part in parts), default=0)
-        self._memory = torch.empty((min(2, len(parts)), size), dtype=x.dtype, pin_memory=True, device="cpu")
+        buffers = min(2, len(parts))
+        memory = accelerator.host_buffer(buffers * size * x.itemsize, pinned=True)
+        self._memory = memory.view(x.dtype).view(buffers, size)
 
     def part(self, i: int) -> Tensor:
         """The buffer of part i, in its shape."""

@@ -35,8 +35,7 @@ from hpcdist.staging.reader import OpenFiles, Part, TensorReader
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
-from hpcdist.tensors.pinned import Scratch
-from hpcdist.tensors.storage import written
+from hpcdist.tensors.storage import Scratch, written
 from hpcdist.validation import local
 from hpcdist.validation.local import ArgumentError
 
@@ -193,7 +192,7 @@ def _read_in_rounds(team: Team, call: _Load, key: str, wants: BoxSequence, out: 
         with kept(problems):
             for number in range(team.rank, len(stored.boxes), team.size):
                 reader.check(number, window)
-    scratch = Scratch(pinned=out.is_cuda)
+    scratch = Scratch(pinned=not out.is_cpu)
     for round_ in plan.rounds:
         scratch.reset()
         piece = None

@@ -40,9 +40,8 @@ from hpcdist.staging.arguments import (
 from hpcdist.staging.exchange import collect, outgoing
 from hpcdist.staging.pieces import PiecePlan, check_shape, plan_save
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
-from hpcdist.tensors import pool
-from hpcdist.tensors.pinned import Scratch
-from hpcdist.tensors.storage import copyable
+from hpcdist.tensors import accelerator
+from hpcdist.tensors.storage import Scratch, copyable
 from hpcdist.validation import local
 from hpcdist.validation.local import ArgumentError
 
@@ -430,7 +429,7 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
         for row, piece in zip(rows, outgoing(x, parts), strict=True):
             file.put(i, row, piece)
         return
-    scratch = Scratch(pinned=x.is_cuda)
+    scratch = Scratch(pinned=not x.is_cpu)
     for round_ in plan.rounds:
         collected = collect(team, plan, x, round_, scratch)
         mine = plan.piece(team.rank, round_)
@@ -518,8 +517,8 @@ class Flight:
                 break
             chosen[name] = x
         copies = _copied(chosen)
-        for device in {x.device for x in tensors.values() if x.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {x.device for x in tensors.values() if not x.is_cpu}:
+            accelerator.synchronize(device)
         self.nbytes = sum(x.nbytes for x in copies.values())
         self._callers = tensors.keys() - copies.keys()
         self.tensors.update({name: copies.get(name, x) for name, x in tensors.items()})
@@ -620,14 +619,11 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copies = {}
     try:
         for pinned in (False, True):
-            mine = {name: x for name, x in tensors.items() if x.is_cuda == pinned}
+            mine = {name: x for name, x in tensors.items() if x.is_cpu != pinned}
             sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in mine.values()]
             if not mine:
                 continue
-            if pinned:
-                block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True, device="cpu")
-            else:
-                block = pool.empty([sum(sizes)], torch.uint8, "cpu", fixed=True)
+            block = accelerator.host_buffer(sum(sizes), pinned)
             for (name, x), part in zip(mine.items(), torch.split(block, sizes), strict=True):
                 copies[name] = part[: x.nbytes].view(x.dtype).view(x.shape)
                 copyable(copies[name]).copy_(copyable(x), non_blocking=pinned)

@@ -34,7 +34,7 @@ class Meta(NamedTuple):
     """The dtype, shape and kind of memory of a tensor."""
 
     dtype: torch.dtype
-    cuda: bool
+    on_gpu: bool
     shape: tuple[int, ...]
 
 
@@ -55,8 +55,8 @@ class Contents:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> Contents:
-        facts = (tuple([getattr(x, name) for x in tensors]) for name in ("dtype", "is_cuda", "shape"))
-        return _contents(SMALL, *facts)
+        dtypes, on_gpu = tuple([x.dtype for x in tensors]), tuple([not x.is_cpu for x in tensors])
+        return _contents(SMALL, dtypes, on_gpu, tuple([x.shape for x in tensors]))
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
@@ -77,7 +77,7 @@ class Contents:
 
     def large_of(self, on_gpu: bool) -> list[int]:
         """Return the numbers of the large tensors in one kind of memory."""
-        return [i for i in self.large if self.metas[i].cuda == on_gpu]
+        return [i for i in self.large if self.metas[i].on_gpu == on_gpu]
 
     def unpack(self, packed: Tensor, device: torch.device) -> dict[int, Tensor]:
         """Copy the small tensors into memory of their own: those from a GPU on `device`, the others on the host."""
@@ -92,24 +92,24 @@ class Contents:
             if section.dtype != dtype:
                 parts = [part.view(dtype) for part in parts]
             for i, part in zip(numbers, parts, strict=True):
-                _, cuda, shape = self.metas[i]
+                _, on_gpu, shape = self.metas[i]
                 x = part if len(shape) == 1 else part.view(shape)
-                found[i] = x.to(device) if cuda else x
+                found[i] = x.to(device) if on_gpu else x
             start = end
         return found
 
     def recv_buffer(self, i: int, device: torch.device, fixed: bool = False) -> Tensor:
         """Allocate memory for a tensor; see pool.empty() for `fixed`."""
         meta = self.metas[i]
-        return pool.empty(meta.shape, meta.dtype, device if meta.cuda else "cpu", fixed)
+        return pool.empty(meta.shape, meta.dtype, device if meta.on_gpu else "cpu", fixed)
 
 
 @lru_cache(maxsize=8)  # programs send structures like the last one
 def _contents(
-    small: int, dtypes: tuple[torch.dtype, ...], cuda: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
+    small: int, dtypes: tuple[torch.dtype, ...], on_gpu: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> Contents:
     """Return the contents of tensors with these facts; `small` is SMALL, on which they depend."""
-    return Contents(list(map(Meta._make, zip(dtypes, cuda, shapes, strict=True))))
+    return Contents(list(map(Meta._make, zip(dtypes, on_gpu, shapes, strict=True))))
 
 
 def encode(spec: Any, contents: Contents, **more: object) -> bytes:
@@ -167,14 +167,14 @@ def check_memory(nbytes: int) -> None:
         )
 
 
-def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[Meta]:
+def _metas(codes: list[int], on_gpu: list[bool], shapes: list[list[int]]) -> list[Meta]:
     """Parse the tensors of a header: for each the number of its dtype, whether it is on a GPU, and its shape.
 
     Raises:
         ValueError, KeyError, TypeError: if no such tensors can exist.
     """
     extents = list(chain.from_iterable(shapes))
-    kinds = set(map(type, codes)), set(map(type, cuda)), set(map(type, extents))
+    kinds = set(map(type, codes)), set(map(type, on_gpu)), set(map(type, extents))
     if not (kinds[0] <= {int} and kinds[1] <= {bool} and kinds[2] <= {int}):
         raise refusal(TypeError, "HD901", "the description of a tensor contains something other than numbers")
     if min(extents, default=0) < 0 or max(extents, default=0) >= 2**63:
@@ -182,7 +182,7 @@ def _metas(codes: list[int], cuda: list[bool], shapes: list[list[int]]) -> list[
     if max(map(len, shapes), default=0) > limits.MAX_DIMS:
         raise refusal(ValueError, "HD901", f"a tensor has more than {limits.MAX_DIMS} dims")
     dtypes = [_CODES[code] for code in codes]
-    return list(map(Meta._make, zip(dtypes, cuda, map(tuple, shapes), strict=True)))
+    return list(map(Meta._make, zip(dtypes, on_gpu, map(tuple, shapes), strict=True)))
 
 
 def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
@@ -190,7 +190,7 @@ def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
     sections = []
     for dtype, numbers in contents.sections:
         of_one = [bits(tensors[i]) if dtype in BARE else tensors[i] for i in numbers]
-        if any(x.is_cuda for x in of_one):
+        if any(not x.is_cpu for x in of_one):
             of_one = _to_host(of_one)
         sections.append(as_bytes(_flatten_dense_tensors(of_one)))  # type: ignore[no-untyped-call]
     rest = contents.packed - sum(map(len, sections))
@@ -199,10 +199,10 @@ def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
 
 def _to_host(tensors: list[Tensor]) -> list[Tensor]:
     """Copy the tensors on a GPU to the host, all in one copy."""
-    on_gpu = [x for x in tensors if x.is_cuda]
+    on_gpu = [x for x in tensors if not x.is_cpu]
     flat = _flatten_dense_tensors(on_gpu).cpu()  # type: ignore[no-untyped-call]
     parts = iter(flat.split([x.numel() for x in on_gpu]))
-    return [next(parts) if x.is_cuda else x for x in tensors]
+    return [x if x.is_cpu else next(parts) for x in tensors]
 
 
 class Messages:

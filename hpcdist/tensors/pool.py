@@ -276,7 +276,7 @@ def empty_cache() -> None:
     """Free the memory of earlier results that lies idle in the pool of this rank, and in windows of its node.
 
     Not collective; but only its first rank frees the windows of a node, in which shared results are: call it on every
-    rank. As ``torch.cuda.empty_cache`` does on a GPU: results that are alive keep their memory, and what the rest of
+    rank. As ``torch.accelerator.empty_cache`` on a GPU: results that are alive keep their memory, and what the rest of
     the program cannot have otherwise is free at once. Rarely needed: what is idle is bounded, and after some seconds
     the kernel takes what is in the pool by itself if memory is short.
 

@@ -6,17 +6,19 @@ not support, and preserve every bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hpcdist.tensors import pool
+from hpcdist.tensors import accelerator, pool
 
 __all__ = [
     *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "is_plain", "of_bytes", "overlap", "span"),
-    *("problem", "resolved", "row_major", "sum_dtype", "written"),
+    *("Scratch", "problem", "resolved", "row_major", "sum_dtype", "written"),
 ]
 
 T = TypeVar("T")
@@ -61,8 +63,8 @@ def problem(x: Tensor) -> str | None:
         return f"must be a dense tensor, got layout {x.layout}{kind}"
     if x.dtype not in DTYPES:
         return f"has dtype {x.dtype}, which cannot be sent"
-    if not (x.is_cuda or x.is_cpu):
-        return f"is on device {x.device}; expected cpu or cuda"
+    if not (x.is_cpu or accelerator.holds(x)):
+        return f"is on device {x.device}; expected cpu or {accelerator.KIND}"
     if x.numel() and not x.data_ptr():
         return "has no memory of its own"
     if x.numel() and not _fits(x):
@@ -176,3 +178,38 @@ def span(x: Tensor) -> tuple[int, int]:
     if x.is_contiguous():
         return start, start + x.nbytes
     return start, start + _reach(x) - int(x.storage_offset()) * x.itemsize if x.numel() else start
+
+
+class Scratch:
+    """Host buffers that are reused in every round: new memory costs more than a copy into it.
+
+    Args:
+        pinned: whether a GPU copies from or to them.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._held: list[Tensor] = []
+        self._next = 0
+
+    def reset(self) -> None:
+        """Make all buffers available again."""
+        self._next = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Take a contiguous buffer; its contents are undefined."""
+        nbytes = prod(shape) * dtype.itemsize
+        if self._next == len(self._held):
+            self._held.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        if self._held[self._next].numel() < nbytes:
+            self._held[self._next] = accelerator.host_buffer(nbytes, self._pinned)
+        self._next += 1
+        return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
+
+    def on_host(self, x: Tensor) -> Tensor:
+        """Return `x` in contiguous host memory: `x` itself if it is already there, else one copy."""
+        if x.is_cpu and x.is_contiguous():
+            return x
+        block = self.take(x.shape, x.dtype)
+        bits(block).copy_(bits(x) if x.is_cpu else bits(x).contiguous())
+        return block

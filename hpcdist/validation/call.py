@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import coded
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.tree import Tree
 
 __all__ = [

@@ -14,7 +14,7 @@ from hpcdist import activity
 from hpcdist.comm.team import HEADER, HeaderBuffers, Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError, coded
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     activity.touch()
     if agreed is None:
         disagree(team, call)
-    if max(agreed.kinds) > MemoryKind.CUDA:
-        root_on_gpu = agreed.kinds[call.root] == MemoryKind.CUDA
-        on_gpu = (kind == MemoryKind.CUDA or (kind == MemoryKind.FOLLOWS and root_on_gpu) for kind in agreed.kinds)
-        agreed = agreed._replace(kinds=tuple(MemoryKind.CUDA if gpu else MemoryKind.CPU for gpu in on_gpu))
+    if max(agreed.kinds) > MemoryKind.GPU:
+        root_on_gpu = agreed.kinds[call.root] == MemoryKind.GPU
+        on_gpu = (kind == MemoryKind.GPU or (kind == MemoryKind.FOLLOWS and root_on_gpu) for kind in agreed.kinds)
+        agreed = agreed._replace(kinds=tuple(MemoryKind.GPU if gpu else MemoryKind.CPU for gpu in on_gpu))
     return agreed
 
 

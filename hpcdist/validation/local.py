@@ -15,7 +15,7 @@ from hpcdist.comm.settings import ROUTES
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded, described, labelled
 from hpcdist.tensors import storage
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.merge import cut
 from hpcdist.tensors.message import Contents, check_memory, encode, pack
@@ -100,8 +100,8 @@ def may_be_inline(call: Call) -> bool:
 
 def structure_call(op: StructureArgs, team: Team) -> Call:
     """Make the call of gather or concat of a structure; the length of its header replaces the extent."""
-    has_cuda = team.settings.device.type == "cuda"
-    call = Call(op.name, kind=MemoryKind.CUDA if has_cuda else MemoryKind.CPU)
+    on_gpu = team.settings.device.type != "cpu"
+    call = Call(op.name, kind=MemoryKind.GPU if on_gpu else MemoryKind.CPU)
     try:
         refuse_tracing()
         call.options = (("x", "a structure"), ("allow_pickle", bool(op.allow_pickle)))
@@ -115,7 +115,7 @@ def structure_call(op: StructureArgs, team: Team) -> Call:
         call.header = encode(call.tree.spec, contents)
         call.extent = len(call.header)
         fits = call.extent + contents.packed <= team.inline
-        if fits and not (contents.large or any(meta.cuda for meta in contents.metas)):
+        if fits and not (contents.large or any(meta.on_gpu for meta in contents.metas)):
             call.inline = (call.header, pack(call.tree.tensors, contents))
     except Exception as error:  # as above
         call.problem = problem_of(error)
@@ -139,9 +139,9 @@ def _cut(tree: Tree, call: Call, size: int) -> list[Tree]:
         raise ArgumentError(str(wrong)) from None
 
 
-def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
+def split_call(op: SplitArgs, rank: int, size: int, on_gpu: bool) -> Call:
     """Make the call of split: the root passes the whole tensor, the others at most memory for their part."""
-    call = Call(op.name, kind=MemoryKind.FOLLOWS if has_cuda else MemoryKind.FOLLOWS_CPU, root_decides=True)
+    call = Call(op.name, kind=MemoryKind.FOLLOWS if on_gpu else MemoryKind.FOLLOWS_CPU, root_decides=True)
     try:
         refuse_tracing()
         call.root = _root(op.root, size)
@@ -152,7 +152,7 @@ def split_call(op: SplitArgs, rank: int, size: int, has_cuda: bool) -> Call:
         if rank == call.root and not isinstance(op.x, Tensor) and op.x is not None:
             if op.out is not None:
                 raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
-            call.kind = MemoryKind.CUDA if has_cuda else MemoryKind.CPU
+            call.kind = MemoryKind.GPU if on_gpu else MemoryKind.CPU
             call.trees = _cut(_tree(op.x, op.allow_pickle)[0], call, size)
             call.counts = "block" if call.counts is None else call.counts
         elif rank == call.root:
@@ -195,7 +195,7 @@ def layout_call(op: LayoutArgs) -> Call:
         call.options = (("src", op.src), ("dst", op.dst))
         call.grad = _needs_grad(op.x, op.out)
         call.tensor = (op.x.dtype, op.x.dim(), ())
-        call.kind = MemoryKind.CUDA if op.x.is_cuda else MemoryKind.CPU
+        call.kind = MemoryKind.CPU if op.x.is_cpu else MemoryKind.GPU
         call.route = _route(op.route)
         if op.out is not None:
             if not isinstance(op.out, Tensor) or op.out.dim() != op.x.dim():
@@ -230,7 +230,7 @@ def _describe(call: Call, x: Tensor, ndim: int) -> None:
     shape = x.shape
     call.extent = shape[call.dim]
     call.tensor = (x.dtype, ndim, except_dim(shape, call.dim))
-    call.kind = MemoryKind.CUDA if x.is_cuda else MemoryKind.CPU
+    call.kind = MemoryKind.CPU if x.is_cpu else MemoryKind.GPU
 
 
 def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:

@@ -186,7 +186,7 @@ BOUND = """
     torch.cuda.get_device_properties = lambda index: SimpleNamespace(
         pci_domain_id=0, pci_bus_id=index, pci_device_id=0, uuid=""
     )
-    torch.cuda.set_device = lambda device: None
+    torch.accelerator.set_device_index = lambda device: None
     background.leave_all = lambda teams: []  # which asks the GPU for a stream
     with hd.init(device=f"cuda:{2 + rank}") as world:
         gpu = f"cuda:{2 + rank}"

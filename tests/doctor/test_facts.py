@@ -15,10 +15,10 @@ import pytest
 import torch
 from launch import mpirun
 
-from hpcdist.comm import devices
 from hpcdist.control import objects
 from hpcdist.doctor import examine
 from hpcdist.process import host_memory
+from hpcdist.tensors import accelerator
 
 pytestmark = pytest.mark.once
 
@@ -145,7 +145,7 @@ def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.Monkey
         return SimpleNamespace(name="GPU", total_memory=1, uuid="0000", **address)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(devices.socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(accelerator.socket, "gethostname", lambda: "a")
     gpu = examine.gpus()["gpu"]
     assert [found["id"] for found in gpu["gpus"]] == [f"a, PCI 0000:0{i}:00, UUID 0000" for i in (1, 2)]
     assert [found["near"] for found in gpu["gpus"]] == [list(range(8, 16)), list(range(16, 24))]

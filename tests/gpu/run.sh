@@ -11,7 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 export HPCDIST_TIMEOUT=${HPCDIST_TIMEOUT:-40} # seconds: a hang must not use up the machine
 status=0
-nccl=$("$python" -c 'from hpcdist.comm.devices import nccl_version; print(nccl_version())')
+nccl=$("$python" -c 'from hpcdist.tensors.accelerator import library_version; print(library_version())')
 "$python" -c 'import torch; print("torch", torch.__version__, torch.cuda.get_device_name())'
 echo "NCCL $nccl"
 for np in 1 2 4; do

@@ -111,8 +111,8 @@ class _StandIn(c10d._Nccl):
     def missing(self, team: Team) -> str | None:
         return None
 
-    def carries(self, team: Team, cuda: bool) -> bool:
-        return not cuda
+    def carries(self, team: Team, gpu: bool) -> bool:
+        return not gpu
 
 
 STAND_IN = _StandIn()

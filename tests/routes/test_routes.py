@@ -22,7 +22,7 @@ from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
 from hpcdist.routes import c10d, hdf5_files, mpi, select, staged
 from hpcdist.routes.base import Alltoall, Route
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 
 pytestmark = pytest.mark.mpi
 
@@ -234,7 +234,7 @@ def test_auto_is_mpi_for_host_memory(world: hd.World) -> None:
 
 def test_gloo_is_staged_where_a_rank_has_gpu_memory(world: hd.World) -> None:
     """On all ranks alike, those with host memory too."""
-    kinds = (MemoryKind.CUDA, *(MemoryKind.CPU,) * (world.world_size - 1))
+    kinds = (MemoryKind.GPU, *(MemoryKind.CPU,) * (world.world_size - 1))
     way = select.agreed("gather", "gloo", world._context.team, kinds)
     assert_on_all_ranks(world.comm, isinstance(way, staged.Staged) and way.route is c10d.GLOO, way)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from launch import mpirun, python, run
 
-from hpcdist.comm.devices import shared_gpu
+from hpcdist.tensors.accelerator import shared_gpu
 
 HEAD = """
     import os, socket, sys, time
@@ -284,7 +284,7 @@ GPUS = """
     socket.gethostname, rendezvous.Nodes, dist.is_nccl_available = lambda: node, Nodes, lambda: True
     torch.cuda.device_count, torch.cuda.get_device_properties = lambda: count, properties
     current, bound, make = [], [], dist.init_process_group
-    torch.cuda.set_device = current.append
+    torch.accelerator.set_device_index = current.append
     background.leave_all = lambda teams: []  # which asks the GPU for a stream
     def made(backend, device_id=None, **options):
         bound.append((backend, device_id))
@@ -318,6 +318,48 @@ def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
     """,
     )
     assert lines == ["ok"] * 3
+
+
+def test_gpus_of_intel_take_the_same_way() -> None:
+    """Stand-ins for torch's xpu and xccl: the device, torch's backend and the group of route nccl have their names."""
+    body = """
+    from types import SimpleNamespace
+    from hpcdist.routes.select import load
+    from hpcdist.runtime import background
+    from hpcdist.tensors import accelerator
+    rank = MPI.COMM_WORLD.rank
+    accelerator.KIND, accelerator.LIBRARY, dist.is_xccl_available = "xpu", "xccl", lambda: True
+    torch.xpu.device_count, torch.xpu.get_device_properties = lambda: 1, lambda index: SimpleNamespace(uuid=uuid)
+    current, asked, made, make = [], [], [], dist.init_process_group
+    torch.accelerator.set_device_index = current.append
+    background.leave_all = lambda teams: []  # which asks the GPU for a stream
+    def gloo(backend, **options):
+        asked.append(backend)
+        make("gloo", **options)
+    class Xccl:
+        Options = SimpleNamespace
+        def __init__(self, store, rank, size, options): made.append((rank, size, options.group_name))
+        def allreduce(self, tensors): return SimpleNamespace(wait=lambda: None)
+        def shutdown(self): pass
+    dist.init_process_group, dist.ProcessGroupXCCL, uuid = gloo, Xccl, f"GPU-{rank}"
+    zeros, torch.zeros = torch.zeros, lambda size, device: zeros(size, device="cpu")
+    with hd.init() as world:
+        assert world.device == current.pop() == torch.device("xpu", 0) and world._context.settings.own_gpus
+        assert asked.pop().endswith(",xpu:xccl") and load("nccl").missing(world._context.team) is None
+        load("nccl").group(world._context.team)
+        assert made == [(rank, 2, f"hpcdist/{world._context.team.number}")], made
+        assert "of XCCL" in load("nccl").method(world._context.team, "allgatherv", 8).name
+    uuid = "GPU-a"
+    try: hd.init()
+    except hd.LaunchError as error: say(f"{error}")
+    try: hd.init(device="cuda")
+    except hd.RankError as error: assert "expected cpu or xpu" in str(error)
+    """
+    done = mpirun(2, code=HEAD + body)
+    assert done.status == 0, done.err
+    shared = [f"ranks 0 and 1 share one GPU ({socket.gethostname()}, UUID GPU-a), which XCCL refuses" in line
+              for line in done.out.splitlines()]  # fmt: skip
+    assert shared == [True, True], done.out
 
 
 def test_gpus_are_told_apart_by_host_address_and_uuid() -> None:

@@ -46,9 +46,9 @@ def cuda() -> Iterator[Stream]:
         return empty(*args, **kwargs)
 
     with (
-        mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: True)),
+        mock.patch.object(torch.Tensor, "is_cpu", property(lambda x: False)),
         mock.patch.object(torch.Tensor, "copy_", late),
-        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(torch.accelerator, "current_stream", return_value=stream),
         mock.patch.object(torch, "empty", unpinned),
     ):
         yield stream

@@ -22,7 +22,7 @@ from hpcdist import staging
 from hpcdist.formats import plain
 from hpcdist.routes import mpi, window
 from hpcdist.staging.reader import TensorReader
-from hpcdist.tensors.pinned import Scratch
+from hpcdist.tensors.storage import Scratch
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,7 @@ from cases import Index
 from hpcdist.collectives.concat import Concat
 from hpcdist.collectives.gather import Gather
 from hpcdist.collectives.split import Scatter
-from hpcdist.tensors.dtypes import MemoryKind
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation.call import Call, show_shape
 from hpcdist.validation.local import shard_call, split_call
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from hpcdist.tensors import pinned
+from hpcdist.tensors.storage import Scratch
 
 
 def test_memory_is_used_again() -> None:
-    scratch, first = pinned.Scratch(pinned=False), []
+    scratch, first = Scratch(pinned=False), []
     for shape in ((3, 4), (2, 2), (4, 4)):
         scratch.reset()
         one, other = scratch.take(shape, torch.int16), scratch.take((5,), torch.float64)
