@@ -325,7 +325,7 @@ def test_gpus_of_intel_take_the_same_way() -> None:
     body = """
     from types import SimpleNamespace
     from hpcdist.routes.select import load
-    from hpcdist.runtime import background
+    from hpcdist.runtime import background, world as worlds
     from hpcdist.tensors import accelerator
     rank = MPI.COMM_WORLD.rank
     accelerator.KIND, accelerator.LIBRARY, dist.is_xccl_available = "xpu", "xccl", lambda: True
@@ -344,11 +344,11 @@ def test_gpus_of_intel_take_the_same_way() -> None:
     dist.init_process_group, dist.ProcessGroupXCCL, uuid = gloo, Xccl, f"GPU-{rank}"
     zeros, torch.zeros = torch.zeros, lambda size, device: zeros(size, device="cpu")
     with hd.init() as world:
-        assert world.device == current.pop() == torch.device("xpu", 0) and world._context.settings.own_gpus
-        assert asked.pop().endswith(",xpu:xccl") and load("nccl").missing(world._context.team) is None
-        load("nccl").group(world._context.team)
-        assert made == [(rank, 2, f"hpcdist/{world._context.team.number}")], made
-        assert "of XCCL" in load("nccl").method(world._context.team, "allgatherv", 8).name
+        assert world.device == current.pop() == torch.device("xpu", 0) and world.settings.own_gpus
+        assert asked.pop().endswith(",xpu:xccl") and load("nccl").missing(worlds.team_of()) is None
+        load("nccl").group(worlds.team_of())
+        assert made == [(rank, 2, f"hpcdist/{worlds.team_of().number}")], made
+        assert "of XCCL" in load("nccl").method(worlds.team_of(), "allgatherv", 8).name
     uuid = "GPU-a"
     try: hd.init()
     except hd.LaunchError as error: say(f"{error}")
