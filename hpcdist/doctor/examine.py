@@ -235,7 +235,9 @@ def gpus() -> Facts:
     }
     try:
         properties = [accelerator.properties(i) for i in range(accelerator.count())]
-        gpu["gpus"] = [{"name": p.name, "id": accelerator.identity(i), "near": _near(p)} for i, p in enumerate(properties)]
+        gpu["gpus"] = [
+            {"name": p.name, "id": accelerator.identity(i), "near": _near(p)} for i, p in enumerate(properties)
+        ]
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
         gpu["error"] = reason(error)
     if 0 < len(gpu["gpus"]) < len(files):
