@@ -10,15 +10,15 @@ __all__ = ["COMMANDS", "main"]
 # Name -> what it does, the module to run, and words that come before the user's.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "gather": ("join arrays from files over the ranks of a job", "hpcdist.gather"),
-    "concat": ("the same, with the result on every rank", "hpcdist.concat"),
-    "split": ("split an array in a file into parts in files of their own", "hpcdist.split"),
+    "concat": ("join arrays from files, with the result on every rank", "hpcdist.concat"),
+    "split": ("split an array into one file per part", "hpcdist.split"),
     "convert": ("copy all tensors of a file or folder to another format", "hpcdist.commands.conversion"),
     "ls": ("list the tensors of a file or folder", "hpcdist.commands.listing", "ls"),
     "verify": ("compare a file or folder with its checksums", "hpcdist.commands.listing", "verify"),
-    "doctor": ("find what is wrong with this job, and how to fix it", "hpcdist.doctor"),
+    "doctor": ("diagnose this job, and name the fixes", "hpcdist.doctor"),
     "jobscript": ("write a job script for Slurm, PBS, Flux or LSF", "hpcdist.jobscript"),
     "stage-env": ("copy an environment to every node's own disk, over MPI", "hpcdist.stage_env"),
-    "explain": ("print what the code at the end of an error means, and what to do", "hpcdist.errors.explain"),
+    "explain": ("explain the code at the end of an error, and name the remedy", "hpcdist.errors.explain"),
 }
 _OVERVIEW = ("", "hpcdist.commands.overview")
 

@@ -1,25 +1,25 @@
 #!/bin/bash
-# A training with DistributedDataParallel: CPU ranks over MPI, or one GPU a rank with --gpus-per-node:
+# A training with DistributedDataParallel: CPU ranks over MPI, or one GPU per rank with --gpus-per-node:
 #     flux batch train.flux --epochs 10
 #
-# Edit: the #flux: lines (options given to flux batch win over them), how your environment is loaded,
+# Edit: the #flux: lines (options given to flux batch override them), the lines that load your environment,
 # and the program.
-# The program is torch's own, but for one line, hpcdist.init(): see docs/torch-backend.md.
+# The program is torch's own with one changed line, hpcdist.init(): see docs/torch-backend.md.
 # Written by:
 #     python -m hpcdist.jobscript --kind train --scheduler flux --gpus-per-node 4
 #flux: --job-name=hpcdist-train
 #flux: --nodes=2
-#flux: --nslots=2 # a slot is this job's part of a node
+#flux: --nslots=2 # one slot per node
 #flux: --cores-per-slot=32
 #flux: --gpus-per-slot=4
 #flux: --time-limit=600s
 
-set -eo pipefail # not -u: the scripts of modules and of conda use variables that are not set
+set -eo pipefail # not -u: scripts of modules and of conda use unset variables
 
 # module load openmpi
 # source env/bin/activate
 
-# The program of each rank. What follows the script's name is added to it.
+# The program of each rank. Arguments after the script's name are added to it.
 program=(python -m hpcdist.examples.train_ddp)
 
 export OMP_NUM_THREADS=8
@@ -27,21 +27,21 @@ job=${FLUX_ENCLOSING_ID:-of no number} nodes=$(flux getattr size) hosts=$(flux g
 per_node=4
 ranks=$((nodes * per_node))
 mpi=$(python -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])')
-# All GPUs of a node stay visible to its ranks. Open MPI 5 needs -o pmi=pmix, of flux-pmix.
+# The ranks see all GPUs of their node. Open MPI 5 needs -o pmi=pmix, of flux-pmix.
 launch=(flux run --nodes="$nodes" --ntasks="$ranks" --cores-per-task="$OMP_NUM_THREADS" --gpus-per-task=1 -o cpu-affinity=off)
 
 echo "train: job $job on $nodes nodes: $hosts"
 echo "ranks: $ranks, $per_node on each node, $OMP_NUM_THREADS CPUs each"
 echo "MPI: $mpi; launched by: ${launch[*]}"
 echo "GPUs of a node: 4"
-# Each rank computes on the cores beside its GPU: that of its number on the node, as hpcdist.init() takes it.
+# Each rank runs on the cores beside its GPU, the one that matches its local rank, as in hpcdist.init().
 beside_gpu='local=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-$FLUX_TASK_LOCAL_ID}}
 IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-}"
 if [ ${#gpus[@]} -gt 0 ]; then gpu=${gpus[local % ${#gpus[@]}]}; else gpu=$local; fi
 bus=$(nvidia-smi --id="$gpu" --query-gpu=pci.bus_id --format=csv,noheader) && bus=${bus,,} &&
     taskset --pid --cpu-list "$(<"/sys/bus/pci/devices/${bus:4}/local_cpulist")" $$ >/dev/null ||
     echo "$(hostname): local rank $local is not bound to the cores beside GPU $gpu" >&2
-export CUDA_DEVICE_ORDER=PCI_BUS_ID # as nvidia-smi counts
+export CUDA_DEVICE_ORDER=PCI_BUS_ID # the order of nvidia-smi
 exec "$@"'
 launch+=(bash -c "$beside_gpu" bash)
 "${launch[@]}" "${program[@]}" "$@"

@@ -373,24 +373,23 @@ def _file_names(pattern: str, count: int) -> list[str]:
 
 _HELP = {  # description, what -o is for, and an example
     "gather": (
-        "Join arrays from files along one dimension, over the ranks of an MPI job. With -o they are streamed: every "
-        "rank reads and writes its share of the result, a window at a time, so nothing has to fit in memory. Without "
-        "-o each rank reads its share of the files, in the order given, and they are gathered in the memory of one "
-        "rank. Without INPUT: the source files of Python's standard library. To copy all tensors of a checkpoint: "
-        "hpcdist convert.",
+        "Join arrays from files along one dimension, over the ranks of an MPI job. With -o every rank reads and writes "
+        "its share, a window at a time, so the arrays need not fit in memory. Without -o the ranks read the files in "
+        "the order given, and gather them in the memory of one rank. Without INPUT they gather the source files of "
+        "Python's standard library. To copy all tensors of a checkpoint, use hpcdist convert.",
         "write the result",
         "mpirun -n 4 python -m hpcdist.gather 'shards/*.npy' -o whole.h5",
     ),
     "concat": (
-        "Join arrays from files along one dimension, on every rank of an MPI job: like hpcdist.gather, but every rank "
-        "receives the result. With -o NAME all ranks write one file; with -o 'NAME-{rank}' each rank writes a copy of "
-        "its own, for folders that the nodes do not share.",
+        "Join arrays from files along one dimension, like hpcdist.gather, but on every rank of an MPI job. With -o "
+        "NAME all ranks write one file. With -o 'NAME-{rank}' each rank writes its own copy, for folders that the "
+        "nodes do not share.",
         "write the result, or with {rank} in the name a copy for each rank",
         "mpirun -n 2 python -m hpcdist.concat 'shards/*.npy' -o '/local/whole-{rank}.npy'",
     ),
     "split": (
-        "Split an array, or the join of several, along one dimension into parts in files of their own, over the ranks "
-        "of an MPI job. Every rank reads and writes its share, a window at a time: nothing has to fit in memory.",
+        "Split an array, or several joined ones, along one dimension into one file per part, over the ranks of an MPI "
+        "job. Every rank reads and writes its share, a window at a time, so the arrays need not fit in memory.",
         "names of the parts, with {rank} or {rank:04d} for their number",
         "mpirun -n 4 python -m hpcdist.split whole.h5 -o 'parts/{rank:04d}.npy' --parts 16",
     ),
@@ -414,7 +413,7 @@ def parser(what: str) -> Parser:
     p.add_argument("--dim", type=int, default=0, help="dimension to join or split along (default 0)")
     p.add_argument(
         "--verify", action="store_true",
-        help="compare the result with the inputs, both read again on one process by the libraries of their formats",
+        help="read inputs and result again on one process, with the libraries of their formats, and compare them",
     )  # fmt: skip
     if what == "gather":
         p.add_argument("--root", type=int, default=0, help="without -o: rank that receives the result (default 0)")
@@ -425,6 +424,6 @@ def parser(what: str) -> Parser:
         p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
     else:
         p.add_argument("--route", choices=_ROUTES, help="gather in memory, by this route (default mpi)")
-        p.add_argument("--compare", action="store_true", help="the same, by every route that can run here")
+        p.add_argument("--compare", action="store_true", help="gather in memory, by every route that can run here")
     add_options(p)
     return p

@@ -180,8 +180,8 @@ def parser() -> Parser:
         prog="hpcdist convert",
         description="Copy all tensors of a file or folder, under their names, to another format: from a folder of "
         "torch's DCP, .safetensors (one file, or a folder or index of several), .h5, .pt or .npz, to .safetensors, .h5 "
-        "or a new folder of torch's DCP. Every rank reads and writes its share, a window at a time. What is not a "
-        "tensor is left out, and named; no pickle is run.",
+        "or a new folder of torch's DCP. Every rank reads and writes its share, a window at a time. Only tensors are "
+        "copied; other values are listed. No pickle is run.",
         epilog="example: mpirun -n 4 python -m hpcdist convert ckpt_dir model.safetensors",
     )
     p.add_argument("input", type=path, metavar="SRC", help="a file or folder of tensors")
@@ -191,8 +191,8 @@ def parser() -> Parser:
     )  # fmt: skip
     p.add_argument(
         "--max-shard-size", metavar="BYTES",
-        help="with NAME.safetensors: several files of so many bytes, such as 5GB, and an index, for Hugging Face's "
-        "libraries",
+        help="with NAME.safetensors: write several files of at most so many bytes, such as 5GB, and an index, for "
+        "Hugging Face's libraries",
     )  # fmt: skip
     add_options(p)
     return p

@@ -130,10 +130,10 @@ def _verdict(contents: Contents, pieces: int, damaged: list[str]) -> str:
 
 
 _ABOUT = {
-    "ls": "List the tensors of a file or folder, in any format that is read: shape, dtype, pieces, "
-    "their writers, and how they are stored.",
-    "verify": "Compare every piece of a file or folder with its checksum; of a file without "
-    "checksums, read everything. The exit status is 1 if a piece is damaged.",
+    "ls": "List the tensors of a file or folder, in any format that staging.load reads: shape, dtype, pieces, their "
+    "writers, and how they are stored.",
+    "verify": "Compare every piece of a file or folder with its checksum. If a file has no checksums, read all of it. "
+    "The exit status is 1 if a piece is damaged.",
 }
 
 

@@ -40,10 +40,9 @@ _KILL_SECONDS = 2  # a process that waits for a dead file system cannot be kille
 _WIDTH = 120  # characters of a line of names
 _REASONS = ("hpcdist.init()", "ulimit -n", "TMPDIR", "/dev/shm")  # why the examination may end
 _ABOUT = """
-Examine the job, or the process, that this command runs in: launcher, MPI, cores, GPUs, network, shared memory, HDF5,
-staging folder, and each route. Every finding is ok, a warning (it works, but slowly or not for everything) or broken
-(something fails or hangs); warnings and what is broken come with a fix. docs/doctor.md explains each finding. The exit
-status is 1 if something is broken, else 0.
+Examine the job or process in which this command runs: launcher, MPI, cores, GPUs, network, shared memory, HDF5, staging
+folder, and each route. A finding is ok, a warning (slow or limited) or broken (it fails or hangs). Warnings and broken
+findings name a fix. docs/doctor.md explains each finding. The exit status is 1 if something is broken, else 0.
 """
 
 
@@ -239,11 +238,11 @@ def parser() -> Parser:
     """Return the parser of python -m hpcdist.doctor. It does not ask MPI, which may be what is broken."""
     p = Parser("hpcdist doctor", description=_ABOUT, prints=is_first)
     p.add_argument("--json", action="store_true", help="print the findings as JSON, with the facts of every rank")
-    p.add_argument("--verbose", action="store_true", help="print what is ok in full, too")
+    p.add_argument("--verbose", action="store_true", help="print ok findings in full, too")
     p.add_argument("--staging", type=path, metavar="FOLDER", help="staging folder to try instead of the default")
     p.add_argument(
         "--limit", type=_seconds, default=_LIMIT, metavar="SECONDS",
-        help="time after which a step of the examination counts as hanging (default %(default)g)",
+        help="time after which a step counts as hanging (default %(default)g)",
     )  # fmt: skip
     return p
 

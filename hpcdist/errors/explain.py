@@ -61,12 +61,12 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="hpcdist explain",
-        description="Explain the errors of hpcdist, whose messages end with a code such as [HD204]: what it means, and "
-        "what to do. Without a code, list all of them.",
+        description="Explain the code at the end of hpcdist's errors, such as [HD204], and name the remedy. Without a "
+        "code, list all codes.",
         epilog="example: mpirun -n 4 python program.py 2>&1 | hpcdist explain -",
     )
     parser.add_argument(
-        "code", nargs="*", metavar="CODE", help="such as HD204; - reads a program's output and finds them"
+        "code", nargs="*", metavar="CODE", help="such as HD204; - finds the codes in a program's output"
     )
     given = parser.parse_args(argv).code
     try:

@@ -1,6 +1,6 @@
-"""Split the output features of a linear layer among the ranks; its gradients are those of the layer on one process.
+"""Split the output features of a linear layer among the ranks. The gradients equal those of one process.
 
-Every rank has the same input and its own rows of the weight. Their number need not be a multiple of the ranks.
+Every rank has the same input and its own rows of the weight. Ranks may have different numbers of rows.
 
 mpirun -n 3 python -m hpcdist.examples.column_parallel
 """
@@ -23,16 +23,16 @@ ROWS = hd.Split(0)  # of the weight, and of the bias: output features
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b, with the same x and y on every rank, and W and b in parts. Collective, also in backward.
 
-    Let P ranks hold W_r and b_r, so that y = (y_0 ... y_{P-1}) with y_r = x W_r^T + b_r, and let G = dL/dy be the
-    gradient of the loss, which is the same on every rank, since every rank computes the same loss from the same y.
+    Let P ranks hold W_r and b_r, so that y = (y_0 ... y_{P-1}) with y_r = x W_r^T + b_r. Let G = dL/dy be the gradient
+    of the loss. It is the same on every rank, because every rank computes the same loss from the same y.
 
-    - dL/dW_r = G_r^T x and dL/db_r = the column sums of G_r: rank r has all it needs. But the backward pass of concat
-      must allow for a different loss on every rank: it sums the gradients of y_r over all ranks, which differentiates
+    - dL/dW_r = G_r^T x, and dL/db_r = the column sums of G_r. Rank r can compute both. But the backward pass of concat
+      allows for a different loss on every rank: it sums the gradients of y_r over all ranks, which differentiates
       L_0 + ... + L_{P-1} = P L. Therefore each rank contributes G / P.
-    - dL/dx = G W = the sum over r of G_r W_r: rank r has one term, because its x affects the loss through y_r alone.
+    - dL/dx = G W = the sum over r of G_r W_r. Rank r has one term, because its x affects the loss through y_r alone.
       An all_reduce sums the terms.
 
-    The layer does both, so every rank calls loss.backward() as one process does, and layers can be stacked.
+    The layer does both. Therefore every rank calls loss.backward() as one process does, and layers can be stacked.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -43,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
-            x = x.view_as(x)  # so that the hook sees the gradient of this use of x alone
+            x = x.view_as(x)  # the hook then receives only the gradient of this use of x
             x.register_hook(sum_over_ranks)  # type: ignore[no-untyped-call]
         y: Tensor = hd.concat(functional.linear(x, self.weight, self.bias), dim=-1)
         if y.requires_grad:
@@ -56,7 +56,7 @@ def share_of_rank(grad: Tensor) -> Tensor:
 
 
 def sum_over_ranks(grad: Tensor) -> Tensor:
-    total = grad.clone(memory_format=torch.contiguous_format)  # a hook must not change what it is given
+    total = grad.clone(memory_format=torch.contiguous_format)  # a hook must not change its argument
     dist.all_reduce(total)
     return total
 

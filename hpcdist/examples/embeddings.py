@@ -1,7 +1,7 @@
 """Redistribute an embedding table from rows to columns to tiles, and look words up in each layout.
 
-By rows, every rank has all features of some words; by columns, some features of all words; by tiles, some features of
-some words.
+By rows, every rank has all features of some words. By columns, it has some features of all words. By tiles, it has some
+features of some words.
 
 mpirun -n 4 python -m hpcdist.examples.embeddings
 """
@@ -31,13 +31,13 @@ def main() -> None:
         held = {by: layout.boxes((WORDS, FEATURES), world.world_size) for by, layout in layouts.items()}
         mine = {by: boxes[world.rank] for by, boxes in held.items()}
 
-        # Each rank makes, or loads, its own rows: no rank ever holds the whole table.
+        # Each rank makes, or loads, its own rows. No rank holds the whole table.
         rows = table(mine["rows"], world.device)
 
-        # To do it once: each rank sends every other rank only what it needs.
+        # For one call: each rank sends every other rank only the elements that it needs.
         columns = hd.redistribute(rows, layouts["rows"], layouts["columns"])
 
-        # To do it many times, as in every training step: the plan is made once, and then only data move.
+        # For many calls, as in every training step: make the plan once. Its calls move only data.
         to_tiles = hd.plan(hd.redistribute, columns, layouts["columns"], layouts["tiles"])
         tiles = to_tiles(columns)
         received = world.comm.gather((to_tiles.received, tiles.nbytes))  # on rank 0
@@ -74,7 +74,7 @@ def table(box: hd.layout.Box, device: torch.device) -> Tensor:
 
 
 def look_up(words: Tensor, part: Tensor, box: hd.layout.Box) -> Tensor:
-    """Return the vectors of the words on every rank, whatever part each rank holds. Collective."""
+    """Return the vectors of the words on every rank, from the ranks' parts of the table. Collective."""
     first, count = box.offset[0], box.shape[0]
     here = (words >= first) & (words < first + count)
     vectors = part.new_zeros(len(words), FEATURES)
@@ -84,7 +84,7 @@ def look_up(words: Tensor, part: Tensor, box: hd.layout.Box) -> Tensor:
 
 
 def look_up_in_columns(words: Tensor, columns: Tensor) -> Tensor:
-    """Do the same where every rank has all words: concatenate their features, so no zeros travel. Collective."""
+    """Look words up if every rank has all words: concatenate the features, without sending zeros. Collective."""
     vectors: Tensor = hd.concat(functional.embedding(words, columns), dim=1)
     return vectors
 

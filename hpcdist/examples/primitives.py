@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def one_to_all(x: Tensor, world: World) -> Iterator[Row]:
-    """Send from rank 0 to every rank: the same tensor, or a part for each."""
+    """Send from rank 0 to every rank: the same tensor, or one part to each."""
     got = x[:1].clone()
     dist.broadcast(got, src=0)
     yield "broadcast", x[:1], got
@@ -86,7 +86,7 @@ def all_to_all(x: Tensor, world: World) -> Iterator[Row]:
 
 
 def pairs(x: Tensor, world: World) -> Iterator[Row]:
-    """Send from rank 0 to the last rank, then to every other rank; nothing with a single rank."""
+    """Send from rank 0 to the last rank, then to every other rank. A single rank sends nothing."""
     rank, last = world.rank, world.world_size - 1
     got = torch.empty_like(x[:1])
     if last > 0 and rank == 0:

@@ -1,7 +1,7 @@
-"""Predict variable-length sequences on all ranks and gather them for metrics: order kept, nothing padded.
+"""Predict variable-length sequences on all ranks, and gather them for metrics in their order, without padding.
 
-Rank 0 has texts of very different lengths. They are distributed so that all ranks have about the same number of tokens;
-a model, here a stand-in, predicts; and rank 0 gathers all predictions in the order of the texts.
+Rank 0 has texts of very different lengths, and gives all ranks about the same number of tokens. A stand-in for a model
+predicts. Rank 0 gathers all predictions in the order of the texts.
 
 mpirun -n 3 python -m hpcdist.examples.sequences
 """
@@ -28,18 +28,18 @@ def main() -> None:
     """Predict, gather, and compare with one process. Collective over all ranks of the job."""
     with hd.init() as world:
         texts = corpus(world.device) if world.rank == 0 else None
-        # Consecutive texts for each rank, with about as many tokens: ranks may have different numbers of texts.
+        # Each rank gets consecutive texts with about the same number of tokens, so the numbers of texts differ.
         counts = hd.balance([len(target) for target in texts["targets"]]) if texts is not None else None
         mine = hd.split(texts, counts=counts)  # splits the lists, whose items may have any shape
 
         tokens = [predict(target) for target in mine["targets"]]
         right, total = score(tokens, mine["targets"])
 
-        # Lists are concatenated in rank order; single values, such as the loss, become a list with one from each rank.
-        # The losses are sums, not means: a mean of means is wrong if ranks have different numbers of tokens.
+        # Lists are concatenated in rank order. Single values, such as the loss, become a list with one value per rank.
+        # The losses are sums, because a mean of means is wrong if ranks have different numbers of tokens.
         found = hd.gather({"ids": mine["ids"], "tokens": tokens, "loss": COST * (total - right)}, root=0)
 
-        # concat gives every rank what all need, for example to agree on when to stop.
+        # concat gives every rank the result, for example to decide when to stop.
         sums = hd.concat({"right": right, "total": total, "texts": len(tokens)})
         accuracy = sum(sums["right"]) / sum(sums["total"])
 
@@ -68,7 +68,7 @@ def score(tokens: list[Tensor], targets: list[Tensor]) -> tuple[int, int]:
 
 
 def show(texts: Parts, found: Parts, sums: Parts, accuracy: float) -> None:
-    """Print what rank 0 has gathered, and compare it with the result of one process."""
+    """Print the gathered results, and compare them with the result of one process."""
     for rank, (count, total) in enumerate(zip(sums["texts"], sums["total"], strict=True)):
         print(f"rank {rank}: {count} texts, {total} tokens")
     for name, got, want in zip(found["ids"], found["tokens"], texts["targets"], strict=True):

@@ -1,6 +1,6 @@
-"""Send several tensors at once in one structure: the receiver need not know their number, shapes or dtypes.
+"""Send several tensors at once in one structure. The receiver need not know their number, shapes or dtypes.
 
-Rank 0 sends a task to every other rank, without waiting in between, and receives the answers as they arrive.
+Rank 0 sends a task to every other rank without waiting, and receives the answers in any order.
 
 mpirun -n 4 python -m hpcdist.examples.several_tensors
 """
@@ -25,7 +25,7 @@ def main() -> None:
             return
 
         tasks = {rank: task_of(rank, world.device) for rank in range(1, world.world_size)}
-        # All at once, with a handle for each. A task must not be changed before its handle is done.
+        # Send all at once, with one handle each. Do not change a task before its handle is done.
         sent = [hd.isend(task, dest=rank) for rank, task in tasks.items()]
         # Answers arrive in any order, so each comes with its source.
         coming = [hd.irecv(with_source=True) for _ in tasks]

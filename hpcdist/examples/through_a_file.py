@@ -1,7 +1,7 @@
 """Pass a large tensor through a file: to another rank, and to all ranks in another layout.
 
-For tensors that fill the memory of a rank, or that must outlive the job. The files are in the staging folder, which all
-nodes share: hd.init(staging=...) or HPCDIST_STAGING.
+Use this for tensors that fill the memory of a rank, or that must outlive the job. The files are in the staging folder,
+which all nodes share: hd.init(staging=...) or HPCDIST_STAGING.
 
 mpirun -n 2 python -m hpcdist.examples.through_a_file --mib 8
 """
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def to_another_rank(shape: tuple[int, int], world: hd.World) -> None:
-    """Send from rank 0 to the last rank: only the sender names the route."""
+    """Send from rank 0 to the last rank. Only the sender names the route."""
     last = world.world_size - 1
     if last == 0:
         return
@@ -47,7 +47,7 @@ def to_another_rank(shape: tuple[int, int], world: hd.World) -> None:
 
 
 def to_another_layout(shape: tuple[int, int], world: hd.World) -> None:
-    """Redistribute from rows to columns; no rank ever holds the whole."""
+    """Redistribute from rows to columns. No rank holds the whole."""
     rows, columns = (hd.Split(dim).boxes(shape, world.world_size) for dim in (0, 1))
     # All ranks use the folder that rank 0 makes.
     folder = world.comm.bcast(tempfile.mkdtemp(dir=world.staging) if world.rank == 0 else None)
@@ -56,7 +56,7 @@ def to_another_layout(shape: tuple[int, int], world: hd.World) -> None:
         # Each rank writes its rows. The result is an ordinary file with one dataset, which outlives the job.
         staging.save(path, {"x": part(rows[world.rank], world.device)}, dim=0)
 
-        # Any number of ranks may read it, in this job or another: by dim and counts, or a box for each rank.
+        # Any number of ranks may read it, in this job or another, by dim and counts or by one box per rank.
         got = staging.load(path, "x", dim=1, device=world.device)
         compare(got, columns[world.rank], world)
 

@@ -1,6 +1,6 @@
-"""Train a model with DistributedDataParallel: torch's own program, and one line that starts it under MPI.
+"""Train a model with DistributedDataParallel: torch's own program, with one line that starts it under MPI.
 
-Samples are distributed among the ranks, gradients are averaged. One process with the whole batches learns the same
+The ranks share the samples of each batch, and average the gradients. One process with the whole batches learns the same
 weights, up to rounding.
 
 mpirun -n 2 python -m hpcdist.examples.train_ddp
@@ -21,13 +21,13 @@ import hpcdist as hd
 
 __all__ = ["main"]
 
-SAMPLES, BATCH = 96, 24  # a batch of all ranks: 24 can be shared by 1, 2, 3, 4, 6, 8, 12 or 24 ranks
+SAMPLES, BATCH = 96, 24  # samples of all ranks together: 1, 2, 3, 4, 6, 8, 12 or 24 ranks can share a batch
 
 
 def main() -> None:
     """Train, and compare with one process. Collective over all ranks of the job."""
     epochs = options().epochs
-    with hd.init() as world:  # the one line: instead of init_process_group() and the variables that torchrun sets
+    with hd.init() as world:  # in place of init_process_group() and torchrun's variables
         if BATCH % world.world_size:
             raise ValueError(f"a batch of {BATCH} samples cannot be shared equally by {world.world_size} ranks")
         data = dataset()
@@ -53,7 +53,7 @@ def options() -> argparse.Namespace:
 
 
 def network() -> nn.Sequential:
-    """Return a model with the same weights on every rank; DistributedDataParallel would copy rank 0's in any case."""
+    """Return a model with the same weights on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
 

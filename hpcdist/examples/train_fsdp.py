@@ -1,12 +1,12 @@
-"""Train a model with FSDP2, save in the background, go on after a kill on another number of ranks, and hand the weights
-to one process.
+"""Train a model with FSDP2, save in the background, resume on another number of ranks after a kill, and export the
+weights.
 
-Parameters, gradients and the optimizer's state are sharded over all ranks. The checkpoint is one HDF5 file, written
-while the training goes on; its name holds the last complete save. The weights end up in a .safetensors file, which no
-rank ever held whole. One process with the whole batches learns the same weights, up to rounding.
+Parameters, gradients and the optimizer's state are sharded over all ranks. The checkpoint is one HDF5 file, written in
+the background of the training. Its name always has the last complete save. The weights are exported to a .safetensors
+file, and no rank holds all of them. One process with the whole batches learns the same weights, up to rounding.
 
 mpirun -n 3 python -m hpcdist.examples.train_fsdp --die-after 7     # a rank dies
-mpirun -n 2 python -m hpcdist.examples.train_fsdp                   # goes on from the checkpoint
+mpirun -n 2 python -m hpcdist.examples.train_fsdp                   # resumes from the checkpoint
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def resume(model: nn.Module, optimizer: Optimizer, path: str) -> int:
-    """Load the checkpoint, which any number of ranks may have saved; return the step to go on with."""
+    """Load the checkpoint, which any number of ranks may have saved, and return the next step."""
     there = [os.path.exists(path)]
     dist.broadcast_object_list(there)  # rank 0's answer, for all
     if not there[0]:
@@ -105,7 +105,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, step: int) -> dict[str, Any
 
 
 def train(model: nn.Module, optimizer: Optimizer, first: int, asked: argparse.Namespace, world: hd.World) -> None:
-    """Train from step `first` on. Saves run in a group of their own, beside the training's messages."""
+    """Train from step `first` on. Saves use a separate group, so they run beside the training's messages."""
     saves = dist.new_group()
     saving: Any = None
     for step in range(first, asked.steps):
@@ -116,9 +116,9 @@ def train(model: nn.Module, optimizer: Optimizer, first: int, asked: argparse.Na
         optimizer.step()
         if (step + 1) % asked.every == 0:
             if saving is not None:
-                saving.result()  # one at a time; raises what the save has raised
+                saving.result()  # one save at a time; raises if it failed
             state, writer = state_of(model, optimizer, step + 1), HDF5Writer(asked.checkpoint)
-            # Returns when the values are copied: the next steps may change them.
+            # Returns when the values have been copied. The next steps may change them.
             saving = dcp.async_save(state, storage_writer=writer, process_group=saves)  # type: ignore[attr-defined]
         if step + 1 == asked.die_after and world.rank == world.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)

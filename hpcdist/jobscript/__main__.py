@@ -69,7 +69,7 @@ def parser() -> Parser:
     """Return the parser of python -m hpcdist.jobscript. It runs on login nodes, and does not ask MPI for the rank."""
     p = Parser(
         prog="hpcdist jobscript",
-        description="Write a job script for the shape of a job. Without options: Slurm, 2 nodes with 4 CPU ranks each.",
+        description="Write a job script. Without options it is for Slurm, and 2 nodes with 4 CPU ranks each.",
         epilog="example: python -m hpcdist.jobscript --nodes 4 --gpus-per-node 8 -o job.sbatch -- python train.py",
         prints=lambda: True,
     )
@@ -77,35 +77,35 @@ def parser() -> Parser:
     _requests(p)
     _launch(p)
     p.add_argument("-o", "--script", type=path, metavar="FILE", help="file to write (default standard output)")
-    p.add_argument("command", nargs="*", metavar="COMMAND", help="program of a rank, after -- (default the kind's)")
+    p.add_argument("command", nargs="*", metavar="COMMAND", help="each rank's program, after -- (default the kind's)")
     return p
 
 
 def _shape(p: Parser) -> None:
     p.add_argument("--kind", choices=KINDS, help="kind of job (default gpu with --gpus-per-node, else cpu)")
     p.add_argument("--scheduler", choices=SCHEDULERS, help="scheduler of the cluster (default slurm)")
-    p.add_argument("--plain", action="store_true", help="a dozen lines, with nothing left to decide in the job")
+    p.add_argument("--plain", action="store_true", help="minimal; everything is decided when it is written")
     p.add_argument("--nodes", type=int, help="number of nodes (default 2)")
-    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks of a node (default one for each GPU, or 4)")
+    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks per node (default one per GPU, or 4)")
     p.add_argument(
         *("--gpus-per-node", "--gpus"),
         metavar="[TYPE:]N",
-        help="GPUs of a node; Slurm takes their type, too (default 4 for kind gpu, else none)",
+        help="GPUs per node, for Slurm also their type (default 4 for kind gpu, else none)",
     )
-    p.add_argument("--cpus-per-task", type=int, metavar="N", help="cores of a rank (default 8 with a GPU, else 1)")
+    p.add_argument("--cpus-per-task", type=int, metavar="N", help="cores per rank (default 8 with a GPU, else 1)")
     p.add_argument("--array", metavar="INDICES", help="for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)")
     p.add_argument("--warning", type=int, metavar="SECONDS", help="for kind requeue: before the limit (default 120)")
 
 
 def _requests(p: Parser) -> None:
-    p.add_argument("--mem", help="memory of a node, such as 64G (default the cluster's; not with Flux, jsrun)")
+    p.add_argument("--mem", help="memory per node, such as 64G (default the cluster's; not with Flux, jsrun)")
     p.add_argument("--time", help="time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)")
     p.add_argument("--partition", "--queue", help="partition or queue of the cluster (default the cluster's)")
     p.add_argument("--account", help="account, project or bank to charge (default yours)")
     p.add_argument("--qos", help="quality of service (Slurm)")
-    p.add_argument("--constraint", help="what the nodes must have, in the scheduler's words")
-    p.add_argument("--exclusive", action="store_true", help="share the nodes with no other job")
-    p.add_argument("--output", metavar="FILE", help="file for what the job prints, with the scheduler's own patterns")
+    p.add_argument("--constraint", help="required features of the nodes, in the scheduler's words")
+    p.add_argument("--exclusive", action="store_true", help="do not share the nodes with other jobs")
+    p.add_argument("--output", metavar="FILE", help="file for the job's output, with the scheduler's patterns")
     p.add_argument("--name", help="name of the job (default hpcdist-KIND)")
     p.add_argument(
         *("--directive", "--sbatch"),
@@ -118,19 +118,19 @@ def _requests(p: Parser) -> None:
 
 
 def _launch(p: Parser) -> None:
-    p.add_argument("--launcher", choices=LAUNCHERS, help="what starts the ranks (default the scheduler's first)")
-    p.add_argument("--mpi", help="PMI of srun: pmix, pmi2, ..., or default, the cluster's (default auto: found)")
+    p.add_argument("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default the scheduler's first)")
+    p.add_argument("--mpi", help="PMI of srun: pmix, pmi2, ..., or default for the cluster's (default auto)")
     p.add_argument(
         *("--bind",),
         choices=BINDINGS,
-        help="cores of a rank: those beside its GPU, its own, or as the cluster does (default gpu with a GPU for each)",
+        help="bind each rank to the cores beside its GPU, to its own cores, or not (default gpu with a GPU per rank)",
     )
     p.add_argument("--module", dest="modules", action="append", default=[], help="module to load; may be repeated")
     p.add_argument("--venv", metavar="DIR", help="virtual environment to activate")
     p.add_argument("--conda", metavar="ENV", help="conda environment to activate, by name or folder")
     p.add_argument("--stage-env", action="store_true", help="first copy the environment to every node's own disk")
     p.add_argument("--apptainer", metavar="IMAGE", help="Apptainer or Singularity image in which the ranks run")
-    p.add_argument("--pyxis", metavar="IMAGE", help="image in which the ranks run, for a Slurm with Pyxis")
+    p.add_argument("--pyxis", metavar="IMAGE", help="image in which the ranks run, for Slurm with Pyxis")
     p.add_argument(
         *("--mount",),
         dest="mounts",

@@ -31,21 +31,21 @@ def parser() -> Parser:
     """Return the parser. It does not ask MPI for the rank: --cleanup and --help need no MPI."""
     p = Parser(
         prog=_NAME,
-        description="Copy an environment, a folder or a file from a shared file system to every node's own disk: one "
-        "rank reads it, MPI sends it, and the path of the copies is printed.",
+        description="Copy an environment, a folder or a file from a shared file system to every node's own disk. One "
+        "rank reads it, and MPI sends it. Print the path of the copies.",
         epilog="example: env=$(srun --ntasks-per-node=1 python -m hpcdist.stage_env /shared/venv); "
         'srun "$env/bin/python" train.py. See docs/stage-env.md.',
         prints=lambda: launcher.number(os.environ) == 0,
     )
     p.add_argument("source", nargs="?", type=path, help="venv, conda environment, other folder, or file")
     p.add_argument("--to", type=path, default="/tmp", metavar="DIR", help="folder on each node's own disk (/tmp)")
-    p.add_argument("--with-base", action="store_true", help="also copy the interpreter that a venv was made with")
+    p.add_argument("--with-base", action="store_true", help="also copy the base interpreter of a venv")
     p.add_argument("--with", dest="also", type=path, action="append", default=[], metavar="DIR", help="also copy "
                    "another folder, such as that of an editable install; may be repeated")  # fmt: skip
-    p.add_argument("--job", metavar="NAME", help="name this job: jobs with the same name share a copy (its number in "
-                   "the batch system)")  # fmt: skip
-    p.add_argument("--cleanup", type=path, metavar="PATH", help="remove the copy with this path, as it was printed, on "
-                   "the nodes on which this runs")  # fmt: skip
+    p.add_argument("--job", metavar="NAME", help="name of this job; jobs with the same name share a copy (its number "
+                   "in the batch system)")  # fmt: skip
+    p.add_argument("--cleanup", type=path, metavar="PATH", help="remove the copy with this printed path, on this "
+                   "job's nodes")  # fmt: skip
     return p
 
 

@@ -2,7 +2,7 @@
 # CPU ranks over MPI:
 #     flux batch cpu.flux 'shards/*.npy'
 #
-# Edit: the #flux: lines (options given to flux batch win over them), how your environment is loaded,
+# Edit: the #flux: lines (options given to flux batch override them), the lines that load your environment,
 # and the program.
 # Written by:
 #     python -m hpcdist.jobscript --kind cpu --scheduler flux --time 90 --partition pbatch --account p1 --constraint 'host:n[1-8]' --exclusive --output 'out.{{id}}' --bind cores --directive setattr=system.x=1
@@ -16,12 +16,12 @@
 #flux: --output=out.{{id}}
 #flux: --setattr=system.x=1
 
-set -eo pipefail # not -u: the scripts of modules and of conda use variables that are not set
+set -eo pipefail # not -u: scripts of modules and of conda use unset variables
 
 # module load openmpi
 # source env/bin/activate
 
-# The program of each rank. What follows the script's name is added to it.
+# The program of each rank. Arguments after the script's name are added to it.
 program=(python -m hpcdist.gather)
 
 export OMP_NUM_THREADS=1
@@ -29,7 +29,7 @@ job=${FLUX_ENCLOSING_ID:-of no number} nodes=$(flux getattr size) hosts=$(flux g
 per_node=4
 ranks=$((nodes * per_node))
 mpi=$(python -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])')
-# All GPUs of a node stay visible to its ranks. Open MPI 5 needs -o pmi=pmix, of flux-pmix.
+# The ranks see all GPUs of their node. Open MPI 5 needs -o pmi=pmix, of flux-pmix.
 launch=(flux run --nodes="$nodes" --ntasks="$ranks" --cores-per-task="$OMP_NUM_THREADS" -o cpu-affinity=per-task)
 
 echo "cpu: job $job on $nodes nodes: $hosts"

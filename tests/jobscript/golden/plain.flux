@@ -2,7 +2,7 @@
 # Written by: python -m hpcdist.jobscript --kind train --scheduler flux --plain --conda /envs/torch
 #flux: --job-name=hpcdist-train
 #flux: --nodes=2
-#flux: --nslots=2 # a slot is this job's part of a node
+#flux: --nslots=2 # one slot per node
 #flux: --cores-per-slot=4
 #flux: --time-limit=600s
 set -e
