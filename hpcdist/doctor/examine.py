@@ -1,7 +1,7 @@
 """Examine a job: the facts of each rank, plain data that ``--json`` prints, and the steps that find them, in order.
 
-First comes what a rank finds out alone, then what the ranks find out together: mpi, node and local_rank; reach, pairs
-and staging on one rank of each node; sees, worker, init, file, routes and nccl_network.
+First comes what a rank finds out alone, then what the ranks find out together: mpi, node and local_rank; pair and
+staging on one rank of each node; sees, worker, init, file, routes and nccl_network.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -71,12 +69,8 @@ _LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "
 _VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}  # of PCI devices
 _TRIAL = 2**16  # bytes written to a folder
 _WORKER_SECONDS = 20
-_ALL_PAIRS = 32  # nodes; with more, each node tries those at distance 1, 2, 4, 8, ...
-_CONNECT_SECONDS = 1.5  # an address that takes longer to answer counts as unreachable
-_THREADS = 32  # that connect at the same time
 _MIB = 2**20  # bytes of the messages between two nodes, and of a rank in a route
 _ROUNDS = 4  # there and back; the shortest counts
-_TOTAL_SECONDS = 5.0  # after which no further pairs are tried
 _ROUTE_ROUNDS = 3  # after a warm-up that is not counted
 
 
@@ -192,12 +186,12 @@ def cores() -> Facts:
     physical cores.
     """
     mine, system = sorted(os.sched_getaffinity(0)), _SYS / "devices" / "system" / "cpu"
-    siblings = {core: members(_read(system / f"cpu{core}/topology/thread_siblings_list")) for core in mine}
+    siblings = {core: _read(system / f"cpu{core}/topology/thread_siblings_list") for core in mine}  # "0,64"
     return {
         "cores": mine,
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
-        "physical": sorted({min(siblings[core], default=core) for core in mine}),
+        "physical": sorted({int(re.split("[,-]", siblings[core])[0] or core) for core in mine}),
     }
 
 
@@ -206,21 +200,6 @@ def _read(path: Path) -> str:
     with suppress(OSError):
         return path.read_text().strip()
     return ""
-
-
-def members(text: str) -> list[int]:
-    """Return the numbers of a list of the kernel's.
-
-    Example::
-
-        >>> members("0-2,8")
-        [0, 1, 2, 8]
-    """
-    found: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
 
 
 def gpus() -> Facts:
@@ -234,9 +213,8 @@ def gpus() -> Facts:
         "gpus": [],
     }
     try:
-        properties = [accelerator.properties(i) for i in range(accelerator.count())]
         gpu["gpus"] = [
-            {"name": p.name, "id": accelerator.identity(i), "near": _near(p)} for i, p in enumerate(properties)
+            {"name": accelerator.properties(i).name, "id": accelerator.identity(i)} for i in range(accelerator.count())
         ]
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
         gpu["error"] = reason(error)
@@ -262,19 +240,11 @@ def _openable(path: Path) -> bool:
     return False
 
 
-def _near(properties: Any) -> list[int]:
-    """Return the CPUs near a GPU; none if the kernel does not know them."""
-    numbers = [getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
-    folder = _SYS / "bus/pci/devices" / "{:04x}:{:02x}:{:02x}.0".format(*numbers)
-    return [] if _read(folder / "numa_node") in ("", "-1") else members(_read(folder / "local_cpulist"))
-
-
 def network() -> Facts:
-    """Return this node's interfaces, their addresses and Mbit/s, and its InfiniBand ports."""
+    """Return this node's interfaces, their addresses, and its InfiniBand ports."""
     ports = [_port(folder) for folder in sorted((_SYS / "class" / "infiniband").glob("*/ports/*"))]
     return {
         "interfaces": rendezvous.interfaces(),
-        "speeds": {name: found.speed for name, found in psutil.net_if_stats().items() if found.speed > 0},
         "rdma": {"ports": ports},
     }
 
@@ -419,10 +389,8 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
     leaders = comm.Split(0 if leads else 1, comm.rank)
     assert isinstance(leaders, type(comm))
     if leads and nodes > 1:
-        pipe.step("network")
-        facts["reach"] = reach(leaders, facts)
-        pipe.step("links between nodes")
-        facts["pairs"] = _measure_pairs(leaders, facts)
+        pipe.step("bandwidth between nodes")
+        facts["pair"] = _measure_pair(leaders, facts)
     leaders.Free()
     folder = _gather(pipe, comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
     try_staging(pipe, comm, facts, folder)
@@ -445,7 +413,7 @@ def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: 
         pipe.step(f"route {name}")
         absent = select.load(name).missing(world.team_of())
         if name == "gloo":  # else it fails or hangs in its first call
-            absent = absent or socket_problem(everyone)
+            absent = absent or next(filter(None, map(socket_problem, everyone)), None)
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
         pipe.facts([facts])
     facts["nccl_network"] = read_nccl_log(nccl_log)
@@ -468,55 +436,25 @@ def _share(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts) -> list[Facts]
     return everyone
 
 
-def reach(leaders: MPI.Intracomm, facts: Facts) -> dict[str, dict[str, bool]]:
-    """Connect to every address of the other nodes. Collective over one rank of each node.
+def _measure_pair(leaders: MPI.Intracomm, facts: Facts) -> Facts | None:
+    """Send messages from this node to a second one and back. Collective over one rank of each node.
 
     Returns:
-        node (its lowest rank) -> address -> whether it answered.
+        On the first node of each pair: "host" of the second, and "rate" in bytes/s.
     """
-    token, size = secrets.token_hex(), leaders.size
-    addresses = [a for a in facts["interfaces"].values() if not a.startswith("127.")]
-    listener = socket.create_server(("", 0), backlog=max(128, size))
-    with listener, rendezvous.answering([listener], token), ThreadPoolExecutor(_THREADS) as threads:
-        port = listener.getsockname()[1]
-        servers = objects.all_gather_object(leaders, (str(facts["node"]), addresses, {"port": port, "token": token}))
-        steps = range(1, size) if size <= _ALL_PAIRS else [2**k for k in range(size.bit_length()) if 2**k < size]
-        tries = {}
-        for node, others, server in (servers[(leaders.rank + step) % size] for step in steps):
-            ask = partial(rendezvous.local_address, seconds=_CONNECT_SECONDS, **server)
-            tries[node] = {address: threads.submit(ask, address) for address in others}
-        found = {node: {a: answer.result() is not None for a, answer in row.items()} for node, row in tries.items()}
-        leaders.Barrier()  # all have tried before any stops listening
-    return found
-
-
-def _measure_pairs(leaders: MPI.Intracomm, facts: Facts) -> list[Facts]:
-    """Send messages between pairs of nodes, which do not share a node at any moment. Collective over one rank a node.
-
-    Returns:
-        On the lower node of each pair: "peer" (node), and "rate" (bytes/s) of messages of 1 MiB.
-    """
-    nodes = objects.all_gather_object(leaders, facts["node"])
-    found, data = [], bytearray(_MIB)
-    begin = time.perf_counter()
-    for step in range(1, 1 << (leaders.size - 1).bit_length()):
-        if objects.all_gather_object(leaders, time.perf_counter() - begin)[0] > _TOTAL_SECONDS:
-            break
-        peer = leaders.rank ^ step  # so each pair meets in one step, and each node is in one pair of a step
-        if peer >= leaders.size:
-            continue
-        times = []
-        for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            if leaders.rank < peer:
-                leaders.Send(data, peer)
-            leaders.Recv(data, peer)
-            if leaders.rank > peer:
-                leaders.Send(data, peer)
-            times.append(time.perf_counter() - start)
+    hosts, peer = objects.all_gather_object(leaders, facts["host"]), leaders.rank ^ 1
+    if peer >= leaders.size:
+        return None
+    data, times = bytearray(_MIB), []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
         if leaders.rank < peer:
-            found.append({"peer": nodes[peer], "rate": 2 * _MIB / min(times)})
-    return found
+            leaders.Send(data, peer)
+        leaders.Recv(data, peer)
+        if leaders.rank > peer:
+            leaders.Send(data, peer)
+        times.append(time.perf_counter() - start)
+    return {"host": hosts[peer], "rate": 2 * _MIB / min(times)} if leaders.rank < peer else None
 
 
 def try_staging(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: str) -> None:
@@ -594,6 +532,6 @@ def _time(here: World, name: str) -> Facts:
         seconds = [timed(here, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUTE_ROUNDS)]
     except HpcdistError as error:  # the same on all ranks
         return {"error": str(error)}
-    same = torch.equal(whole.cpu(), expected.to(torch.uint8))
-    right = all(objects.all_gather_object(world.team_of().comm, same))
-    return {"seconds": median(seconds), "bytes": _MIB * here.world_size, "right": right}
+    if not torch.equal(whole.cpu(), expected.to(torch.uint8)):
+        return {"error": "the data received differ from those sent"}
+    return {"seconds": median(seconds)}

@@ -30,37 +30,24 @@ def doctor(hosts: Hosts, ranks: list[int], *args: str, cwd: Path | None = None, 
 
 
 def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> None:
-    """One of them slowly; and they share a folder."""
-    slow = "tc qdisc add dev eth0 root tbf rate 200mbit burst 128kb latency 20ms"
-    assert hosts.run("node3", slow.split()).status == 0
+    """And they share a folder."""
     job = doctor(hosts, [1, 1, 1], cwd=Path("/tmp"), HPCDIST_STAGING=str(hosts.folder))
     assert job.status == 0, job.out + job.err
-    verdict, text, _ = finding(job, "network")
-    assert verdict == "ok"
-    assert "all 6 pairs" in text
-    assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in text
+    assert finding(job, "hpcdist.init()")[0] == "ok"
     ranks = json.loads(job.out)["ranks"]
     assert [facts["host"] for facts in ranks] == hosts.names
-    reached = {"172.17.0.1": False, "192.168.99.2": False, "10.77.0.2": True}
-    got = ranks[0]["reach"]["1"]
-    assert {address: got[address] for address in reached} == reached
     assert finding(job, "staging folder")[1].startswith(f"{hosts.folder}: written and read, shared by 3 nodes")
     assert [facts["sees"] for facts in ranks] == [True, True, True]
-    verdict, text, fix = finding(job, "bandwidth between nodes")
-    assert verdict == "warning"
-    assert "node1 and node3" in text and "node2 and node3" in text and "node1 and node2" not in text
-    assert fix.startswith("srun --exclude=node3, ")
-    assert [row["peer"] for row in ranks[0]["pairs"]] == [1, 2]
+    verdict, text, _ = finding(job, "bandwidth between nodes")
+    assert verdict == "ok"
+    assert text.endswith("MB/s to node2 through MPI (rank 0 on node1)")
 
 
-def test_an_interface_that_leads_nowhere_and_a_folder_that_is_not_shared(hosts: Hosts) -> None:
-    """The speed of the interface is known in a container that has its own /sys."""
-    for name in hosts.names[:2]:
-        assert hosts.run(name, ["mount", "-t", "sysfs", "sysfs", "/sys"]).status == 0
-    hosts.rate("200mbit")
-    job = doctor(hosts, [1, 1], "--staging", "/tmp", "--limit", "4", GLOO_SOCKET_IFNAME="ib0")
+def test_an_interface_that_is_not_there_and_a_folder_that_is_not_shared(hosts: Hosts) -> None:
+    job = doctor(hosts, [1, 1], "--staging", "/tmp", "--limit", "4", GLOO_SOCKET_IFNAME="ib7")
     verdict, text, fix = finding(job, "GLOO_SOCKET_IFNAME")
-    assert (verdict, text) == ("broken", "GLOO_SOCKET_IFNAME=ib0: node1 does not reach node2 through it")
+    assert verdict == "broken"
+    assert text.startswith("GLOO_SOCKET_IFNAME=ib7: no such interface with an address on node1, which has ")
     assert fix.startswith("unset GLOO_SOCKET_IFNAME")
     verdict, text, fix = finding(job, "staging folder")
     assert (verdict, text) == (
@@ -68,10 +55,6 @@ def test_an_interface_that_leads_nowhere_and_a_folder_that_is_not_shared(hosts: 
         "/tmp: rank 1 on node2 does not see what node1 writes: it is not shared by all nodes",
     )
     assert "export HPCDIST_STAGING=FOLDER" in fix
-    verdict, text, fix = finding(job, "bandwidth between nodes")
-    assert verdict == "warning"
-    assert text.endswith("MB/s from node to node through MPI (1 pair), where eth0 of 10 Gbit/s promises 1250")
-    assert "export UCX_NET_DEVICES" in fix
     assert job.status != 0
 
 
@@ -124,17 +107,16 @@ def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
     assert fix.startswith(f"ls -ld {full}; df -h {full}")
 
 
-# The doctor; the ports that are given out from the test of the network on are those that a firewall does not let pass.
+# The doctor; the ports that are given out after the start of MPI are those that a firewall does not let pass.
 BEHIND_A_FIREWALL = """
     import runpy, sys
     from pathlib import Path
     from hpcdist.doctor import examine
-    reach = examine.reach
-    def narrowed(leaders, facts):
-        leaders.alltoall([0] * leaders.size)  # MPI has its own connections already
+    init = examine.world.init
+    def narrowed(**options):
         Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("20000 20199")
-        return reach(leaders, facts)
-    examine.reach = narrowed
+        return init(**options)
+    examine.world.init = narrowed
     sys.argv = ["doctor", "--json", "--limit", "10"]
     runpy.run_module("hpcdist.doctor", run_name="__main__", alter_sys=True)
 """
@@ -144,13 +126,10 @@ def test_a_host_behind_a_firewall(hosts: Hosts) -> None:
     rule = "ip rule add ipproto tcp dport 20000-20199 unreachable"
     assert hosts.run("node2", rule.split()).status == 0
     job = hosts.mpirun([1, 1], code=BEHIND_A_FIREWALL)
-    verdict, text, fix = finding(job, "network")
-    assert verdict == "broken"
-    assert "node2 does not reach node1" in text
-    assert "net.ipv4.ip_local_port_range" in fix
-    verdict, text, _ = finding(job, "hpcdist.init()")
+    verdict, text, fix = finding(job, "hpcdist.init()")
     assert verdict == "broken"
     assert "no address of rank 0's host is reached by all 2 ranks" in text
+    assert "net.ipv4.ip_local_port_range" in fix
     assert job.status != 0
 
 

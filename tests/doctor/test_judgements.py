@@ -31,7 +31,6 @@ def test_healthy_facts_of_two_nodes_with_gpus() -> None:
     assert texts["MPI library"] == "Open MPI v5.0.7, mpi4py 4.1.0"
     assert texts["cores"] == "bound to 8 each"
     assert "rank 3: H200, b, GPU-b1" in texts["GPUs"]
-    assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in texts["network"]
     assert (
         texts["staging folder"] == "/scratch: written and read, shared by 2 nodes, 512.0 TiB free (lustre at /scratch)"
     )
@@ -69,22 +68,10 @@ MADE_UP = {
     "a node without": (("gpu.gpus", [], 2, 3), "GPUs", "warning: none on ranks 2-3 on b", "--gpus-per-node"),
     "driver": (("gpu.error", "driver too old", 2), "GPUs", "broken: driver too old (rank 2 on b)", "nvidia-smi"),
     "hidden": (("gpu.gpus", []), "GPUs", "warning: a has 2, but torch sees none", "CUDA_VISIBLE_DEVICES"),
-    "firewall": (
-        ("reach", {"2": {"10.0.0.2": False, "172.17.0.1": False}}, 0),
-        "network",
-        "broken: a does not reach b",
-        "open the nodes' ephemeral ports",
-    ),
     "no such interface": (
-        ("environ.GLOO_SOCKET_IFNAME", "ib0"),
+        ("environ.GLOO_SOCKET_IFNAME", "ib0", 0, 1),
         "GLOO_SOCKET_IFNAME",
-        "broken: GLOO_SOCKET_IFNAME=ib0: no such interface with an address on a, which has lo, eth0, docker0",
-        "unset GLOO_SOCKET_IFNAME",
-    ),
-    "loopback": (
-        ("environ.GLOO_SOCKET_IFNAME", "lo"),
-        "GLOO_SOCKET_IFNAME",
-        "broken: GLOO_SOCKET_IFNAME=lo: a does not reach b through it",
+        "broken: GLOO_SOCKET_IFNAME=ib0: no such interface with an address on a, which has lo, eth0, docker0 (ranks",
         "unset GLOO_SOCKET_IFNAME",
     ),
     "shm of docker": (
@@ -212,6 +199,12 @@ MADE_UP = {
         "broken: may open 100 files; ",
         "ulimit -n $(ulimit -Hn)",
     ),
+    "slow link": (
+        ("pair", {"host": "b", "rate": 1e9}, 0),
+        "bandwidth between nodes",
+        "warning: 1000 MB/s to b through MPI, where InfiniBand promises 25000 (rank 0 on a)",
+        "export UCX_NET_DEVICES",
+    ),
     "InfiniBand down": (
         ("rdma.ports", [port("mlx5_0", "DOWN"), port("mlx5_1", "INIT")], 2, 3),
         "InfiniBand",
@@ -238,12 +231,6 @@ MADE_UP = {
         "warning: NCCL uses Socket between the nodes, though they have mlx5_0",
         "NCCL_DEBUG=INFO",
     ),
-    "slow link": (
-        ("pairs", [{"peer": 2, "rate": 1e9}], 0),
-        "bandwidth between nodes",
-        "warning: 1000 MB/s from node to node through MPI (1 pair), where InfiniBand mlx5_1 of 200 Gbit/s promises",
-        "export UCX_NET_DEVICES",
-    ),
     "GPUs of AMD": (
         ("gpu.others", ["AMD /dev/kfd", "AMD /dev/dri/renderD128"], 2, 3),
         "AMD and Intel GPUs",
@@ -251,7 +238,6 @@ MADE_UP = {
         "hpcdist.init(device='cpu')",
     ),
     "route": (("routes.mpi.error", "refused"), "route mpi", "broken: refused", "look at the findings about MPI"),
-    "wrong data": (("routes.mpi.right", False), "route mpi", "broken: the data received differ", "/dev/shm"),
     "file": (("file", {"error": "MPI-IO failed"}), "HDF5 file", "broken: MPI-IO failed", "writer='posix'"),
     "init": (
         ("init", {"error": "no common network"}, 1),
@@ -301,30 +287,11 @@ def test_worlds_of_one_and_locks_that_are_insisted_on() -> None:
 
 def test_gpus_that_are_shared_or_only_seem_so() -> None:
     """One GPU is shared if host, PCI address and UUID are the same: drivers leave UUIDs blank, and MIG cuts one GPU."""
-    ranks = healthy(CUDA_VISIBLE_DEVICES="0")
-    for facts in ranks:
-        facts["gpu"]["gpus"] = facts["gpu"]["gpus"][:1]
-    assert "CUDA_VISIBLE_DEVICES=0 on all ranks" in ill(judge(ranks))["GPUs"]
+    ranks = healthy()
     for names in (["a, PCI 1, UUID 0", "a, PCI 2, UUID 0"], ["a, PCI 1, UUID 3", "a, PCI 1, UUID 4"]):
         for facts in ranks:
             facts["gpu"]["gpus"] = [{"name": "GPU", "id": names[facts["local_rank"]].replace("a", facts["host"])}]
         assert ill(judge(ranks)) == {}, names
-
-
-def test_nodes_whose_interfaces_have_different_names() -> None:
-    ranks = healthy()
-    for facts in ranks[2:]:
-        facts["interfaces"] = {"lo": "127.0.0.1", "ens3": "10.0.0.2"}
-    assert ill(judge(ranks)) == {}
-
-
-def test_a_node_without_an_address_of_ipv4_that_others_reach() -> None:
-    ranks = healthy()
-    for facts in ranks[2:]:
-        facts["interfaces"] = {"lo": "127.0.0.1", "docker0": "172.17.0.1"}
-    found = judge(ranks)
-    assert ill(found) == {"network": "broken: a does not reach b"}
-    assert "ip addr add 10.0.0.N/24 dev eth0" in fix_of(found, "network")
 
 
 def test_routes_are_judged() -> None:
@@ -332,8 +299,8 @@ def test_routes_are_judged() -> None:
     ranks[0]["routes"] = {
         "nccl": {"absent": "needs a GPU"},
         "gloo": {"error": "connection refused"},
-        "mpi": {"seconds": 0.001, "bytes": 2**21, "right": True},
-        "hdf5": {"seconds": 0.001, "bytes": 2**21, "right": False},
+        "mpi": {"seconds": 0.002},
+        "hdf5": {"error": "the data received differ from those sent"},
     }
     for facts in ranks[1:]:
         facts["routes"] = ranks[0]["routes"]
@@ -341,7 +308,7 @@ def test_routes_are_judged() -> None:
     assert {finding.name: finding.verdict for finding in found if finding.section == "routes"} == {
         "route nccl": "ok", "route gloo": "broken", "route mpi": "ok", "route hdf5": "broken"
     }  # fmt: skip
-    assert "1.00 ms,   2097 MB/s" in text_of(found, "route mpi")
+    assert "2.00 ms,   2097 MB/s" in text_of(found, "route mpi")
     assert set(ill(found)) == {"route gloo", "route hdf5"}
 
 
@@ -393,16 +360,6 @@ def test_one_gpu_a_task() -> None:
     assert fix.startswith("srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none")
 
 
-def test_gpus_that_are_far_from_their_ranks() -> None:
-    ranks = healthy()
-    for facts in ranks[2:]:
-        facts["cores"] = [(core + 8) % 16 for core in facts["cores"]]
-    found = judge(ranks)
-    text = "warning: runs on cores 8-15, and its GPU is near cores 0-7 (rank 2 on b); "
-    assert ill(found) == {"GPU affinity": f"{text}runs on cores 0-7, and its GPU is near cores 8-15 (rank 3 on b)"}
-    assert "srun --gpu-bind=closest" in fix_of(found, "GPU affinity")
-
-
 def test_nccl_through_sockets_on_slingshot_and_on_ethernet() -> None:
     ranks = change("nccl_network", "Socket")
     for facts in ranks:
@@ -419,33 +376,9 @@ def test_nccl_through_sockets_on_slingshot_and_on_ethernet() -> None:
     assert "the same environment" in fix_of(found, "NCCL network")
 
 
-def nodes(count: int, slow: str, **of_slow: float) -> list[Facts]:
-    """One rank on each of the nodes a, b, c and d; the pairs that involve one of them are slow."""
-    ranks = [{**rank(i, node=i), "host": "abcd"[i]} for i in range(count)]
-    for facts in ranks:
-        base = {"rate": 20e9}
-        facts["mpi"]["size"] = count
-        facts["gpu"].update(gpus=[], in_node=0)
-        facts["pairs"] = [
-            {"peer": peer, **base, **(of_slow if slow in (facts["host"], "abcd"[peer]) else {})}
-            for peer in range(facts["rank"] + 1, count)
-        ]
-    return ranks
-
-
-@pytest.mark.parametrize("count", [3, 4])
-def test_a_node_whose_links_are_slow(count: int) -> None:
-    """Also one of three nodes, where most pairs are slow."""
-    found = judge(nodes(count, "c", rate=2e9))
-    others = "; c and d 2000 MB/s" if count == 4 else ""
-    text = f"a and c 2000 MB/s; b and c 2000 MB/s{others}, where 20000 MB/s is usual in this job"
-    assert ill(found) == {"bandwidth between nodes": f"warning: {text}"}
-    assert fix_of(found, "bandwidth between nodes").startswith("srun --exclude=c, ")
-
-
 def test_every_finding_that_can_be_ill_has_been_so() -> None:
     """Here, or where the doctor meets it."""
-    elsewhere = {"GPUs of the others", "GPU affinity", "launcher", "world"}
+    elsewhere = {"GPUs of the others", "launcher", "world"}
     names = {row.name for row in CHECKS if not row.name.startswith("route ")}
     ill_here = {case[1] for case in MADE_UP.values() if not case[1].startswith("route ")}
     assert names - elsewhere == ill_here
@@ -461,22 +394,13 @@ def test_ranks_that_have_not_told_are_not_taken_for_absent() -> None:
     local = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     first = rank(0, environ=local)
     first["mpi"]["size"] = 8
-    for name in ("reach", "pairs", "init", "routes", "file", "nccl_network"):  # of later steps
+    for name in ("pair", "init", "routes", "file", "nccl_network"):  # of later steps
         del first[name]
     found = judge([first])
     assert ill(found) == {}
     texts = {finding.name: finding.text for finding in found}
     assert texts["launcher"] == "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=8"
-    assert not {"world", "network"} & texts.keys()
-
-
-def test_a_world_of_one_whose_gpu_is_far() -> None:
-    """MPI has not told its place on the node."""
-    lonely = rank(0)
-    lonely["mpi"].update(size=1, alone="this process is alone")
-    del lonely["local_rank"]
-    lonely["cores"] = [8]
-    assert ill(judge([lonely]))["GPU affinity"] == "warning: runs on core 8, and its GPU is near cores 0-7"
+    assert "world" not in texts
 
 
 def test_one_container_a_rank() -> None:

@@ -24,7 +24,6 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
     """Made-up facts of a healthy rank: two nodes of 64 cores, a GPU for each rank, two networks."""
     host = "ab"[node > 0]
     address = f"10.0.0.{1 + (node > 0)}"
-    near = [list(range(8)), list(range(8, 16))]
     leads = local_rank == 0
     staging = {"folder": "/scratch", "free": 2**49, "locks": None, "mount": mount("lustre", "/scratch")}
     return {
@@ -65,20 +64,18 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
             "nccl": "2.28.9",
             "in_node": 2,
             "others": [],
-            "gpus": [{"name": "H200", "id": f"{host}, GPU-{host}{i}", "near": near[i]} for i in range(2)],
+            "gpus": [{"name": "H200", "id": f"{host}, GPU-{host}{i}"} for i in range(2)],
         },
         "interfaces": {"lo": "127.0.0.1", "eth0": address, "docker0": "172.17.0.1"},
         "rdma": {"ports": [port("mlx5_0"), port("mlx5_1")]},
-        "speeds": {"eth0": 25000},
-        "reach": {str(2 - node): {"10.0.0.1" if node else "10.0.0.2": True, "172.17.0.1": False}},
         "shm": {"bytes": 128 * GIB, "free": 127 * GIB},
         "hdf5": {"h5py": "3.16.0", "hdf5": "1.14.6", "parallel": True},
         "sees": True,
         "worker": {"read": [0, 1]},
         "nccl_network": "IB",
-        "routes": {"mpi": {"seconds": 0.001, "bytes": 2**22, "right": True}},
+        "routes": {"mpi": {"seconds": 0.001}},
         **({"staging": staging} if leads else {}),
-        **({"pairs": [{"peer": 2, "rate": 20e9}]} if leads and not node else {}),
+        **({"pair": {"host": "b", "rate": 20e9}} if leads and not node else {}),
         "file": {"seconds": 0.02, "writer": "mpio"},
         "init": {"seconds": 0.2, "device": "cuda"},
     }
