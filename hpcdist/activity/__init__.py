@@ -41,6 +41,10 @@ class Entry(NamedTuple):
     number: int
     text: str
 
+    def same(self, other: Entry) -> bool:
+        """Whether these are one call: of the same team, by the same number."""
+        return (self.team, self.number) == (other.team, other.number)
+
 
 @dataclass
 class ThreadStatus:

@@ -22,7 +22,7 @@ __all__ = ["CHECKS", "GLOO", "ORDER", "STEPS", "Facts", "Finding", "fix_of", "ju
 ORDER = ("broken", "warning", "ok")
 RANK, NODE, JOB = ("id",), ("node",), ()  # not the rank's number, which may only be known later
 
-Facts = dict[str, Any]  # of one rank: see facts.py and examine.py
+Facts = dict[str, Any]  # of one rank: see examine.py
 Ranks = Sequence[Facts]
 Grade = Literal["ok", "warning", "broken"]  # "warning": it works, but slowly, or not for everything
 Verdict = tuple[Grade, str] | tuple[Grade, str, str] | None  # the text, and a fix if it is not that of the table
@@ -200,7 +200,7 @@ _GOOD_SHM = 2**27  # bytes a rank, enough for the batches of a DataLoader's work
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
 _INIT = (
     "see this text, and the findings above; if the nodes do not reach each other: open their ephemeral ports "
-    "(`net.ipv4.ip_local_port_range`) to each other, give each an address of IPv4 (`ip addr add 10.0.0.N/24 dev eth0`), "
+    "(`net.ipv4.ip_local_port_range`) to each other, give each an IPv4 address (`ip addr add 10.0.0.N/24 dev eth0`), "
     "or exclude such a node"
 )
 _POSIX = "`staging.save(writer='posix')`, which does not use MPI-IO"

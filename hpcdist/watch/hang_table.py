@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
@@ -38,34 +38,21 @@ class Report:
     stack: list[str] = field(default_factory=list)
     known: bool = True
 
-    def json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def calls(self) -> list[Entry]:
+        """The calls under way."""
+        return [thread.call for thread in self.threads if thread.call is not None]
 
     @property
     def who(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-def of_json(fields: Mapping[str, Any]) -> Report:
-    """Restore a report from what :meth:`Report.json` returned."""
-    threads = [
-        ThreadStatus(
-            int(t["thread"]),
-            _entry(t["call"]),
-            _entry(t["last"]),
-            float(t["ended"]),
-            float(t["waited"]),
-            str(t["tensors"]),
-        )
-        for t in fields["threads"]
-    ]
-    doing, stack = str(fields["doing"]), [str(line) for line in fields["stack"]]
-    known = bool(fields["known"])
-    return Report(int(fields["rank"]), str(fields["host"]), int(fields["pid"]), threads, doing, stack, known)
-
-
-def _entry(fields: Sequence[Any] | None) -> Entry | None:
-    return None if fields is None else Entry(float(fields[0]), int(fields[1]), int(fields[2]), str(fields[3]))
+def of_json(fields: dict[str, Any]) -> Report:
+    """Restore a report from what json has made of its fields."""
+    for thread in fields["threads"]:
+        thread |= {name: thread[name] and Entry(*thread[name]) for name in ("call", "last")}
+    return Report(**{**fields, "threads": [ThreadStatus(**thread) for thread in fields["threads"]]})
 
 
 def table(reports: Iterable[Report], now: float) -> str:
@@ -90,20 +77,16 @@ def _rows(report: Report, now: float) -> list[list[str]]:
     if not report.known:
         return [[*who, "unknown", "unknown", "", report.doing]]
     busy = [thread for thread in report.threads if thread.call is not None]
-    idle = sorted((t for t in report.threads if t.last is not None), key=lambda thread: thread.ended)
+    idle = sorted(report.threads, key=lambda thread: thread.ended)
     rows = []
     for thread in busy or idle[-1:] or [ThreadStatus(0, None, None, 0.0)]:
-        last = "none" if thread.last is None else f"{_finished(thread.last)}, {_ago(now - thread.ended)} ago"
-        if thread.call is None:
-            rows.append([*who, last, "no call", "", report.doing])
-        else:
-            rows.append([*who, last, thread.call.text, _ago(now - thread.call.since), report.doing])
+        last, call = "none", thread.call
+        if thread.last is not None:
+            # Of a call that may not have finished on the GPU, the number, to compare ranks by.
+            number = f", number {thread.last.number}" if ISSUED in thread.last.text and thread.last.number > 0 else ""
+            last = f"{thread.last.text}{number}, {_ago(now - thread.ended)} ago"
+        rows.append([*who, last, *((call.text, _ago(now - call.since)) if call else ("no call", "")), report.doing])
     return rows
-
-
-def _finished(call: Entry) -> str:
-    """Describe a call that is recorded as finished; with its number if it may not be, to compare ranks by."""
-    return f"{call.text}, number {call.number}" if ISSUED in call.text and call.number > 0 else call.text
 
 
 def _ago(seconds: float) -> str:
@@ -130,19 +113,18 @@ def chain(call: Entry, peers_of: Callable[[int], Sequence[int]], reports: Mappin
         peers_of: returns the world's ranks of a team.
     """
     found = missing(call, peers_of(call.team), reports)
-    for rank in found:  # the loop appends to it
-        report = reports.get(rank)
-        for thread in report.threads if report is not None and report.doing == WAITS else []:
-            if thread.call is not None:
-                found += [r for r in missing(thread.call, peers_of(thread.call.team), reports) if r not in found]
+    for report in (reports[rank] for rank in found if rank in reports):  # the loop appends to `found`
+        for other in report.calls if report.doing == WAITS else []:
+            found += [r for r in missing(other, peers_of(other.team), reports) if r not in found]
     return found
 
 
 def made_progress(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
     """Whether any rank has made progress in a call in the last `limit` seconds."""
-    threads = [thread for report in reports.values() if report.doing not in GONE for thread in report.threads]
     return any(
-        t.call and (t.call.team, t.call.number) == (call.team, call.number) and t.waited < limit for t in threads
+        report.doing not in GONE and thread.call is not None and thread.call.same(call) and thread.waited < limit
+        for report in reports.values()
+        for thread in report.threads
     )
 
 
@@ -168,18 +150,14 @@ def verdict(
         peers_of: returns the world's ranks of a team; none of one that is not known.
     """
     absent = [rank for rank in absent if rank in reports]
-    done = _finished_by_others(call, [reports[rank] for rank in peers_of(call.team) if rank in reports])
+    done = _finished_by_all(call, [reports[rank] for rank in peers_of(call.team) if rank in reports])
     lines = [f"{reports[rank].who} {_why(reports[rank], call, done)}" for rank in absent]
-    kinds = [odd for rank in absent if (odd := _odd_kind(reports[rank], call))]
-    lines += kinds
-    if not absent and call.number == -1 - ANYBODY:
-        lines = [coded("HD606", "no rank has sent what this call receives")]
-    elif not absent:
-        lines = _odd_calls(call, reports)
-    if not kinds and all(reports[rank].doing == WAITS for rank in absent):  # else that is why all wait
+    # Else the ranks that do not wait, or those whose async_op differs, are why all wait.
+    if all(reports[rank].doing == WAITS for rank in absent) and not any("HD301" in line for line in lines):
         lines += _circle(absent, peers_of, reports) + _threads_of(call, reports)
-    if not lines:
-        lines = _same_call(call, reports)
+    if not lines and call.number == -1 - ANYBODY:
+        lines = [coded("HD606", "no rank has sent what this call receives")]
+    lines = lines or _same_call(call, reports)
     if not absent:
         lines += [f"{report.who} is {report.doing}" for report in reports.values() if report.doing.startswith(IO)]
     for rank in [rank for rank in absent if reports[rank].stack][:_STACKS]:
@@ -187,45 +165,30 @@ def verdict(
     return "\n".join(lines)
 
 
-def _finished_by_others(call: Entry, reports: Sequence[Report]) -> str:
+def _finished_by_all(call: Entry, reports: Sequence[Report]) -> str:
     """Describe the last call of a team that all its ranks whose calls are known have finished; "" if none is known."""
-    texts: dict[int, str] = {0: ""}
-    latest: list[int] = []  # of each rank: the number of the last call that it has finished
-    for report in (report for report in reports if report.known):
-        lasts = [t.last for t in report.threads if t.last is not None and t.last.team == call.team]
-        texts |= {entry.number: entry.text for entry in lasts}
-        latest.append(max([0, *(entry.number for entry in lasts)]))
-    return texts[min(latest, default=0)]
-
-
-def _in_call(call: Entry, reports: Mapping[int, Report]) -> list[tuple[int, ThreadStatus, Entry]]:
-    """Return (rank, thread, call) of each thread that is in the same call: in the same team, by the same number."""
-    return [
-        (rank, thread, other)
-        for rank, report in reports.items()
-        for thread in report.threads
-        if (other := thread.call) is not None and (other.team, other.number) == (call.team, call.number)
+    lasts = [
+        {t.last.number: t.last.text for t in report.threads if t.last is not None and t.last.team == call.team}
+        for report in reports
+        if report.known
     ]
-
-
-def _odd_calls(call: Entry, reports: Mapping[int, Report]) -> list[str]:
-    """Describe the ranks that are in another collective than `call`, by the same number of the same group."""
-    verb = call.text.split("(")[0]
-    return [
-        coded("HD601", f"rank {rank} is in {other.text}, not in {call.text}: all ranks of a group must call the same")
-        for rank, _, other in _in_call(call, reports)
-        if call.number > 0 and other.text.split("(")[0] != verb
-    ]
+    number = min((max([0, *texts]) for texts in lasts), default=0)
+    return next((texts[number] for texts in lasts if number in texts), "")
 
 
 def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
-    """Describe a call that all ranks have reached: where they are in it, and with which tensors."""
+    """Describe a call that all ranks have reached: where they are in it, and with which tensors; or which ranks are in
+    another collective, by the same number of the same group."""
     ranks: dict[str, list[str]] = {}
+    odd, verb = [], call.text.split("(")[0]
     for rank, report in reports.items():
-        busy = [t for t in report.threads if t.call is not None]
-        busy = [t for _, t, _ in _in_call(call, {rank: report})] or busy
-        texts = [f"in {t.call and t.call.text}{t.tensors and ', of '}{t.tensors}" for t in busy]
+        busy = [thread for thread in report.threads if thread.call is not None]
+        here = [thread for thread in busy if thread.call is not None and thread.call.same(call)]
+        texts = [f"in {t.call and t.call.text}{t.tensors and ', of '}{t.tensors}" for t in here or busy]
         ranks.setdefault("; ".join(texts) or report.doing, []).append(str(rank))
+        others = [t.call.text for t in here if t.call is not None and t.call.text.split("(")[0] != verb]
+        must = f"not in {call.text}: all ranks of a group must call the same"
+        odd += [coded("HD601", f"rank {rank} is in {other}, {must}") for other in others if call.number > 0]
     why = "it is the transfer that hangs (network, or file system)"
     if len(ranks) > 1:
         why = f"if what differs below must be alike, that is why it hangs; else {why}"
@@ -233,7 +196,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     for what, who in list(ranks.items())[:_ALIKE]:
         more = f" and {len(who) - _ALIKE} more" if len(who) > _ALIKE else ""
         lines.append(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(who[:_ALIKE])}{more}: {what}")
-    return lines
+    return odd or lines
 
 
 def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
@@ -243,17 +206,16 @@ def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     """
     found = []
     for rank, report in reports.items():
-        mine = [t.call for t in report.threads if t.call is not None and t.call.team == call.team != 0]
-        waiting = [entry for entry in mine if entry.number == -1 - NOBODY]
-        running = [entry for entry in mine if entry.number > 0]
+        mine = [entry for entry in report.calls if entry.team == call.team != 0]
+        waiting = [entry.text for entry in mine if entry.number == -1 - NOBODY]
+        running = [entry.text for entry in mine if entry.number > 0]
         several = max(waiting, running, key=len)
         if len(several) > 1:
-            found.append((rank, ", ".join(entry.text for entry in several[:_STACKS])))
+            found.append(f"of rank {rank}: {', '.join(several[:_STACKS])}")
     if not found:
         return []
-    rank, texts = found[0]
     text = (
-        f"several threads of a rank are in calls of this group at once (of rank {rank}: {texts}), on {len(found)} of "
+        f"several threads of a rank are in calls of this group at once ({found[0]}), on {len(found)} of "
         f"{len(reports)} ranks: they may call in another order on each. Give each thread a group of its own, or make "
         "one call after the other"
     )
@@ -266,9 +228,9 @@ def _circle(
     """Describe the ranks among those that keep a call waiting that wait for each other, if any do."""
     waits_for: dict[int, tuple[Entry, int]] = {}
     for rank in absent:
-        for thread in reports[rank].threads:
-            if thread.call is not None and (others := missing(thread.call, peers_of(thread.call.team), reports)):
-                waits_for[rank] = thread.call, others[0]
+        for call in reports[rank].calls:
+            if others := missing(call, peers_of(call.team), reports):
+                waits_for[rank] = call, others[0]
     path: list[int] = []
     rank = absent[0] if absent else -1
     while rank in waits_for and rank not in path:
@@ -281,28 +243,15 @@ def _circle(
     return [coded("HD601", f"they wait for each other: {'; '.join(steps[:_ALIKE])}")]
 
 
-def _odd_kind(report: Report, call: Entry) -> str:
-    """Describe a call of the same group that differs from `call` in async_op; "" if the rank is in no such call.
-
-    The number of a team in the background differs from that of its foreground in the last bit.
-    """
-    other = next((t.call for t in report.threads if t.call and call.team and t.call.team == call.team ^ 1), None)
-    if other is None:
-        return ""
-    kinds = ("with", "without") if call.team & 1 else ("without", "with")
-    here, there = f"{call.text} is {kinds[0]} it", f"rank {report.rank} is in {other.text} {kinds[1]} it"
-    return coded("HD301", f"async_op must agree: {here}, and {there}")
-
-
 def _why(report: Report, call: Entry, done: str) -> str:
     """Describe why a rank has not reached a call.
 
     Args:
         done: last call of the team that its other ranks have finished.
     """
-    calls = [thread.call for thread in report.threads if thread.call is not None]
+    here = report.calls[0] if report.calls else None
     lasts = [t.last.text for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]
-    was = f"it was in {calls[0].text}" if calls else f"it was after {lasts[-1]}" if lasts else "it was before any call"
+    was = f"it was in {here.text}" if here else f"it was after {lasts[-1]}" if lasts else "it was before any call"
     if not report.known:
         was = f"its calls are unknown{done and ', and the last one that the others have finished is '}{done}"
     if report.doing == "dead":
@@ -313,10 +262,14 @@ def _why(report: Report, call: Entry, done: str) -> str:
     if not report.known:
         return coded("HD601", f"{report.doing}; {was}")
     if report.doing != WAITS:
-        here = call.number > 0 and _in_call(call, {report.rank: report})
-        return coded(
-            "HD601", f"{'is in this call, and' if here else 'has not reached this call: it is'} {report.doing}; {was}"
-        )
-    same = bool(calls) and calls[0].team == call.team and 0 < calls[0].number < call.number
-    number = f", which is call {calls[0].number} of the group, where this is call {call.number}" if same else ""
-    return coded("HD601", f"has not reached this call: {was.replace('was', 'is', 1)}{number}")
+        inside = call.number > 0 and any(map(call.same, report.calls))
+        where = "is in this call, and" if inside else "has not reached this call: it is"
+        return coded("HD601", f"{where} {report.doing}; {was}")
+    text = f"has not reached this call: {was.replace('was', 'is', 1)}"
+    # The number of a team in the background differs from that of its foreground in the last bit.
+    if call.team and any(other.team == call.team ^ 1 for other in report.calls):
+        kinds = ("without", "with") if call.team & 1 else ("with", "without")
+        return coded("HD301", f"{text} {kinds[0]} async_op, and this call is {kinds[1]} it: async_op must agree")
+    if here and here.team == call.team and 0 < here.number < call.number:
+        text += f", which is call {here.number} of the group, where this is call {call.number}"
+    return coded("HD601", text)

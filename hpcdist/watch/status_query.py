@@ -2,31 +2,154 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import select
 import socket
+import struct
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import blake2b
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.activity import ENDING, FINALIZED, RUNNING, Process, SharedRecord
+from hpcdist.activity import ENDING, FINALIZED, RUNNING, Process, SharedRecord, procstat
+from hpcdist.activity.procstat import identity, opened
 from hpcdist.control import objects
 from hpcdist.control.objects import node_file
-from hpcdist.watch import procfs
-from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.hang_table import WAITS, Report, of_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["StatusQuery"]
+__all__ = ["KEY", "Datagrams", "StatusQuery"]
 
 _SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
 _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
 _SHOWN = 4  # sizes of tensors of a call
+KEY = 32  # bytes
+_DIGEST = 16  # bytes
+_REFUSAL = 0.2  # seconds until a host has refused a datagram
+_BUFFER = 2**20  # bytes on their way to a rank: the answers of many ranks at once
+_HEAD = struct.Struct(f"<{_DIGEST}sH")  # of a message: digest and length of its compressed text
+_BATCH, _PAUSE = (
+    128,
+    0.02,
+)  # messages read at once, and seconds to rest after none of them was this job's: any user of the
+# nodes can send UDP datagrams, and must not keep a core busy with them
+
+
+class Datagrams:
+    """Small messages between the watching threads of a job, beside MPI: what this rank receives, and sends to others.
+
+    On one node each rank reads from a pipe, which the others open through /proc: it has no name, no port and no file,
+    and only processes of this user can open it. Else they are UDP datagrams, on the addresses that
+    :func:`rendezvous.meet` has found. Each carries a keyed digest; one rank draws the key, and the others get it over
+    MPI.
+
+    Args:
+        key: secret of the job.
+        address: address of this host in the network that the nodes share; None on one node.
+
+    Attributes:
+        address: address for the other ranks, as JSON.
+    """
+
+    def __init__(self, key: bytes, address: str | None) -> None:
+        self._key = key
+        self._socket: socket.socket | None = None
+        self._pipe: list[int] = []
+        if address is None:
+            self._pipe += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self.address = [os.getpid(), self._pipe[1], *identity(self._pipe[1])]
+        else:
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            self._socket.bind((address, 0))
+            self._socket.setblocking(False)
+            with suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+            self.address = list(self._socket.getsockname())
+        self._rest = b""
+
+    def fileno(self) -> int:
+        return self._pipe[0] if self._socket is None else self._socket.fileno()
+
+    def expect_all(self) -> None:
+        """Make room for the answers of many ranks at once.
+
+        Only a rank that asks needs it. Linux gives a user 64 MiB of pipes on a node: once 64 ranks had a MiB each, each
+        new pipe of this user, in any program, would hold 8 KiB instead of 64.
+        """
+        with suppress(OSError):
+            if self._pipe:
+                fcntl.fcntl(self._pipe[0], fcntl.F_SETPIPE_SZ, _BUFFER)
+
+    def send(self, address: Sequence[Any], message: dict[str, Any]) -> None:
+        """Send a message, which is lost if the other rank does not exist, has too many, or if it is too long."""
+        body = zlib.compress(json.dumps(message).encode())
+        part = _HEAD.pack(self._digest(body), len(body)) + body
+        if len(part) > select.PIPE_BUF:  # what is written to a pipe at once is not mixed with others up to there
+            return
+        with suppress(OSError):
+            if self._socket is not None:
+                self._socket.sendto(part, tuple(address))
+                return
+            pid, writer, *expected = address
+            fd = opened(pid, writer, expected)  # for reading, too: without readers, writing may end this process
+            try:
+                os.write(fd, part)
+            finally:
+                os.close(fd)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have come from ranks of this job."""
+        found: list[dict[str, Any]] = []
+        with suppress(BlockingIOError):
+            for _ in range(_BATCH):
+                data = self._rest + os.read(self.fileno(), select.PIPE_BUF)
+                while len(data) >= _HEAD.size:
+                    digest, length = _HEAD.unpack_from(data)
+                    body = data[_HEAD.size : _HEAD.size + length]
+                    if len(body) < length:
+                        break
+                    data = data[_HEAD.size + length :]
+                    if compare_digest(digest, self._digest(body)):
+                        found.append(json.loads(zlib.decompress(body)))
+                self._rest = data if self._socket is None else b""  # a datagram comes whole
+        if not found:
+            time.sleep(_PAUSE)
+        return found
+
+    def refused(self, address: Sequence[Any]) -> bool:
+        """Whether the host reports that the socket no longer exists; a host that is down reports nothing."""
+        if self._socket is None:
+            return False
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.settimeout(_REFUSAL)
+            probe.connect(tuple(address))
+            try:
+                probe.send(b"")  # ignored, since it has no digest
+                probe.recv(1)
+            except ConnectionRefusedError:
+                return True
+        return False
+
+    def close(self) -> None:
+        for fd in self._pipe:
+            os.close(fd)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _digest(self, body: bytes) -> bytes:
+        return blake2b(body, key=self._key, digest_size=_DIGEST).digest()
 
 
 class StatusQuery:
@@ -88,7 +211,7 @@ class StatusQuery:
     def died(self, slot: int) -> bool:
         """Whether the process of a slot has ended without finalize()."""
         process = self._record.read(slot)
-        return process.state == RUNNING and procfs.condition(process.pid, process.started) == "dead"
+        return process.state == RUNNING and procstat.condition(process.pid, process.started) == "dead"
 
     def end_job(self) -> None:
         """Announce to all ranks that this one ends the job."""
@@ -113,7 +236,7 @@ class StatusQuery:
         """Report what this rank is doing."""
         for record in activity.thread_records:
             record.settle()
-        process, frames = self._record.read(self._slot), procfs.frames()
+        process, frames = self._record.read(self._slot), procstat.frames()
         report = self._report(self.rank, process)
         for thread, record in zip(report.threads, activity.thread_records, strict=False):
             thread.waited = record.waited
@@ -122,8 +245,8 @@ class StatusQuery:
         main = first if first in frames else os.getpid()
         if main in frames:
             busy = any(thread.call is not None for thread in report.threads)
-            report.doing = WAITS if busy else procfs.doing(main, frames[main])
-            report.stack = [] if busy else procfs.stack(frames[main])
+            report.doing = WAITS if busy else procstat.doing(main, frames[main])
+            report.stack = [] if busy else procstat.stack(frames[main])
         return report
 
     def take(self, message: dict[str, Any]) -> None:
@@ -187,7 +310,7 @@ class StatusQuery:
         self.datagrams.send(self._peers[rank]["address"], {**message, "from": self.rank})
 
     def _answer(self, rank: int, number: int, report: Report) -> None:
-        self._send(rank, {"kind": "answer", "number": number, "report": report.json()})
+        self._send(rank, {"kind": "answer", "number": number, "report": asdict(report)})
 
     def _seen(self, rank: int) -> Report:
         """Report on a rank of this node from its record, and from what the system shows of its process."""
@@ -196,7 +319,7 @@ class StatusQuery:
             return self._unseen(rank, False)
         process = self._record.read(slot)
         report = self._report(rank, process)
-        condition = procfs.condition(process.pid, process.started)
+        condition = procstat.condition(process.pid, process.started)
         report.doing = _SILENT if condition == "alive" else condition
         if condition == "dead" and process.state == FINALIZED:
             report.doing = "at its end: it has finalized"

@@ -14,11 +14,10 @@ from datetime import timedelta
 from queue import SimpleQueue
 
 from hpcdist import activity
-from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite
+from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite, procstat
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort, exits
 from hpcdist.tensors import pool
-from hpcdist.watch import procfs
 from hpcdist.watch.hang_table import GONE, Report, chain, made_progress, table, verdict
 from hpcdist.watch.status_query import StatusQuery
 
@@ -279,7 +278,7 @@ class Watch:
 
 
 def _show(record: ThreadRecord, text: str) -> None:
-    frame = procfs.frames().get(record.thread)
+    frame = procstat.frames().get(record.thread)
     exits.show(HangError(text), frame and callsite.outside(frame))
 
 
