@@ -50,7 +50,9 @@ def test_the_reason_is_told(reason: str) -> None:
     assert re.search(r"HangError: concat\(\) at .*hanging.py:\d+ has waited for 1\.\d s, its deadline is 1 s", job.err)
     code = {"stop": "HD604", "in_background": "HD301"}.get(reason, "HD601")
     assert re.search(rf"rank 1 \(\S+, pid \d+\) {REASONS[reason]}.* \[{code}\]$", job.err, re.MULTILINE), job.err
-    assert re.search(rf"^(\[rank\d\]: )?python -m hpcdist explain ([A-Z0-9]+ )*{code}\b", job.err, re.MULTILINE), job.err
+    assert re.search(rf"^(\[rank\d\]: )?python -m hpcdist explain ([A-Z0-9]+ )*{code}\b", job.err, re.MULTILINE), (
+        job.err
+    )
     assert ("they wait for each other" in job.err) == (reason == "other"), job.err
 
 
