@@ -57,14 +57,14 @@ def concat(
 ) -> Any:
     """Concatenate the shards of all ranks along `dim`, in rank order, on every rank.
 
-    Collective over `group`. Equivalent to ``torch.cat`` of all shards: extents along `dim` may differ and may be zero;
-    nothing is padded, and no rank needs to know the extents of others. The shard is not changed.
+    Collective over `group`. Equivalent to ``torch.cat`` of all shards. Extents along `dim` may differ and may be zero.
+    Nothing is padded, and no rank needs to know the extents of others. The shard is not changed.
 
-    Structures of tensors are joined part by part. Lists are concatenated, ``list + list``, their items unchanged: they
-    may have different lengths, and tensors of different shapes. Tuples, dicts, named tuples and dataclasses must match
-    on all ranks, and their parts are joined: tensors and numpy arrays along `dim`, lists as above, and single values
-    (numbers, strings, bytes, None) to a list of all ranks' values. A tensor from a GPU arrives on the receiver's own
-    GPU, or on the CPU if it has none. Structures are sent without pickle.
+    Structures of tensors are joined part by part. Lists are concatenated, ``list + list``. They may have different
+    lengths, and tensors of different shapes. Tuples, dicts, named tuples and dataclasses must match on all ranks. Their
+    parts are joined: tensors and numpy arrays along `dim`, lists as above, and single values (numbers, strings, bytes,
+    None) to a list of all ranks' values. A tensor from a GPU is received on the receiver's own GPU, or on the CPU if it
+    has none. Structures are sent without pickle.
 
     Args:
         x: this rank's shard: a tensor of any shape, dtype and strides, on the CPU or a GPU. Dtype, number of dims, and
@@ -77,7 +77,7 @@ def concat(
             or if a gradient is needed. To autograd, it is modified in place.
         allow_pickle: whether to send other objects in a structure as pickles, which can run any code when
             loaded. Must agree.
-        shared: whether the ranks of a node share one copy of the result: less memory, and the fastest way. For tensors
+        shared: whether the ranks of a node share one copy of the result, which takes less memory and time. For tensors
             in host memory, without `out`. Must agree.
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
@@ -88,10 +88,10 @@ def concat(
         backward. (If all ranks compute the same loss from the whole, each one counts: divide by their number, as in
         hpcdist/examples/column_parallel.py.)
 
-        With `shared`, the ranks of a node read the same memory, which is used again once none of them has a tensor on
-        it any more. To be read: what a rank writes into it in place only this rank sees, and the pages that it writes
-        become copies of its own. Where memory is short, the result is small (64 KiB), many are held (64 a group), or
-        processes of a node cannot open each other's memory, each rank gets memory of its own as without `shared`.
+        With `shared`, the ranks of a node read the same memory. Treat it as read-only: writes are private to the rank
+        (copy-on-write). The memory is reused when no rank has a tensor on it. Each rank gets memory of its own if
+        shared memory is short, the result is below 64 KiB, a group holds 64 of them, or the processes of a node cannot
+        open each other's memory.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,

@@ -60,7 +60,7 @@ def gather(
 ) -> Any:
     """Gather the shards of all ranks on `root`, joined along `dim` in rank order.
 
-    Collective over `group`. Extents along `dim` may differ and may be zero; nothing is padded, and no rank needs to
+    Collective over `group`. Extents along `dim` may differ and may be zero. Nothing is padded, and no rank needs to
     know the extents of others. The shard is not changed.
 
     Args:

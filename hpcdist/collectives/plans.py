@@ -42,14 +42,13 @@ _OPERATIONS: dict[Any, Callable[..., Operation]] = {
 
 
 def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, **options: Any) -> Plan:
-    """Plan a call once, to see what it does, or to execute it many times.
+    """Plan a call once, to describe it, or to execute it many times.
 
-    Collective over `group`. The ranks agree on the call and plan it, as the verb does; then nothing is sent, allocated
-    or kept. (Data that are small enough to travel behind the headers are exchanged with these, and dropped.) A plan of
-    tensors spares its calls that agreement; a plan of structures, of ``shared=True`` and of files calls the verb.
+    Collective over `group`. The ranks agree on the call and plan it, as the verb does, but send, allocate and keep no
+    data. (Data that are small enough to travel behind the headers are exchanged and dropped.) Calls of a plan of
+    tensors skip this agreement. A plan of structures, of ``shared=True`` and of files calls the verb.
 
-    What only the call can find is not foreseen: a shared result, or a window for messages, for which the node has no
-    memory then.
+    A plan does not foresee that the node will have no memory for a shared result or for a window.
 
     Args:
         verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`,
@@ -58,7 +57,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
             device, and whether they need a gradient are used. `async_op` makes no difference.
 
     Returns:
-        On every rank, the plan: what concerns all ranks is the same on all of them; bytes and result are this rank's.
+        On every rank, the plan. Bytes and result are this rank's; the rest is the same on all ranks.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree: as in the verb.

@@ -57,13 +57,13 @@ def redistribute(
 ) -> Any:
     """Redistribute a tensor from one layout to another: from each rank's part in `src` to its part in `dst`.
 
-    Collective over `group`. Each rank sends to another only what that one needs and does not have; nothing is padded.
-    Messages that are one run of memory are sent from and received into place; others are packed once.
+    Collective over `group`. Each rank sends to another only elements that the other needs and does not have. Nothing is
+    padded. Messages that are one run of memory are sent from and received into place. Others are packed once.
 
     Args:
         x: this rank's part of the tensor in `src`: any dtype and strides, on the CPU or a GPU. Dtype and number of
             dims must agree.
-        src: the layout of the parts: Split, Block, Replicate or Boxes. Without counts, they are what the ranks hold.
+        src: the layout of the parts: Split, Block, Replicate or Boxes. Without counts, the parts' extents are used.
             Must agree.
         dst: the layout of the result. Without counts, the block rule. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.

@@ -73,7 +73,7 @@ def split(
 ) -> Any:
     """Split a tensor of the root along `dim`, one part for each rank: the inverse of gather.
 
-    Collective over `group`, unless `root` is None: then every rank holds the whole `x` and takes its own part, without
+    Collective over `group`, unless `root` is None. Then every rank holds the whole `x`, and takes its own part without
     communication or comparison.
 
     Args:
@@ -90,16 +90,16 @@ def split(
         out: memory for this rank's part, of its shape and dtype; optional on each rank. Not allowed for structures,
             or if a gradient is needed. To autograd, it is modified in place.
         allow_pickle: whether to send other objects in a structure as pickles. Must agree.
-        shared: whether the parts of all ranks of a node are in one piece of memory, to which the root copies those of
-            its own node. For tensors in host memory, without `out`. Must agree; no effect if `root` is None.
+        shared: whether the parts of all ranks of a node are in one shared memory. The root copies the parts of its own
+            node there. For tensors in host memory, without `out`. Must agree; no effect if `root` is None.
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
         On each rank, its part: `out`, on any device, or new contiguous memory on the rank's own GPU if `x` is on a GPU
         and the rank has one, else on the CPU. Along dim 0, the root sends directly from `x`; along another dim, or if
         `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`), or a structure of views. If `x`
-        requires a gradient, it flows back to the root; every rank must call backward. With `shared`, as for
-        :func:`hpcdist.concat`: a contiguous tensor to be read; if the rank writes into it, no other rank sees that.
+        requires a gradient, it flows back to the root; every rank must call backward. With `shared`, the part is a
+        contiguous tensor. Treat it as read-only: writes are private, as with :func:`hpcdist.concat`.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,

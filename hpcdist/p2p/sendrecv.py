@@ -55,8 +55,8 @@ def send(
 
     Raises:
         TypeError, ValueError: on this rank, if an argument is wrong, or a part cannot be sent. Nothing was sent.
-        HpcdistError: on this rank, if `group` is a second communicator of the same ranks, and no collective call on it
-            has distinguished the two yet.
+        HpcdistError: on this rank, if another communicator has the same ranks as `group`, and no collective call has
+            distinguished the two yet.
         FileError: with route "hdf5", on both ranks, if the file cannot be written, or the receiver does not see it.
 
     Example::
@@ -82,7 +82,7 @@ def isend(
     route: str = "auto",
     allow_pickle: bool = False,
 ) -> Handle[None]:
-    """Send in the background, as :func:`send`: return a handle at once. Until it is done, `x` must not be changed."""
+    """Send in the background, as :func:`send`; return a handle at once. Do not change `x` before it is done."""
     engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
     return engine.start("isend", steps, outgoing.dest, receives=False)
 
@@ -106,7 +106,7 @@ def recv(
     """Receive a structure from another rank, without advance knowledge of it.
 
     Waits until a message arrives, up to the deadline of all calls; ``irecv(...).wait(timeout)`` has its own timeout. A
-    message too large for the memory of this rank aborts the job, since its sender depends on this rank.
+    message too large for the memory of this rank aborts the job, because the sender waits for this rank.
 
     Args:
         source: the rank in `group` that sends; None means any. Messages of one rank with one tag arrive in order.
@@ -147,7 +147,7 @@ def irecv(
     allow_pickle: bool = False,
     with_source: bool = False,
 ) -> Handle[Any]:
-    """Receive in the background, as :func:`recv`: return a handle at once, whose wait() returns the structure."""
+    """Receive in the background, as :func:`recv`, and return a handle at once. Its wait() returns the structure."""
     engine, peer, steps = _receiving(source, tag, group, allow_pickle)
 
     def received() -> Steps[Any]:

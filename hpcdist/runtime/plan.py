@@ -27,8 +27,7 @@ _RESULTS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A call that all ranks have agreed on: made by :func:`plan`. ``print`` it to see what it does, and why; call it to
-    execute it.
+    """A call that all ranks have agreed on, made by :func:`plan`. ``print`` it to describe it, call it to execute it.
 
     Attributes:
         verb: name of the verb.
@@ -36,10 +35,10 @@ class Plan:
             large tensors in host memory and on GPUs.
         methods: how data move, such as "MPI_Allgatherv"; for structures, one for the small tensors and one for the
             large ones in each kind of memory. The same on all ranks.
-        sent, received: bytes of this rank's data that other ranks get, and of theirs that it gets, each counted for
-            every receiver, however they move; None if it learns that only in the call.
+        sent, received: bytes that this rank sends to and receives from other ranks, counted for every receiver; None
+            if only the call can determine them.
         result: memory of this rank's result: "new", "pool", "shared", "out", "view", "structure", "file" or "none".
-        reasons: why so. The same on all ranks.
+        reasons: the reasons for route and method. The same on all ranks.
         shape: of the whole tensor; None of anything but one tensor.
         box: box of the whole tensor that this rank receives, of size 0 if it receives none; likewise.
         file_bytes: of a function of :mod:`hpcdist.staging`, bytes of data that this rank reads from the file, or writes
@@ -64,8 +63,7 @@ class Plan:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Execute the plan. Collective over its group.
 
-        Small tensors in host memory travel in the one message by which the ranks notice a wrong call; larger ones
-        follow such a message.
+        Small tensors in host memory travel in the message that detects a wrong call. Larger ones follow it.
 
         Args:
             x: this rank's tensor, of the shape, dtype and device that the plan was made for; any strides. None where

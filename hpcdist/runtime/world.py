@@ -181,10 +181,10 @@ def init(
     """Start torch.distributed on the processes of an MPI job, however they were launched.
 
     Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
-    process without a launcher. MPI, and torch.distributed, are used as they are where they already run. From here on,
-    an uncaught exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such
-    as ``raise SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block; elsewhere the other
-    ranks get an error at their next verb, or at the deadline.)
+    process without a launcher. If MPI or torch.distributed already runs, it is used. From here on, an uncaught
+    exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such as ``raise
+    SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block. Elsewhere the other ranks get an
+    error at their next verb, or at the deadline.)
 
     Args:
         comm: the processes that take part; COMM_WORLD if None.
@@ -195,20 +195,20 @@ def init(
             used, like `timeout`, if torch.distributed already runs.
         timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
             A rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of
-            the program is such a call: no rank may work alone for longer than that. Also torch.distributed's timeout.
+            the program is such a call, so no rank may work alone for longer. Also torch.distributed's timeout.
         staging: the folder for the files of route "hdf5", which all nodes must share; by default HPCDIST_STAGING, else
             on one node a private folder for temporary files, and on several nodes the current folder.
 
     Returns:
-        The :class:`World`; the same one again at a second call without arguments or with the same ones.
+        The :class:`World`. A second call without arguments, or with the same ones, returns the same world.
 
     Raises:
         LaunchError: on every rank that can detect it: the launcher does not belong to the MPI library, two ranks share
             a GPU that NCCL must use, nodes cannot reach each other, or this is a child process that was forked while
-            MPI ran. The message holds the fix.
+            MPI ran. The message names the fix.
         RankError: on every rank, if an argument is wrong on one of them.
         TypeError: on this rank, if `comm` is not a communicator or does not hold this rank.
-        ValueError: on this rank, if the world exists and the arguments differ from those it was made with.
+        ValueError: on this rank, if the world exists and was made with other arguments.
 
     Example::
 

@@ -34,16 +34,15 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
     """Describe this rank's part of a tensor to torch's ``dcp.save`` and ``dcp.load``, which then save the whole tensor,
     and load it in any other layout, on any number of ranks.
 
-    Collective over `group`. Nothing is copied: the result is a tensor on the memory of `x`, without gradient, which has
-    torch's CheckpointableTensor protocol: put it into the state in place of `x`. ``dcp.load`` fills `x`.
-    ``dcp.async_save`` to torch's own ``FileSystemWriter`` needs ``async_stager=DefaultStager()``: the stager that this
-    writer brings copies the tensor and forgets that it is a part. To a checkpoint_id, or our HDF5Writer, nothing is
-    needed.
+    Collective over `group`. Nothing is copied: the result is a tensor on the memory of `x`, without gradient, with
+    torch's CheckpointableTensor protocol. Put it into the state in place of `x`. ``dcp.load`` fills `x`.
+    ``dcp.async_save`` to torch's own ``FileSystemWriter`` needs ``async_stager=DefaultStager()``, because that writer's
+    own stager copies the tensor and loses the layout. A checkpoint_id or HDF5Writer needs nothing.
 
     Args:
         x: this rank's part: any shape, dtype and strides, on the CPU or a GPU. Dtype and number of dims must agree.
-        layout: the layout of the parts: Split, Block, Replicate or Boxes, the latter without gaps. Without counts, they
-            are what the ranks hold: ragged parts, and empty ones. Must agree.
+        layout: the layout of the parts: Split, Block, Replicate or Boxes, the latter without gaps. Without counts, the
+            parts' extents are used, which may be ragged or zero. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks. The ranks that save.
 
     Raises:

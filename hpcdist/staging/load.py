@@ -69,49 +69,48 @@ def load(
     progress: Callable[[int], None] | None = None,
     group: GroupLike | None = None,
 ) -> Any:
-    """Read each rank's part of the tensors of a file, with any number of ranks, whatever wrote it.
+    """Read each rank's part of the tensors of a file, with any number of ranks.
 
-    Collective over `group`. Waits for a save in flight to this name. Along dim 0 every rank reads straight into its
-    result. Where all ranks want the whole, or parts are so narrow that reading them alone would read everything many
-    times, the ranks share the reading and send each other their parts, a window at a time.
+    Collective over `group`. Waits for a save in flight to this name. Along dim 0 every rank reads directly into its
+    result. If all ranks want the whole, or narrow parts that would need many reads of the same data, the ranks share
+    the reading and send each other their parts, a window at a time.
 
     Args:
-        path: of the file, seen by all ranks: HDF5, .safetensors, .npy, .npz or .pt; or of a folder: of torch's DCP, or
+        path: of the file, which all ranks see: HDF5, .safetensors, .npy, .npz or .pt; or of a folder of torch's DCP or
             of .safetensors files, which need their index if they are shards; or of an index. Must agree.
         name: of a tensor, or of a group of them; None for all of the file. Must agree.
         dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
-            name, 0 for those that are not in it. Must agree. Every rank gets the whole of 0-d tensors.
+            name, with 0 for missing names. Must agree. Every rank gets the whole of 0-d tensors.
         counts: the extent along `dim` for each rank, or a rule, as in :func:`hpcdist.split`: "block" by default. Must
             agree.
         box: this rank's part as (offset, shape), each with an entry for every dim; instead of `dim` and `counts`, on
             all ranks or on none. Each rank has a box of its own; boxes may overlap.
         out: memory for this rank's part of the one tensor that is read, of its shape and dtype, any strides, any
-            device. Each rank may give it or not. If the call fails, its contents are undefined.
+            device; optional on each rank. If the call fails, its contents are undefined.
         device: device of the result, without `out`; the CPU by default.
         window: bytes of host memory that a rank may use besides the result. Must agree.
-        readers: how many ranks read from the file what is sent to others; by default all. Must agree.
-        verify: True: check every piece of which something is read against its checksum; None: those that are read
-            whole; False: none. Files of other tools have no checksums. Must agree.
-        once_per: how often the file is read for ranks that want the whole of a tensor (`dim=None`, 0-d tensors): "job":
-            once, by all ranks together, which send each other what they have read; "rank": by every rank for itself.
-            "auto": as "job" on several nodes, and for what is compressed; on one node, and for less than 64 KiB, as
-            "rank". Must agree. ``print(hpcdist.plan(staging.load, ...))`` reports what is read and sent.
-        shared: whether the ranks of a node share one copy of what all ranks want whole (`dim=None`): it is read, or
-            received, into memory for all. Treat it as read-only: writes are private (copy-on-write). The memory of a
-            tensor is used again once no rank has it. For host memory; where the node has none for it, or for less than
-            64 KiB, each rank gets its own. Must agree.
+        readers: how many ranks read data that are sent to others; by default all. Must agree.
+        verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
+            whole; False: of none. Files of other tools have no checksums. Must agree.
+        once_per: how whole tensors (`dim=None`, 0-d tensors) are read. "job": once, by all ranks together, which send
+            each other the data. "rank": by every rank on its own. "auto": as "job" on several nodes and for compressed
+            data; as "rank" on one node and below 64 KiB. Must agree. ``print(hpcdist.plan(staging.load, ...))`` reports
+            the bytes read and sent.
+        shared: whether the ranks of a node share one copy of whole tensors (`dim=None`). Treat it as read-only: writes
+            are private (copy-on-write). The memory of a tensor is reused when no rank has it. For host memory. If the
+            node has too little shared memory, or below 64 KiB, each rank gets its own. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just read.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
         On each rank its part: a contiguous tensor that it owns (or `out`), of the dtype that was saved and of native
         byte order; a nested dict of these if `name` is a group, or if it is None and the file holds anything but one
-        tensor "data". What no tensor can hold, such as text, is left out.
+        tensor "data". Data that no tensor can hold, such as text, are left out.
 
     Raises:
-        RankError: on every rank: no such regular file, of another format, a tensor whose data are in another file,
-            incomplete, truncated, damaged, no such tensor, only data that no tensor can hold, an argument that is wrong
-            on one rank or does not agree. The job can go on.
+        RankError: on every rank, if the file or the tensor does not exist, the file has another format, is incomplete,
+            truncated or damaged, has its data in another file, or holds only data that no tensor can hold; or if an
+            argument is wrong on one rank or does not agree. The job can continue.
 
     Example, on 3 ranks::
 

@@ -67,9 +67,9 @@ def open(
     window: int = WINDOW,
     group: GroupLike | None = None,
 ) -> ReadFile | WriteFile:
-    """Open a file for piecewise work, when not even a rank's own shard fits in memory.
+    """Open a file to read or write it piece by piece, if a rank's own shard does not fit in memory.
 
-    With mode "r" on this rank alone; with mode "w" collective over `group`. Waits for a save in flight to this name.
+    Mode "r" is for this rank alone. Mode "w" is collective over `group`. Waits for a save in flight to this name.
 
     Args:
         path: of the file.
@@ -83,8 +83,8 @@ def open(
         A :class:`ReadFile` or a :class:`WriteFile`, for a ``with`` block.
 
     Raises:
-        FileError: of mode "r": no such regular file, not of its format, incomplete, truncated.
-        RankError: of mode "w", on every rank: arguments that are wrong or differ, a file that cannot be made.
+        FileError: with mode "r", if the file does not exist, has another format, is incomplete or truncated.
+        RankError: with mode "w", on every rank, if arguments are wrong or differ, or the file cannot be made.
 
     Example::
 
@@ -168,8 +168,8 @@ class ReadFile:
             The box: a tensor that the caller owns, or `out`.
 
         Raises:
-            FileError: no such tensor, damaged, or it cannot be read.
-            ValueError: a box that is not in the tensor, or does not fit `out`.
+            FileError: if the tensor does not exist, is damaged, or cannot be read.
+            ValueError: if the box is not in the tensor, or does not fit `out`.
         """
         if (untraceable := recorded()) is not None:
             raise refusal(ValueError, "HD219", f"read(): {untraceable}")
@@ -222,9 +222,9 @@ class ReadFile:
 class WriteFile:
     """A new file that ranks write a box at a time. Made by :func:`open`; used in a ``with`` block.
 
-    At the end of the block, which is collective, the file appears under its name: if every element was written once,
-    and no rank has failed. An exception on one rank ends the job, and the name keeps the old file. Each box is a piece
-    with a checksum of its own; rows that a rank writes one after the other become one piece.
+    The end of the block is collective. The file then appears under its name if every element was written once and no
+    rank has failed. An exception on one rank ends the job, and the name keeps the old file. Each box is a piece with
+    its own checksum. Consecutive rows that a rank writes become one piece.
     """
 
     def __init__(self, team: Team, path: Any, tensors: Any, attrs: Any, window: Any) -> None:
@@ -263,8 +263,8 @@ class WriteFile:
             offset: where it begins in the whole, an entry for every dim.
 
         Raises:
-            FileError: no such tensor; OSError: it cannot be written; ValueError: it does not fit, the file is closed;
-            TypeError: `x` is not a tensor.
+            FileError: if the tensor does not exist; OSError: if it cannot be written; ValueError: if `x` does not fit,
+            or the file is closed; TypeError: if `x` is not a tensor.
         """
         if not self._open:
             raise refusal(ValueError, "HD419", "the file is closed")

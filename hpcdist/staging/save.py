@@ -119,15 +119,15 @@ def save(
 ) -> Handle[None] | None:
     """Write the shards of all ranks to one HDF5 file, each tensor whole, as one ordinary dataset.
 
-    To a file of the safetensors library, if its name ends with .safetensors: without checksums, otherwise as said here.
+    If the name ends with .safetensors, the file is a safetensors file, which has no checksums.
 
-    Collective over `group`. The file appears under its name when it is complete and on the disk: until then, even if
+    Collective over `group`. The file appears under its name when it is complete and on the disk. Until then, even if
     the job dies, the name keeps the old file. The new file gets the mode, owner, group, ACL and user attributes of the
-    one that it replaces, as far as the system permits. Along dim 0 every rank writes its shard straight from its
-    memory; along other dims the ranks first bring the pieces of the file together, a window at a time.
+    old one, as far as the system permits. Along dim 0 every rank writes its shard directly from its memory. Along other
+    dims the ranks first exchange the pieces of the file, a window at a time.
 
     Args:
-        path: of the file, in a folder that all ranks see.
+        path: of the file, in a folder that all ranks share.
         tensors: this rank's shard, which gets the name "data", or a dict of shards by name; dicts may be nested, and
             names may contain slashes: ``{"model": {"w": x}}`` and ``{"model/w": x}`` are the same. Any shape, dtype
             and strides, on the CPU or a GPU. Names, dtypes and the extents besides `dim` must agree on all ranks.
@@ -136,32 +136,31 @@ def save(
         attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written. A
             .safetensors file has text by name for "" alone, by default ``{"format": "pt"}``.
         compression: "gzip", a gzip level, or h5py's arguments for another filter, such as ``hdf5plugin.Zstd()``. The
-            file is then chunked, and a save that died starts anew. Must agree.
+            file is then chunked, and cannot be resumed. Must agree.
         chunks: shape of a chunk, for compressed tensors; by default, rows of about 1 MiB. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
-            :func:`hpcdist.staging.writer`. The file is the same. Must agree. What is compressed, and a .safetensors
-            file, is written by "posix".
+            :func:`hpcdist.staging.writer`. The file is the same. Must agree. "posix" writes compressed data and
+            .safetensors files.
         writers: how many ranks write; all by default. Must agree.
-        resume: continue what a job that died has left: pieces that the unfinished file holds already are not written
-            again. If this call fails, what it has written is kept for another try. The number of ranks may differ. Must
-            agree.
-        max_shard_size: of a .safetensors file: bytes, or text such as "5GB". What has more data becomes several files,
+        resume: continue the unfinished file of a job that died: write only pieces that differ. If this call fails, it
+            keeps its unfinished file. The number of ranks may differ. Must agree.
+        max_shard_size: of a .safetensors file: bytes, or text such as "5GB". Larger data become several files,
             ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
-            load by their index. They get their names when all are complete, one after the other, the index last; an
-            old index is removed before files that it names are replaced. Of a file `path` and an index, the older one
-            is removed after a save, since readers would differ in which they take. Must agree.
+            load by their index. They get their names when all are complete, one after the other, the index last. An
+            old index is removed before files that it names are replaced. If there are a file `path` and an index, the
+            older one is removed after a save, because readers would differ in their choice. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just done; with `async_op`, in
             another thread.
-        buffer: bytes of host memory that this rank may use for the copies of `async_op`, those of earlier saves that
-            are still in flight included; by default half of the free memory, divided among the ranks of the node. For
-            what does not fit, the call waits: for earlier saves, and then until the rest has been written.
-        async_op: whether to return a Handle at once, when the values may be changed: copied to memory from the pool,
-            pinned memory for GPU tensors. The file is written by a thread, and gets its name when all ranks have
-            written; `writer` "auto" is "posix" then. Saves of a group run in the order of the calls. Another save, or a
-            load, of the same name waits for those in flight; so do finalize() and the end of the program, and none of
-            them raises their errors, which wait() does, on every rank; if nobody waits, they are printed at the end.
-            Must agree.
+        buffer: bytes of host memory that this rank may use for the copies of `async_op`, including those of earlier
+            saves in flight; by default half of the free memory, divided among the ranks of the node. If the copies do
+            not fit, the call waits for earlier saves, and then until the rest has been written.
+        async_op: whether to return a Handle when the values have been copied, to memory from the pool or, for GPU
+            tensors, to pinned memory. They may then be changed. A thread writes the file, which gets its name when all
+            ranks have written; `writer` "auto" is "posix" then. Saves of a group run in the order of the calls. Another
+            save, or a load, of the same name waits for saves in flight. So do finalize() and the end of the program.
+            None of these raises the error of a save: wait() does, on every rank. If wait() is not called, the error is
+            printed at the end. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
