@@ -70,7 +70,7 @@ class Queue:
             del job  # lets its tensors be freed
 
     def abandon(self) -> None:
-        """Leave what is under way to itself: no more calls are expected, and nobody waits."""
+        """Stop waiting for calls in progress: no more calls are expected."""
         with self._lock:
             if self._thread is not None:
                 self._jobs.put(None)

@@ -1,1 +1,1 @@
-"""The ranks of a call: groups, teams, and how the ranks of a job find each other."""
+"""The ranks of a call: groups and teams; and the rendezvous of a job's ranks."""

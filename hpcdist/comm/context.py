@@ -37,7 +37,7 @@ class Context:
         team, everyone: team and group of all ranks.
         teams: teams of the groups that collectives have used so far.
         header_comm, data_comm: communicators of send and recv, for headers and for data.
-        unexpected: messages that have come before their receive.
+        unexpected: messages that arrived before their receive.
         most_tag: largest tag that this MPI allows.
         transport: thread that sends and receives messages in the background, see :mod:`hpcdist.p2p.progress`.
     """
@@ -128,7 +128,7 @@ class Context:
         return team
 
     def forget(self, group: Group) -> None:
-        """Free what belongs to a group that has ended. Nothing is communicated."""
+        """Free the resources of a group that has ended. Nothing is communicated."""
         if group.key is not None:
             self.unexpected.drop(group.key)
         group.release()
@@ -150,7 +150,7 @@ class Context:
 
 
 class _FirstUse:
-    """The team of a group that is being made, as the record of calls counts it."""
+    """The team of a group in the making, for the record of calls."""
 
     def __init__(self, group: Group) -> None:
         self.number = group.provisional_key

@@ -1,8 +1,8 @@
-"""Start MPI, and find which launcher started this process, from the variables that mpirun, srun and the like set.
+"""Start MPI, and identify the launcher of this process by the variables that mpirun, srun and others set.
 
 Needs no torch.
 
-docs/launchers.md has the table for users, and which launchers were really run. The sources of the variables:
+docs/launchers.md has the table for users, and says how each launcher was tested. The sources of the variables:
 
 - Open MPI: mpirun(1), "Environment Variables"; MVAPICH: its user guide, "MPIRUN_RSH environment variables".
 - Hydra (MPICH and Intel MPI): what ``mpiexec -n 2 env`` of mpich 5.0.2 and of impi-rt 2021.18 shows.
@@ -43,15 +43,15 @@ _OWN_MPIRUN = (
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, and the variables that it sets in each process; "" for what it does not tell.
+    """A launcher, and the variables that it sets in each process; "" if it sets none.
 
     Attributes:
         name: what starts the processes.
-        size, rank: number of processes, and of this one.
+        size, rank: number of processes, and number of this one.
         local_rank, local_size: number of this process among those of its node, and how many these are.
-        sign: variable without which the others are those of another launcher; "" for none.
-        fix: what to do if the MPI library does not know of this launcher.
-        one: how to start one process on purpose.
+        sign: variable without which the others belong to another launcher; "" for none.
+        fix: remedy if the MPI library does not know of this launcher.
+        one: command that starts one process on purpose.
         mpi: whether it starts ranks of MPI.
     """
 
@@ -95,7 +95,7 @@ _TORCHRUN = Launcher(
     fix=_NOT_MPI,
     mpi=False,
 )
-# The shell of a batch job or of salloc: nothing has started ranks.
+# The shell of a batch job or of salloc: no launcher has started ranks.
 _BATCH = Launcher("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1")
 
 # The nearest to a process first: mpirun may run in a task of srun, and both have set their variables.
@@ -158,7 +158,7 @@ def _present(environ: Mapping[str, str]) -> list[Launcher]:
 
 
 def nearest(environ: Mapping[str, str]) -> tuple[Launcher, str, int] | None:
-    """Return the nearest launcher with the variable that tells the number of processes, and that number.
+    """Return the nearest launcher, its variable with the number of processes, and that number.
 
     Where a launcher tells no number of processes, the variable is one that tells that there are others: its rank that
     is not 0, or the number of several on this node. WORLD_SIZE counts beside LOCAL_RANK: alone it may be something
@@ -201,7 +201,7 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
     """Find N worlds of one: a launcher that started N processes, and an MPI `library` whose world has `size`, one.
 
     Returns:
-        What is wrong and what to do, or None.
+        The problem and its fix, or None.
     """
     if size > 1 or (_ELASTIC not in environ and any(_number(environ, name) == 1 for name in _DIRECT)):
         return None
@@ -239,7 +239,7 @@ def unsupported(environ: Mapping[str, str], library: str, libraries: str) -> str
         libraries: the libraries that are loaded, as /proc/self/maps has them. An MPICH built for PMIx loads libpmix.
 
     Returns:
-        What is wrong and what to do, or None.
+        The problem and its fix, or None.
     """
     if not library.startswith("MPICH") or "PMIX_NAMESPACE" not in environ or "libpmix" in libraries:
         return None
@@ -299,7 +299,7 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
 
 
 def _check_files() -> None:
-    """Raise a LaunchError if MPI and init() would fail, or hang, for want of descriptors."""
+    """Raise a LaunchError if MPI and init() would fail, or hang, because of too few descriptors."""
     needed = _FILES_AFTER_MPI if "mpi4py.MPI" in sys.modules else _FILES
     held: list[int] = []
     try:
@@ -316,7 +316,7 @@ def _check_files() -> None:
 
 
 def _end() -> None:
-    """End the MPI that job() has started, after what else runs at the end of the program, as mpi4py ends its own."""
+    """End the MPI that job() has started, after the other exit handlers, as mpi4py does."""
     from mpi4py import MPI
 
     if not MPI.Is_finalized():
@@ -327,7 +327,7 @@ def _start(environ: Mapping[str, str]) -> str | None:
     """Start MPI as importing mpi4py does, unless MPI_Init would abort for "unsupported PMI version PMIx".
 
     Returns:
-        What is wrong and what to do, in that case; else None.
+        The problem and its fix in that case, else None.
     """
     import mpi4py
 

@@ -22,19 +22,19 @@ from hpcdist.tensors.storage import of_bytes
 __all__ = ["INLINE", "Envelope", "Unexpected", "bytes_of", "conflict", "with_envelope"]
 
 _HEAD = struct.Struct("<qqqq")  # the group's key, the tag, the message's number, the bytes of its content
-_NOT_YET = 0xFF  # each byte of a head that has not come: as a number of bytes it is invalid
+_NOT_YET = 0xFF  # each byte of a head that has not arrived: as a number of bytes it is invalid
 INLINE = 2**16  # bytes of content sent with the envelope at most: messages that wait for a receive take memory
 
 
 class Envelope(NamedTuple):
-    """What arrives first of a message.
+    """The first part of a message.
 
     Attributes:
         key, tag: key of the group, and the sender's tag.
         number: number by which the sender identifies the content.
         source: the world's rank of the sender.
         nbytes: length of the content.
-        serial: position among the messages that have come.
+        serial: position among the messages that have arrived.
         content: the content itself; None if it follows separately.
     """
 
@@ -48,7 +48,7 @@ class Envelope(NamedTuple):
 
 
 def with_envelope(key: int, tag: int, number: int, content: Tensor) -> list[Tensor]:
-    """Return the messages that carry a content: the envelope with it, or the envelope and then the content."""
+    """Return the messages for a content: the envelope with the content, or the envelope and then the content."""
     inline = content.numel() <= INLINE
     envelope = torch.empty(_HEAD.size + inline * content.numel(), dtype=torch.uint8, device="cpu")
     envelope[: _HEAD.size] = of_bytes(_HEAD.pack(key, tag, number, content.numel()))
@@ -59,9 +59,9 @@ def with_envelope(key: int, tag: int, number: int, content: Tensor) -> list[Tens
 
 
 class Unexpected:
-    """The messages that have come, and that no receive has taken yet; for any number of threads.
+    """The messages that have arrived, and that no receive has taken yet; for any number of threads.
 
-    A signal's handler may raise anywhere here: no message is lost or duplicated then.
+    If a signal's handler raises here, no message is lost or duplicated.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -72,12 +72,12 @@ class Unexpected:
         self._count = 0
 
     def take(self, key: int, source: int | None, tag: int | None, taken: list[Envelope]) -> bool:
-        """Move the first message of a group from `source` with `tag`, None being any, to `taken`, if one has come.
+        """Move the first message of a group from `source` with `tag`, None being any, to `taken`, if one has arrived.
 
         Messages of one rank are taken in their order.
 
         Raises:
-            HpcdistError: if a damaged message has come.
+            HpcdistError: if a damaged message has arrived.
         """
         with self._lock:
             self._receive()
@@ -104,7 +104,7 @@ class Unexpected:
             self._of_key.pop(key, None)
 
     def _receive(self) -> None:
-        """Receive all messages that have come."""
+        """Receive all messages that have arrived."""
         status = MPI.Status()
         self._keep()
         while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
@@ -116,7 +116,7 @@ class Unexpected:
             self._keep()
 
     def _keep(self) -> None:
-        """Keep the message being received, once it has come."""
+        """Keep the message being received, once it has arrived."""
         if self._coming is None:
             return
         content, source, serial = self._coming

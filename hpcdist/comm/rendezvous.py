@@ -1,4 +1,4 @@
-"""Let the ranks of an MPI job find each other and torch's store: no port is ever chosen before it is bound."""
+"""The rendezvous of an MPI job's ranks, and torch's store. No port is chosen before it is bound."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none
 
 @dataclass
 class Meeting:
-    """Where the ranks of a job find each other.
+    """The place where the ranks of a job connect.
 
     Attributes:
         host: address of rank 0's host that every rank has connected to.
@@ -52,7 +52,7 @@ class Meeting:
     file: int | None = None
 
     def close(self) -> None:
-        """Do without a store."""
+        """Close without a store."""
         if self.listener is not None:
             self.listener.close()
         if self.file is not None:
@@ -129,7 +129,7 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
 
 
 def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
-    """Return what tells gloo and NCCL by which network interface this rank reaches rank 0; nothing if it is unknown."""
+    """Return the variables of gloo and NCCL for the interface by which this rank reaches rank 0; none if unknown."""
     from mpi4py import MPI
 
     name = next((name for name, own in interfaces().items() if own == meeting.own), None)
@@ -162,7 +162,7 @@ def _file_store(file: int, timeout: timedelta) -> Store:
     store.set_timeout(timeout)
 
     def end() -> None:
-        store.set_timeout(timedelta(milliseconds=1))  # in which torch hopes that somebody makes the file
+        store.set_timeout(timedelta(milliseconds=1))  # in which torch waits for the file
         over.set()
         thread.join()
         while os.path.exists(task):  # the system ends it a little later than Python

@@ -24,10 +24,10 @@ ROUTES = ("auto", "nccl", "gloo", "mpi", "hdf5")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What does not change until the world ends.
+    """The values that do not change until the world ends.
 
     Attributes:
-        device: device of this rank's tensors: one GPU a rank, or the CPU.
+        device: device of this rank's tensors: one GPU per rank, or the CPU.
         own_gpus: whether every rank has a GPU to itself, and NCCL can be used.
         timeout: deadline of every call.
         nodes: number of nodes.

@@ -51,7 +51,7 @@ T = TypeVar("T", bound=_Owned)
 
 
 class Group:
-    """What the caller passed as ``group=``, as this rank sees it; nothing here communicates.
+    """The caller's ``group=``, as this rank sees it. Nothing here communicates.
 
     Args:
         rank: rank of this process in the group.
@@ -193,7 +193,7 @@ class HeaderBuffers:
         return total
 
     def put_again(self, header: bytes, x: Tensor | None) -> None:
-        """Put a header, with what followed it, and contiguous host memory behind that."""
+        """Put a header with the data that followed it, and contiguous host memory behind these."""
         start = len(header)
         self.own[:start] = header
         if x is not None and (nbytes := x.nbytes):
@@ -249,7 +249,7 @@ class Team:
         inline: bytes of data that may travel behind a rank's header.
         routes: routes chosen so far and why, by name and the kinds of memory of all ranks.
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
-        unshared: why the latest result that was to be shared by the ranks of a node is not; None if it is.
+        unshared: why the latest result with shared=True is not shared; None if it is.
         window: memory through which the ranks of a process group on one node reduce and broadcast, after its first use.
         plans: latest redistributions planned.
         repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.repeat`.
@@ -319,7 +319,7 @@ class Team:
         return self._windows
 
     def leave_node(self) -> None:
-        """Free what the ranks of this node share, but for what results still hold. Nothing is communicated."""
+        """Free the memory that the ranks of this node share, unless results still hold it. Nothing is communicated."""
         if self._windows is not None:
             self._windows.free()
         if self._topology is not None:

@@ -84,10 +84,10 @@ class Topology:
 
 
 class Window:
-    """A block of a node's shared memory, as long as this rank holds it.
+    """A block of a node's shared memory, while this rank holds it.
 
     Attributes:
-        bytes: memory to write into: all ranks of the node see it. Not after the call that took it.
+        bytes: memory to write into during the call that took it; all ranks of the node see it.
     """
 
     def __init__(self, block: SharedBlock, in_use: memoryview, at: int) -> None:
@@ -97,7 +97,7 @@ class Window:
         weakref.finalize(self._array, _leave, in_use, at, os.getpid()).atexit = False
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """Return the bytes from `offset` on as a tensor of the caller's, by which this rank holds the window."""
+        """Return the bytes from `offset` on as a tensor; while it lives, this rank holds the window."""
         # Of this part alone: torch.save and copy.deepcopy take the whole storage of a tensor.
         mine = self._array[offset : offset + prod(shape) * dtype.itemsize]
         return torch.from_numpy(mine).view(dtype).view(shape)
@@ -128,7 +128,7 @@ class _Slot:
 class Windows:
     """The windows of one node of a team. The first rank of the node chooses one for each call, or makes it.
 
-    Each rank says in shared memory which windows it holds, a byte for each: one that nobody holds is used again.
+    Each rank records in shared memory which windows it holds, a byte for each. A window that no rank holds is reused.
 
     Args:
         comm: all ranks of the team.
@@ -205,11 +205,11 @@ class Windows:
         return sum(slot.allocated for n, slot in list(self._slots.items()) if self._serials[n] == slot.serial)
 
     def clear(self) -> None:
-        """Give the windows that nobody holds back to the system. Only the first rank of the node can do so."""
+        """Free the windows that no rank holds. Only the first rank of the node can do so."""
         self._drop_unheld(0, 0.0)
 
     def sweep(self, idle: float) -> bool:
-        """Do so with what is beyond KEPT bytes, and has not been held for some seconds; return whether to come again.
+        """Free windows beyond KEPT bytes that no rank has held for some seconds; return whether to call again.
 
         Of a window of many gigabytes, no other part of the program could have the memory otherwise.
         """
@@ -232,7 +232,7 @@ class Windows:
                 self._lock.release()
 
     def _unheld(self) -> list[int]:
-        """Return the windows that nobody holds, the one used last at the end; forget those that only children read."""
+        """Return the windows that no rank holds, the latest last; forget those that only children read."""
         found = []
         for number in [number for number in self._order if number in self._slots]:
             users = bytes(self._in_use[number * self._ranks : (number + 1) * self._ranks])
@@ -243,14 +243,14 @@ class Windows:
         return found
 
     def forked(self) -> None:
-        """Never use again what this rank holds now: a child process may read it for as long as it runs."""
+        """Never reuse the windows that this rank holds now, because a child process may read them."""
         for number in list(self._slots):  # another thread may make a window meanwhile
             at = number * self._ranks + self._me
             if self._in_use[at] == _HELD:
                 self._in_use[at] = _FORKED
 
     def _open_control(self) -> None:
-        """Open the memory in which the ranks of the node say what they hold. Collective over the team."""
+        """Open the memory in which the ranks of a node record the windows that they hold. Collective: the team."""
         nbytes, made = SLOTS * (8 + self._ranks), None
         with suppress(OSError):
             if self._me == 0:
@@ -305,7 +305,7 @@ class Windows:
         return number
 
     def _choose(self, nbytes: int) -> int:
-        """Choose a window that nobody holds, or make one; return its number. All ranks of the node hold it then."""
+        """Choose a window that no rank holds, or make one; return its number. All ranks of the node then hold it."""
         free = self._unheld()
         capacity = _capacity(nbytes)
         found = next((number for number in reversed(free) if self._slots[number].block.nbytes == capacity), None)
@@ -344,7 +344,7 @@ class Windows:
         slot.block.close()
 
     def _allocate(self, slot: _Slot, nbytes: int) -> None:
-        """Take the memory that is missing, each rank of the node a part of it."""
+        """Allocate the missing memory; each rank of the node allocates a part of it."""
         missing = nbytes - slot.allocated
         if missing > 0:
             pages = -(-missing // mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""The thread of a team's asynchronous calls, and the errors of those that nobody has waited for."""
+"""The thread of a team's asynchronous calls, and the errors of calls without wait()."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ class Worker:
             with self.running:
                 try:
                     result = call()
-                except BaseException as error:  # for who waits
+                except BaseException as error:  # for waiting threads
                     self._finished += 1
                     future.set_exception(error)
                 else:
                     self._finished += 1
                     future.set_result(result)
                     del result
-            del job, call, future  # lets their tensors be freed
+            del job, call, future  # frees their tensors
 
     def abandon(self) -> None:
-        """Leave what is under way to itself: no more calls are expected, and nobody waits."""
+        """Stop waiting for calls in progress: no more calls are expected."""
         with self._lock:
             if self._thread is not None:
                 self._calls.put(None)
@@ -99,7 +99,7 @@ class Worker:
             thread.join()
 
 
-# The latest asynchronous calls that failed: the call, what its handle has heard of it, and its error as text, since a
+# The latest asynchronous calls that failed: the call, its handle's `heard`, and its error as text, because a
 # traceback would keep tensors alive.
 _failed: deque[tuple[str, list[None], str]] = deque(maxlen=100)
 
@@ -108,7 +108,7 @@ def note_failure(future: futures.Future[Any], what: str, heard: list[None]) -> N
     """Note the error of a call when it ends.
 
     Args:
-        heard: of its handle; no longer empty once it was waited for.
+        heard: of its handle; not empty after wait().
     """
 
     def note(done: futures.Future[Any]) -> None:

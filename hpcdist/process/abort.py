@@ -58,7 +58,7 @@ def explain() -> None:
 
 
 def forget() -> None:
-    """In a child process: the job is its parent's."""
+    """Forget the world in a child process: the job belongs to its parent."""
     at_end(None, None)
     temp_files.clear()
 

@@ -37,7 +37,7 @@ class Alltoall(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How data move, and why so: for hpcdist.plan(). The same on all ranks.
+    """How data move, and the reasons, for hpcdist.plan(). The same on all ranks.
 
     Attributes:
         shared: whether the result is memory that the ranks of a node share.
@@ -95,5 +95,5 @@ class Allgather(Protocol):
         """Gather rank i's `send`, flat bytes, into ``blocks[i]`` of every rank.
 
         Returns:
-            Whether it has; False on all ranks if it cannot, or another way is faster.
+            True if it did; False on all ranks if it cannot, or another way is faster.
         """

@@ -1,1 +1,1 @@
-"""From an MPI job to torch.distributed, and what goes on in the background."""
+"""Turn an MPI job into a torch.distributed job, and run calls in the background."""

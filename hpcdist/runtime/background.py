@@ -1,4 +1,4 @@
-"""Calls in the background: run by a thread of each team, and handles to wait for results."""
+"""Calls in the background, run by a thread of each team, and their handles."""
 
 from __future__ import annotations
 

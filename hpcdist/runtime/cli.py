@@ -47,7 +47,7 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
             status = main(here, args)
             here.finalize()
         except HpcdistError as error:
-            # MPI may be what does not start.
+            # MPI may fail to start
             if world.is_first() if isinstance(error, LaunchError) else is_rank_0():
                 print(f"{parser.prog}: error: {line(error)}", file=sys.stderr, flush=True)
             status = BAD_INPUT
@@ -106,7 +106,7 @@ def nbytes(text: str) -> int:
     """Parse a number of bytes on the command line: 4096, 64K, 64M, 1G.
 
     Raises:
-        argparse.ArgumentTypeError: `text` is not a number of bytes, or too small for a window.
+        argparse.ArgumentTypeError: if `text` is not a number of bytes, or too small for a window.
     """
     count = host_memory.parse(text) or 0
     if not _MIN_WINDOW <= count < 2**63:

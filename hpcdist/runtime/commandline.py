@@ -48,14 +48,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def line(error: HpcdistError) -> str:
-    """Return an error as one line, with how to read more about it."""
+    """Return an error as one line, with the command that explains it."""
     text = problem(error)
     more = hint(text)
     return shown(text if more is None else f"{text} (see {more})")
 
 
 def problem(error: HpcdistError) -> str:
-    """Return the message of an error: for a RankError, the problem of the lowest rank that has one."""
+    """Return the message of an error; of a RankError, the problem of the lowest rank that has one."""
     if not isinstance(error, RankError):
         return str(error)
     rank, text = next(iter(error.problems.items()))
@@ -66,7 +66,7 @@ def path(text: str) -> str:
     """Return the name of a file or folder on the command line.
 
     Raises:
-        argparse.ArgumentTypeError: it is empty, like "$OUT" in a shell where OUT is not set.
+        argparse.ArgumentTypeError: if it is empty, like "$OUT" in a shell without OUT.
     """
     if not text:
         raise argparse.ArgumentTypeError("expected a name, got an empty one")

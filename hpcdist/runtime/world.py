@@ -64,7 +64,7 @@ class World:
     _context: Context = field(repr=False)
     _watch: Watch = field(repr=False)
     _owns_group: bool = field(repr=False)
-    _implicit: bool = field(repr=False)  # made for a program that has called torch.distributed alone
+    _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
     _asked: tuple[Any, ...] = field(repr=False)
 
     @property
@@ -74,7 +74,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's tensors: one GPU a rank, or the CPU."""
+        """The device of this rank's tensors: one GPU per rank, or the CPU."""
         return self.settings.device
 
     @property
@@ -93,7 +93,7 @@ class World:
         return self.settings.staging
 
     def finalize(self) -> None:
-        """End torch.distributed, if init() started it, and free the library's communicators; MPI goes on running.
+        """End torch.distributed, if init() started it, and free the library's communicators. MPI keeps running.
 
         Collective over the world. Called automatically at the end of the program. A second call does nothing.
 
@@ -115,7 +115,7 @@ class World:
         with activity.InCall("finalize", self._context.team):
             transport = self._context.transport
             left = objects.all_gather_object(self._context.team.comm, transport is not None and transport.stop())
-        self._context.free(messages=not any(left))  # else new ones could meet what still comes
+        self._context.free(messages=not any(left))  # else new groups could receive old messages
         registration.host.close()
         self._watch.stop()
         pool.stop()
@@ -231,7 +231,7 @@ def init(
 
 
 def _begin(timeout: timedelta) -> None:
-    """Make a world for the first process group of a program that has not called init(). Collective over all ranks."""
+    """Make a world for a program that starts torch.distributed without init(). Collective over all ranks."""
     global _world
     _world = _make(None, "cpu", None, timeout, None, implicit=True)
     atexit.register(_leave)
@@ -248,7 +248,7 @@ def finalize() -> None:
 
 
 def _forget() -> None:
-    """In a child process: the job is its parent's."""
+    """Forget the world in a child process: the job belongs to its parent."""
     global _world
     _world = None
     atexit.unregister(_leave)
@@ -271,7 +271,7 @@ def _leave() -> None:
         _world._watch.stop()
         return
     with activity.InCall("", _world._context.team, text=b"the end of its program"):
-        backgrounds = background.leave_all(_world._context.teams.values())  # answers calls of ranks that go on
+        backgrounds = background.leave_all(_world._context.teams.values())  # answers calls of ranks that continue
         communicator.finish()
         collective.leave(_world._context.team)
         for done in backgrounds:
@@ -350,5 +350,5 @@ def staging_folder(nodes: int) -> str:
         return os.environ.get("HPCDIST_STAGING") or (
             private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd()
         )
-    except FileNotFoundError:  # no folder for temporary files, or no current one: an error if the route is used
+    except FileNotFoundError:  # no folder for temporary files, or no current folder: an error only if the route is used
         return "/tmp"
