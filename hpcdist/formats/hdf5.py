@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -267,20 +268,19 @@ def _contents(path: str, file: Any, at: Identity) -> Contents:
     if version != VERSION:
         raise FileError("HD402", f"{path}: is in version {version} of the format, and this hpcdist reads {VERSION}")
     own, _, _ = _stored(path, file, [name for name in names if name.startswith(f"{GROUP}/")], {})
-    places = {name.removeprefix(f"{GROUP}/"): raw for name, stored in own.items() if (raw := stored.raw) is not None}
+    places = {name.removeprefix(f"{GROUP}/"): stored.raw for name, stored in own.items() if stored.raw is not None}
     if _STATE not in places:
         raise FileError("HD404", f"{path}: incomplete: the job that wrote it ended before it was done")
     with open(path, "rb") as content:
         parts = {name: os.pread(content.fileno(), raw.nbytes(), raw.offset) for name, raw in places.items()}
     if _PLAN not in parts or parts[_STATE] != _seal(parts):
         raise FileError("HD404", f"{path}: its plan, tables of pieces or values differ from their checksum: {_CHANGED}")
-    tables = _tables(path, json.loads(parts[_PLAN]), parts.get(_PIECES, b""))
-    planned = {d["name"]: (d, table) for d, table in tables}
+    planned = {d["name"]: (d, table) for d, table in _tables(path, json.loads(parts[_PLAN]), parts.get(_PIECES, b""))}
+    unlisted = planned.keys() - set(names)
+    if lost := [name for name in planned if name in unlisted and not _is_hard(file, name)]:
+        raise FileError("HD404", f"{path}: holds no {listed(lost)}, which its plan has: {_CHANGED}")
     # Those in a group with another hard link, which h5py makes of file["b"] = file["a"], are listed in one of the two.
-    tensors += [name for name in planned.keys() - set(tensors) if _is_hard(file, name)]
-    if lost := planned.keys() - set(tensors):
-        raise FileError("HD404", f"{path}: holds no {listed(sorted(lost))}, which its plan has: {_CHANGED}")
-    found, external, left_out = _stored(path, file, tensors, planned)
+    found, external, left_out = _stored(path, file, dict.fromkeys([*tensors, *planned]), planned)
     at = replace(at, at=places[_STATE].offset, mark=parts[_STATE])
     values = json.loads(parts.get(_CHECKPOINT, b"{}"))
     left_out |= others | dict.fromkeys(values.get("values", ()), "a value")
@@ -343,10 +343,9 @@ def _check_planned(
     path: str, entry: Mapping[str, Any], dataset: Any, dtype: torch.dtype | None, chunks: tuple[int, ...] | None
 ) -> None:
     """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
-    shape = None if dataset.shape is None else list(dataset.shape)
-    found = {"dtype": str(dtype), "shape": shape, "chunks": chunks and list(chunks)}
-    if getattr(torch, entry["dtype"].removeprefix("torch."), None) not in DTYPES:
-        del found["dtype"]  # one of another torch, whose integers are read
+    found = {"shape": dataset.shape and list(dataset.shape), "chunks": chunks and list(chunks)}
+    if getattr(torch, entry["dtype"].removeprefix("torch."), None) in DTYPES:  # not another torch's: integers are read
+        found["dtype"] = str(dtype)
     differ = [f"{key} {value}, not {entry[key]}" for key, value in found.items() if value != entry[key]]
     if not differ and dtype is not None and dataset.get_type() != _type_of(dtype):
         differ = [f"{dtype} stored as {dataset.dtype.str}, not {_type_of(dtype).dtype.str}"]
@@ -408,63 +407,45 @@ def _is_hard(file: Any, name: str) -> bool:
     """Whether a name is there, by hard links only, which stay in the file."""
     import h5py
 
-    at = file["/"]
-    for part in name.split("/"):
-        try:
-            if not isinstance(at, h5py.Group) or not isinstance(at.get(part, getlink=True), h5py.HardLink):
-                return False
-        except TypeError:  # a user-defined kind
-            return False
-        at = at[part]
-    return True
+    above = accumulate(name.split("/"), "{}/{}".format)
+    try:
+        return all(isinstance(file.get(at, getlink=True), h5py.HardLink) for at in above)
+    except TypeError:  # a user-defined kind
+        return False
 
 
 def _dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
-    """The names of all datasets, by hard links only; and of what is not read, the reason."""
-    from h5py import h5g, h5l, h5o
+    """The names of all datasets, sorted, by hard links only; and of what is not read, the reason."""
+    from h5py import h5, h5g, h5l, h5o
 
     names: list[str] = []
     others: dict[str, str] = {}
-    root = file["/"].id
-    seen = {h5o.get_info(root).addr}  # a group may hold itself
-    groups = [(b"", root, _link_names(root))]
-    while groups:  # HDF5's own visit resolves each path from the root
-        prefix, group, links = groups[-1]
-        name = next(links, None)
-        if name is None:
-            groups.pop()
-            continue
-        kind, text = group.links.get_info(name).type, _text(prefix + name)
-        if kind != h5l.TYPE_HARD:
-            where = f"into another file ({_text(group.links.get_val(name)[0])})" if kind == h5l.TYPE_EXTERNAL else ""
-            others[text] = " ".join(filter(None, ["a link", where])) + ", which is not followed"
-            continue
-        info = h5o.get_info(group, name)
-        if info.type == h5o.TYPE_GROUP and info.addr not in seen:
-            seen.add(info.addr)
-            inner = h5g.open(group, name)
-            groups.append((prefix + name + b"/", inner, _link_names(inner)))
-            if len(groups) > _DEEPEST:  # HDF5 holds the whole path of each that is open
-                what = f"it has more than {_DEEPEST:,} groups within each other"
-                raise FileError("HD402", f"{path}: cannot be read: {what}")
-        elif info.type == h5o.TYPE_DATASET:
-            try:
-                names.append((prefix + name).decode())
-            except UnicodeDecodeError:
-                others[text] = "has a name that is not UTF-8"
-    return names, others
-
-
-def _link_names(group: Any) -> Iterator[bytes]:
-    """The names of a group's links, in its order."""
-    from h5py import h5
-
-    if group.get_create_plist().get_link_creation_order():
-        return iter(group)
-    names: list[bytes] = []
-    # For any other order HDF5 makes a list, and 1.10 ends the process where a flipped bit keeps it from filling that.
-    group.links.iterate(names.append, order=h5.ITER_NATIVE)
-    return iter(sorted(names))
+    groups = [(b"", file["/"].id)]
+    seen = {h5o.get_info(groups[0][1]).addr}  # a group may hold itself
+    for prefix, group in groups:  # HDF5's own visit resolves each path from the root
+        if prefix.count(b"/") > _DEEPEST:  # HDF5 holds the whole path of each that is open
+            raise FileError("HD402", f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other")
+        links: list[bytes] = []
+        # For any other order HDF5 makes a list, and 1.10 ends the process where a flipped bit keeps it from filling it.
+        group.links.iterate(links.append, order=h5.ITER_NATIVE)
+        for name in links:
+            kind, text = group.links.get_info(name).type, _text(prefix + name)
+            if kind != h5l.TYPE_HARD:
+                where = (
+                    f" into another file ({_text(group.links.get_val(name)[0])})" if kind == h5l.TYPE_EXTERNAL else ""
+                )
+                others[text] = f"a link{where}, which is not followed"
+                continue
+            info = h5o.get_info(group, name)
+            if info.type == h5o.TYPE_GROUP and info.addr not in seen:
+                seen.add(info.addr)
+                groups.append((prefix + name + b"/", h5g.open(group, name)))
+            elif info.type == h5o.TYPE_DATASET:
+                try:
+                    names.append((prefix + name).decode())
+                except UnicodeDecodeError:
+                    others[text] = "has a name that is not UTF-8"
+    return sorted(names), others
 
 
 def _text(name: bytes) -> str:
@@ -479,12 +460,11 @@ def attributes(path: str, name: str) -> dict[str, Any]:
         with opened(path) as file:
             if name and not _is_hard(file, name):
                 raise FileError("HD408", f"{path}: holds no {name!r}")
-            held, found = file[name or "/"], {}
-            for key, value in held.attrs.items():
-                kind = h5py.check_string_dtype(held.attrs.get_id(key).dtype)
+            held, found = file[name or "/"].attrs, {}
+            for key, value in held.items():
+                kind = h5py.check_string_dtype(held.get_id(key).dtype)
                 if kind is not None and kind.encoding == "utf-8" and kind.length is not None and np.size(value):
-                    texts = np.array([t.decode(errors="surrogateescape") for t in np.ravel(value).tolist()], object)
-                    value = texts.reshape(np.shape(value)) if np.ndim(value) else texts[0]
+                    value = np.char.decode(value, "utf-8", "surrogateescape").astype(object)[()]
                 found[key] = value
     except FileError:
         raise
@@ -504,9 +484,8 @@ def _fixed_length(value: Any) -> Any:
     held = np.array(value, object)
     if not held.size or not all(isinstance(text, str | bytes) for text in held.flat):
         return value
-    encoded = [text.encode() if isinstance(text, str) else bytes(text) for text in held.flat]
+    encoded = [text.encode() if isinstance(text, str) else text for text in held.flat]
     if any(b"\0" in text for text in encoded):
         raise refusal(ValueError, "HD418", "an attribute's text cannot hold NUL")
     encoding = "utf-8" if any(isinstance(text, str) for text in held.flat) else "ascii"
-    length = max(1, *map(len, encoded))
-    return np.array(encoded, h5py.string_dtype(encoding, length)).reshape(held.shape)
+    return np.array(encoded, h5py.string_dtype(encoding, max(1, *map(len, encoded)))).reshape(held.shape)

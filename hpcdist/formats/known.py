@@ -9,11 +9,10 @@ from pathlib import Path
 
 from hpcdist.errors import FileError
 from hpcdist.formats.contents import Contents, Format
-from hpcdist.formats.dcp_folder import DCP, NAME
 from hpcdist.formats.hdf5 import HDF5
 from hpcdist.formats.numpy_files import NPY, NPZ
 from hpcdist.formats.safetensors import INDEX, SAFETENSORS
-from hpcdist.formats.torch_files import PT
+from hpcdist.formats.torch_files import DCP, METADATA, PT
 
 __all__ = ["FORMATS", "describe", "format_of"]
 
@@ -23,7 +22,7 @@ FORMATS: dict[str, Format] = {".npy": NPY, ".npz": NPZ, ".pt": PT, ".safetensors
 def format_of(path: str) -> Format:
     """The format of a file by its suffix, HDF5 if it has another one; of a folder by what is in it."""
     if os.path.isdir(path):
-        return DCP if os.path.exists(os.path.join(path, NAME)) else SAFETENSORS
+        return DCP if os.path.exists(os.path.join(path, METADATA)) else SAFETENSORS
     if path.endswith(INDEX):
         return SAFETENSORS
     return FORMATS.get(Path(path).suffix, HDF5)

@@ -1,39 +1,49 @@
-"""The files of torch.save. torch itself finds the tensors, without their data and without running code in the file.
+"""The formats of torch: the files of torch.save, and the folders of torch.distributed.checkpoint (DCP).
+
+torch itself finds the tensors of a file, without their data and without running code in the file.
 
 Each dense tensor of a zip archive is then read from its place a box at a time. What cannot be found there is read whole
-by torch: its older format, and archives that are compressed or of the other byte order.
+by torch: its older format, and archives that are compressed, of the other byte order, or packed again.
+
+A folder is ``.metadata``, a pickle, which is read without running code that is in it, and files of parts of tensors.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import re
+import struct
 import warnings
 import zipfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError, reason
-from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
-from hpcdist.formats.paths import utf8_path
+from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Parts, Slices, Stored, identity
+from hpcdist.formats.paths import check_regular, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.process import host_memory
 from hpcdist.tensors.storage import BARE, DTYPES
 
-__all__ = ["PT", "load", "members_of", "raw_of"]
+__all__ = ["DCP", "METADATA", "PT", "part_of"]
 
-_MOST = 2**28  # bytes of a description: more than any real one has, and what a forged one cannot exceed
+METADATA = ".metadata"  # of a folder
+
 _MOST_NAMES = 2**18
-_LOCAL = 30  # bytes of a member's own header, before its name and its extra field
+_LOCAL, _LENGTHS = 30, 26  # bytes of a member's own header; where the lengths of its name and its extra field are
+_ALIGNMENT = 64  # bytes, of what torch.save writes
+_NUMBER = re.compile(r"/data/(\d+)$")
 
 
 class _Pt(Format):
@@ -44,7 +54,7 @@ class _Pt(Format):
         held = None
         if members is not None:
             with suppress(NotImplementedError):  # of a tensor that cannot be on "meta"
-                held = load(path, members.bare, map_location="meta")
+                held = _load(path, map_location="meta")
         found = _tensors(path, _whole(path, members is not None) if held is None else held)
         tensors, others = {}, {}
         for key, x in found.items():
@@ -52,7 +62,7 @@ class _Pt(Format):
             if kind != "strided":
                 others[key] = f"a {kind} tensor"
                 continue
-            raw = None if held is None or members is None else raw_of(path, x, members)
+            raw = None if held is None or members is None else _raw_of(path, x, members)
             tensors[key] = Stored(key, tuple(x.shape), x.dtype, raw)
         return Contents(path, ".pt file", tensors, {path: at}, left_out=others)
 
@@ -77,14 +87,14 @@ class _Pt(Format):
         os.truncate(path, array.nbytes())  # raises, if the file system has a limit on the size of files
         with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):  # all but the data
             torch.save(torch.empty(array.shape, dtype=array.dtype, device="cpu"), path)
-        made = load(str(path), map_location="meta")
+        made = _load(str(path), map_location="meta")
         return FileMap.of(path, [made.untyped_storage()._checkpoint_offset or 0])
 
 
 PT = _Pt()
 
 
-def load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
+def _load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
     """Load a file with torch, without running code that is in it; a FileError if there is some, or it is damaged.
 
     Args:
@@ -109,89 +119,65 @@ def load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
 def _whole(path: str, mapped: bool) -> Any:
     """What a file holds, its data mapped, or read if memory can hold them."""
     if not mapped:
-        host_memory.require(path, max(os.path.getsize(path), _unpacked(path)))
-    return load(path, map_location="cpu", mmap=mapped)
+        nbytes = os.path.getsize(path)
+        with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            nbytes = max(nbytes, sum(info.file_size for info in archive.infolist()))
+        host_memory.require(path, nbytes)
+    return _load(path, map_location="cpu", mmap=mapped)
 
 
-def _unpacked(path: str) -> int:
-    if not zipfile.is_zipfile(path):
-        return 0
-    with zipfile.ZipFile(path) as archive:
-        return sum(info.file_size for info in archive.infolist())
-
-
-class Members(NamedTuple):
-    """The members of an archive.
-
-    Attributes:
-        bare: the archive without data: where those of a storage lie, torch finds in what it is given, or calculates it
-            from what torch.save writes, which is wrong if the archive was packed again.
-        places: first byte of a member in `bare` -> first byte in the archive, bytes.
-    """
-
-    bare: IO[bytes]
-    places: dict[int, tuple[int, int]]
-
-
-def _members_of(path: str) -> Members | None:
-    """As members_of(), of a file; None also of one that is no archive."""
+def _members_of(path: str) -> dict[int, int] | None:
+    """As _members(), of a file; None also of one that is no archive."""
     with open(path, "rb") as file:
-        if file.read(2) != b"PK":
-            return None
-        return members_of(path, file, file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        return _members(path, file) if file.read(2) == b"PK" else None
 
 
-def members_of(path: str, file: IO[bytes], fd: int, base: int, nbytes: int) -> Members | None:
-    """The members of an archive; None if their data are not there as they are in memory.
-
-    Args:
-        file: the archive, which has so many bytes, from `base` on, of the file that is open as `fd`.
+def _members(path: str, file: IO[bytes]) -> dict[int, int] | None:
+    """The first byte of each member of an archive, and its bytes; None if its data are not there as they are in memory,
+    or torch may look for them elsewhere.
 
     Raises:
-        FileError: not an archive of torch.save.
+        FileError: not an archive of torch.save, or truncated.
     """
+    places, numbers = {}, []
     try:
         with zipfile.ZipFile(file) as archive:
             infos = archive.infolist()
-            described = [info for info in infos if "/data/" not in info.filename]
-            if sum(info.file_size for info in described) > _MOST:
-                raise FileError("HD402", f"{path}: cannot be read: its description is longer than {_MOST:,} bytes")
-            if len({info.filename for info in infos}) < len(infos):
-                raise FileError("HD402", f"{path}: cannot be read: not an archive of torch.save")
-            texts = {info.filename: archive.read(info) for info in described}
+            if any(info.compress_type or info.flag_bits & 1 for info in infos):
+                return None
+            texts = {info.filename: archive.read(info) for info in infos if "/data/" not in info.filename}
+            for info in infos:
+                file.seek(info.header_offset + _LENGTHS)
+                start = info.header_offset + _LOCAL + sum(struct.unpack("<HH", file.read(4)))
+                if start + info.file_size > archive.start_dir:
+                    raise FileError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
+                places[start] = info.file_size
+                numbers += [(start, int(found[1]))] if (found := _NUMBER.search(info.filename)) else []
     except FileError:
         raise
     except Exception as error:  # zipfile's own
         raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
-    orders = [text for name, text in texts.items() if name.endswith("/byteorder")]
-    if orders not in ([], [b"little"]) or any(info.compress_type or info.flag_bits & 1 for info in infos):
+    ends = {name.rpartition("/")[2]: text for name, text in texts.items()}
+    # With this member, torch calculates places from what torch.save writes, which is wrong if the archive was packed
+    # again; it finds a wrong one, or none, only if some are not aligned, or in another order.
+    order = [number for _, number in sorted(numbers)]
+    if ".format_version" in ends and (order != sorted(order) or any(start % _ALIGNMENT for start, _ in numbers)):
         return None
-    found = Members(io.BytesIO(), {})
-    with zipfile.ZipFile(found.bare, "w") as bare:
-        for info in infos:
-            head = os.pread(fd, _LOCAL, base + info.header_offset)
-            start = info.header_offset + _LOCAL + sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
-            if start + info.file_size > nbytes:
-                raise FileError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
-            if not info.filename.endswith("/.format_version"):  # with which torch calculates
-                bare.writestr(info.filename, texts.get(info.filename, b""))
-                made = bare.infolist()[-1]
-                found.places[made.header_offset + len(made.FileHeader())] = start, info.file_size
-    return found
+    return places if ends.get("byteorder", b"little") == b"little" else None
 
 
-def raw_of(path: str, x: Tensor, members: Members, base: int = 0) -> Raw | None:
-    """Where the bytes of a tensor lie that was loaded on "meta" from an archive that is bare; None if only torch can
-    read it, such as one with strides.
+def _raw_of(path: str, x: Tensor, members: Mapping[int, int], base: int = 0) -> Raw | None:
+    """Where the bytes of a tensor lie that was loaded on "meta" from an archive; None if only torch can read it, as one
+    with strides.
 
     Args:
         base: first byte of the archive in the file.
     """
-    place = getattr(x.untyped_storage(), "_checkpoint_offset", None)
-    if place is None or not x.is_contiguous() or x.is_conj() or x.is_neg():
+    start = getattr(x.untyped_storage(), "_checkpoint_offset", None) or 0
+    if start not in members or not x.is_contiguous() or x.is_conj() or x.is_neg():
         return None
-    first, (start, size) = int(x.storage_offset()) * x.itemsize, members.places.get(place, (0, 0))
-    if first + x.numel() * x.itemsize > size:
+    first = int(x.storage_offset()) * x.itemsize
+    if first + x.numel() * x.itemsize > members[start]:
         raise FileError("HD404", f"{path}: cannot be read: a tensor is larger than its data")
     return Raw(path, base + start + first, tuple(x.shape), x.dtype)
 
@@ -219,3 +205,154 @@ def _tensors(path: str, held: object) -> dict[str, Tensor]:
             elif isinstance(value, dict) and id(value) not in seen:  # a forged one may hold itself
                 left.append((f"{name}/", value))
     return found
+
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    _MODULE: {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},  # torch < 2.3
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+}
+
+
+class _Dcp(Format):
+    def describe(self, path: str) -> Contents:
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+        held, tensors, values = _metadata(Path(path) / METADATA), {}, {}
+        files = {os.path.join(path, METADATA): identity(os.path.join(path, METADATA))}
+        for key, entry in held.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                values[key] = "a value"
+                continue
+            if not isinstance(entry, TensorStorageMetadata):
+                raise FileError("HD511", f"{path}: {key}: is stored in a way that is not known")
+            places = [held.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
+            tensors[key] = _stored(path, key, entry, places, files)
+        return Contents(path, "DCP folder", tensors, files, {}, values)
+
+    def by_library(self, path: str, stored: Stored) -> Slices:
+        raise NotImplementedError  # its tensors are in parts
+
+
+DCP = _Dcp()
+
+
+def _metadata(path: Path) -> Any:
+    """The description of a folder; a FileError if it is missing or damaged."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    check_regular(str(path))
+    try:
+        with path.open("rb") as file:
+            held = _Unpickler(file).load()
+    except Exception as error:  # whatever a damaged pickle makes of it
+        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    if not isinstance(held, Metadata):
+        raise FileError("HD402", f"{path}: cannot be read: a pickle that torch.distributed.checkpoint did not write")
+    return held
+
+
+def _stored(path: str, name: str, entry: Any, places: Sequence[Any], files: dict[str, Identity]) -> Stored:
+    """A tensor of a folder; adds its files to `files`."""
+    shape, used, rows = tuple(entry.size), list[str](), []
+    for chunk, place in zip(entry.chunks, places, strict=True):
+        if place is None:
+            what = f"{METADATA} does not say where its part at {tuple(chunk.offsets)} is"
+            raise FileError("HD510", f"{path}: {name}: incomplete: {what}")
+        if place.transform_descriptors:
+            how = ", ".join(map(str, place.transform_descriptors))
+            raise FileError("HD511", f"{path}: {name}: is stored through {how}, which is not read here")
+        relative = PurePosixPath(place.relative_path)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise FileError("HD511", f"{path}: {name}: its data are in {relative}, outside the folder")
+        file, start, nbytes = os.path.join(path, relative), int(place.offset), int(place.length)
+        if file not in files:
+            files[file] = identity(file)
+        if start < 0 or nbytes <= 0 or start + nbytes > files[file].size:
+            raise FileError("HD404", f"{file}: truncated: {name} ends after the end of the file")
+        if file not in used:
+            used.append(file)
+        rows.append((used.index(file), start, nbytes))
+    offsets, shapes = (
+        np.array(corner, np.int64).reshape(len(rows), len(shape))
+        for corner in ([chunk.offsets for chunk in entry.chunks], [chunk.sizes for chunk in entry.chunks])
+    )
+    parts = Parts(used, offsets, shapes, np.array(rows, np.int64).reshape(-1, 3))
+    found = Stored(name, shape, entry.properties.dtype, parts=parts)
+    if not found.part_boxes.tile():
+        raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {shape}, once")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects of the classes above alone; in place of any other, one that holds nothing and does nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return _Other
+
+
+class _Other:
+    """In place of an object of another class, such as what a planner keeps."""
+
+    def __new__(cls, *args: Any, **options: Any) -> _Other:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def _ignore(self, *args: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = _ignore
+
+
+def part_of(path: str, fd: int, start: int, nbytes: int, box: Box, dtype: torch.dtype) -> Raw | Tensor:
+    """A part of a tensor in an archive of torch.save within an open file: where its bytes lie, or the part itself.
+
+    Args:
+        path: of the file, for messages.
+
+    Raises:
+        FileError: it is not the part that is expected.
+    """
+    view: Any = _View(fd, start, nbytes)
+    members = _members(path, view)
+    x = _load(path, view, map_location="meta")
+    if not isinstance(x, Tensor):
+        raise FileError("HD402", f"{path}: cannot be read: its part at {start:,} is not a tensor")
+    if (tuple(x.shape), x.dtype) != (box.shape, dtype):
+        what = f"{x.dtype} of shape {tuple(x.shape)}, where {dtype} of {box.shape} is expected"
+        raise FileError("HD510", f"{path}: holds {what}")
+    raw = None if members is None else _raw_of(path, x.detach(), members, start)
+    if raw is not None:
+        return raw
+    whole: Tensor = _load(path, view, map_location="cpu")
+    return whole.detach().resolve_conj().resolve_neg()
+
+
+class _View(io.RawIOBase):
+    """A part of an open file, as a file to read. (torch's own does not seek from its end.)"""
+
+    def __init__(self, fd: int, start: int, nbytes: int) -> None:
+        self._fd, self._start, self._end, self._at = fd, start, nbytes, 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._end)[whence]
+        if self._at < 0:
+            raise OSError("before the beginning")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._fd, [memoryview(buffer)[: max(0, self._end - self._at)]], self._start + self._at)
+        self._at += count
+        return count

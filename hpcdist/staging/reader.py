@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist import activity, layout
 from hpcdist.errors import FileError
-from hpcdist.formats import dcp_folder, plain
+from hpcdist.formats import plain, torch_files
 from hpcdist.formats.contents import Contents, Slices, Stored
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import open_regular
@@ -217,7 +217,7 @@ class TensorReader:
             return fd, Raw(path, start, part.shape, dtype)
         if self._part is None or self._part[0] != row:
             what = f"{path}: {self.stored.name}"
-            self._part = row, dcp_folder.part_of(what, fd, start, nbytes, part, dtype)
+            self._part = row, torch_files.part_of(what, fd, start, nbytes, part, dtype)
         return fd, self._part[1]
 
     def _read_piece(self, box: Box, target: Tensor, window: int) -> int:
