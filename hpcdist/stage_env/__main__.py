@@ -6,17 +6,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from hpcdist.comm import launcher
-from hpcdist.comm.launcher import job
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, InputError, listed
-from hpcdist.formats.paths import shown
+from hpcdist.errors import HpcdistError, InputError
 from hpcdist.process import exits, streams
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, line, path, plural, show_bytes
-from hpcdist.stage_env.copies import cleanup
-from hpcdist.stage_env.stage import VERB, Request, Staged, stage
+from hpcdist.stage_env.stage import VERB, Request, Staged, cleanup, stage
 from hpcdist.watch.deadlines import deadline
 
 _NAME = "hpcdist stage-env"
@@ -39,7 +36,6 @@ def parser() -> Parser:
     )
     p.add_argument("source", nargs="?", type=path, help="venv, conda environment, other folder, or file")
     p.add_argument("--to", type=path, default="/tmp", metavar="DIR", help="folder on each node's own disk (/tmp)")
-    p.add_argument("--with-base", action="store_true", help="also copy the base interpreter of a venv")
     p.add_argument("--with", dest="also", type=path, action="append", default=[], metavar="DIR", help="also copy "
                    "another folder, such as that of an editable install; may be repeated")  # fmt: skip
     p.add_argument("--job", metavar="NAME", help="name of this job; jobs with the same name share a copy (its number "
@@ -61,12 +57,12 @@ def main(words: list[str]) -> int:
             cleanup(args.cleanup)
         else:
             prints = launcher.number(os.environ) == 0
-            comm = job(None, os.environ).Dup()
+            comm = launcher.job(None, os.environ).Dup()
             prints = comm.rank == 0
             if comm.size > 1:
                 exits.install()
             request = objects.run_on_root(comm, VERB, lambda: _request(args, os.environ))
-            done = stage(comm, request, lambda total: _bar(prints, total))
+            done = stage(comm, request)
             comm.Free()
             if prints:
                 _report(done)
@@ -86,27 +82,14 @@ def _request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     except ValueError as error:
         raise InputError(str(error)) from error
     # The name of the job becomes part of a folder's.
-    return Request(args.source, args.to, re.sub(r"[^\w.-]", "_", name), args.with_base, tuple(args.also), timeout)
-
-
-def _bar(prints: bool, total: int) -> Callable[[int], object]:
-    if not prints or not sys.stderr.isatty():
-        return lambda _: None
-    from tqdm import tqdm
-
-    bar = tqdm(desc="stage_env", total=total, unit="B", unit_scale=True, unit_divisor=1024)
-    return bar.update  # type: ignore[no-any-return]
+    return Request(args.source, args.to, re.sub(r"[^\w.-]", "_", name), tuple(args.also), timeout)
 
 
 def _report(done: Staged) -> None:
-    """Print what was done, and what the copy still uses."""
     source, there = done.source, plural(done.nodes - done.sent, "node")
     size = f"{source.files:,} files and folders, {show_bytes(source.nbytes)}"
-    texts = [f"{size}: sent to {plural(done.sent, 'node')} in {done.seconds:.1f} s, {there} had it already"]
-    if source.outside:
-        texts.append(f"still read from where it is: {listed(source.outside)}; --with-base, --with DIR copy it, too")
-    for text in texts:
-        print(f"{_NAME}: {shown(text)}", file=sys.stderr, flush=True)
+    text = f"{size}: copied to {plural(done.sent, 'node')} in {done.seconds:.1f} s, {there} had it already"
+    print(f"{_NAME}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,47 @@
-"""What is sent: a folder or file, and what is copied with it, as a tar that is made while the files are read."""
+"""What is sent: a folder or file, and other folders with it, as a tar that is made while the files are read.
+
+An environment names its own path in many files: these are corrected where the copy is made.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
 import xxhash
 
 from hpcdist.errors import FileError, InputError, reason
 from hpcdist.formats.paths import check_regular
-from hpcdist.stage_env.environment import BASE, added_paths, base_tree, describe
 
-__all__ = ["MANIFEST", "Packer", "Source", "below", "fail", "lines", "scan"]
+__all__ = ["MANIFEST", "Packer", "Source", "fail", "lines", "relocation", "scan"]
 
 MANIFEST = ".stage_env"  # name of a file in the copy that is not the source's own
 _THREADS = 16  # a shared file system answers each request late, but many at once
 _BATCH, _AHEAD = 64, 2**18  # files whose first bytes are read ahead of their turn, and how many bytes
 _CHUNK = 2**20  # bytes that are read at once
 _KINDS = {stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE}
-_SYSTEM = ("/usr/", "/lib", "/bin/", "/sbin/", "/etc/", "/proc/", "/dev/", "/sys/")  # a node has them by itself
+_LINE = 127  # bytes of a #! line that every system takes
+_PROGRAM = re.compile(rb"#![ \t]*(/[^\s]+)[ \t]*([^\r\n]*)")
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is sent, as all ranks know it.
-
-    Attributes:
-        name: name of the environment, or file, in the copy.
-        digest: differs if something was changed.
-        prefixes: old paths, and their names in the copy, where files are corrected for them.
-        outside: paths that the copy still uses.
-        files, nbytes: number of files, links and folders, and about their bytes.
-    """
+    """What is sent, as all ranks know it: its name in the copy, a digest that differs if something was changed, pairs
+    of an old path and its name in the copy, the number of files, links and folders, and about their bytes."""
 
     name: str
     digest: str
     prefixes: tuple[tuple[str, str], ...]
-    outside: tuple[str, ...]
     files: int
     nbytes: int
 
@@ -60,58 +58,42 @@ class Entry(NamedTuple):
     def kind(self) -> int:
         return stat.S_IFMT(self.status.st_mode)
 
+    @property
+    def size(self) -> int:
+        return 0 if self.kind == stat.S_IFDIR else self.status.st_size
+
 
 class Packer:
-    """A folder or file, and what is copied with it, as rank 0 finds them.
-
-    Args:
-        path: the folder or file.
-        with_base: also copy the interpreter that a venv was made with.
-        also: other folders.
+    """A folder or file at `path`, and the folders `also`, as rank 0 finds them.
 
     Raises:
         FileError, InputError: something is not there, cannot be read, or cannot be added.
     """
 
-    def __init__(self, path: str, with_base: bool = False, also: Sequence[str] = ()) -> None:
+    def __init__(self, path: str, also: Sequence[str] = ()) -> None:
         origin = os.path.abspath(path)
         name = os.path.basename(origin)
-        self._trees: list[tuple[str, str, Callable[[str], object]]] = [(origin, name, bool)]
+        more = [(at, f"with-{i}-{os.path.basename(at)}") for i, at in enumerate(map(os.path.abspath, also))]
+        self._trees = [(origin, name), *more]
         try:
             if not stat.S_ISDIR(os.stat(path).st_mode):
                 check_regular(path)
-            here = describe(origin)
-            if with_base:
-                root, keep = base_tree(path, here)
-                self._trees.append((root, BASE, keep))
-            for number, folder in enumerate(map(os.path.abspath, also)):
+            for folder, _ in more:
                 if not os.path.isdir(folder):
                     raise InputError("HD401", f"{folder}: no such folder")
-                self._trees.append((folder, f"with-{number}-{os.path.basename(folder)}", bool))
-            if name in ("", MANIFEST, *(at for _, at, _ in self._trees[1:])):
+            if name in ("", MANIFEST, *(at for _, at in more)):
                 raise InputError("HD505", f"{path}: its name, {name!r}, is one that the copy has for something else")
-            roots = [(root, at) for old, at, _ in self._trees for root in (old, os.path.realpath(old))]
+            roots = [(root, at) for old, at in self._trees for root in (old, os.path.realpath(old))]
             self._roots = list(dict.fromkeys(roots))
             self._entries = self._scan()
-            self._names = {entry.name for entry in self._entries}
-            files = [entry.path for entry in self._entries if entry.kind == stat.S_IFREG]
-            used = [folder for file in files for folder in added_paths(file)]
+            own = _own_paths(origin)
         except OSError as error:
             raise FileError("HD402", f"{error.filename or path}: {reason(error)}") from error
-        self._held = {entry.name: self._in_copy(entry) for entry in self._entries if entry.target}
-        used += [held for held in self._held.values() if held.startswith("/") and not held.startswith(_SYSTEM)]
-        outside = [here.base] if here.base and not with_base else []
-        known = [*here.prefixes, *(root for root, _ in self._roots), *outside, *map(os.path.realpath, outside)]
-        outside += [path for path in dict.fromkeys(used) if not any(below(path, root) for root in known)]
-        corrected = [(root, name) for root in here.prefixes] + [pair for pair in self._roots if pair[1] != name]
-        self.source = Source(
-            name=name,
-            digest=self._digest(self._entries),
-            prefixes=tuple(corrected if here.prefixes else ()),
-            outside=tuple(outside),
-            files=len(self._entries),
-            nbytes=sum(_size(entry) + 1024 for entry in self._entries),
-        )
+        names = {entry.name for entry in self._entries}
+        self._held = {entry.name: self._in_copy(entry, names) for entry in self._entries if entry.target}
+        moved = [(root, name) for root in own] + [pair for pair in self._roots if pair[1] != name]
+        nbytes = sum(entry.size + 1024 for entry in self._entries)
+        self.source = Source(name, self._digest(self._entries), tuple(moved if own else ()), len(names), nbytes)
 
     def _scan(self) -> list[Entry]:
         return [entry for tree in self._trees for entry in scan(*tree)]
@@ -119,14 +101,14 @@ class Packer:
     def _digest(self, entries: Iterable[Entry]) -> str:
         return xxhash.xxh3_128_hexdigest(ascii((self._roots, *lines(entries))).encode())
 
-    def _in_copy(self, entry: Entry) -> str:
+    def _in_copy(self, entry: Entry, names: set[str]) -> str:
         """Return what a symbolic link holds in the copy: a relative path if that is copied, else an absolute one."""
         # From the real folder on, as the system follows it; the last name is not followed.
         folder, _, last = os.path.join(os.path.dirname(entry.path), entry.target).rpartition("/")
         leads = os.path.normpath(os.path.join(os.path.realpath(f"{folder}/"), last))
         for root, at in self._roots:
             name = at + leads[len(root) :]
-            if below(leads, root) and (name in self._names or entry.name.startswith(f"{at}/")):
+            if f"{leads}/".startswith(f"{root}/") and (name in names or entry.name.startswith(f"{at}/")):
                 return os.path.relpath(name, os.path.dirname(entry.name))
         return entry.target if entry.target.startswith("/") else leads
 
@@ -178,9 +160,8 @@ def _opened(entry: Entry) -> IO[bytes] | None:
         return io.BytesIO()
     with suppress(FileNotFoundError):
         file = open(entry.path, "rb", buffering=_AHEAD)  # noqa: SIM115
-        if os.fstat(file.fileno()).st_size == entry.status.st_size:
-            file.read(1)
-            file.seek(0)  # within what is read already
+        if os.fstat(file.fileno()).st_size == entry.size:
+            file.peek()  # type: ignore[attr-defined]
             return file
         file.close()
     if _compiled(entry.name):
@@ -192,20 +173,14 @@ def _changed(path: str) -> FileError:
     return FileError("HD413", f"{path}: was changed while it was read: try again")
 
 
-def scan(root: str, at: str, keep: Callable[[str], object] = bool) -> list[Entry]:
-    """Return all that a folder or file holds, by name, those in a folder before it: its time and mode are set last.
+def scan(root: str, at: str) -> list[Entry]:
+    """Return all that a folder or file holds, and itself, which is `at` in the copy: its time and mode are set last.
 
     Sockets, FIFOs and devices are left out. `root` may be a symbolic link: what it leads to counts.
-
-    Args:
-        at: name of `root` in the copy.
-        keep: whether an entry is taken, and what lies in it, by its name relative to `root`.
     """
     names: list[str] = []
     for folder, folders, files in os.walk(root, onerror=fail) if os.path.isdir(root) else ():
-        within = folder[len(root) + 1 :]
-        folders[:] = [name for name in folders if keep(os.path.join(within, name))]
-        names += [os.path.join(within, name) for name in [*folders, *files] if keep(os.path.join(within, name))]
+        names += [os.path.join(folder, name)[len(root) + 1 :] for name in [*folders, *files]]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda name: _entry(f"{at}/{name}", os.path.join(root, name)), sorted(names, reverse=True))
         return [*filter(None, found), Entry(at, root, os.stat(root))]
@@ -230,19 +205,63 @@ def lines(entries: Iterable[Entry]) -> list[str]:
 
     Compiled files do not count, nor when a folder was changed: programs that run from the folder write them.
     """
-    kept = [entry for entry in entries if not _compiled(entry.name)]
-    times = [0 if entry.kind == stat.S_IFDIR else int(entry.status.st_mtime) for entry in kept]
-    return [ascii((e.name, e.status.st_mode, _size(e), time, e.target)) for e, time in zip(kept, times, strict=True)]
-
-
-def _size(entry: Entry) -> int:
-    return 0 if entry.kind == stat.S_IFDIR else entry.status.st_size
+    return [
+        ascii((e.name, e.status.st_mode, e.size, e.kind != stat.S_IFDIR and int(e.status.st_mtime), e.target))
+        for e in entries
+        if not _compiled(e.name)
+    ]
 
 
 def _compiled(name: str) -> bool:
     return name.endswith(".pyc") or "/__pycache__" in name
 
 
-def below(path: str, root: str) -> bool:
-    """Whether a path is `root`, or lies in it."""
-    return f"{path}/".startswith(f"{root}/")
+def _own_paths(root: str) -> list[str]:
+    """Return the paths by which the files of an environment may name it: its own, its real one and, in a venv, the one
+    that it was made for; none of another folder."""
+    own = [os.path.abspath(root), os.path.realpath(root)]
+    if not Path(root, "pyvenv.cfg").is_file():
+        return own if Path(root, "conda-meta").is_dir() else []
+    activate = Path(root, "bin", "activate")
+    text = activate.read_text(errors="surrogateescape") if activate.is_file() else ""
+    return own + [match[2] for match in re.finditer(r"VIRTUAL_ENV=(['\"]?)(/[^'\"\n]+)\1$", text, re.MULTILINE)]
+
+
+def relocation(moved: dict[str, str]) -> Callable[[bytes], bytes]:
+    """Return the function that corrects a text for the copy: a script, activate, a .pth or other file; it returns the
+    same object if that names no old path.
+
+    Args:
+        moved: old path -> new path, of all that is copied.
+    """
+    new = {os.fsencode(old): os.fsencode(at) for old, at in moved.items()}
+    either = b"|".join(map(re.escape, sorted(new, key=len, reverse=True)))
+    # A path that continues before or after it is another one: /env2 is not /env. But -I/env/include names it.
+    pattern = re.compile(rb"(?:(?<![\w.+-])|(?<=-[BFILR]))(?:" + either + rb")(?![\w.+-])")
+    replaced = partial(pattern.sub, lambda match: new[match[0]])
+
+    def corrected(data: bytes) -> bytes:
+        if not new or b"\0" in data or not pattern.search(data):
+            return data
+        first = _PROGRAM.match(data)
+        if first is not None and pattern.match(first[1]):
+            return _started(replaced(first[1]), first[2].rstrip()) + replaced(data[first.end() :])
+        return replaced(data)
+
+    return corrected
+
+
+def _started(program: bytes, argument: bytes) -> bytes:
+    """Return the #! line for a program, without its end.
+
+    Where the system takes no such line, as it is long or the path has a blank: of Python, the lines that pip writes, in
+    which both sh and Python find what they need; of another program, the one that PATH names, as conda does.
+    """
+    line = b"#!" + b" ".join(filter(None, (program, argument)))
+    if len(line) < _LINE and not re.search(rb"\s", program):
+        return line
+    name = program.rpartition(b"/")[2]
+    if name.startswith((b"python", b"pypy")):
+        words = b" ".join(filter(None, (b'"' + program + b'"', argument, b'"$0" "$@"')))
+        return b"#!/bin/sh\n'''exec' " + words + b"\n' '''"
+    return b" ".join(filter(None, (b"#!/usr/bin/env", b"-S" if argument else b"", name, argument)))

@@ -1,56 +1,61 @@
-"""The steps of staging, on all ranks together; one rank of each node does the work of its node."""
+"""The steps of staging, on all ranks together, and the copies on each node.
+
+One rank of each node does the work of its node. The copies are in a private per-user directory:
+DIR/hpcdist-UID/stage_env/DIGEST_JOB/NAME. A copy is unpacked beside its name, and renamed when it is complete. A folder
+that is being filled or removed is called .part-TAG, and a process holds a lock on it: one without a lock was left by a
+killed job.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
+import shutil
 import socket
+import stat
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
 from hpcdist.control import objects
 from hpcdist.errors import FileError, HangError, InputError, RankError, coded, reason
+from hpcdist.formats.paths import lock, private_folder
 from hpcdist.process import abort, exits
-from hpcdist.runtime.commandline import problem
-from hpcdist.stage_env.copies import Copy, open_folder
-from hpcdist.stage_env.source import Packer, Source, fail
+from hpcdist.runtime.commandline import problem, show_bytes
+from hpcdist.stage_env.source import MANIFEST, Packer, Source, fail, lines, relocation, scan
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["VERB", "Request", "Staged", "stage"]
+__all__ = ["VERB", "Copy", "Request", "Staged", "cleanup", "open_folder", "stage", "unpack"]
 
 T = TypeVar("T")
-Bar = Callable[[int], Callable[[int], object]]
 
 VERB = "stage_env"
 PIECE = 2**24  # bytes that are read, sent and unpacked at once
+_TEXT = 2**20  # bytes: larger files are no scripts
 _HOST = socket.gethostname()
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for; the same on all ranks.
-
-    Attributes:
-        source: folder or file.
-        to: folder on each node's own disk.
-        job: what identifies this job, "" for none: jobs of one name share a copy.
-        with_base, also: whether the base interpreter of a venv, and which other folders, are copied, too.
-        timeout: seconds without progress after which the job ends.
-    """
+    """What the user asks for, the same on all ranks: a folder or file, the folder for it on each node's own disk, what
+    identifies this job ("" for none), other folders, and the seconds without progress after which the job ends."""
 
     source: str
     to: str
     job: str = ""
-    with_base: bool = False
     also: tuple[str, ...] = ()
     timeout: float = 1800.0
 
@@ -66,11 +71,8 @@ class Staged:
     seconds: float
 
 
-def stage(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
+def stage(comm: MPI.Intracomm, request: Request) -> Staged:
     """Copy a folder or file to every node. Collective over `comm`.
-
-    Args:
-        bar: makes a function that shows progress, of a number of bytes; called on each rank that receives them.
 
     Returns:
         What was done; the same on all ranks.
@@ -87,7 +89,7 @@ def stage(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
 
     def work() -> Staged | None:
         try:
-            return stage_on_nodes(leaders, request, bar) if leads else None
+            return stage_on_nodes(leaders, request) if leads else None
         except RankError as error:  # of those that lead: as one line
             raise FileError(problem(error)) from error
 
@@ -99,7 +101,7 @@ def stage(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
     return done
 
 
-def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
+def stage_on_nodes(comm: MPI.Intracomm, request: Request) -> Staged:
     """Stage on the nodes of all ranks, one rank for each. Collective over `comm`."""
     packer: Packer | None = None  # rank 0's
 
@@ -115,123 +117,87 @@ def stage_on_nodes(comm: MPI.Intracomm, request: Request, bar: Bar) -> Staged:
 
         return objects.run_on_all(comm, VERB, guarded)
 
-    def mark() -> tuple[str, str]:
-        name = f".mark-{secrets.token_hex(8)}"
-        if comm.rank == 0:
-            (folder / name).touch()
-        return _HOST, name
-
     def read() -> Source | None:
         nonlocal packer
-        if host != _HOST and (folder / name).exists():  # each node would write a copy
-            raise InputError("HD401", f"{request.to}: is shared by the nodes: expected a folder on each node's disk")
         if comm.rank == 0:
-            packer = Packer(request.source, request.with_base, request.also)
+            packer = Packer(request.source, request.also)
         return packer.source if packer else None
 
-    folder = run(f"opening {request.to}", lambda: open_folder(request.to))[comm.rank]
-    host, name = run(f"marking {folder}", mark)[0]
-    try:
-        source = run(f"reading {request.source}", read)[0]
-    finally:
-        if comm.rank == 0:
-            (folder / name).unlink(missing_ok=True)
+    folder = Path(run(f"opening {request.to}", lambda: str(open_folder(request.to)))[comm.rank])
+    source = run(f"reading {request.source}", read)[0]
     assert source is not None
     with closing(Copy(folder, source, request.job)) as copy:
         have = run(f"checking {copy.folder}", copy.prepare)
         start = time.monotonic()
         if not all(have):
-            with _deadline(f"copying {request.source}", request.timeout) as moved:
-                show = bar(source.nbytes)
-                tar = packer.tar() if packer else iter(())
-                _send(comm, tar, None if have[comm.rank] else copy, lambda nbytes: (moved(), show(nbytes)))
+            limit = partial(_deadline, f"copying {request.source}", request.timeout)
+            _send(comm, packer.tar() if packer else iter(()), None if have[comm.rank] else copy, limit)
             run(f"renaming {copy.folder}", copy.finish)
     path = str(copy.folder / source.name)
     return Staged(path, source, have.count(False), comm.size, time.monotonic() - start)
 
 
 @contextmanager
-def _deadline(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
-    """A context that ends the job if the function it yields is not called for `seconds`."""
-    timers: list[threading.Timer] = []
+def _deadline(doing: str, seconds: float) -> Iterator[None]:
+    """A context that ends the job after so many seconds."""
 
     def end() -> None:
         text = f"{doing} on {_HOST} has made no progress for {seconds:g} s"
         exits.show(HangError("HD601", text), None)
         abort.job(1)
 
-    def moved() -> None:
-        for timer in timers:
-            timer.cancel()
-        timers[:] = [threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)]
-        timers[0].daemon = True
-        timers[0].start()
-
-    moved()
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
     try:
-        yield moved
+        yield
     finally:
-        timers[0].cancel()
+        timer.cancel()
 
 
-def _send(comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, received: Callable[[int], object]) -> None:
-    """Send a tar from rank 0, and unpack it into the copies, in bounded memory. Collective over `comm`.
+def _send(
+    comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, limit: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Send a tar from rank 0, and unpack it where there is a `copy`, in bounded memory. Collective over `comm`.
 
     Args:
-        tar: on rank 0, what is sent.
-        copy: None on a rank that needs none.
-        received: called with the bytes of each piece.
+        limit: makes the context of one piece.
 
     Raises:
         RankError: on all ranks, if one of them cannot read, or unpack.
     """
-    from mpi4py import MPI
-
-    color = 0 if copy or comm.rank == 0 else MPI.UNDEFINED
-    part: MPI.Intracomm = comm.Split(color, comm.rank)  # type: ignore[assignment]
     checksum = xxhash.xxh3_128()
 
-    def note(piece: bytes) -> None:
-        checksum.update(piece)
-        received(len(piece))
+    def pieces() -> Generator[bytes, None, None]:
+        """Yield the pieces of rank 0's tar, once all ranks agree that none has failed. A thread reads ahead."""
 
-    pieces = _pieces(comm, part, tar, note)
-    try:
-        if copy is not None:
-            copy.unpack(pieces)
-        for _ in pieces:
-            pass
-    except RankError:
-        raise
-    except Exception as error:
-        objects.run_on_all(comm, VERB, partial(fail, error))  # in place of the next piece
-    finally:
-        pieces.close()
-        if part:
-            part.Free()
-    sums = objects.all_gather_object(comm, checksum.hexdigest() if color == 0 else None, VERB)
+        def size() -> int:
+            return len(ahead.result())
+
+        with ThreadPoolExecutor(1) as thread:
+            ahead, left = thread.submit(_joined, tar), True
+            while left:
+                with limit():
+                    left = objects.run_on_all(comm, VERB, size)[0] > 0
+                    if left:
+                        piece, ahead = ahead.result(), thread.submit(_joined, tar)
+                        piece = objects.broadcast_bytes(comm, piece, 0)
+                        checksum.update(piece)
+                        yield piece
+
+    with closing(pieces()) as coming:
+        try:
+            if copy is not None:
+                copy.unpack(coming)
+            for _ in coming:
+                pass
+        except RankError:
+            raise
+        except Exception as error:
+            objects.run_on_all(comm, VERB, partial(fail, error))  # in place of the next piece
+    sums = objects.all_gather_object(comm, checksum.hexdigest(), VERB)
     text = coded("HD404", "what was sent was damaged on its way")
-    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found not in (sums[0], None)})
-
-
-def _pieces(
-    comm: MPI.Intracomm, part: MPI.Intracomm, tar: Iterator[bytes], received: Callable[[bytes], object]
-) -> Generator[bytes, None, None]:
-    """Yield the pieces of rank 0's tar on the ranks of `part`, on others nothing as often. A thread reads ahead.
-
-    Before each piece, all ranks of `comm` agree that none has failed.
-    """
-
-    def size() -> int:
-        return len(ahead.result())
-
-    with ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(_joined, tar)
-        while objects.run_on_all(comm, VERB, size)[0]:
-            piece, ahead = ahead.result(), thread.submit(_joined, tar)
-            piece = objects.broadcast_bytes(part, piece, 0) if part else b""
-            received(piece)
-            yield piece
+    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found != sums[0]})
 
 
 def _joined(blocks: Iterator[bytes]) -> bytes:
@@ -242,3 +208,161 @@ def _joined(blocks: Iterator[bytes]) -> bytes:
         if size >= PIECE:
             break
     return b"".join(joined)
+
+
+def open_folder(base: str) -> Path:
+    """Return the folder of this user's copies below the folder `base`, on this node; make it if it is missing.
+
+    Raises:
+        FileError: no such folder, or other users could replace what is in it.
+    """
+    base = os.path.abspath(base)
+    if not os.path.isdir(base):
+        raise FileError("HD401", f"{base}: no such folder on {_HOST}")
+    mode = os.stat(base).st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise FileError("HD402", f"{base} on {_HOST}: other users could replace the copy (it has no sticky bit)")
+    if (private := private_folder(base)) == base:
+        name = f"hpcdist-{os.getuid()}"
+        raise FileError("HD402", f"{base}/{name} on {_HOST}: is not this user's alone, or cannot be made")
+    folder = Path(private, "stage_env")
+    folder.mkdir(0o700, exist_ok=True)
+    return folder
+
+
+class Copy:
+    """The copy of a source on this node, for one job: in `folder`, when it is complete."""
+
+    def __init__(self, store: Path, source: Source, job: str) -> None:
+        self.folder = store / "_".join(filter(None, (source.digest[:16], job)))
+        self._source = source
+        self._part, self._lock = store / f".part-{secrets.token_hex(8)}", -1
+
+    def prepare(self) -> bool:
+        """Return whether the copy is there, and all that was unpacked is as it was, by sizes and times.
+
+        If not, remove it, and what killed jobs have left, and make an empty folder to unpack into.
+        """
+        with suppress(OSError):
+            if set((self.folder / MANIFEST).read_text().splitlines()) <= set(lines(scan(str(self.folder), ""))):
+                return True
+        store = self.folder.parent
+        for left in store.glob(".part-*"):
+            with suppress(OSError):
+                _remove(left)
+        _remove(self.folder)
+        new = store / f".new-{secrets.token_hex(8)}"
+        new.mkdir(0o700)
+        self._lock = _locked(new)
+        new.rename(self._part)  # only now others would remove it, if it were not locked
+        free = shutil.disk_usage(store).free
+        if free < self._source.nbytes:
+            text = f"{show_bytes(self._source.nbytes)} needed, {show_bytes(free)} free"
+            raise FileError("HD410", f"{store} on {_HOST}: no space for the copy: {text}")
+        return False
+
+    def unpack(self, pieces: Iterator[bytes]) -> None:
+        """Unpack the pieces of a tar of the source, with its paths corrected for the final folder."""
+        moved = {old: str(self.folder / at) for old, at in self._source.prefixes}
+        unpack(pieces, str(self._part), relocation(moved), self._source.name)
+
+    def finish(self) -> None:
+        """List and rename what was unpacked. If another process was faster, its copy of the same source is used."""
+        if self._lock >= 0:
+            (self._part / MANIFEST).write_text("\n".join(lines(scan(str(self._part), ""))))
+            try:
+                os.rename(self._part, self.folder)
+            except OSError:
+                if not self.folder.is_dir():
+                    raise
+
+    def close(self) -> None:
+        """Remove what is not complete."""
+        if self._lock >= 0:
+            shutil.rmtree(self._part, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _locked(folder: Path) -> int:
+    """Lock a folder; return its descriptor, or -1 if another process has locked it, or it is gone."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return -1
+    if lock(fd):
+        return fd
+    os.close(fd)
+    return -1
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that no process has locked. Its name is free at once."""
+    fd = _locked(folder)
+    if fd >= 0:
+        try:
+            trash = folder.with_name(f".part-{secrets.token_hex(8)}")
+            os.rename(folder, trash)
+            shutil.rmtree(trash)
+        finally:
+            os.close(fd)
+
+
+def cleanup(path: str) -> None:
+    """Remove the copy with this path on this node, if it is there.
+
+    Raises:
+        InputError: `path` is none that this command has printed.
+        FileError: the copy cannot be removed.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    found = re.fullmatch(rf"(.*)/hpcdist-{os.getuid()}/stage_env/[0-9a-f]{{16}}(_[^/]+)?", folder)
+    made = found is not None and all(os.path.lexists(f"{folder}/{known}") for known in (name, MANIFEST))
+    if found is None or (not made and os.path.isdir(folder)):
+        raise InputError("HD402", f"{path}: not a copy that hpcdist.stage_env has made for this user")
+    if made:
+        open_folder(found[1])
+        try:
+            _remove(Path(folder))
+        except OSError as error:
+            raise FileError("HD410", f"{path}: cannot be removed: {reason(error)} on {_HOST}") from error
+
+
+def unpack(pieces: Iterator[bytes], root: str, corrected: Callable[[bytes], bytes], inside: str) -> None:
+    """Unpack the pieces of a tar as they arrive into an empty folder; nothing outside of it is touched.
+
+    Args:
+        corrected: corrects the texts in the folder `inside` of the copy; files elsewhere stay as they are.
+
+    Raises:
+        FileError: something cannot be written, or must not be unpacked.
+    """
+    rest, more = memoryview(b""), filter(None, pieces)
+
+    def read(size: int) -> bytes:  # fewer bytes at the end of a piece
+        nonlocal rest
+        rest = rest or memoryview(next(more, b""))
+        data, rest = bytes(rest[:size]), rest[size:]
+        return data
+
+    try:
+        stream: Any = SimpleNamespace(read=read)
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=2**16, errorlevel=2) as tar:
+            tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 and later
+            while (member := tar.next()) is not None:
+                member.mode |= 0o700 * member.isdir()  # else it could not be removed
+                tar.extract(member, root)
+                if member.isreg() and member.size <= _TEXT and member.name.startswith(f"{inside}/"):
+                    path = Path(root, member.name)
+                    old = path.read_bytes()
+                    new = corrected(old)
+                    if new is not old:  # with the time of now, else what was compiled of it would seem up to date
+                        mode = path.stat().st_mode
+                        path.unlink()
+                        path.write_bytes(new)
+                        path.chmod(mode)
+                tar.members.clear()  # type: ignore[attr-defined]  # else all are kept in memory
+    except tarfile.TarError as error:
+        raise FileError("HD404", f"{_HOST}: {root}: cannot be unpacked: {reason(error)}") from error
+    except OSError as error:
+        raise FileError("HD410", f"{_HOST}: {error.filename or root}: {reason(error)}") from error

@@ -12,18 +12,15 @@ from launch import DEADLINE
 
 from hpcdist.errors import FileError
 from hpcdist.stage_env import source as source_
-from hpcdist.stage_env.copies import unpack
-from hpcdist.stage_env.environment import Relocation
-from hpcdist.stage_env.source import Packer
+from hpcdist.stage_env.source import Packer, relocation
+from hpcdist.stage_env.stage import unpack
 
 pytestmark = pytest.mark.once
-
-NOTHING = Relocation({}, "x")
 
 
 def unpacked(packer: Packer, folder: Path) -> Path:
     folder.mkdir()
-    unpack(packer.tar(), str(folder), NOTHING)
+    unpack(packer.tar(), str(folder), bytes, "x")
     return folder
 
 
@@ -48,7 +45,6 @@ def test_folders_may_be_named_by_symbolic_links(tmp_path: Path) -> None:
     (data / "conda-meta").mkdir()
     (data / "more.pth").write_text(f"{tmp_path}/real/more\n")
     packer = Packer(str(data), also=(str(more),))
-    assert packer.source.outside == ()
     paths = {"data": (data, tmp_path / "real" / "data"), "with-0-more": (more, tmp_path / "real" / "more")}
     assert dict(packer.source.prefixes) == {str(path): name for name, both in paths.items() for path in both}
     copy = unpacked(packer, tmp_path / "local")
@@ -66,12 +62,9 @@ def test_a_base_that_is_a_symbolic_link_comes_along(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to(base.name)
     (venv / "bin" / "python").symlink_to(tmp_path / "python" / "bin" / "python3")
     (venv / "pyvenv.cfg").write_text(f"home = {tmp_path}/python/bin\n")
-    packer = Packer(str(venv), with_base=True)
-    assert packer.source.outside == ()
-    copy = unpacked(packer, tmp_path / "local")
-    assert os.readlink(copy / "venv" / "bin" / "python") == "../../with-base/bin/python3"
+    copy = unpacked(Packer(str(venv), also=(str(tmp_path / "python"),)), tmp_path / "local")
+    assert os.readlink(copy / "venv" / "bin" / "python") == "../../with-0-python/bin/python3"
     assert (copy / "venv" / "bin" / "python").read_text() == "program"
-    assert Packer(str(venv)).source.outside == (f"{tmp_path}/python",)
 
 
 def test_links_lead_where_the_system_follows_them(tmp_path: Path) -> None:
@@ -92,7 +85,6 @@ def test_links_lead_where_the_system_follows_them(tmp_path: Path) -> None:
         "data/deep": str(tmp_path / "there" / "deep"),
         "data/far": str(tmp_path / "there" / "other"),
     }
-    assert set(packer.source.outside) == set(_held(tmp_path / "local").values())
     loop = tmp_path / "loop"
     loop.mkdir()
     (loop / "a").symlink_to("b")
@@ -100,7 +92,6 @@ def test_links_lead_where_the_system_follows_them(tmp_path: Path) -> None:
     (loop / "none").symlink_to("b/x")
     packer = Packer(str(loop))
     assert _held(unpacked(packer, tmp_path / "copy")) == {"loop/a": "b", "loop/b": "a", "loop/none": "b/x"}
-    assert packer.source.outside == ()
 
 
 @pytest.mark.parametrize("name", ["x.cpython-313.pyc", "x.cpython-313.pyc.139", "f.py313.nbi", "f.py313.1.nbc"])
@@ -149,13 +140,13 @@ def test_what_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def _corrected(text: str, old: str, new: str) -> str:
-    relocation = Relocation({old: new}, "env")
-    return relocation.corrected("env/bin/tool", text.encode()).decode()
+    return relocation({old: new})(text.encode()).decode()
 
 
 @pytest.mark.parametrize("folder", ["with blank", "long" * 60])
 @pytest.mark.parametrize(
-    "first", ["#!{}/bin/python3 -I", "#! {}/bin/python3.13", "#!/bin/sh\n'''exec' {}/bin/python3 \"$0\" \"$@\"\n' '''"]
+    "first",
+    ["#!{}/bin/python3 -I", "#! {}/bin/python3.13", "#!/bin/sh\n'''exec' \"{}/bin/python3\" \"$0\" \"$@\"\n' '''"],
 )
 def test_scripts_start_from_any_path(first: str, folder: str, tmp_path: Path) -> None:
     """The system takes no #! line with a blank in the program's path, or one that is long."""

@@ -14,8 +14,8 @@ from launch import run
 
 from hpcdist.errors import FileError
 from hpcdist.stage_env import __main__ as command
-from hpcdist.stage_env.copies import Copy, cleanup, open_folder
 from hpcdist.stage_env.source import Packer
+from hpcdist.stage_env.stage import Copy, cleanup, open_folder
 
 pytestmark = pytest.mark.once
 
@@ -62,7 +62,7 @@ def test_what_a_killed_job_has_left_is_removed(packer: Packer, folder: Path) -> 
     """By the next job, whatever it stages; a lock of a living process keeps it."""
     code = f"""
         import os
-        from hpcdist.stage_env.copies import Copy, open_folder
+        from hpcdist.stage_env.stage import Copy, open_folder
         from hpcdist.stage_env.source import Packer
         source = Packer({str(folder.parents[2] / "env")!r}).source
         copy = Copy(open_folder({str(folder.parents[1])!r}), source, "killed")
@@ -121,7 +121,7 @@ def test_what_cannot_be_removed_is_the_error_of_cleanup_alone(
     ],
 )
 def test_each_task_of_an_array_has_a_copy_of_its_own(environ: dict[str, str], name: str) -> None:
-    args = argparse.Namespace(source="x", to="/tmp", job=None, with_base=False, also=[])
+    args = argparse.Namespace(source="x", to="/tmp", job=None, also=[])
     assert command._request(args, environ).job == name
     args.job = "../mine"
     assert command._request(args, environ).job == ".._mine"

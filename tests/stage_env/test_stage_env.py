@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -16,14 +17,11 @@ from launch import DEADLINE, mpirun, run
 
 from hpcdist.comm.launcher import without_launcher
 from hpcdist.errors import FileError, InputError, RankError
-from hpcdist.stage_env import copies, source, stage
-from hpcdist.stage_env.copies import cleanup, unpack
-from hpcdist.stage_env.environment import Relocation
-from hpcdist.stage_env.stage import Request, Staged
+from hpcdist.stage_env import source, stage
+from hpcdist.stage_env.stage import Request, Staged, cleanup, unpack
 
 pytestmark = pytest.mark.once
 
-NOTHING = Relocation({}, "x")
 LARGE = bytes(range(256)) * 5000  # bytes: more than what is held in memory to be corrected
 
 
@@ -33,7 +31,7 @@ def staged(path: Path, to: Path, **asked: object) -> Staged:
 
     to.mkdir(exist_ok=True)
     request = Request(str(path), str(to), **asked)  # type: ignore[arg-type]
-    return stage.stage(MPI.COMM_SELF, request, lambda _: lambda _: None)
+    return stage.stage(MPI.COMM_SELF, request)
 
 
 def output(*command: str | Path) -> str:
@@ -84,7 +82,6 @@ def test_a_venv_runs_from_its_copy(venv: Path, tmp_path: Path) -> None:
     project = tmp_path / "shared" / "project"
     assert output(copy / "bin" / "tool") == f"{copy}/src/inside.py {project}/outside.py"
     assert output("bash", "-c", f"source '{copy}/bin/activate'; echo $VIRTUAL_ENV") == str(copy)
-    assert set(done.source.outside) == {sys.base_prefix, str(project), f"{project}/outside.py"}
     old, new = venv / "data", copy / "data"
     assert sorted(os.listdir(old)) == sorted([*os.listdir(new), "fifo"])
     for name in ("large", "binary", "other"):
@@ -103,17 +100,20 @@ def test_a_venv_runs_from_its_copy(venv: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_outside_comes_along_when_asked_for(venv: Path, tmp_path: Path) -> None:
-    project = tmp_path / "shared" / "project"
-    done = staged(venv, tmp_path / "local", with_base=True, also=(str(project),))
-    copy = Path(done.path)
-    assert done.source.outside == ()
-    assert output(copy / "bin" / "python", "-c", "import json, sys; print(sys.base_prefix)") == str(
-        copy.parent / "with-base"
-    )
+    """An editable install, and the interpreter that the venv was made with."""
+    project, base = tmp_path / "shared" / "project", tmp_path / "shared" / "python"
+    (base / "bin").mkdir(parents=True)
+    (base / "bin" / "python3").symlink_to(os.path.realpath(sys.executable))
+    (base / "lib").symlink_to(f"{sys.base_prefix}/lib")
+    (venv / "bin" / "python").unlink()
+    (venv / "bin" / "python").symlink_to(base / "bin" / "python3")
+    config = venv / "pyvenv.cfg"
+    config.write_text(re.sub(r"home = .*", f"home = {base}/bin", config.read_text()))
+    copy = Path(staged(venv, tmp_path / "local", also=(str(project), str(base))).path)
+    assert f"home = {copy.parent}/with-1-python/bin\n" in (copy / "pyvenv.cfg").read_text()
+    assert os.readlink(copy / "bin" / "python") == "../../with-1-python/bin/python3"
     assert output(copy / "bin" / "tool").endswith(f"{copy.parent}/with-0-project/outside.py")
     assert os.readlink(copy / "data" / "away") == "../../with-0-project/outside.py"
-    with pytest.raises(RankError, match=r"--with-base: it is no venv"):
-        staged(project, tmp_path / "local", with_base=True)
 
 
 def test_a_conda_environment_and_a_folder(tmp_path: Path) -> None:
@@ -180,20 +180,8 @@ def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfi
 
 UNSAFE = {
     "above": [_member("../out")],
-    "absolute": [_member("/tmp/out")],
-    "not a name": [_member("a/.."), _member("a//b")],
     "through a link": [_member("a", tarfile.SYMTYPE, ".."), _member("a/out")],
     "through a link, deeper": [_member("a", tarfile.SYMTYPE, ".."), _member("a/b/out")],
-    "through a link, a folder": [_member("a", tarfile.SYMTYPE, ".."), _member("a", tarfile.DIRTYPE)],
-    "through a link, a file": [_member("a", tarfile.SYMTYPE, "../secret"), _member("a")],
-    "through a link, made late": [
-        *(_member("b", tarfile.LNKTYPE, "a/none"), _member("a", tarfile.SYMTYPE, ".."), _member("a/out")),
-    ],
-    "hard link": [_member("a", tarfile.LNKTYPE, "../secret")],
-    "hard link, absolute": [_member("a", tarfile.LNKTYPE, "/etc/passwd")],
-    "hard link through a link": [_member("a", tarfile.SYMTYPE, ".."), _member("b", tarfile.LNKTYPE, "a/secret")],
-    "device": [_member("a", tarfile.CHRTYPE)],
-    "FIFO": [_member("a", tarfile.FIFOTYPE)],
 }
 
 
@@ -219,8 +207,8 @@ def test_an_archive_cannot_write_elsewhere(what: str, tmp_path: Path) -> None:
     root.mkdir()
     before = _tree(tmp_path)
     with pytest.raises(FileError) as found:
-        unpack(iter([buffer.getvalue()]), str(root), NOTHING)
-    assert found.value.codes == ["HD511"]
+        unpack(iter([buffer.getvalue()]), str(root), bytes, "x")
+    assert found.value.codes == ["HD404"]
     assert {name: seen for name, seen in _tree(tmp_path).items() if not name.startswith("root")} == {
         name: seen for name, seen in before.items() if name != "root"
     }
@@ -269,7 +257,7 @@ def test_only_what_was_made_here_is_removed(small: Path, tmp_path: Path) -> None
     for wrong in (small, path.parent, path / "program", path.parent / "another", local):
         with pytest.raises(InputError, match="not a copy that hpcdist"):
             cleanup(str(wrong))
-    with pytest.raises(InputError, match="another user's"):
+    with pytest.raises(InputError, match="not a copy that hpcdist"):
         cleanup(str(path).replace(f"hpcdist-{os.getuid()}", "hpcdist-12345"))
     (path.parent / source.MANIFEST).unlink()
     with pytest.raises(InputError, match="not a copy that hpcdist"):
@@ -300,7 +288,7 @@ def test_the_destination_is_checked_before_anything_is_read(
     to = tmp_path / "to"
     with monkeypatch.context() as patch:
         patch.setattr(source.Packer, "tar", None)
-        patch.setattr(copies.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+        patch.setattr(stage.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
         with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free \[HD410\]"):
             staged(small, to)
         assert os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env") == []
