@@ -57,7 +57,7 @@ class _Backward:
     """The backward pass of a result.
 
     Attributes:
-        graph_input: tensor to which the gradient flows: ``op.x``, or an empty one where that needs no gradient.
+        graph_input: tensor to which the gradient flows: ``op.x``, or an empty one if that needs no gradient.
     """
 
     def __init__(self, op: Differentiable, team: Team) -> None:

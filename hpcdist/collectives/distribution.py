@@ -1,4 +1,4 @@
-"""split of structures: the root cuts the structure, and sends each rank its own."""
+"""split of structures: the root cuts the structure, and sends each rank its part."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Distribution:
 
 
 class _Schedule(NamedTuple):
-    """What every rank must know about the structures that the root has cut.
+    """The sizes and classes of the structures that the root has cut, for every rank.
 
     Attributes:
         lengths, packed: bytes of each rank's header, and of its small tensors.

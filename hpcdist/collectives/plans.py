@@ -1,4 +1,4 @@
-"""Plans: calls that all ranks have agreed on once, to be explained, and executed many times."""
+"""Plans: calls that all ranks agree on once, and explain or execute many times."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class _Kept:
         return self._inline[background]
 
     def _check(self, x: Any, out: Any) -> tuple[str | None, Tensor | None, Tensor | None]:
-        """Return (what is wrong with the tensors, both ready to be moved)."""
+        """Return (the problem of the tensors, both tensors ready to be moved)."""
         try:
             local.refuse_tracing()
             sent = self._ready("x", x, self._x_shape, self._source)
@@ -202,7 +202,7 @@ class _Kept:
                     )
                 if dest is not None and self._op.grad:
                     raise local.ArgumentError(LOSES_GRADIENT)
-        except Exception as error:  # including what an argument's own methods raise: all ranks must learn of it
+        except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
             return local.problem_of(error), None, None
         return None, sent, dest
 

@@ -176,7 +176,7 @@ def _meta(call: Call) -> array[int]:
 
 
 def _parts(team: Team, x: Tensor, shapes: Sequence[Shape], agreed: Agreed) -> list[Tensor] | None:
-    """Return the parts of all ranks, if all have come behind the headers."""
+    """Return the parts of all ranks, if all came behind the headers."""
     buffers, start = team.headers, 8 * (1 + 2 * x.dim())
     sizes = [x.itemsize * prod(shape) for shape in shapes]
     if buffers is None or any(came != start + size for came, size in zip(agreed.inlines, sizes, strict=True)):

@@ -1,4 +1,4 @@
-"""Small calls that are made again and again: what a call computes from its arguments alone is computed once."""
+"""Small calls that are repeated: results that depend on the arguments alone are computed once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Key = tuple[Any, ...]
 
 
 class Repeatable(Plannable):
-    """An operation whose data may come with the headers, and which can then be kept for the next call like it."""
+    """An operation whose data may come with the headers, and which can be kept for the next similar call."""
 
     @abstractmethod
     def keep(self, team: Team) -> int | None:
@@ -47,7 +47,7 @@ class _Known(NamedTuple):
 
     Attributes:
         op: the operation, planned.
-        header: this rank's header, and the bytes after it that stay the same.
+        header: this rank's header, and the bytes after it that do not change.
         headers: headers of all ranks, which agree.
         calls: asynchronous calls that the team had made.
     """
@@ -69,7 +69,7 @@ def call(
     out: Tensor | None,
     rule: Any = None,
 ) -> Any:
-    """Run an operation in the foreground; with less work if the team has made such a call before.
+    """Run an operation in the foreground, with less work if the team has made a similar call before.
 
     Args:
         name: of the operation.
@@ -88,7 +88,7 @@ def call(
 
 
 def _key(name: str, x: Tensor | None, dim: Any, root: Any, route: Any, out: Tensor | None, rule: Any) -> Key | None:
-    """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
+    """Return the key of a call with these arguments; None if it cannot be repeated."""
     if not (type(dim) is int and type(root) is int and type(route) is str) or recorded() is not None:
         return None
     if rule is not None and type(rule) is not str:
@@ -110,7 +110,7 @@ def _key(name: str, x: Tensor | None, dim: Any, root: Any, route: Any, out: Tens
 def _again(
     known: _Known, team: Team, x: Tensor | None, out: Tensor | None, make: Callable[[], Repeatable], key: Key
 ) -> Any:
-    """Make a call again: what it computes from its arguments alone is known. Collective over the team."""
+    """Repeat a call, with the results that depend on its arguments alone. Collective over the team."""
     op = known.op
     team.calls[False] += 1
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):

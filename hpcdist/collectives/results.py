@@ -1,4 +1,4 @@
-"""Allocate results before data move: if memory is short, all ranks raise the same error, and the job can go on."""
+"""Allocate results before data move: if memory is short, all ranks raise the same error, and the job can continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["allocate", "check_shared", "everywhere", "method"]
 T = TypeVar("T")
 
 AGREED = 2**20  # bytes; of larger results, the ranks agree that all have been allocated, which takes microseconds
-LARGE = 2**28  # bytes; for larger ones, it is known before whether they exceed the memory
+LARGE = 2**28  # bytes; larger results are compared with the memory in advance
 
 
 def allocate(
@@ -112,7 +112,7 @@ def check_shared(call: Call, shared: bool, x: Any) -> Call:
 
 
 def method(team: Team, shared: bool, nbytes: int, otherwise: Method) -> Method:
-    """Return how data of `nbytes` in all move to a result that is to be `shared`, as far as is known. Collective."""
+    """Return how data of `nbytes` in total move to a `shared` result, as far as is known. Collective."""
     if not shared:
         return otherwise
     from hpcdist.routes import window  # which imports MPI

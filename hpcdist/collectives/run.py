@@ -54,7 +54,7 @@ class Executable(ABC):
 
 
 class Description(NamedTuple):
-    """What a planned operation would do on this rank: see :class:`hpcdist.runtime.plan.Plan`.
+    """The actions of a planned operation on this rank: see :class:`hpcdist.runtime.plan.Plan`.
 
     Attributes:
         routes: route of the data, for the kinds of memory of all ranks for which it was selected. Structures may have
@@ -110,7 +110,7 @@ class Operation(Executable):
 
 
 class Parts(NamedTuple):
-    """What moves in a planned operation: the parts of one tensor, in rank order.
+    """The data that move in a planned operation: the parts of one tensor, in rank order.
 
     Attributes:
         route: route that moves them.
@@ -126,7 +126,7 @@ class Parts(NamedTuple):
     dests: Sequence[Box | None]
 
     def overlaps(self, rank: int) -> layout.Overlaps:
-        """Return what a rank sends to each rank, and receives from it."""
+        """Return the boxes that a rank sends to each rank and receives from it."""
         nothing = Box((0,) * len(self.shape), (0,) * len(self.shape))
         sources, dests = ([box or nothing for box in boxes] for boxes in (self.sources, self.dests))
         return layout.overlaps(sources, dests, rank)
@@ -143,7 +143,7 @@ class Plannable(Operation):
 
     @abstractmethod
     def parts(self, team: Team) -> Parts:
-        """Return what moves, after plan()."""
+        """Return the parts that move, after plan()."""
 
     @abstractmethod
     def method(self, team: Team) -> Method:
@@ -179,7 +179,7 @@ def run(op: Executable, team: Team, async_op: bool = False) -> Any:
         team.calls[True] += 1
     else:
         team.calls[False] += 1
-        text = callsite.where(op.name, frames=2)  # of where() and run(); what called this may be the outermost frame
+        text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
         with activity.InCall(op.name, team, text=text), abort.InStep(op.name, team.size):
             result = op.execute(team)
             if op.grad:

@@ -27,7 +27,7 @@ def fits(parts: Parts, team: Team) -> bool:
 
 
 class Inline:
-    """The messages of one plan in one team, in memory that is allocated once, and what this rank takes from them.
+    """The messages of one plan in one team, in memory that is allocated once, and this rank's part of them.
 
     Every rank receives the parts of all ranks, also in a gather or a split: for so few bytes an Allgather takes as long
     as a Gatherv, and it tells every rank whether the others make the same call with tensors that fit. The messages have
@@ -55,7 +55,7 @@ class Inline:
         stride = HEADER + team.inline
         own, all_ = bytearray(stride), bytearray(stride * team.size)
         box = parts.sources[team.rank]
-        with torch.inference_mode(False):  # what is made within it could not be written outside
+        with torch.inference_mode(False):  # a tensor that is made within it could not be written outside
             messages = [torch.frombuffer(memory, dtype=torch.uint8) for memory in (own, all_)]
             self._own = _payload(messages[0], HEADER, () if box is None else box.shape, parts.dtype)
             starts = range(HEADER, HEADER + stride * team.size, stride)
@@ -82,7 +82,7 @@ class Inline:
         self.grad = grad
         if words.count(word) == self._size:
             return ready
-        self.grad = True  # where that alone differs
+        self.grad = True  # if only that differs
         return ready and [found | _GRAD for found in words].count(word | _GRAD) == self._size
 
     def result(self, out: Tensor | None) -> Tensor | None:
@@ -94,7 +94,7 @@ class _Result:
     """This rank's part of the result, assembled from the parts of all ranks.
 
     Attributes:
-        views, copies: what to join along a dim, if that is all; else (tensor, its index in the result) pairs.
+        views, copies: tensors to join along a dim, if that suffices; else (tensor, its index in the result) pairs.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Result:
 
 
 def _payload(messages: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the part that begins at byte `start`: as the caller's tensor, but of a dtype that can be copied."""
+    """Return the part that begins at byte `start`, like the caller's tensor but of a dtype that can be copied."""
     nbytes = dtype.itemsize * torch.Size(shape).numel()
     part = messages[start : start + nbytes].view(dtype)
     return (bits(part) if dtype in BARE else part).view(tuple(shape))

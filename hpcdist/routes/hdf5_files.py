@@ -1,6 +1,6 @@
 """The route hdf5: one file in the staging folder, to which ranks write what they send, and read what they receive.
 
-For ranks that share a file system and little else. Rank 0 creates the file for one call, accessible to its user only;
+For ranks that share only a file system. Rank 0 creates the file for one call, accessible to its user only;
 one dataset holds the messages one after the other.
 """
 
@@ -85,9 +85,9 @@ def _parts(file: _File, x: Tensor, counts: Ints, displs: Ints) -> list[tuple[int
 
 
 class Place(NamedTuple):
-    """Where the messages of a file begin. The token is at the beginning of the page before.
+    """The start of the messages of a file. The token is at the beginning of the page before.
 
-    A file is recognised by it: caches of names may be some seconds out of date.
+    It identifies the file, because caches of names may be some seconds out of date.
     """
 
     path: str
@@ -100,7 +100,7 @@ def _check_visible(place: Place) -> None:
     """Check that this rank sees the file that another one has made, and may write to it.
 
     Raises:
-        FileError: it does not: the folder is another one on this node.
+        FileError: if it does not, because the folder is another one on this node.
     """
 
     def unseen() -> str | None:
@@ -264,7 +264,7 @@ class Stage:
             raise
 
     def ticket(self, one_node: bool) -> list[Any]:
-        """Return what another rank needs to find and identify the file.
+        """Return the data by which another rank finds and identifies the file.
 
         On one node, the file has no name from here on, and vanishes with this process.
         """

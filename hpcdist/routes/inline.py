@@ -1,4 +1,4 @@
-"""Data that came behind the headers of a call: nothing is left to send."""
+"""Data that came behind the headers of a call. Nothing more is sent."""
 
 from __future__ import annotations
 

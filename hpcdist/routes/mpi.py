@@ -73,7 +73,7 @@ class Mpi(Exchange):
             super().allgatherv(team, send, recv, counts, displs)
         else:
             memory, count = _memory(send), counts[team.rank]
-            in_place = send.data_ptr() == recv.data_ptr() + displs[team.rank]  # MPI wants to be told
+            in_place = send.data_ptr() == recv.data_ptr() + displs[team.rank]  # MPI requires it
             spec = MPI.IN_PLACE if in_place else [memory, count, MPI.BYTE]
             team.comm.Allgatherv(spec, [_memory(recv), counts, displs, MPI.BYTE])
 

@@ -48,7 +48,7 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
 
 
 def reason(name: str, team: Team, kinds: tuple[int, ...]) -> str:
-    """Return why agreed() has selected its route."""
+    """Return the reason of agreed() for its route."""
     text: str = team.routes[name, kinds][1]
     return text
 
@@ -59,7 +59,7 @@ def best(team: Team, gpu: bool) -> str:
 
 
 def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, str]:
-    """Return the route, and why it is this one."""
+    """Return the route and the reason."""
     why = f"route={name!r} was passed"
     if name == "auto":
         name = best(team, all(gpu))
@@ -82,7 +82,7 @@ def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, s
 
 
 def _through_windows(name: str, team: Team) -> Route | None:
-    """Return the route that replaces mpi for host memory, where ranks of a node share what comes over the wire."""
+    """Return the route that replaces mpi for host memory, in which the ranks of a node share received data."""
     if name != "mpi":
         return None
     from hpcdist.routes import window

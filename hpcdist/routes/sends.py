@@ -61,7 +61,7 @@ def _cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:
 
 
 def _nonempty(messages: list[Message]) -> list[Message]:
-    """Drop empty messages: both sides know the counts, and post none."""
+    """Drop empty messages, which both sides know and do not post."""
     return [(rank, block) for rank, block in messages if block.numel()]
 
 

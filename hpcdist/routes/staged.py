@@ -135,7 +135,7 @@ class _Host:
         return self._scratch.take([sum(self.lengths(start, step))], torch.uint8)
 
     def load(self, start: int, step: int) -> Tensor:
-        """Copy what this rank sends in the round to the host buffer."""
+        """Copy the data that this rank sends in the round to the host buffer."""
         buffer = self.buffer(start, step)
         for host, part in self._pairs(buffer, start, step):
             host.copy_(part, non_blocking=True)
@@ -143,7 +143,7 @@ class _Host:
         return buffer
 
     def store(self, start: int, step: int) -> None:
-        """Copy what this rank received in the round to its place."""
+        """Copy the data that this rank received in the round to their place."""
         for host, part in self._pairs(self.buffer(start, step), start, step):
             part.copy_(host, non_blocking=True)
         self._wait()

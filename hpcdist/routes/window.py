@@ -1,7 +1,7 @@
-"""Windows, the memory that the ranks of a node share: one copy of a result a node, and each byte once into a node.
+"""Results in windows, the shared memory of a node: one copy per node, and each byte is sent to a node once.
 
-Every rank writes its shard into the window of its node. Then the nodes exchange what the others lack, from and into
-their windows: each rank of a node sends and receives a part of it, so that all of them drive the wire.
+Every rank writes its shard into the window of its node. Then the nodes exchange the missing data, from and into
+their windows. Each rank of a node sends and receives a part, which uses all of them for the network.
 
 The route takes the place of the route mpi for host memory, where a team has several nodes and several ranks on one of
 them: MPI's own Allgatherv brings every rank its own copy over the wire.
@@ -154,7 +154,7 @@ def _messages(topology: Topology, me: int, memory: Tensor, matrix: _Matrix) -> t
     for node, ranks in enumerate(topology.nodes):
         if node == topology.node or not matrix.nbytes:
             continue
-        # So many messages that all ranks have the same number of them, or nearly, on both nodes.
+        # The number of messages that gives all ranks of both nodes nearly the same number.
         owners = min(lcm(len(ranks), len(home)), 4 * max(len(ranks), len(home)))
         for owner, rows, columns in _parts(matrix, home, owners):
             if home[owner % len(home)] == me:

@@ -88,7 +88,7 @@ def shard_call(op: ShardArgs, team: Team) -> Call:
             _check_out(call, op.out)
         if may_be_inline(call) and call.x.nbytes <= team.inline:
             call.inline = (storage.row_major(call.x),)
-    except Exception as error:  # including what an argument's own methods raise: all ranks must learn of it
+    except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
         call.problem = problem_of(error)
     return call
 
@@ -176,7 +176,7 @@ def split_call(op: SplitArgs, rank: int, size: int, on_gpu: bool) -> Call:
                 call.out, call.dim = tensor(op.out, op.dim, "out")
                 _describe(call, call.out, call.out.dim())
                 call.out_extent, call.extent = call.extent, -1
-    except Exception as error:  # including what an argument's own methods raise: all ranks must learn of it
+    except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
         call.problem = problem_of(error)
     return call
 

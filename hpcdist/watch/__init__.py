@@ -1,1 +1,1 @@
-"""Deadlines, and the ranks that are missing: each rank records its calls, which others read when one waits too long."""
+"""Deadlines, and the ranks that are missing. Each rank records its calls; others read them when one waits too long."""

@@ -1,4 +1,4 @@
-"""How long calls may wait: the user's timeouts in seconds, and the deadline of init() before the ranks have met."""
+"""Deadlines: the user's timeouts in seconds, and the deadline of init() until the ranks have met."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def deadline(timeout: object, env_timeout: str | None) -> float:
 
     Args:
         timeout: argument of init(), if any.
-        env_timeout: value of HPCDIST_TIMEOUT, which counts without that argument; without both, torch's default.
+        env_timeout: value of HPCDIST_TIMEOUT, which is used without that argument; without both, torch's default.
 
     Raises:
         TypeError, ValueError: if it is not a positive time.

@@ -21,13 +21,13 @@ _STACKS = 4  # that are shown at most
 
 @dataclass
 class Report:
-    """What a rank is doing.
+    """The activity of a rank.
 
     Attributes:
         threads: threads that have called the library.
         doing: description: WAITS, "dead", "stopped", "in Python, at ...".
         stack: stack of its main thread, if its own rank has reported it.
-        known: whether its calls are known: neither it nor another rank of its node may be there to tell them.
+        known: whether its calls are known, from itself or another rank of its node.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Report:
 
 
 def of_json(fields: dict[str, Any]) -> Report:
-    """Restore a report from what json has made of its fields."""
+    """Restore a report from its fields after json."""
     for thread in fields["threads"]:
         thread |= {name: thread[name] and Entry(*thread[name]) for name in ("call", "last")}
     return Report(**{**fields, "threads": [ThreadStatus(**thread) for thread in fields["threads"]]})
@@ -129,7 +129,7 @@ def made_progress(call: Entry, reports: Mapping[int, Report], limit: float) -> b
 
 
 def _has_come(report: Report, call: Entry) -> bool:
-    """Whether a rank is in a call, or has finished it."""
+    """Whether a rank has reached a call or finished it."""
     for thread in report.threads:
         for entry in (thread.call, thread.last):
             if entry is not None and entry.team == call.team and entry.number >= call.number:
@@ -152,7 +152,7 @@ def verdict(
     absent = [rank for rank in absent if rank in reports]
     done = _finished_by_all(call, [reports[rank] for rank in peers_of(call.team) if rank in reports])
     lines = [f"{reports[rank].who} {_why(reports[rank], call, done)}" for rank in absent]
-    # Else the ranks that do not wait, or those whose async_op differs, are why all wait.
+    # Otherwise all wait because of ranks that do not wait, or whose async_op differs.
     if all(reports[rank].doing == WAITS for rank in absent) and not any("HD301" in line for line in lines):
         lines += _circle(absent, peers_of, reports) + _threads_of(call, reports)
     if not lines and call.number == -1 - ANYBODY:
@@ -225,7 +225,7 @@ def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
 def _circle(
     absent: Sequence[int], peers_of: Callable[[int], Sequence[int]], reports: Mapping[int, Report]
 ) -> list[str]:
-    """Describe the ranks among those that keep a call waiting that wait for each other, if any do."""
+    """Describe the ranks that keep a call waiting and wait for each other, if any do."""
     waits_for: dict[int, tuple[Entry, int]] = {}
     for rank in absent:
         for call in reports[rank].calls:

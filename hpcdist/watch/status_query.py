@@ -1,4 +1,4 @@
-"""Ask all ranks what they are doing; where one does not answer, another rank of its node reads its shared record."""
+"""Query the activity of all ranks. If a rank does not answer, another rank of its node reads its shared record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lo
 _SHOWN = 4  # sizes of tensors of a call
 KEY = 32  # bytes
 _DIGEST = 16  # bytes
-_REFUSAL = 0.2  # seconds until a host has refused a datagram
+_REFUSAL = 0.2  # seconds in which a host refuses a datagram
 _BUFFER = 2**20  # bytes on their way to a rank: the answers of many ranks at once
 _HEAD = struct.Struct(f"<{_DIGEST}sH")  # of a message: digest and length of its compressed text
 _BATCH, _PAUSE = (
@@ -50,8 +50,8 @@ _BATCH, _PAUSE = (
 class Datagrams:
     """Small messages between the watching threads of a job, beside MPI: what this rank receives, and sends to others.
 
-    On one node each rank reads from a pipe, which the others open through /proc: it has no name, no port and no file,
-    and only processes of this user can open it. Else they are UDP datagrams, on the addresses that
+    On one node each rank reads from a pipe, which the others open through /proc. It has no name, no port and no file,
+    and only processes of this user can open it. Otherwise they are UDP datagrams, on the addresses that
     :func:`rendezvous.meet` has found. Each carries a keyed digest; one rank draws the key, and the others get it over
     MPI.
 
@@ -96,7 +96,7 @@ class Datagrams:
         """Send a message, which is lost if the other rank does not exist, has too many, or if it is too long."""
         body = zlib.compress(json.dumps(message).encode())
         part = _HEAD.pack(self._digest(body), len(body)) + body
-        if len(part) > select.PIPE_BUF:  # what is written to a pipe at once is not mixed with others up to there
+        if len(part) > select.PIPE_BUF:  # writes to a pipe are atomic up to this size
             return
         with suppress(OSError):
             if self._socket is not None:
@@ -110,7 +110,7 @@ class Datagrams:
                 os.close(fd)
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come from ranks of this job."""
+        """Return the messages that arrived from ranks of this job."""
         found: list[dict[str, Any]] = []
         with suppress(BlockingIOError):
             for _ in range(_BATCH):
@@ -123,7 +123,7 @@ class Datagrams:
                     data = data[_HEAD.size + length :]
                     if compare_digest(digest, self._digest(body)):
                         found.append(json.loads(zlib.decompress(body)))
-                self._rest = data if self._socket is None else b""  # a datagram comes whole
+                self._rest = data if self._socket is None else b""  # a datagram is received whole
         if not found:
             time.sleep(_PAUSE)
         return found
@@ -153,9 +153,9 @@ class Datagrams:
 
 
 class StatusQuery:
-    """What this rank needs to ask the others, and to answer them.
+    """The means of this rank to query the others, and to answer them.
 
-    Collective over `comm` when it is made: all that is needed when a rank hangs is exchanged then.
+    Making it is collective over `comm`. All data that are needed when a rank hangs are exchanged then.
 
     Args:
         comm: all ranks.
@@ -219,7 +219,7 @@ class StatusQuery:
         self.send_all("end")
 
     def send_all(self, kind: str) -> None:
-        """Announce to all other ranks that this one is about to "raise", or to "end" the job."""
+        """Announce to all other ranks that this one will "raise", or "end" the job."""
         for rank in self.ranks:
             if rank != self.rank:
                 self._send(rank, {"kind": kind})
@@ -233,7 +233,7 @@ class StatusQuery:
         return {rank: self._seen(rank) for slot, rank in self.local_ranks.items() if self.died(slot)}
 
     def own_report(self) -> Report:
-        """Report what this rank is doing."""
+        """Report this rank's activity."""
         for record in activity.thread_records:
             record.settle()
         process, frames = self._record.read(self._slot), procstat.frames()
@@ -266,7 +266,7 @@ class StatusQuery:
             self._answers[report.rank] = report
 
     def ask(self, why: str, seconds: float, until: Callable[[float, Callable[[], bool]], None]) -> dict[int, Report]:
-        """Return what every rank is doing, as it reports itself if it answers.
+        """Return the activity of every rank, from its own report if it answers.
 
         Args:
             why: reason, which the other ranks see.
@@ -297,7 +297,7 @@ class StatusQuery:
         self._record.close()
 
     def _ask_node_of(self, rank: int) -> None:
-        """Ask a rank of the same node that has answered, if any."""
+        """Query a rank of the same node that has answered, if any."""
         node = self._peers[rank]["node"]
         witness = next((r for r in self._answers if self._peers[r]["node"] == node), None)
         if witness is not None:
@@ -313,7 +313,7 @@ class StatusQuery:
         self._send(rank, {"kind": "answer", "number": number, "report": asdict(report)})
 
     def _seen(self, rank: int) -> Report:
-        """Report on a rank of this node from its record, and from what the system shows of its process."""
+        """Report on a rank of this node from its record, and from the system's data on its process."""
         slot = self._peers[rank]["slot"]
         if self.local_ranks.get(slot) != rank:
             return self._unseen(rank, False)

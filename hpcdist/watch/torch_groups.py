@@ -1,7 +1,7 @@
 """The calls of torch's own process groups, those of NCCL and gloo, in the record of calls: from torch 2.14, by hooks.
 
-A call on the CPU is recorded until its work is done. One on a GPU is recorded when it has been issued, since what it
-has become is known to the stream alone.
+A call on the CPU is recorded until its work is done. One on a GPU is recorded when it has been issued, because its
+progress is known to the stream alone.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TorchGroup:
         peer = args.root if operation in _MESSAGES else None
         number = self.next_call() if peer is None else -1 - (peer if peer >= 0 else activity.ANYBODY)
         kind = f"{_name_of(operation)}() {'of ' if device == 'cpu' else ISSUED.lstrip()}{name}"
-        own.record.patient = True  # if issuing it raises, nobody says that it has ended
+        own.record.patient = True  # if issuing it raises, no hook reports its end
         own.record.limit = limit
         own.record.tensors = args.input_tensors or args.output_tensors
         own.record.begin(self.number, number, callsite.where(kind))
@@ -109,7 +109,7 @@ class TorchGroup:
         _, _, on_cpu, waits_for_all = call
         _issuing.call = None
         if on_cpu and args.work is not None:
-            own.record.patient = not waits_for_all  # a message may come whenever its receiver looks for it
+            own.record.patient = not waits_for_all  # a message has no fixed position among the receiver's calls
             own.record.work = args.work
         else:
             own.record.end()

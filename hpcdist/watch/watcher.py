@@ -1,4 +1,4 @@
-"""The thread of every rank that finds calls past their deadline and dead processes, and then asks all ranks."""
+"""The thread of every rank that detects overdue calls and dead processes, and then queries all ranks."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["SIGNAL", "Watch"]
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
 _TICK, _LEAST = 5.0, 0.01  # seconds between two checks at most, and at least
 _SWEEP = 1.0  # seconds between two sweeps of the pool of result memory at most, while it has something to sweep
-_TURN = 0.02  # seconds that each rank leaves to the one before it, so that one asks for all
+_TURN = 0.02  # seconds by which each rank waits longer than the one before it: one asks for all
 _TURNS = 1.0  # seconds of all turns at most
 _JOIN = 0.5  # seconds in which the other ranks that wait raise, too, before the job ends
-_END = 0.3  # seconds in which a job that is ending has ended
+_END = 0.3  # seconds until an ending job has ended
 _PATIENCE = 5.0  # seconds for the rank that has printed the table to end the job
 _ANSWERS, _HASTE = 1.0, 0.2  # seconds to wait for answers; where the launcher is about to end the job
 _NOTHING = Entry(0.0, 0, 0, "")
-ALARM, DEMAND = "alarm", "demand"  # why a rank asks the others
+ALARM, DEMAND = "alarm", "demand"  # reasons for a query
 
 
 class Watch:
     """The watching thread of this rank.
 
     Args:
-        query: asks the other ranks.
+        query: queries the other ranks.
         limit: deadline of a call.
     """
 
@@ -70,7 +70,7 @@ class Watch:
         return self._query.one_system
 
     def stop(self) -> None:
-        """End the thread: no other rank waits for this process any more, or reports its end."""
+        """End the thread. Other ranks then neither wait for this process nor report its end."""
         with self._lock:
             if self._stopping:
                 return
@@ -80,7 +80,7 @@ class Watch:
         self._thread.join()
         activity.wake = activity.lone_limit = None
         abort.at_end(None, None)
-        if self._listens and signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the program has its own by now
+        if self._listens and signal.getsignal(SIGNAL) == signal.SIG_DFL:  # otherwise the program has set its own
             faulthandler.unregister(SIGNAL)
         self._query.close()
         for fd in (self._wake, self._dump, self._dumper, *(self._peer or ())[1:]):
@@ -125,7 +125,7 @@ class Watch:
             sweeps = pool.sweep()
 
     def _react(self) -> bool:
-        """React to the most urgent event; whether there was one."""
+        """React to the most urgent event; return whether there was one."""
         overdue = [record for record in activity.thread_records if record.waited >= self._limit_of(record)]
         if not self._inquiries.empty():
             self._on_inquiries()
@@ -151,7 +151,7 @@ class Watch:
         fds = [self._wake, self._dump, self._query.datagrams.fileno(), *(self._peer or ())[1:]]
         for fd in fds:
             poll.register(fd, select.POLLIN)
-        if self._query.ended:  # the main thread goes on until the launcher ends this process
+        if self._query.ended:  # the main thread continues until the launcher ends this process
             abort.cleanup()
             seconds = min(seconds, _LEAST)
         for fd, _ in poll.poll(max(0.0, seconds) * 1000):
@@ -180,9 +180,9 @@ class Watch:
         return [rank for rank, (reason, at) in self._query.asked_by.items() if reason == why and at > since]
 
     def _ask_in_turn(self, why: str, seconds: float = _ANSWERS, within: float = _PATIENCE) -> dict[int, Report] | None:
-        """Ask all ranks what they are doing; None if another rank has asked `within` seconds, or asks now.
+        """Query the activity of all ranks; None if another rank has asked `within` seconds, or asks now.
 
-        The ranks take turns. Of those that ask at once nevertheless, the lowest continues: its question has come here
+        The ranks take turns. If several ask at once nevertheless, the lowest continues: its question arrives here
         before its answer to this rank's question.
         """
         begin = time.monotonic()
@@ -217,13 +217,13 @@ class Watch:
         abort.job(1, _JOIN)
 
     def _join(self, other: int) -> None:
-        """Raise in all calls of this rank that wait, as another rank does, which ends the job."""
+        """Raise in all waiting calls of this rank, because another rank does so and ends the job."""
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:
                 _show(record, coded("HD601", f"{call.text} has waited, see what rank {other} says"))
         self._until(time.monotonic() + _PATIENCE)
-        abort.job(1)  # that rank has not
+        abort.job(1)  # that rank has not raised
 
     # The death of a peer.
 
@@ -254,7 +254,7 @@ class Watch:
             _print_table(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
 
     def _release_inquiries(self) -> None:
-        """Let the threads that have called explain() go on."""
+        """Let the threads that have called explain() continue."""
         while not self._inquiries.empty():
             self._inquiries.get().set()
 
