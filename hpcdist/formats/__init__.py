@@ -1,1 +1,1 @@
-"""Files as one process reads and writes them: bytes at offsets, and names that change hands once."""
+"""Files as one process reads and writes them: bytes at offsets, and names that are replaced atomically."""

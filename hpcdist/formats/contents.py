@@ -1,4 +1,4 @@
-"""What a file holds, whatever its format: tensors, and where their bytes lie; and what is to be written to one."""
+"""The contents of a file of any format: tensors, and the places of their bytes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Identity:
-    """By what a file is recognised after it was described: its size, inode and time of change, or bytes that no other
+    """The identity of a file after it was described: its size, inode and time of change, or bytes that no other
     file has. It is taken before the file is described."""
 
     size: int
@@ -97,7 +97,7 @@ class Identity:
     mark: bytes = b""
 
     def is_of(self, fd: int) -> bool:
-        """Whether this is the open file, which may have been replaced, or be another one on this node."""
+        """Whether this is the open file, which may have been replaced, or may be another file on this node."""
         if self.mark:
             return os.pread(fd, len(self.mark), self.at) == self.mark
         return Identity.of(os.fstat(fd)) == self
@@ -115,18 +115,18 @@ def identity(path: str) -> Identity:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file, or a folder of files, holds.
+    """The contents of a file or a folder of files.
 
     Attributes:
         path: of the file or folder.
-        kind: what it is, for reports.
+        kind: description for reports.
         tensors: by name, in the order of the files' data.
         files: the identity of each file, by path.
         external: by name, why a tensor is not read: its data are not in this file.
-        left_out: what is no tensor: a description by name.
+        left_out: data that are no tensors: a description by name.
         text: of .safetensors files, by name.
         checked: whether hpcdist wrote it, with checksums.
-        checkpoint: of a checkpoint of torch's in an .h5 file: what it holds besides tensors: see hpcdist.staging.dcp.
+        checkpoint: values besides tensors of a checkpoint of torch in an .h5 file: see hpcdist.staging.dcp.
     """
 
     path: str
@@ -158,10 +158,10 @@ class Contents:
         return name if name in self.tensors else name.strip("/")
 
     def chosen(self, name: str | None) -> Contents:
-        """What it holds of a tensor, or of a group of them; all of it for None.
+        """The contents of a tensor or of a group of them; all of it for None.
 
         Raises:
-            FileError: nothing of that name, or nothing that a tensor can hold, or data in another file.
+            FileError: if the name does not exist, holds no tensor, or has its data in another file.
         """
         name = self.key(name or "")
         self.require(name)
@@ -248,10 +248,10 @@ class Format(ABC):
 
     @abstractmethod
     def describe(self, path: str) -> Contents:
-        """List what a file holds, without the data.
+        """List the contents of a file, without the data.
 
         Raises:
-            FileError: no such file, not of this format, damaged, truncated or incomplete.
+            FileError: if the file does not exist, has another format, or is damaged, truncated or incomplete.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Arguments of the calls of this package: checked on each rank, before the ranks agree on the call."""
+"""The arguments of staging's calls, checked on each rank before the ranks agree on the call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 T = TypeVar("T")
 
 SINGLE = "data"  # the name of a tensor that is saved without one
-_NOT_WRITTEN = (".npy", ".npz", ".pt", ".pth")  # which programs would read as numpy's and torch's
+_NOT_WRITTEN = (".npy", ".npz", ".pt", ".pth")  # which programs would read as files of numpy and torch
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -40,7 +40,7 @@ def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
     """Run the body of a collective call once every rank has found its own arguments right. Collective.
 
     Args:
-        check: returns this rank's arguments as the body needs them, or raises what is wrong with them.
+        check: returns this rank's arguments in the body's form, or raises their error.
 
     Raises:
         RankError: on every rank, if `check` fails on one, or ranks have made different calls.
@@ -49,7 +49,7 @@ def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
     try:
         local.refuse_tracing()
         arguments.append(check())
-    except Exception as error:  # the other ranks must learn of it
+    except Exception as error:  # the other ranks must raise it, too
         call.problem = local.problem_of(error)
     with activity.InCall(verb, team), abort.InStep(verb, team.size):
         collective.exchange(team, call)
@@ -64,14 +64,14 @@ def positive(name: str, value: Any) -> int:
 
 
 def count(name: str, value: Any, size: int) -> int | None:
-    """A number of ranks of a team of `size`; None stays None, which stands for all of them."""
+    """Check a number of ranks of a team of `size`; None stands for all of them."""
     if value is not None and not 1 <= index(value) <= size:
         raise ArgumentError("HD419", f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
     return None if value is None else index(value)
 
 
 def target_path(path: Any) -> str:
-    """The path of a file that is written; an ArgumentError if its suffix is that of a format that is only read."""
+    """Return the path of an output file; an ArgumentError if its format is only read."""
     text = os.fsdecode(path)
     if text.endswith(_NOT_WRITTEN):
         what = "but an HDF5 file is written: let the name end with .h5, or .safetensors"
@@ -80,7 +80,7 @@ def target_path(path: Any) -> str:
 
 
 def shard_size(value: Any, path: str) -> int | None:
-    """The number of bytes that ``max_shard_size`` says; None stays None, which stands for one file.
+    """Return the bytes of ``max_shard_size``; None stands for one file.
 
     Example::
 
@@ -182,7 +182,7 @@ def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_safetensors(dtypes: Mapping[str, torch.dtype], attrs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise an ArgumentError for what a .safetensors file cannot hold.
+    """Raise an ArgumentError for data that a .safetensors file cannot hold.
 
     Args:
         dtypes: by name of the tensor.

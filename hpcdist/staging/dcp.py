@@ -7,10 +7,10 @@
 
 DCP plans and agrees through its own process group; these classes use neither MPI nor :func:`hpcdist.init`, so that they
 work under any launcher, in a group of some of the ranks, and in the thread of ``dcp.async_save``. Every rank writes its
-shards at their place in the file; DCP's coordinator lays the file out and gives it its name when all have finished.
+shards at their place in the file. DCP's coordinator lays out the file, and gives it its name when all have finished.
 
-What is no tensor, such as numbers and strings, DCP hands over as torch.save has written it. It is stored so, and read
-only if torch finds it safe, or the caller asks for it.
+Values that are no tensors, such as numbers and strings, are stored as torch.save writes them, and read
+only if torch finds them safe, or with allow_pickle.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ _ADVICE = "HDF5Reader(..., allow_pickle=True) loads it, which can run any code: 
 class HDF5Reader(StorageReader):
     """Read a checkpoint of ``torch.distributed.checkpoint`` from an HDF5 file, on any number of ranks.
 
-    For ``dcp.load``. Every rank reads the boxes of its own shards straight into their memory. The file may be one of
+    For ``dcp.load``. Every rank reads the boxes of its shards directly into their memory. The file may be one of
     :class:`HDF5Writer`, of :func:`hpcdist.staging.save`, or of any other program: its datasets are the tensors.
 
     Args:
-        path: of the file, seen by all ranks; ``checkpoint_id=`` of dcp.load replaces it.
-        verify: True: check every piece of which something is read against its checksum; None: those that are read
-            whole; False: none.
+        path: of the file, which all ranks see; ``checkpoint_id=`` of dcp.load replaces it.
+        verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
+            whole; False: of none.
         window: bytes of host memory that a rank may use besides the state.
         allow_pickle: whether to load values that are stored as pickles of more than what torch considers safe. A pickle
             can run any code.
@@ -133,7 +133,7 @@ class HDF5Reader(StorageReader):
             self._path = os.fsdecode(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        """List what the file holds. Every tensor is one chunk, of which any box can be read."""
+        """List the tensors and values of the file. Every tensor is one chunk, of which any box can be read."""
         wait_for(self._path)
         contents = self._contents = describe(self._path)
         found: dict[str, Any] = {name: _metadata(stored) for name, stored in contents.tensors.items()}
@@ -237,17 +237,17 @@ class HDF5Writer(StorageWriter):
     until then, even if the job dies, the name keeps the old file.
 
     Args:
-        path: of the file, in a folder that all ranks see; ``checkpoint_id=`` of dcp.save replaces it. Must agree.
-        resume: continue what a job that died has left: pieces that the unfinished file holds already are not written
-            again. If this save fails, what it has written is kept for another try. Must agree.
+        path: of the file, in a folder that all ranks share; ``checkpoint_id=`` of dcp.save replaces it. Must agree.
+        resume: continue the unfinished file of a job that died: pieces that it holds already are not written
+            again. If this save fails, it keeps its unfinished file. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just done.
 
     Raises:
         CheckpointException: from dcp.save, on every rank, naming the ranks on which something failed, such as a tensor
             that a file cannot hold, or a full disk; or all of them, if the planner keeps plans from one save to the
-            next (``enable_plan_caching``). The old file is as it was; without `resume`, what was written is removed at
-            the next save, when this writer is dropped, or at the end of the program.
+            next (``enable_plan_caching``). The old file is unchanged. Without `resume`, the unfinished file is removed
+            at the next save, when this writer is dropped, or at the end of the program.
         ValueError: ``use_collectives=False``: the ranks would not agree on the file.
 
     Example::
@@ -289,13 +289,13 @@ class HDF5Writer(StorageWriter):
         return Path(os.fsdecode(checkpoint_id)).suffix in (".h5", ".hdf5")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, to another file if `checkpoint_id` is given; one that has failed is given up."""
+        """Begin another save, to another file if `checkpoint_id` is given; discard a save that failed."""
         self._give_up()
         if checkpoint_id:
             self._path = os.fsdecode(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Let earlier saves to the same file end."""
+        """Wait for earlier saves to the same file."""
         wait_for(self._path)
         if not kwargs.get("use_collectives", True):
             raise refusal(
@@ -303,13 +303,13 @@ class HDF5Writer(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check this rank's tensors, and tell the coordinator on which host they are."""
+        """Check this rank's tensors, and report their host to the coordinator."""
         for item in plan.items:
             _check_item(item, self._options.window)
         return replace(plan, storage_data=_host())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lay out the file, on the coordinator, and tell every rank what goes where."""
+        """Lay out the file, on the coordinator, and return the place of each rank's data."""
         if not all(plan.usable for plan in plans):
             raise refusal(ValueError, "HD419", _CACHED)
         self._give_up()
@@ -324,7 +324,7 @@ class HDF5Writer(StorageWriter):
         return [replace(plan, storage_data=work) for plan, work in zip(plans, works, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors; values, and what it has done, go to the coordinator."""
+        """Write this rank's tensors; send values and the list of written pieces to the coordinator."""
         if getattr(planner, "_enable_plan_caching", False):
             raise refusal(ValueError, "HD419", _CACHED)
         tensors, results = [], list[WriteResult]()
@@ -362,14 +362,14 @@ class HDF5Writer(StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
     def _give_up(self) -> None:
-        """Forget the file that is being written; unless it is complete, its name keeps the old one."""
+        """Discard the file that is being written, unless it is complete; its name keeps the old one."""
         end, self._end, self._file = self._end, None, None
         if end is not None:
             end()
 
 
 def _host() -> str:
-    """What all processes have in common that share the system's cache of files."""
+    """Return the identity of this host, which all processes share that use its cache of files."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -446,7 +446,7 @@ def plan_file(
 
 @dataclass(frozen=True)
 class _Work:
-    """What a rank needs to know of the file. It travels with DCP's plan.
+    """The data about the file that a rank needs. They travel with DCP's plan.
 
     Attributes:
         map: the file; without the places of all tensors.
@@ -462,11 +462,11 @@ class _Work:
 
 @dataclass
 class _Done:
-    """What a rank has written of one item.
+    """The pieces that a rank has written of one item.
 
     Attributes:
         pieces: number of the tensor, number of the piece, and checksum.
-        edges: position and bytes of what lies in pages that other hosts write, too: the coordinator writes these.
+        edges: position and bytes of data in pages that other hosts write, too: the coordinator writes these.
     """
 
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
@@ -534,8 +534,9 @@ class _RankFile:
 class _File:
     """The file of a save on the coordinator, from its layout to its name.
 
-    DCP does not tell the coordinator that another rank has failed. What is left then is removed when the writer is used
-    again or dropped, when this thread, or another after the end of this one, begins a save, or when the program ends.
+    DCP does not tell the coordinator that another rank has failed. An unfinished file is removed when the writer is
+    used again or dropped, when this thread, or another after the end of this one, begins a save, or when the program
+    ends.
 
     Attributes:
         map: the file as it is laid out.
@@ -553,7 +554,7 @@ class _File:
         _File._open.add(self)
 
     def complete(self, done: Sequence[Sequence[_Done]], checkpoint: bytes) -> None:
-        """Write what lies in pages of several hosts, the tables and the mark, and give the file its name."""
+        """Write the pages of several hosts, the tables and the state, and give the file its name."""
         with open(self.map.path, "r+b", buffering=0) as file:
             for place, data in (edge for mine in done for item in mine for edge in item.edges):
                 write_at(file.fileno(), place, memoryview(data))
@@ -562,6 +563,6 @@ class _File:
         self._target.complete(written, checkpoint)
 
     def discard(self) -> None:
-        """Give up, unless it is complete; again, it does nothing."""
+        """Discard the file, unless it is complete. A second call does nothing."""
         self._target.discard()
         _File._open.discard(self)

@@ -1,4 +1,4 @@
-"""Data on their way to a file or from it: exchanged between ranks over MPI, in host memory; from and to GPUs."""
+"""Data in transit to or from a file: exchanged between ranks over MPI in host memory, and copied from and to GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def all_to_all(team: Team, blocks: Sequence[Bytes], more: bool = False) -> tuple[list[Bytes], bool]:
-    """Send `blocks[r]` to each rank r of the team; return what has arrived, by sender. Collective.
+    """Send `blocks[r]` to each rank r of the team; return the received blocks, by sender. Collective.
 
     Args:
         more: whether this rank will send more; the second result is whether any rank will.
@@ -45,7 +45,7 @@ def all_to_all(team: Team, blocks: Sequence[Bytes], more: bool = False) -> tuple
 
 
 def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratch) -> Tensor | None:
-    """Bring the pieces of one round together from the shards `x` of all ranks. Collective over the team.
+    """Collect the pieces of one round from the shards `x` of all ranks. Collective over the team.
 
     Returns:
         This rank's piece, in contiguous host memory of `scratch`; None if it has none in this round.
@@ -72,7 +72,7 @@ def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratc
 
 
 def deliver(team: Team, plan: PiecePlan, piece: Tensor | None, out: Tensor, round_: int, scratch: Scratch) -> None:
-    """Send the pieces of one round, which their owners have read, to the ranks that want them. Collective.
+    """Send the pieces of one round from their owners to the ranks that need them. Collective.
 
     `piece` is this rank's, in contiguous host memory, and `out` is the box of the whole that it wants.
     """
@@ -139,7 +139,7 @@ class _Moves:
         self._recvs.append((source, as_bytes(block)))
 
     def copy(self, place: Tensor, block: Tensor) -> None:
-        """Copy on this rank, once everything has arrived."""
+        """Copy on this rank, after all data have arrived."""
         self._copies.append((place, block))
 
     def run(self, team: Team, verb: str) -> None:
@@ -153,7 +153,7 @@ class _Moves:
 
 
 def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
-    """Yield each part of `x` in contiguous host memory, valid until the next one is asked for.
+    """Yield each part of `x` in contiguous host memory, valid until the next one is requested.
 
     Views of a CPU tensor where they are contiguous, else one copy. Of a GPU tensor, the next part is copied while the
     caller works on this one.

@@ -1,4 +1,4 @@
-"""load(): each rank gets its part of the tensors of a file, or of a folder of files, whatever wrote it."""
+"""load(): each rank gets its part of the tensors of a file or a folder of files."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class _Method(Enum):
 
 @dataclass(frozen=True)
 class _Load:
-    """What a call of load() reads on this rank.
+    """The data that a call of load() reads on this rank.
 
     Attributes:
         files: the file, or the files of the folder, open on this rank.
@@ -243,7 +243,7 @@ class _Load:
         wants: by name of the tensor, the box of each rank.
         device: of this rank's results, without `out`.
         progress: called with the number of bytes just read.
-        nodes: on how many nodes the ranks are.
+        nodes: number of nodes of the ranks.
     """
 
     files: OpenFiles
@@ -279,12 +279,12 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Ask:
-    """What one rank wants to load, checked on this rank.
+    """One rank's request to load, checked on this rank.
 
     Attributes:
         same: options that must agree.
         box: box that this rank wants, if the caller gives one.
-        out: memory for it, if the caller gives that.
+        out: memory for it, if the caller passes any.
         device: of the result, without `out`.
         progress: called with the number of bytes just read.
     """
@@ -384,7 +384,7 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
 
 @contextmanager
 def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[OpenFiles]:
-    """Open what a file or folder holds of `name`, the same on every rank; a RankError everywhere if a rank cannot.
+    """Open the tensors `name` of a file or folder, the same on every rank; a RankError everywhere if a rank cannot.
 
     A file may be replaced meanwhile, and caches of names may be some seconds out of date: it is opened again then.
     """
@@ -409,14 +409,14 @@ def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[Open
 
 
 def _prefix(name: str | None, contents: Contents) -> str:
-    """What the names of these tensors begin with, which are all of `name`."""
+    """The common prefix of the names of these tensors, which are all of `name`."""
     if name is None:
         return SINGLE if list(contents.tensors) == [SINGLE] else ""
     return contents.key(name)
 
 
 def _check_dims(same: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
-    """Raise a ValueError if `dim` names a tensor that is not there."""
+    """Raise a ValueError if `dim` names a tensor that does not exist."""
     dim = same["dim"]
     if isinstance(dim, dict) and not same["name"] and (odd := sorted(dim.keys() - tensors.keys())):
         raise refusal(ValueError, "HD408", f"dim names {odd[0]!r}, which is not there; it has: {listed(tensors)}")
@@ -497,7 +497,7 @@ def _reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> boo
 def plan_load(
     stored: Stored, wants: BoxSequence, window: int, readers: int, verify: bool | None
 ) -> tuple[PiecePlan, Sequence[int] | Ints | None]:
-    """Plan which rank reads what; and if the pieces of the file's table are read, the number of each."""
+    """Plan each rank's reads; and if the pieces of the file's table are read, the number of each."""
     size, itemsize = len(wants), stored.dtype.itemsize
     pieces, workers = stored.boxes, readers
     largest = int(pieces.sizes.max()) * itemsize if len(pieces) else 0

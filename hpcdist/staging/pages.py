@@ -1,6 +1,6 @@
-"""No two ranks write the same page of a file: clients of a shared file system may write back whole pages, each its own.
+"""No two ranks write the same page of a file, because clients of a shared file system may write back whole pages.
 
-Bytes of a rank in a page that others write, too, are sent to the one rank that owns the page. Pages that hold anything
+If several ranks have bytes in a page, they send them to the rank that owns the page. Pages that hold anything
 but data, such as headers and tables, belong to rank 0, which has made the file.
 """
 
@@ -29,7 +29,7 @@ Write = Callable[[int, memoryview, Digest | None], object]
 
 
 class Pages:
-    """Which rank writes which page of a file; the same on all ranks.
+    """The rank that writes each page of a file; the same on all ranks.
 
     Args:
         size: of a page, in bytes.
@@ -62,7 +62,7 @@ class Pages:
         return found
 
     def _all_data(self, pages: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Find which of the pages that begin at these bytes hold nothing but data."""
+        """Return whether each page that begins at these bytes holds only data."""
         if not len(self._spans):
             return np.zeros(len(pages), np.bool_)
         k = np.searchsorted(self._spans[:, 0], pages, "right") - 1
@@ -92,7 +92,7 @@ class Pages:
 
 
 class RootPages(Pages):
-    """Pages that a run does not fill are all written by one process: that of the number 0."""
+    """Process 0 writes all pages that a run does not fill."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, [], lambda i, at: at)
@@ -111,13 +111,13 @@ class Edges:
         """Keep runs that follow each other in `data`: a row for each, of its position, bytes and owner."""
         try:
             self._data.write(data)
-        except Exception as error:  # how much of it is there is unknown
+        except Exception as error:  # the written part is unknown
             self._failed = self._failed or error
             raise
         self._tables.append(rows)
 
     def take(self) -> list[tuple[int, bytes]]:
-        """Take what was kept since the last time: (position, bytes) of each run.
+        """Return the runs kept since the last call: (position, bytes) of each.
 
         Raises:
             ValueError: more than `limit` bytes were kept in all.
@@ -137,7 +137,7 @@ class Edges:
         """Send everything to its owner, which writes it. Collective.
 
         Returns:
-            The error on this rank, if there was one; the others have received all that is theirs.
+            The error on this rank, if there was one; the others have received all of their bytes.
         """
         table = np.concatenate([np.empty((0, 3), np.int64), *([] if self._failed else self._tables)])
         self._data.seek(0)
@@ -192,7 +192,7 @@ def _unpacked(message: Bytes) -> tuple[Ints, Bytes]:
 
 
 def _merged(arrived: list[tuple[Ints, Bytes]]) -> list[tuple[int, memoryview]]:
-    """What has arrived, as runs of the file in order; adjacent ones are joined."""
+    """The received bytes as runs of the file, in order; adjacent runs are joined."""
     if not arrived:
         return []
     rows = np.concatenate([rows for rows, _ in arrived])

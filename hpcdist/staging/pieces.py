@@ -1,4 +1,4 @@
-"""Which pieces a tensor is written in, and which rank writes each."""
+"""The pieces in which a tensor is written, and the rank that writes each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     *("plan_save", "shard_boxes"),
 ]
 
-ROUND = 2**24  # bytes of a piece that ranks bring together: its memory is soon used again
+ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
 PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, and of resuming
 
 _MOST_BYTES = 2**63 - 1  # of a file
@@ -29,7 +29,7 @@ MOST_PIECES = 2**20  # of a tensor: each has a row in a table
 
 
 def check_shape(shape: Sequence[int], itemsize: int) -> None:
-    """Raise an ArgumentError, a text to follow the tensor's name, if a tensor cannot be a dataset."""
+    """Raise an ArgumentError, whose text follows the tensor's name, if a tensor cannot be a dataset."""
     if len(shape) > _MOST_DIMS:
         raise ArgumentError("HD418", f"has {len(shape)} dims, and HDF5 has {_MOST_DIMS} at most")
     if max(prod(shape) * itemsize, *shape, 0) > _MOST_BYTES:
@@ -55,7 +55,7 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
 class PiecePlan:
     """How the ranks of a team write one tensor to a file, or read it; the same on every rank.
 
-    Nothing in it is a list of what all ranks do: see :mod:`hpcdist.layout.box`.
+    It lists nothing for all ranks: see :mod:`hpcdist.layout.box`.
 
     Attributes:
         pieces: boxes that are written or read one at a time.

@@ -214,7 +214,7 @@ class ReadFile:
             raise refusal(ValueError, "HD419", "the file is closed")
         key = self._contents.key(name)
         if key not in self._contents.tensors:
-            self._contents.chosen(key)  # says what else it may be
+            self._contents.chosen(key)  # names other causes
             raise FileError("HD408", f"{self._contents.path}: {name!r} is a group; it has: {listed(self.names)}")
         return self._contents.tensors[key]
 
@@ -330,7 +330,7 @@ class _Written:
     def __init__(self, dataset: Dataset) -> None:
         self._shape, self._most = dataset.shape, PIECE // dataset.dtype.itemsize
         self._rows = array("q")  # offset, shape and bits of the checksum of each piece
-        self._last: tuple[Box, Any] | None = None  # the piece that may go on, and its checksum in the making
+        self._last: tuple[Box, Any] | None = None  # the piece that may continue, and its checksum so far
 
     def add(self, box: Box, data: memoryview) -> None:
         """Note a box that has been written."""
@@ -366,7 +366,7 @@ def _joined(one: Box, other: Box, shape: Sequence[int]) -> Box | None:
 
 
 def _odd(pieces: Listed) -> str:
-    """What is wrong with boxes that are not the whole tensor, each element once."""
+    """Describe the error of boxes that do not hold each element of the tensor once."""
     order = np.lexsort(pieces.offsets.T[::-1])
     boxes = [pieces[i] for i in order.tolist()]
     twice = next((b for a, b in pairwise(boxes) if a.intersect(b).size()), None)

@@ -1,4 +1,4 @@
-"""Read boxes of the tensors of files, on one rank; of files that hpcdist has written, with checksums."""
+"""Read boxes of the tensors of files, on one rank, and compare the checksums of hpcdist's files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class TensorReader:
             self.fill(part.box, part.row, target, window)
 
     def parts(self, want: Box, limit: int) -> list[Part]:
-        """Return what a box is read in: parts of at most `limit` elements."""
+        """Return the parts in which a box is read, of at most `limit` elements."""
         stored, found = self.stored, []
         rows: list[int] = []
         if self.verify is not False and stored.pieces is not None:
@@ -207,7 +207,7 @@ class TensorReader:
                 where.read(fd, inner, target, window)
 
     def _located(self, row: int, part: Box) -> tuple[int, Raw | Tensor]:
-        """Where a part lies, or the part itself if it can only be read whole; and the descriptor of its file."""
+        """Return the place of a part, or the part itself if it can only be read whole; and its file's descriptor."""
         parts, dtype = self.stored.parts, self.stored.dtype
         assert parts is not None
         k, start, nbytes = parts.places[row].tolist()
@@ -231,7 +231,7 @@ class TensorReader:
         return int(digest.intdigest())
 
     def _prove(self, row: int, read: Callable[[], int]) -> None:
-        """Compare the checksum of what `read` reads; once more, in case the cache is out of date."""
+        """Compare the checksum of the data that `read` returns; retry once, because the cache may be out of date."""
         assert self.stored.pieces is not None
         entry, box = self.stored.pieces[row], self.stored.boxes[row]
         with self._truncation():

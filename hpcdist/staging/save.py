@@ -192,7 +192,7 @@ def save(
 
 
 def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
-    """Copy what is to be saved, and save it in the background of the team."""
+    """Copy the tensors, and save them in the background of the team."""
     check_threads()
     if given["writer"] == "auto":
         given["writer"] = "posix"  # see wait_for(): the program may open files with h5py
@@ -339,8 +339,8 @@ def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], No
     """Save. Collective.
 
     Args:
-        check: returns this rank's call, or raises what is wrong with it.
-        written: called with the name of each tensor when this rank's memory of it is not needed any more.
+        check: returns this rank's call, or raises its error.
+        written: called with the name of each tensor when this rank's memory of it is no longer needed.
     """
     with agreed(team, VERB, check) as call:
         datasets, plans = _plan(team, call)
@@ -393,7 +393,7 @@ _Arguments = tuple[dict[str, Any], dict[str, tuple[torch.dtype, int | None, tupl
 
 
 def _difference(first: _Arguments, other: _Arguments) -> str | None:
-    """How a rank's options and shards differ from those of rank 0."""
+    """Describe the difference of a rank's options and shards from rank 0's."""
     option = objects.first_difference(first[0], other[0])
     if option is not None:
         return option
@@ -481,7 +481,7 @@ planners[save] = _planned_save
 
 
 class Flight:
-    """A save on its way.
+    """A save in flight.
 
     Args:
         team: the ranks that save.
@@ -489,7 +489,7 @@ class Flight:
         mpio: whether HDF5 writes it through MPI-IO.
 
     Attributes:
-        tensors: by name, what is yet to be written: copies, and tensors of the caller's.
+        tensors: by name, the copies and the caller's tensors that are not written yet.
     """
 
     def __init__(self, team: Team, path: Any, mpio: bool) -> None:
@@ -535,7 +535,7 @@ class Flight:
         return self._handle
 
     def written(self, name: str) -> None:
-        """Let go a tensor that is in the file."""
+        """Free a tensor that is in the file."""
         del self.tensors[name]
         self._callers.discard(name)
         if not self._callers:
@@ -550,7 +550,7 @@ class Flight:
         self._ended.set()
 
     def wait(self) -> None:
-        """Wait for its end; the error, if it fails, is for those who wait for its handle."""
+        """Wait for its end. An error is raised by wait() of its handle."""
         self._wait(self._ended)
         self.end()
 
@@ -563,7 +563,7 @@ class Flight:
 
 
 def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
-    """Wait for the saves in flight to the same name, so that what is older does not come after what is newer.
+    """Wait for the saves in flight to the same name, so that older data do not replace newer.
 
     Also to the file of which `path` is the index, and to files in it, if it is a folder; and for all saves of torch's
     ``dcp.async_save``, whatever their names.
@@ -581,7 +581,7 @@ def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
 
 
 def buffer_of(team: Team, given: Any) -> int:
-    """Return the bytes that copies may have; by default half of what is free, divided among the ranks of this node."""
+    """Return the bytes for copies; by default half of the free memory, divided among the ranks of this node."""
     if given is not None:
         if index(given) < 0:
             raise ArgumentError("HD419", f"buffer is {given}, expected a number of bytes >= 0")
@@ -613,7 +613,7 @@ def _place(path: Any) -> str | None:
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to contiguous host memory, pinned for those on a GPU; none if there is no memory for them.
 
-    All lie in one block, which the next save uses again, and for which the pool searches once.
+    All lie in one block, which the next save reuses, and for which the pool searches once.
     """
     copies = {}
     try:

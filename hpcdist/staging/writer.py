@@ -1,4 +1,4 @@
-"""Write files on many ranks at once: laid out by one process, written by all, complete or not there at all.
+"""Write files on many ranks at once: one process lays them out, all write, and only complete files appear.
 
 :class:`FileWriter` is what the calls use: entering it is collective, put() is this rank's alone, and leaving it gives
 the file its name on all ranks or on none. It consists of a :class:`Target` on rank 0 and a :class:`RankWriter` on each;
@@ -46,7 +46,7 @@ class SaveOptions:
     Attributes:
         writer: "auto", "mpio" or "posix".
         window: bytes of host memory that each rank may use for data in transit.
-        resume: whether to continue what a job that died left of the same save.
+        resume: whether to continue the unfinished file of a job that died in the same save.
         attrs: attributes of the file itself.
         limit: bytes of data of a .safetensors file; with more, there are several files and an index.
         progress: called on each rank with the number of bytes just done.
@@ -67,11 +67,11 @@ class Target:
         self.path, self.datasets = path, datasets
         self.format = format_of(path)
         self._options = options
-        self._resume = options.resume and not any(d.chunks for d in datasets)  # HDF5 moves chunks as it writes them
+        self._resume = options.resume and not any(d.chunks for d in datasets)  # HDF5 moves chunks when it writes them
         self._commit: Commit | None = None
 
     def lay_out(self) -> FileMap:
-        """Lay out the file; over what was left of it, to resume that."""
+        """Lay out the file, or its unfinished part to resume."""
         try:
             return self._lay_out()
         except BaseException as error:
@@ -95,8 +95,8 @@ class Target:
         """Write the tables of pieces, and give the file its name.
 
         Args:
-            written: for each rank the rows (dataset, piece, bits of the checksum) of what it has written.
-            checkpoint: what the file holds besides tensors.
+            written: for each rank the rows (dataset, piece, bits of the checksum) that it has written.
+            checkpoint: values of the file besides tensors.
         """
         assert self._commit is not None
         tables = []
@@ -115,20 +115,20 @@ class Target:
         self._commit = None
 
     def discard(self) -> None:
-        """Give up: the target is as it was. What was written stays, if it may be resumed."""
+        """Discard the save; the target is unchanged. The unfinished file stays if it may be resumed."""
         if self._commit is not None:
             self._commit.discard(keep=self._resume)
             self._commit = None
 
 
 class PartFile:
-    """A file that is laid out, as one rank writes to it.
+    """A file that is laid out, and to which one rank writes.
 
     Args:
         name: the name that the file will have.
         number: of this rank among those that write, from 0 on.
         pages: which rank writes which page; None if no page is shared with a process on another host.
-        window: bytes of memory for what lies in pages of others.
+        window: bytes of memory for data in pages of other ranks.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class PartFile:
         self.driver.close()
 
     def write(self, place: int, data: memoryview, digest: Any = None) -> None:
-        """Write a run of the file, and update the checksum with it; keep what lies in pages of others."""
+        """Write a run of the file, and update its checksum; keep bytes in pages of other ranks."""
         if self.pages is None:
             self.driver.write(place, data, digest)
             return
@@ -182,7 +182,7 @@ class PartFile:
 
 
 class RankWriter:
-    """What one rank writes into files that are laid out already. Nothing here needs another rank.
+    """The pieces that one rank writes into files that are laid out already. Nothing here needs another rank.
 
     Args:
         where: for each dataset its file, and the first byte there.
@@ -190,7 +190,7 @@ class RankWriter:
     Attributes:
         datasets: what is written; pieces are numbered by dataset, and within it by row.
         problem: the first error on this rank.
-        kept: how many pieces were in the file already.
+        kept: number of pieces that were in the file already.
         written: (dataset, row) -> checksum of each piece that is in the file.
     """
 
@@ -207,7 +207,7 @@ class RankWriter:
         self.written: dict[tuple[int, int], int] = {}
 
     def close(self) -> None:
-        """Close the files, and free what is kept."""
+        """Close the files, and free the kept bytes."""
         for file in self.files:
             file.close()
             file.edges.close()
@@ -218,7 +218,7 @@ class RankWriter:
         return pieces[row]
 
     def put(self, i: int, row: int, piece: Tensor) -> None:
-        """Write a piece, contiguous host memory; a failure is kept. What another run has left is not written again."""
+        """Write a piece from contiguous host memory; keep a failure. Pieces of an earlier run are not written again."""
         if self.problem is None:
             try:
                 file, box, data = self._where[i][0], self._piece(i, row), memory(piece)
@@ -271,7 +271,7 @@ class RankWriter:
             self.problem = str(error) if isinstance(error, HpcdistError) else text
 
     def report(self, nbytes: int) -> None:
-        """Tell the caller that so many bytes are done."""
+        """Report so many bytes to the caller's `progress`."""
         activity.touch()
         try:
             if self._options.progress is not None:
@@ -383,7 +383,7 @@ class FileWriter(RankWriter):
             self._discard()  # nothing, if it is complete
 
     def _complete(self, everyone: Sequence[bytes], datasets: Sequence[Dataset]) -> dict[int, str]:
-        """Complete all files, on rank 0; or return what keeps a rank from it.
+        """Complete all files, on rank 0, or return a rank's error.
 
         Files get their names one after the other, the index last; until then, no index names old and new ones.
         """
@@ -404,7 +404,7 @@ class FileWriter(RankWriter):
         return {}
 
     def drop(self) -> None:
-        """Give up on this rank alone, without the others. Files that MPI-IO has open stay open."""
+        """Discard the files on this rank alone. Files that MPI-IO has open stay open."""
         for file in self.files:
             if self.team.size == 1 or isinstance(file.driver, drivers.Posix):
                 file.close()
