@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, LaunchError, coded
-from hpcdist.process import exits, host_memory
+from hpcdist.process import abort, host_memory
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path, plural, show_bytes
@@ -52,7 +52,7 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
                 print(f"{parser.prog}: error: {line(error)}", file=sys.stderr, flush=True)
             status = BAD_INPUT
             world.finalize()
-        exits.uninstall()  # all ranks have agreed on this status
+        abort.uninstall()  # all ranks have agreed on this status
         sys.exit(status)
 
 

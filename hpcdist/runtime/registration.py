@@ -25,7 +25,7 @@ from hpcdist.errors import HpcdistError, LaunchError, refusal
 from hpcdist.process import forks, streams
 from hpcdist.tensors import accelerator
 from hpcdist.watch import torch_groups
-from hpcdist.watch.deadlines import FirstMeeting
+from hpcdist.watch.deadlines import first_meeting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -176,7 +176,7 @@ def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
     forks.claim(variables, launcher.has_rank(variables))
     comm = launcher.job(None, variables)
     with (
-        FirstMeeting(timeout, None, comm.size),
+        first_meeting(timeout, None, comm.size),
         freeing(comm.Dup()) as private,
         rendezvous.Nodes(private) as nodes,
     ):

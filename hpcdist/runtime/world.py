@@ -25,13 +25,13 @@ from hpcdist.comm.worker import report_failures
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
-from hpcdist.process import abort, exits, forks, streams
+from hpcdist.process import abort, forks, streams
 from hpcdist.process.host_memory import capacity
 from hpcdist.runtime import background, default_group, registration
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
-from hpcdist.watch.deadlines import FirstMeeting
+from hpcdist.watch.deadlines import first_meeting
 from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch
 
@@ -132,7 +132,7 @@ class World:
         if error is None:
             self.finalize()
         else:
-            exits.replace(error)  # the other ranks may wait for this one: nothing collective can be done here
+            abort.replace(error)  # the other ranks may wait for this one: nothing collective can be done here
 
 
 _world: World | None = None
@@ -264,7 +264,7 @@ def _leave() -> None:
     names it."""
     from mpi4py import MPI
 
-    exits.check()  # the handler that install() has registered runs after this one
+    abort.check()  # the handler that install() has registered runs after this one
     if _world is None:
         return
     if MPI.Is_finalized():
@@ -292,10 +292,10 @@ def _make(
     forks.claim(os.environ, launcher.has_rank(os.environ))
     comm = launcher.job(comm, os.environ)
     if comm.size > 1:
-        exits.install()
+        abort.install()
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     with ExitStack() as undo:  # if an error follows
-        with FirstMeeting(timeout, env_timeout, comm.size):
+        with first_meeting(timeout, env_timeout, comm.size):
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
@@ -313,7 +313,7 @@ def _make(
             owns_group = default_group.start(private, meeting, name, limit, chosen)
         undo.pop_all()
     if comm.size > 1:
-        exits.install()  # again: torch has set a hook of its own
+        abort.install()  # again: torch has set a hook of its own
     settings = Settings(
         device=chosen,
         own_gpus=own_gpus,

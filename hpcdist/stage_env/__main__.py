@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError
-from hpcdist.process import exits, streams
+from hpcdist.process import abort, streams
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, line, path, plural, show_bytes
 from hpcdist.stage_env.stage import VERB, Request, Staged, cleanup, stage
 from hpcdist.watch.deadlines import deadline
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
             comm = launcher.job(None, os.environ).Dup()
             prints = comm.rank == 0
             if comm.size > 1:
-                exits.install()
+                abort.install()
             request = objects.run_on_root(comm, VERB, lambda: _request(args, os.environ))
             done = stage(comm, request)
             comm.Free()
@@ -70,7 +70,7 @@ def main(words: list[str]) -> int:
     except HpcdistError as error:
         if prints:
             print(f"{_NAME}: error: {line(error)}", file=sys.stderr, flush=True)
-        exits.uninstall()  # all ranks have agreed on this status
+        abort.uninstall()  # all ranks have agreed on this status
         return BAD_INPUT
     return 0
 

@@ -31,7 +31,7 @@ import xxhash
 from hpcdist.control import objects
 from hpcdist.errors import FileError, HangError, InputError, RankError, coded, reason
 from hpcdist.formats.paths import lock, private_folder
-from hpcdist.process import abort, exits
+from hpcdist.process import abort
 from hpcdist.runtime.commandline import problem, show_bytes
 from hpcdist.stage_env.source import MANIFEST, Packer, Source, fail, lines, relocation, scan
 
@@ -143,7 +143,7 @@ def _deadline(doing: str, seconds: float) -> Iterator[None]:
 
     def end() -> None:
         text = f"{doing} on {_HOST} has made no progress for {seconds:g} s"
-        exits.show(HangError("HD601", text), None)
+        abort.show(HangError("HD601", text), None)
         abort.job(1)
 
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)

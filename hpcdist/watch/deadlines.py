@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from math import inf
 from numbers import Real
 
 from hpcdist.activity import callsite
 from hpcdist.errors import HangError, refusal
-from hpcdist.process import abort, exits
+from hpcdist.process import abort
 
-__all__ = ["DEFAULT", "FirstMeeting", "deadline", "patience"]
+__all__ = ["DEFAULT", "deadline", "first_meeting", "patience"]
 
 DEFAULT = 1800.0  # seconds, torch.distributed's own default
 _EVER = 100 * 365.25 * 86400  # seconds: no limit, yet a number that threads, poll() and torch can handle
@@ -71,34 +73,31 @@ def _seconds(name: str, timeout: object) -> float:
         return -inf if timeout < 0 else inf
 
 
-class FirstMeeting:
+@contextmanager
+def first_meeting(timeout: object, env_timeout: str | None, size: int) -> Iterator[None]:
     """A context that ends the job if the ranks have not met by the deadline; each can only report itself.
 
     Args:
         timeout, env_timeout: as those of :func:`deadline`, not yet checked.
         size: number of ranks that must meet.
     """
+    try:
+        seconds = deadline(timeout, env_timeout)
+    except (TypeError, ValueError):  # raised on all ranks after they have met
+        seconds = DEFAULT
+    frame = callsite.outside(sys._getframe())
+    waits = f"{callsite.where('init').decode()} has waited for {seconds:g} s"
 
-    def __init__(self, timeout: object, env_timeout: str | None, size: int) -> None:
-        try:
-            seconds = deadline(timeout, env_timeout)
-        except (TypeError, ValueError):  # raised on all ranks after they have met
-            seconds = DEFAULT
-        waits = f"{callsite.where('init').decode()} has waited for {seconds:g} s"
-        self._text = f"{waits}: the {size} ranks have not met, some may not have called it"
-        self._frame = callsite.outside(sys._getframe())
-        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._late)
-        self._timer.daemon = True
-        self._alone = size == 1
-
-    def _late(self) -> None:
-        exits.show(HangError("HD601", self._text), self._frame)
+    def late() -> None:
+        text = f"{waits}: the {size} ranks have not met, some may not have called it"
+        abort.show(HangError("HD601", text), frame)
         abort.job(1)
 
-    def __enter__(self) -> None:
-        if not self._alone:
-            self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        del self._frame
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), late)
+    timer.daemon = True
+    if size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from hpcdist import activity
 from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite, procstat
 from hpcdist.errors import HangError, coded, with_hint
-from hpcdist.process import abort, exits
+from hpcdist.process import abort
 from hpcdist.tensors import pool
 from hpcdist.watch.hang_table import GONE, Report, chain, made_progress, table, verdict
 from hpcdist.watch.status_query import StatusQuery
@@ -279,7 +279,7 @@ class Watch:
 
 def _show(record: ThreadRecord, text: str) -> None:
     frame = procstat.frames().get(record.thread)
-    exits.show(HangError(text), frame and callsite.outside(frame))
+    abort.show(HangError(text), frame and callsite.outside(frame))
 
 
 def _print_table(text: str) -> None:

@@ -161,8 +161,8 @@ def test_nothing_keeps_a_job_from_ending() -> None:
     if world.rank == 1:
         abort.at_end(fail, fail)
         abort.cleanup = fail
-        hd.exits = sys.modules["hpcdist.process.exits"]
-        hd.exits._last_hook = fail
+        hd.abort = sys.modules["hpcdist.process.abort"]
+        hd.abort._last_hook = fail
         raise ValueError("connection reset")
     world.comm.Barrier()
     """

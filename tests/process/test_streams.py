@@ -60,7 +60,7 @@ def test_ctrl_c_later_ends_a_command_with_130() -> None:
     code = """
         import os, signal, sys
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is among the imports
-        from hpcdist.process import exits, streams
+        from hpcdist.process import abort, streams
         with streams.printing("x"):
             try:
                 os.kill(os.getpid(), signal.SIGINT)
