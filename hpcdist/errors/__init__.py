@@ -103,7 +103,8 @@ def refusal(kind: Callable[[str], E], code: str, text: str) -> E:
 def described(error: BaseException, code: str) -> str:
     """Describe an error to other ranks, by its message, or by kind and message if it is not one of hpcdist's; with
     `code` if it has none."""
-    return coded(code, str(error) if isinstance(error, HpcdistError) else f"{type(error).__name__}: {error}")
+    own = isinstance(error, HpcdistError) or codes(str(error))
+    return coded(code, str(error) if own else f"{type(error).__name__}: {error}")
 
 
 def _hinted(error: E) -> E:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,53 +16,13 @@ from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.tree import Tree
 
 __all__ = [
-    *("LOSES_GRADIENT", "SELF_OVERLAP", "Call", "LayoutArgs", "ShardArgs", "SplitArgs", "StructureArgs"),
-    *("except_dim", "not_a_tensor", "show", "show_repr", "show_shape"),
+    *("LOSES_GRADIENT", "SELF_OVERLAP", "Call", "except_dim", "not_a_tensor", "show", "show_repr", "show_shape"),
 ]
 
 SELF_OVERLAP = coded("HD208", "out overlaps itself: several of its elements share memory, as in an expanded tensor")
 LOSES_GRADIENT = coded(
     "HD208", "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"
 )
-
-
-class Args(Protocol):
-    """The arguments that every collective takes; see :class:`hpcdist.collectives.run.Operation`."""
-
-    name: str
-    x: Any
-    route: Any
-    out: Any
-
-
-class ShardArgs(Args, Protocol):
-    """The arguments of gather, and of concat, which is not `rooted`: every rank receives."""
-
-    dim: Any
-    root: Any
-    rooted: bool
-
-
-class StructureArgs(ShardArgs, Protocol):
-    """The arguments of gather and concat of structures."""
-
-    allow_pickle: Any
-
-
-class SplitArgs(Args, Protocol):
-    """The arguments of split."""
-
-    dim: Any
-    root: Any
-    counts: Any
-    allow_pickle: Any
-
-
-class LayoutArgs(Args, Protocol):
-    """The arguments of redistribute."""
-
-    src: Any
-    dst: Any
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.settings import ROUTES
 from hpcdist.comm.team import Team
-from hpcdist.errors import HpcdistError, coded, described, labelled
+from hpcdist.errors import coded, described, labelled
 from hpcdist.tensors import storage
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
@@ -24,10 +24,6 @@ from hpcdist.validation.call import (
     LOSES_GRADIENT,
     SELF_OVERLAP,
     Call,
-    LayoutArgs,
-    ShardArgs,
-    SplitArgs,
-    StructureArgs,
     except_dim,
     not_a_tensor,
     show,
@@ -69,7 +65,7 @@ def problem_of(error: Exception) -> str:
     return coded("HD309", str(error)) if isinstance(error, ArgumentError) else described(error, "HD309")
 
 
-def shard_call(op: ShardArgs, team: Team) -> Call:
+def shard_call(op: Any, team: Team) -> Call:
     """Make the call of an operation in which every rank passes a shard."""
     call = Call(op.name)
     try:
@@ -98,7 +94,7 @@ def may_be_inline(call: Call) -> bool:
     return call.kind == MemoryKind.CPU and call.route in ("auto", "mpi") and call.problem is None
 
 
-def structure_call(op: StructureArgs, team: Team) -> Call:
+def structure_call(op: Any, team: Team) -> Call:
     """Make the call of gather or concat of a structure; the length of its header replaces the extent."""
     on_gpu = team.settings.device.type != "cpu"
     call = Call(op.name, kind=MemoryKind.GPU if on_gpu else MemoryKind.CPU)
@@ -123,23 +119,13 @@ def structure_call(op: StructureArgs, team: Team) -> Call:
 
 
 def _tree(x: Any, allow_pickle: Any) -> tuple[Tree, Contents]:
-    try:
-        tree = flatten(x, bool(allow_pickle))
-        contents = Contents.of(tree.tensors)
-        check_memory(sum(contents.nbytes))
-    except (TypeError, ValueError, HpcdistError) as wrong:
-        raise ArgumentError(str(wrong)) from None
+    tree = flatten(x, bool(allow_pickle))
+    contents = Contents.of(tree.tensors)
+    check_memory(sum(contents.nbytes))
     return tree, contents
 
 
-def _cut(tree: Tree, call: Call, size: int) -> list[Tree]:
-    try:
-        return cut(tree, call.dim_arg, call.counts, size)
-    except ValueError as wrong:
-        raise ArgumentError(str(wrong)) from None
-
-
-def split_call(op: SplitArgs, rank: int, size: int, on_gpu: bool) -> Call:
+def split_call(op: Any, rank: int, size: int, on_gpu: bool) -> Call:
     """Make the call of split: the root passes the whole tensor, the others at most memory for their part."""
     call = Call(op.name, kind=MemoryKind.FOLLOWS if on_gpu else MemoryKind.FOLLOWS_CPU, root_decides=True)
     try:
@@ -153,7 +139,7 @@ def split_call(op: SplitArgs, rank: int, size: int, on_gpu: bool) -> Call:
             if op.out is not None:
                 raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
             call.kind = MemoryKind.GPU if on_gpu else MemoryKind.CPU
-            call.trees = _cut(_tree(op.x, op.allow_pickle)[0], call, size)
+            call.trees = cut(_tree(op.x, op.allow_pickle)[0], call.dim_arg, call.counts, size)
             call.counts = "block" if call.counts is None else call.counts
         elif rank == call.root:
             if isinstance(op.x, Tensor) and op.x.dim() == 0:
@@ -162,7 +148,7 @@ def split_call(op: SplitArgs, rank: int, size: int, on_gpu: bool) -> Call:
             call.grad = _needs_grad(op.x, op.out)
             _describe(call, call.x, call.x.dim())
             call.counts = "block" if call.counts is None else call.counts
-            _check_counts(call, size)
+            layout.counts_of(call.counts, call.extent, size)
             if op.out is not None:
                 _check_out(call, op.out)
         else:
@@ -181,7 +167,7 @@ def split_call(op: SplitArgs, rank: int, size: int, on_gpu: bool) -> Call:
     return call
 
 
-def layout_call(op: LayoutArgs) -> Call:
+def layout_call(op: Any) -> Call:
     """Make the call of redistribute: every rank passes a part of any shape; `out` is checked later."""
     call = Call(op.name)
     try:
@@ -326,13 +312,6 @@ def _counts(counts: Any) -> str | tuple[int, ...] | None:
         raise ArgumentError(
             "HD213", f"counts must be integers, the name of a rule or None, got {show(counts)}"
         ) from None
-
-
-def _check_counts(call: Call, size: int) -> None:
-    try:
-        layout.counts_of(call.counts, call.extent, size)
-    except ValueError as wrong:
-        raise ArgumentError(str(wrong)) from None
 
 
 def _int(value: Any, name: str) -> int:
