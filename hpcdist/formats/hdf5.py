@@ -343,7 +343,8 @@ def _check_planned(
     path: str, entry: Mapping[str, Any], dataset: Any, dtype: torch.dtype | None, chunks: tuple[int, ...] | None
 ) -> None:
     """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
-    found = {"shape": None if dataset.shape is None else list(dataset.shape), "chunks": chunks and list(chunks)}
+    shape = None if dataset.shape is None else list(dataset.shape)
+    found: dict[str, Any] = {"shape": shape, "chunks": chunks and list(chunks)}
     if getattr(torch, entry["dtype"].removeprefix("torch."), None) in DTYPES:  # not another torch's: integers are read
         found["dtype"] = str(dtype)
     differ = [f"{key} {value}, not {entry[key]}" for key, value in found.items() if value != entry[key]]
