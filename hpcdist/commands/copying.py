@@ -80,7 +80,7 @@ def copy(
         options = replace(options, attrs={"format": "pt", **options.attrs})
     with meter(world, verb, sum(d.nbytes() for d in datasets) // team.size) as bar:
         options = replace(options, progress=bar.update)
-        with FileWriter(team, verb, path, datasets, shares.owners, options) as file:
+        with FileWriter(team, verb, path, datasets, options) as file:
             buffer = torch.empty(piece_limit(options.window // 2, 1), dtype=torch.uint8, device="cpu")
             try:
                 for (i, row), box in mine.items():
@@ -117,11 +117,6 @@ class Shares:
     def boxes(self, rank: int) -> dict[tuple[int, int], Box]:
         """The boxes of all pieces that a rank reads and writes: (tensor, piece) -> box."""
         return {(i, row): of[row] for i, (of, _) in enumerate(self._pieces) for row in self.rows(i, rank)}
-
-    def owners(self, i: int, elements: Ints) -> Ints:
-        """The ranks that write elements of tensor i, counted in C order."""
-        pieces, owners = self._pieces[i]
-        return owners[np.searchsorted(pieces.starts, elements, "right") - 1]
 
 
 def add_options(p: Parser) -> None:

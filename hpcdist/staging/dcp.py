@@ -63,7 +63,6 @@ from hpcdist.layout.box import Listed
 from hpcdist.staging.arguments import flatten
 from hpcdist.staging.drivers import Posix
 from hpcdist.staging.exchange import outgoing
-from hpcdist.staging.pages import RootPages
 from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.save import wait_for
@@ -75,7 +74,6 @@ from hpcdist.validation.local import ArgumentError
 
 __all__ = ["HDF5Reader", "HDF5Writer", "plan_file"]
 
-_NOT_ROOT = 1  # the number of every writer: the coordinator writes what is left of pages when all have finished
 _ADVICE = "HDF5Reader(..., allow_pickle=True) loads it, which can run any code: only for files that you trust"
 
 
@@ -488,8 +486,7 @@ class _RankFile:
             assert data is not None
             self._pieces.append(Listed.of(_pieces(data, options.window), data.size))
             datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype, self._pieces[-1]))
-        pages = RootPages(work.map.page) if work.hosts > 1 else None
-        self._file = PartFile(path, work.map, Posix(work.map), _NOT_ROOT, pages, options.window)
+        self._file = PartFile(path, work.map, Posix(work.map), options.window, work.hosts > 1)
         self._rank = RankWriter([self._file], datasets, [(self._file, start) for _, start, _ in self._places], options)
 
     def nbytes(self, k: int) -> int:

@@ -80,11 +80,6 @@ class PiecePlan:
         row = int(self.bounds[rank]) + round_
         return row if row < self.bounds[rank + 1] else None
 
-    def owners_at(self, elements: Ints) -> Ints:
-        """The ranks that write elements of the tensor, counted in C order; the pieces are its runs, in that order."""
-        rows = np.searchsorted(self.pieces.starts, elements, "right") - 1
-        return np.searchsorted(self.bounds, rows, "right") - 1
-
     def rows(self, rank: int) -> range:
         """The pieces of one rank."""
         return range(int(self.bounds[rank]), int(self.bounds[rank + 1]))

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["ReadFile", "WriteFile", "open"]
 
 VERB = "staging.open"
-_SHARE = 2**16  # bytes: unit in which pages between ranks' boxes are divided among the ranks
 
 
 @overload
@@ -246,10 +245,9 @@ class WriteFile:
             datasets = [
                 Dataset(name, shape, dtype, attrs=given.get(name, {})) for name, (shape, dtype) in specs.items()
             ]
-            owner = lambda i, at: at * datasets[i].dtype.itemsize // _SHARE % team.size  # noqa: E731
             # MPI-IO and system calls must not be mixed in one file: boxes of any shape are written by system calls.
             options = SaveOptions("posix", same["window"], attrs=given.get("", {}))
-            self._file = FileWriter(team, VERB, same["path"], datasets, owner, options)
+            self._file = FileWriter(team, VERB, same["path"], datasets, options)
             self._written = [_Written(dataset) for dataset in datasets]
             self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
             self._open = True

@@ -154,11 +154,12 @@ def save(
             another thread.
         buffer: bytes of host memory that this rank may use for the copies of `async_op`, including those of earlier
             saves in flight; by default half of the free memory, divided among the ranks of the node. If the copies do
-            not fit, the call waits for earlier saves, and then until the rest has been written.
+            not fit, the call waits for earlier saves; if they are larger, until the file is written.
         async_op: whether to return a Handle when the values have been copied, to memory from the pool or, for GPU
             tensors, to pinned memory. They may then be changed. A thread writes the file, which gets its name when all
-            ranks have written; `writer` "auto" is "posix" then. Saves of a group run in the order of the calls. Another
-            save, or a load, of the same name waits for saves in flight. So do finalize() and the end of the program.
+            ranks have written; `writer` "auto" is "posix" then, "mpio" is an error. Saves of a group run in the order
+            of the calls. Another save, or a load, of the same name waits for saves in flight. So do finalize() and the
+            end of the program.
             None of these raises the error of a save: wait() does, on every rank. If wait() is not called, the error is
             printed at the end. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
@@ -186,7 +187,7 @@ def save(
     }  # fmt: skip
     if async_op:
         return _save_later(team, given, buffer)
-    wait_for(path, _by_mpio(writer))
+    wait_for(path)
     _save(team, lambda: _check(team, **given))
     return None
 
@@ -194,30 +195,31 @@ def save(
 def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     """Copy the tensors, and save them in the background of the team."""
     check_threads()
-    if given["writer"] == "auto":
-        given["writer"] = "posix"  # see wait_for(): the program may open files with h5py
-    mpio = _by_mpio(given["writer"])
-    flight = Flight(team, given["path"], mpio)
-    wait_for(given["path"], mpio, after=team)
-    call, problem = None, None
+    flight = Flight(team, given["path"])
+    wait_for(given["path"], after=team)
+    held: list[SaveCall] = []  # freed when it is written
+    copied, problem = True, None
     try:
         local.refuse_tracing()
-        call = _check(team, **given | {"attrs": deepcopy(given["attrs"])})
-        flight.copy(call.tensors, buffer_of(team, buffer))
-        call = replace(call, tensors=flight.tensors, path=os.path.abspath(call.path))  # of this time
+        if given["writer"] == "mpio":
+            raise ArgumentError("HD419", "writer mpio does not write in the background; use auto or posix")
+        call = _check(team, **given | {"attrs": deepcopy(given["attrs"]), "writer": "posix"})
+        copies = _copied(call.tensors, buffer_of(team, buffer))
+        copied = copies is not call.tensors
+        flight.nbytes = sum(x.nbytes for x in copies.values()) if copied else 0
+        held.append(replace(call, tensors=copies, path=os.path.abspath(call.path)))  # of this time
     except Exception as error:  # raised by wait() on every rank
         problem = error
 
     def checked() -> SaveCall:
         if problem is not None:
             raise problem
-        assert call is not None
-        return call
+        return held.pop()
 
     def step(team: Team) -> None:
         try:
             time.sleep(_HEAD_START)
-            _save(team, checked, flight.written)
+            _save(team, checked)
         finally:
             flight.end()
 
@@ -225,11 +227,10 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
         team.calls[True] += 1
         return submit(team, VERB, step)
 
-    return flight.start(begin)
-
-
-def _by_mpio(writer: Any) -> bool:
-    return writer in drivers.NAMES and drivers.active(writer)[0] == "mpio"
+    handle = flight.start(begin)
+    if not copied:
+        flight.wait()
+    return handle
 
 
 @dataclass(frozen=True)
@@ -335,21 +336,17 @@ def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, 
     return filters, None if chunks is None else tuple(index(c) for c in chunks)
 
 
-def _save(team: Team, check: Callable[[], SaveCall], written: Callable[[str], None] | None = None) -> None:
+def _save(team: Team, check: Callable[[], SaveCall]) -> None:
     """Save. Collective.
 
     Args:
         check: returns this rank's call, or raises its error.
-        written: called with the name of each tensor when this rank's memory of it is no longer needed.
     """
     with agreed(team, VERB, check) as call:
         datasets, plans = _plan(team, call)
-        owner = lambda i, elements: plans[i].owners_at(elements)  # noqa: E731
-        with FileWriter(team, VERB, call.path, datasets, owner, call.options) as file:
+        with FileWriter(team, VERB, call.path, datasets, call.options) as file:
             for i, plan in enumerate(plans):
                 _write(file, i, plan, call.tensors[datasets[i].name])
-                if written is not None:
-                    written(datasets[i].name)
 
 
 def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
@@ -486,97 +483,54 @@ class Flight:
     Args:
         team: the ranks that save.
         path: of the file, as the caller has passed it.
-        mpio: whether HDF5 writes it through MPI-IO.
 
     Attributes:
-        tensors: by name, the copies and the caller's tensors that are not written yet.
+        nbytes: of the copies of its tensors.
     """
 
-    def __init__(self, team: Team, path: Any, mpio: bool) -> None:
-        self.team, self.place, self.mpio = team, _place(path), mpio
-        self.tensors: dict[str, Tensor] = {}
-        self.nbytes = 0  # of the copies
-        self._callers: set[str] = set()  # names of tensors that are not copied, and not written yet
-        self._released, self._ended = threading.Event(), threading.Event()
+    def __init__(self, team: Team, path: Any) -> None:
+        self.team, self.place, self.nbytes = team, _place(path), 0
+        self._ended = threading.Event()
         self._handle: Handle[None] | None = None
 
-    def copy(self, tensors: Mapping[str, Tensor], buffer: int) -> None:
-        """Copy tensors to host memory: the last ones, as many as fit into `buffer` bytes with the copies of earlier
-        saves, for which it waits if need be."""
-        needed = sum(x.nbytes for x in tensors.values())
-        for flight in list(_flights):
-            if needed + _copied_bytes() <= buffer:
-                break
-            flight.wait()
-        left = buffer - _copied_bytes()
-        chosen: dict[str, Tensor] = {}
-        for name, x in reversed(list(tensors.items())):
-            left -= x.nbytes
-            if left < 0:
-                break
-            chosen[name] = x
-        copies = _copied(chosen)
-        for device in {x.device for x in tensors.values() if not x.is_cpu}:
-            accelerator.synchronize(device)
-        self.nbytes = sum(x.nbytes for x in copies.values())
-        self._callers = tensors.keys() - copies.keys()
-        self.tensors.update({name: copies.get(name, x) for name, x in tensors.items()})
-
     def start(self, submit: Callable[[], Handle[None]]) -> Handle[None]:
-        """Submit the save, and return once the caller's tensors may be changed."""
+        """Submit the save."""
         _flights.append(self)
         try:
             self._handle = submit()
         except BaseException:
             self.end()
             raise
-        if self._callers:
-            self._wait(self._released)
         return self._handle
-
-    def written(self, name: str) -> None:
-        """Free a tensor that is in the file."""
-        del self.tensors[name]
-        self._callers.discard(name)
-        if not self._callers:
-            self._released.set()
 
     def end(self) -> None:
         """The save is complete, or has failed."""
-        self.tensors.clear()
         with suppress(ValueError):  # another thread was first
             _flights.remove(self)
-        self._released.set()
         self._ended.set()
 
     def wait(self) -> None:
         """Wait for its end. An error is raised by wait() of its handle."""
-        self._wait(self._ended)
-        self.end()
-
-    def _wait(self, event: threading.Event) -> None:
         # No deadline: the save has one of its own.
         with activity.InCall("staging.save", self.team, activity.NOBODY):
-            while not event.wait(_POLL):
-                if self._handle is not None and self._handle.done():
-                    return
+            while not self._ended.wait(_POLL) and not (self._handle is not None and self._handle.done()):
+                pass
+        self.end()
 
 
-def wait_for(path: Any, mpio: bool = False, after: Team | None = None) -> None:
+def wait_for(path: Any, after: Team | None = None) -> None:
     """Wait for the saves in flight to the same name, so that older data do not replace newer.
 
     Also to the file of which `path` is the index, and to files in it, if it is a folder; and for all saves of torch's
     ``dcp.async_save``, whatever their names.
 
     Args:
-        mpio: whether HDF5 will open the file on all ranks together: while it opens one, it holds a lock, for which the
-            ranks would wait crosswise if they opened another one meanwhile.
         after: team in whose background the caller's own save will run, after these.
     """
     join_uploads()
     place = _place(path)
     for flight in list(_flights):
-        if flight.team is not after and (_is_at(flight.place, place) or (mpio and flight.mpio)):
+        if flight.team is not after and _is_at(flight.place, place):
             flight.wait()
 
 
@@ -589,10 +543,6 @@ def buffer_of(team: Team, given: Any) -> int:
     node_of = team.settings.node_of
     ranks = node_of.count(node_of[team.peers[team.rank]])
     return host_memory.available() // 2 // ranks
-
-
-def _copied_bytes() -> int:
-    return sum(flight.nbytes for flight in list(_flights))
 
 
 def _is_at(saved: str | None, place: str | None) -> bool:
@@ -610,11 +560,19 @@ def _place(path: Any) -> str | None:
         return None
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to contiguous host memory, pinned for those on a GPU; none if there is no memory for them.
+def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
+    """Copy tensors to host memory, pinned for those on a GPU, once the copies of earlier saves leave room in `buffer`
+    bytes; return the tensors themselves if there is no memory for copies.
 
-    All lie in one block, which the next save reuses, and for which the pool searches once.
+    All copies lie in one block, which the next save uses again, and for which the pool searches once.
     """
+    needed = sum(x.nbytes for x in tensors.values())
+    for flight in list(_flights):
+        if needed + sum(flight.nbytes for flight in list(_flights)) <= buffer:
+            break
+        flight.wait()
+    if needed > buffer:
+        return tensors
     copies = {}
     try:
         for pinned in (False, True):
@@ -627,7 +585,9 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 copies[name] = part[: x.nbytes].view(x.dtype).view(x.shape)
                 copyable(copies[name]).copy_(copyable(x), non_blocking=pinned)
     except (MemoryError, RuntimeError):
-        return {}
+        return tensors
+    for device in {x.device for x in tensors.values() if not x.is_cpu}:
+        accelerator.synchronize(device)
     return copies
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason
@@ -26,12 +25,11 @@ from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import table_of
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import Commit, check_target, patiently, sync
-from hpcdist.formats.plain import Raw, memory
+from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, run_starts, runs
 from hpcdist.staging import drivers
-from hpcdist.staging.pages import Edges, Owner, Pages
-from hpcdist.tensors.storage import as_bytes
+from hpcdist.staging.pages import Edges
 
 __all__ = ["WINDOW", "FileWriter", "PartFile", "RankWriter", "SaveOptions", "Target"]
 
@@ -126,22 +124,15 @@ class PartFile:
 
     Args:
         name: the name that the file will have.
-        number: of this rank among those that write, from 0 on.
-        pages: which rank writes which page; None if no page is shared with a process on another host.
+        shared: whether processes on other hosts may write to its pages.
         window: bytes of memory for data in pages of other ranks.
     """
 
     def __init__(
-        self,
-        name: str,
-        laid: FileMap,
-        driver: drivers.Posix | drivers.Mpio,
-        number: int,
-        pages: Pages | None,
-        window: int,
+        self, name: str, laid: FileMap, driver: drivers.Posix | drivers.Mpio, window: int, shared: bool = True
     ) -> None:
-        self.name, self.map, self.driver, self.number, self.pages = name, laid, driver, number, pages
-        self.edges = Edges(Path(os.path.realpath(name)).parent, window)
+        self.name, self.map, self.driver = name, laid, driver
+        self.edges = Edges(laid.page if shared else 1, Path(os.path.realpath(name)).parent, window)
         self.checksums = format_of(name).checksums
 
     def see(self) -> None:
@@ -165,20 +156,6 @@ class PartFile:
     def close(self) -> None:
         """Close the file; MPI-IO's on all ranks. Closing it again does nothing."""
         self.driver.close()
-
-    def write(self, place: int, data: memoryview, digest: Any = None) -> None:
-        """Write a run of the file, and update its checksum; keep bytes in pages of other ranks."""
-        if self.pages is None:
-            self.driver.write(place, data, digest)
-            return
-        for start, end, owner in self.pages.cut(place, place + len(data)):
-            part = data[start - place : end - place]
-            if owner in (None, self.number):
-                self.driver.write(start, part, digest)
-                continue
-            self.edges.add(np.array([[start, end - start, owner]]), part)
-            if digest is not None:
-                digest.update(part)
 
 
 class RankWriter:
@@ -221,48 +198,48 @@ class RankWriter:
         """Write a piece from contiguous host memory; keep a failure. Pieces of an earlier run are not written again."""
         if self.problem is None:
             try:
-                file, box, data = self._where[i][0], self._piece(i, row), memory(piece)
-                digest = plain.digest() if file.checksums else None
-                if file.map.resumed and self._holds(i, box, piece):
-                    self.kept += 1
-                    if digest is not None:
-                        digest.update(data)
-                else:
-                    self.write(i, box, data, digest)
+                digest = plain.digest() if self._where[i][0].checksums else None
+                self.kept += self.write(i, self._piece(i, row), memory(piece), digest)
                 if digest is not None:
                     self.written[i, row] = digest.intdigest()
             except Exception as error:
                 self.fail(error)
         self.report(piece.nbytes)
 
-    def _holds(self, i: int, box: Box, piece: Tensor) -> bool:
-        """Whether the file holds a piece already."""
-        (file, start), dataset = self._where[i], self.datasets[i]
-        place = Raw(file.map.path, start, dataset.shape, dataset.dtype)
-        for part in layout.boxes(box, _COMPARED // dataset.dtype.itemsize):
-            there = torch.empty(part.shape, dtype=dataset.dtype, device="cpu")
-            place.read(file.driver.fd, part, there, 2 * _COMPARED)
-            if not torch.equal(as_bytes(there), as_bytes(piece[part.slices(box.offset)])):
-                return False
-        return True
-
-    def write(self, i: int, box: Box, data: memoryview, digest: Any = None) -> None:
+    def write(self, i: int, box: Box, data: memoryview, digest: Any = None) -> bool:
         """Write a box of a dataset, and update the checksum with it.
+
+        Returns:
+            Whether all pages that it fills were there already, left by another run.
 
         Raises:
             OSError: it cannot be written.
         """
         file, first = self._where[i]
-        itemsize = self.datasets[i].dtype.itemsize
-        shape = self.datasets[i].shape
-        places, nbytes = run_starts(box, shape) * itemsize + first, runs(box, shape)[0] * itemsize
-        if file.pages is not None and len(places) > 1 and 0 < nbytes < file.pages.size:
-            file.edges.add(file.pages.divide(places, nbytes), data)
+        size = self.datasets[i].dtype.itemsize
+        nbytes = runs(box, self.datasets[i].shape)[0] * size
+        cuts = file.edges.cut(run_starts(box, self.datasets[i].shape) * size + first, nbytes)
+        if (cuts[:, 1] == cuts[:, 2]).all():  # many runs at once
+            file.edges.add(cuts, data)
             if digest is not None:
                 digest.update(data)
-            return
-        for k, place in enumerate(places.tolist()):
-            file.write(place, data[k * nbytes : (k + 1) * nbytes], digest)
+            return False
+        left = file.map.resumed
+        for k, cut in enumerate(cuts):
+            run, (place, begin, end, _) = data[k * nbytes : (k + 1) * nbytes], cut.tolist()
+            head, body, tail = run[: begin - place], run[begin - place : end - place], run[end - place :]
+            if head or tail:
+                file.edges.add(cut, head, tail)
+            left = left and _holds(file.driver.fd, begin, body)
+            if digest is not None:
+                digest.update(head)
+            if not left:
+                file.driver.write(begin, body, digest)
+            elif digest is not None:
+                digest.update(body)
+            if digest is not None:
+                digest.update(tail)
+        return left
 
     def fail(self, error: Exception) -> None:
         """Keep the first error on this rank."""
@@ -289,15 +266,12 @@ class FileWriter(RankWriter):
     Args:
         verb: the call that writes the file, for messages.
         datasets: what is written, the same on all ranks but for the attributes, of which rank 0's count.
-        owner: the ranks that write the pieces of dataset i with these elements, counted in C order.
 
     Raises:
         RankError: on every rank, if the file cannot be made, or anything failed on any. The target is as it was.
     """
 
-    def __init__(
-        self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], owner: Owner, options: SaveOptions
-    ) -> None:
+    def __init__(self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], options: SaveOptions) -> None:
         self.team, self.verb, self.path = team, verb, path
         self.names = [(path, list(range(len(datasets))))]
         if options.limit is not None:
@@ -308,13 +282,10 @@ class FileWriter(RankWriter):
         where: dict[int, tuple[PartFile, int]] = {}
         for (name, rows), of in zip(self.names, laid, strict=True):
             held = [datasets[i] for i in rows]
-            spans = zip(of.data, held, strict=True)
-            places = [(0, 0) if start is None else (start, d.nbytes()) for start, d in spans]
-            pages = Pages(of.page, places, _owner_of(owner, rows, datasets))
             mpio = options.writer == "mpio" and drivers.takes_path(of.path)
             driver = drivers.Mpio(team.comm, held, of) if mpio else drivers.Posix(of)
-            files.append(PartFile(name, of, driver, team.rank, pages, options.window))
-            where |= {i: (files[-1], start) for i, (start, _) in zip(rows, places, strict=True)}
+            files.append(PartFile(name, of, driver, options.window))
+            where |= {i: (files[-1], start or 0) for i, start in zip(rows, of.data, strict=True)}
         super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options)
         try:
             if isinstance(files[0].driver, drivers.Mpio):  # all ranks open it together, or none
@@ -364,8 +335,10 @@ class FileWriter(RankWriter):
         Raises:
             RankError: on every rank, if anything failed on any. The target is as it was.
         """
+        held = list(zip(self._where, self.datasets, strict=True))
         for file in self.files:
-            problem = file.edges.settle(self.team, file.driver.write)
+            arrays = [(at, at + d.nbytes()) for (of, at), d in held if of is file and d.chunks is None]
+            problem = file.edges.settle(self.team, arrays, file.driver.write)
             try:
                 file.close()  # MPI-IO may write until then
                 if problem is not None:
@@ -422,6 +395,7 @@ class FileWriter(RankWriter):
         self.commit() if error is None else self.drop()
 
 
-def _owner_of(owner: Owner, rows: Sequence[int], datasets: Sequence[Dataset]) -> Owner:
-    """The ranks that write bytes of the datasets of one file, counted from the dataset's first."""
-    return lambda n, at: owner(rows[n], at // datasets[rows[n]].dtype.itemsize)
+def _holds(fd: int, place: int, data: memoryview) -> bool:
+    """Whether a file holds these bytes there."""
+    blocks = ((at, data[at : at + _COMPARED]) for at in range(0, len(data), _COMPARED))
+    return all(os.pread(fd, len(block), place + at) == block for at, block in blocks)

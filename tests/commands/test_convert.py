@@ -370,10 +370,10 @@ KILLED = """
 @pytest.mark.once
 def test_killed_jobs(made: Path) -> None:
     """With --resume, what is there is kept; a folder is no checkpoint until it is complete, and is taken over."""
-    wholes = {"a": torch.arange(8192), "b": torch.rand(1000, 3)}  # of more pages than the ranks share
+    wholes = {"a": torch.arange(2**17), "b": torch.rand(16_000, 3)}
     dcp.save(wholes, checkpoint_id="dcp", no_dist=True)
     for output in ("x.safetensors", "x.h5"):
-        line = f"dcp {output} --window 4K --resume"
+        line = f"dcp {output} --window 64K --resume"
         assert mpirun(2, code=KILLED.format(arguments=line.split())).status != 0
         assert not Path(output).exists()
         (job,) = convert(2, line)

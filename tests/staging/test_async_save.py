@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import DTYPES, copy_of, extents_of, part, whole_of
 from collective import Findings
-from conftest import WRITERS, holds, refused
+from conftest import holds, refused
 from launch import mpirun
 
 import hpcdist as hd
@@ -70,7 +70,7 @@ def check_file(findings: Findings, path: Path, wholes: dict[str, Any], what: obj
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(("x.h5", {"writer": writer, "buffer": n}) for writer in ("auto", *WRITERS) for n in (None, 0, 2000, 10**6)),
+        *(("x.h5", {"writer": writer, "buffer": n}) for writer in ("auto", "posix") for n in (None, 0, 2000, 10**6)),
         *(("x.h5", options) for options in ({"compression": 1}, {"resume": True}, {"writers": 1})),
         *(("x.safetensors", options) for options in ({}, {"max_shard_size": 10**6}, {"buffer": 0})),
     ],
@@ -179,9 +179,7 @@ def test_copies_are_bounded(gate: threading.Event, world: hd.World, findings: Fi
     threading.Timer(0.3, gate.set).start()
     begin, state = time.monotonic(), {name: x + i for i, name in enumerate("abc")}
     third = staging.save(folder / "c.h5", state, buffer=2 * x.nbytes, async_op=True)
-    findings.check(time.monotonic() - begin > 0.1, "it has waited until a is written")
-    copied = sum(flight.nbytes for flight in _flights)
-    findings.check(copied in (0, 2 * x.nbytes), copied)  # 0: it is complete by now
+    findings.check(time.monotonic() - begin > 0.1 and (folder / "c.h5").exists(), "it has waited until all is written")
     for y in state.values():
         bits(y).zero_()
     third.wait()
@@ -202,6 +200,7 @@ def test_a_failure_is_raised_by_wait(
     cases: list[tuple[dict[str, Any], str]] = [
         ({"dim": 7}, "dim is 7"),
         ({"buffer": -1}, "buffer is -1"),
+        ({"writer": "mpio"}, "writer mpio does not write in the background"),
         ({"tensors": [1]}, "must be a torch.Tensor"),
         ({"buffer": None}, "No space"),
         ({"buffer": 0}, "No space"),

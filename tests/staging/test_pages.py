@@ -16,7 +16,7 @@ from hpcdist import layout
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.plain import page_size
 from hpcdist.layout import Box, run_boxes, whole
-from hpcdist.staging.pages import Edges, Pages
+from hpcdist.staging.pages import Edges
 from hpcdist.staging.writer import PartFile, RankWriter, SaveOptions
 
 PAGE = 64
@@ -35,32 +35,35 @@ class _Copy:
         self.pages.update(range(place // PAGE, -(-(place + len(data)) // PAGE)))
 
 
-def _part(world: hd.World, folder: Path, pages: Pages, limit: int, end: int) -> tuple[PartFile, _Copy]:
-    copy: Any = _Copy(end)
-    return PartFile(str(folder / "x.h5"), FileMap("x", [0], PAGE), copy, world.rank, pages, limit), copy
+def _writer(world: hd.World, folder: Path, dataset: Dataset, at: int, limit: int, copy: Any) -> RankWriter:
+    file = PartFile(str(folder / "x.h5"), FileMap("x", [at], PAGE), copy, limit)
+    return RankWriter([file], [dataset], [(file, at)], SaveOptions())
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("seed", range(30))
 def test_each_page_is_written_by_one_rank(seed: int, world: hd.World, tmp_path: Path) -> None:
-    """Arrays anywhere, in pieces of any length, with gaps or without: all bytes arrive, from one rank a page."""
+    """Arrays anywhere, in pieces of any length, with gaps or without: all bytes arrive, from one rank a page; what is
+    not only data comes from rank 0."""
     draw, size = random.Random(seed), world.world_size
-    places, pieces, end = [], [], draw.choice((0, 13, PAGE))
+    arrays, runs, end = [], [], draw.choice((0, 13, PAGE))
     for _ in range(draw.randrange(1, 6)):
-        cuts = [draw.choice((0, 1, 7, PAGE, 3 * PAGE, draw.randrange(300))) for _cut in range(draw.randrange(1, 9))]
-        places.append((end, sum(cuts)))
-        pieces.append((layout.displs(cuts), cuts, np.array(sorted(draw.randrange(size) for _ in cuts))))
-        end += sum(cuts) + draw.choice((0, 0, 5, 2 * PAGE))
-    pages = Pages(PAGE, places, lambda i, at: pieces[i][2][np.searchsorted(pieces[i][0], at, "right") - 1])
-    file, copy = _part(world, tmp_path, pages, draw.choice((0, 50, 10**6)), end + PAGE)
-    expected = np.zeros(end + PAGE, np.uint8)
-    for (place, _), (starts, cuts, owners) in zip(places, pieces, strict=True):
-        for start, length, rank in zip(starts, cuts, owners.tolist(), strict=True):
-            data = np.frombuffer(draw.randbytes(length), np.uint8)
-            expected[place + start : place + start + length] = data
-            if rank == world.rank:
-                file.write(place + start, data.data)
-    _compare(world, file, copy, expected)
+        start = end
+        for _cut in range(draw.randrange(1, 9)):
+            length = draw.choice((0, 1, 7, PAGE, 3 * PAGE, draw.randrange(300)))
+            runs.append((end, length, draw.randrange(size)))
+            end += length
+        arrays.append((start, end))
+        end += draw.choice((0, 0, 5, 2 * PAGE))
+    copy, expected = _Copy(end + PAGE), np.zeros(end + PAGE, np.uint8)
+    one = _writer(world, tmp_path, Dataset("x", (end + PAGE,), torch.uint8), 0, draw.choice((0, 50, 10**6)), copy)
+    for place, length, rank in runs:
+        expected[place : place + length] = np.frombuffer(draw.randbytes(length), np.uint8)
+        if rank == world.rank:
+            one.write(0, Box((place,), (length,)), expected[place : place + length].data)
+    _compare(world, one, arrays, copy, expected)
+    mixed = {page for page in copy.pages if not any(a <= page * PAGE and (page + 1) * PAGE <= b for a, b in arrays)}
+    assert not mixed or world.rank == 0
 
 
 @pytest.mark.mpi
@@ -71,18 +74,19 @@ def test_short_runs(length: int, world: hd.World, tmp_path: Path, monkeypatch: p
     size, rows = world.world_size, 200
     expected = np.random.default_rng(length).integers(0, 256, 5 + rows * length * size, np.uint8)
     expected[:5] = 0
-    pages = Pages(PAGE, [(5, rows * length * size)], lambda i, at: at // PAGE % size)
-    file, copy = _part(world, tmp_path, pages, 100, len(expected))
-    one = RankWriter([file], [Dataset("x", (rows, size * length), torch.uint8)], [(file, 5)], SaveOptions())
+    copy = _Copy(len(expected))
+    one = _writer(world, tmp_path, Dataset("x", (rows, size * length), torch.uint8), 5, 100, copy)
     whole, left = expected[5:].reshape(rows, size * length), world.rank * length
     data = memoryview(whole[:, left : left + length].tobytes())
     one.write(0, Box((0, left), (rows, length)), data)
-    _compare(world, file, copy, expected)
+    _compare(world, one, [(5, len(expected))], copy, expected)
 
 
-def _compare(world: hd.World, file: PartFile, copy: _Copy, expected: np.ndarray[Any, Any]) -> None:
+def _compare(
+    world: hd.World, one: RankWriter, arrays: list[tuple[int, int]], copy: _Copy, expected: np.ndarray[Any, Any]
+) -> None:
     findings = Findings(world.comm)
-    findings.check(file.edges.settle(world._context.team, copy.write) is None, "settle")
+    findings.check(one.files[0].edges.settle(world._context.team, arrays, copy.write) is None, "settle")
     written = world.comm.allgather(sorted(copy.pages))
     flat = [page for pages in written for page in pages]
     findings.check(len(set(flat)) == len(flat), f"pages by rank: {written}")
@@ -98,13 +102,14 @@ def _compare(world: hd.World, file: PartFile, copy: _Copy, expected: np.ndarray[
 @pytest.mark.mpi(min_size=2)
 def test_a_write_of_edges_that_fails(findings: Findings, world: hd.World, tmp_path: Path) -> None:
     """The error is that rank's; the others get what is for them."""
-    copy, rank = _Copy(2 * PAGE), world.rank
-    edges = Edges(tmp_path, 100)  # the first page is rank 0's, the second rank 1's
+    copy, rank = _Copy(20 * PAGE), world.rank
+    edges, there = Edges(PAGE, tmp_path, 100), 16 * PAGE + 1  # the first pages are rank 0's, these rank 1's
     if rank == world.world_size - 1:
-        edges.add(np.array([[3, 2, 0], [PAGE + 1, 2, 1]]), memoryview(b"abcd"))
-    problem = edges.settle(world._context.team, copy.write if rank else lambda *_: 1 / 0)
+        edges.add(np.array([[3, 5, 5, 5], [there, there + 2, there + 2, there + 2]]), memoryview(b"abcd"))
+    write = copy.write if rank else lambda *_: 1 / 0
+    problem = edges.settle(world._context.team, [(0, 20 * PAGE)], write)
     findings.check(isinstance(problem, ZeroDivisionError) == (rank == 0), problem)
-    findings.check(rank != 1 or copy.content[PAGE + 1 : PAGE + 3] == b"cd", copy.content)
+    findings.check(rank != 1 or copy.content[there : there + 2] == b"cd", copy.content)
 
 
 def test_page_size(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save, save_file
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats.safetensors import SAFETENSORS, _header
-from hpcdist.staging.writer import PartFile, Target
+from hpcdist.staging.writer import RankWriter, Target
 
 pytestmark = pytest.mark.mpi
 
@@ -92,15 +92,15 @@ def test_several_files_and_their_index(
     if world.rank == 0:
         path.unlink()
     world.comm.Barrier()
-    write = PartFile.write
+    write = RankWriter.write
 
-    def failing(self: Any, *args: Any) -> None:
-        if "00002-of" in self.name and world.rank == world.world_size - 1:
+    def failing(self: Any, i: int, *args: Any) -> bool:
+        if "00002-of" in self._where[i][0].name and world.rank == world.world_size - 1:
             raise OSError(5, "a broken disk")
-        write(self, *args)
+        return write(self, i, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartFile, "write", failing)
+        patch.setattr(RankWriter, "write", failing)
         refused(world, "a broken disk", save, max_shard_size=200)
     holds(world, folder)
     save(max_shard_size=200, window=SMALL, resume=True)
