@@ -64,11 +64,8 @@ class Entry(NamedTuple):
 
 
 class Packer:
-    """A folder or file at `path`, and the folders `also`, as rank 0 finds them.
-
-    Raises:
-        FileError, InputError: something is not there, cannot be read, or cannot be added.
-    """
+    """A folder or file at `path`, and the folders `also`, as rank 0 finds them. A FileError or InputError if something
+    is not there, cannot be read, or cannot be added."""
 
     def __init__(self, path: str, also: Sequence[str] = ()) -> None:
         origin = os.path.abspath(path)
@@ -113,11 +110,7 @@ class Packer:
         return entry.target if entry.target.startswith("/") else leads
 
     def tar(self) -> Iterator[bytes]:
-        """Read the files, and yield the bytes of a tar of them.
-
-        Raises:
-            FileError: something cannot be read, or was changed meanwhile.
-        """
+        """Read the files, and yield the bytes of a tar of them; a FileError if one cannot be read, or was changed."""
         first: dict[tuple[int, int], str] = {}  # name of each file that has several
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
@@ -201,10 +194,8 @@ def _entry(name: str, path: str) -> Entry | None:
 
 def lines(entries: Iterable[Entry]) -> list[str]:
     """Return a line for each entry, which differs if it was written since; with the time in seconds, as not every
-    client of a file system knows more.
-
-    Compiled files do not count, nor when a folder was changed: programs that run from the folder write them.
-    """
+    client of a file system knows more. Compiled files and times of folders do not count: programs that run from it
+    write them."""
     return [
         ascii((e.name, e.status.st_mode, e.size, e.kind != stat.S_IFDIR and int(e.status.st_mtime), e.target))
         for e in entries
@@ -229,11 +220,7 @@ def _own_paths(root: str) -> list[str]:
 
 def relocation(moved: dict[str, str]) -> Callable[[bytes], bytes]:
     """Return the function that corrects a text for the copy: a script, activate, a .pth or other file; it returns the
-    same object if that names no old path.
-
-    Args:
-        moved: old path -> new path, of all that is copied.
-    """
+    same object if that names no old path. `moved` has the new path of each old one of what is copied."""
     new = {os.fsencode(old): os.fsencode(at) for old, at in moved.items()}
     either = b"|".join(map(re.escape, sorted(new, key=len, reverse=True)))
     # A path that continues before or after it is another one: /env2 is not /env. But -I/env/include names it.
@@ -252,11 +239,9 @@ def relocation(moved: dict[str, str]) -> Callable[[bytes], bytes]:
 
 
 def _started(program: bytes, argument: bytes) -> bytes:
-    """Return the #! line for a program, without its end.
-
-    Where the system takes no such line, as it is long or the path has a blank: of Python, the lines that pip writes, in
-    which both sh and Python find what they need; of another program, the one that PATH names, as conda does.
-    """
+    """Return the #! line for a program, without its end. If it is too long or the path has a blank: for Python, the
+    lines that pip writes, which both sh and Python read; for another program, the one that PATH names, as conda
+    does."""
     line = b"#!" + b" ".join(filter(None, (program, argument)))
     if len(line) < _LINE and not re.search(rb"\s", program):
         return line

@@ -72,10 +72,7 @@ class Staged:
 
 
 def stage(comm: MPI.Intracomm, request: Request) -> Staged:
-    """Copy a folder or file to every node. Collective over `comm`.
-
-    Returns:
-        What was done; the same on all ranks.
+    """Copy a folder or file to every node; return what was done, the same on all ranks. Collective over `comm`.
 
     Raises:
         RankError: on all ranks, if a node cannot have the copy. What was unpacked for it is removed.
@@ -158,14 +155,8 @@ def _deadline(doing: str, seconds: float) -> Iterator[None]:
 def _send(
     comm: MPI.Intracomm, tar: Iterator[bytes], copy: Copy | None, limit: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Send a tar from rank 0, and unpack it where there is a `copy`, in bounded memory. Collective over `comm`.
-
-    Args:
-        limit: makes the context of one piece.
-
-    Raises:
-        RankError: on all ranks, if one of them cannot read, or unpack.
-    """
+    """Send a tar from rank 0, and unpack it where there is a `copy`, in bounded memory. Collective over `comm`. Each
+    piece is in a context of `limit`. A RankError on all ranks if one of them cannot read, or unpack."""
     checksum = xxhash.xxh3_128()
 
     def pieces() -> Generator[bytes, None, None]:
@@ -211,11 +202,8 @@ def _joined(blocks: Iterator[bytes]) -> bytes:
 
 
 def open_folder(base: str) -> Path:
-    """Return the folder of this user's copies below the folder `base`, on this node; make it if it is missing.
-
-    Raises:
-        FileError: no such folder, or other users could replace what is in it.
-    """
+    """Return the folder of this user's copies below the folder `base`, on this node; make it if it is missing. A
+    FileError if there is no `base`, or other users could replace what is in it."""
     base = os.path.abspath(base)
     if not os.path.isdir(base):
         raise FileError("HD401", f"{base}: no such folder on {_HOST}")
@@ -286,13 +274,11 @@ class Copy:
 
 def _locked(folder: Path) -> int:
     """Lock a folder; return its descriptor, or -1 if another process has locked it, or it is gone."""
-    try:
+    with suppress(FileNotFoundError):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return -1
-    if lock(fd):
-        return fd
-    os.close(fd)
+        if lock(fd):
+            return fd
+        os.close(fd)
     return -1
 
 
@@ -309,12 +295,8 @@ def _remove(folder: Path) -> None:
 
 
 def cleanup(path: str) -> None:
-    """Remove the copy with this path on this node, if it is there.
-
-    Raises:
-        InputError: `path` is none that this command has printed.
-        FileError: the copy cannot be removed.
-    """
+    """Remove the copy with this path on this node, if it is there. An InputError for a path that was not printed here,
+    a FileError if the copy cannot be removed."""
     folder, name = os.path.split(os.path.abspath(path))
     found = re.fullmatch(rf"(.*)/hpcdist-{os.getuid()}/stage_env/[0-9a-f]{{16}}(_[^/]+)?", folder)
     made = found is not None and all(os.path.lexists(f"{folder}/{known}") for known in (name, MANIFEST))
@@ -329,14 +311,8 @@ def cleanup(path: str) -> None:
 
 
 def unpack(pieces: Iterator[bytes], root: str, corrected: Callable[[bytes], bytes], inside: str) -> None:
-    """Unpack the pieces of a tar as they arrive into an empty folder; nothing outside of it is touched.
-
-    Args:
-        corrected: corrects the texts in the folder `inside` of the copy; files elsewhere stay as they are.
-
-    Raises:
-        FileError: something cannot be written, or must not be unpacked.
-    """
+    """Unpack the pieces of a tar as they arrive into an empty folder; nothing outside of it is touched. `corrected` is
+    for the texts in the folder `inside`. A FileError if something cannot be written, or must not be unpacked."""
     rest, more = memoryview(b""), filter(None, pieces)
 
     def read(size: int) -> bytes:  # fewer bytes at the end of a piece
