@@ -220,7 +220,7 @@ class FileMap:
     Attributes:
         path: of the file.
         data: where each dataset begins; None for a compressed one.
-        page: size of a page, each of which is written by one rank: see :mod:`hpcdist.staging.pages`.
+        page: size of a page, each of which is written by one rank: see :mod:`hpcdist.staging.writer`.
         resumed: whether it may hold data already, which another run has written.
     """
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +39,9 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
 
     Args:
         x: this rank's part: any shape, dtype and strides, on the CPU or a GPU. Dtype and number of dims must agree.
-        layout: the layout of the parts: Split, Block, Replicate or Boxes, the latter without gaps. Without counts, the
-            parts' extents are used, which may be ragged or zero. Must agree.
+        layout: the layout of the parts: Split, Block, Replicate or Boxes, the latter without gaps, and without
+            overlaps of different boxes. Without counts, the parts' extents are used, which may be ragged or zero. Must
+            agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks. The ranks that save.
 
     Raises:
@@ -87,10 +86,10 @@ def checkpointable(x: Tensor, layout: Layout, *, group: GroupLike | None = None)
             objects.raise_problems(VERB, {0: coded("HD213", str(error))})
         own = boxes[team.rank]
         made: Any = x.detach()
-        parts = _parts(whole, boxes, team.rank)
+        parts = [own] if own.size() or not prod(whole) else []  # none is empty, unless the tensor is
         made.global_shape = whole
         made.global_offsets = tuple(part.offset for part in parts)
-        made.local_offsets = tuple(part.relative_to(own.offset).offset for part in parts)
+        made.local_offsets = tuple((0,) * len(whole) for _ in parts)
         made.local_sizes = tuple(part.shape for part in parts)
         described: Tensor = made
         return described
@@ -106,35 +105,10 @@ def _held(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int,
         )
     whole, boxes = layout.held(shapes)
     filled = [box for box in set(boxes) if box.size()]
-    parts = set(filled)
-    if not disjoint(filled):
-        edges = _edges(filled, len(whole))
-        parts = {part for box in filled for part in _cut(box, edges)}
-    if sum(part.size() for part in parts) < prod(whole):
+    if not disjoint(filled):  # dcp saves once what several ranks hold at the same offset
+        raise refusal(ValueError, "HD419", "boxes of different ranks overlap, but must be the same or have no overlap")
+    if sum(box.size() for box in filled) < prod(whole):
         raise refusal(
             ValueError, "HD419", f"the boxes leave gaps in a tensor of shape {whole}, which a checkpoint cannot have"
         )
     return whole, boxes
-
-
-def _parts(whole: tuple[int, ...], boxes: Sequence[Box], rank: int) -> list[Box]:
-    """What dcp is told that a rank holds. dcp saves once what several ranks hold at the same offset, so that parts of
-    different ranks must be the same or disjoint; and no part is empty, unless the tensor is."""
-    own, filled = boxes[rank], [box for box in set(boxes) if box.size()]
-    if not own.size():
-        return [] if prod(whole) else [own]
-    return [own] if disjoint(filled) else _cut(own, _edges(filled, len(whole)))
-
-
-def _edges(boxes: Sequence[Box], ndim: int) -> list[list[int]]:
-    """Along each dim, where boxes begin and end."""
-    return [sorted({at for b in boxes for at in (b.offset[dim], b.offset[dim] + b.shape[dim])}) for dim in range(ndim)]
-
-
-def _cut(box: Box, edges: Sequence[Sequence[int]]) -> list[Box]:
-    """Cut a box at the edges within it."""
-    sides = []
-    for first, extent, along in zip(*box, edges, strict=True):
-        inner = along[bisect_left(along, first + 1) : bisect_left(along, first + extent)]
-        sides.append(list(pairwise([first, *inner, first + extent])))
-    return [Box(tuple(a for a, _ in of), tuple(b - a for a, b in of)) for of in product(*sides)]

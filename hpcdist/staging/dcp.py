@@ -62,8 +62,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import Listed
 from hpcdist.staging.arguments import flatten
 from hpcdist.staging.drivers import Posix
-from hpcdist.staging.exchange import outgoing
-from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
+from hpcdist.staging.pieces import check_pieces, check_shape, outgoing, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, PartFile, RankWriter, SaveOptions, Target

@@ -22,7 +22,7 @@ from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import stored_dtype
 from hpcdist.formats.plain import Digest
 from hpcdist.layout import Box
-from hpcdist.staging.exchange import all_to_all
+from hpcdist.staging.pieces import all_to_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -29,8 +29,7 @@ from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, 
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
-from hpcdist.staging.exchange import deliver
-from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds, piece_limit
+from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds, deliver, piece_limit
 from hpcdist.staging.reader import OpenFiles, Part, TensorReader
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW

@@ -18,8 +18,7 @@ from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
-from hpcdist.staging.exchange import incoming
-from hpcdist.staging.pieces import piece_limit
+from hpcdist.staging.pieces import incoming, piece_limit
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 

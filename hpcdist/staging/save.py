@@ -37,8 +37,7 @@ from hpcdist.staging.arguments import (
     shard_size,
     target_path,
 )
-from hpcdist.staging.exchange import collect, outgoing
-from hpcdist.staging.pieces import PiecePlan, check_shape, plan_save
+from hpcdist.staging.pieces import PiecePlan, check_shape, collect, outgoing, plan_save
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, copyable

@@ -8,6 +8,7 @@ torch.distributed.checkpoint, which has a coordinator and no team, uses these tw
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason
+from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason, refusal
 from hpcdist.formats import plain, safetensors
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import table_of
@@ -27,13 +28,15 @@ from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import Commit, check_target, patiently, sync
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, run_starts, runs
+from hpcdist.layout.box import Ints, run_starts, runs, summed
 from hpcdist.staging import drivers
-from hpcdist.staging.pages import Edges
+from hpcdist.staging.pieces import Bytes, all_to_all
 
 __all__ = ["WINDOW", "FileWriter", "PartFile", "RankWriter", "SaveOptions", "Target"]
 
 WINDOW = 2**28  # bytes per rank, of what is not the caller's tensors
+_ROUND = 2**23  # bytes of edges that a rank sends at a time
+_SHARE = 16  # consecutive pages that belong to one rank
 _COMPARED = 2**22  # bytes of a piece that are compared at a time
 
 
@@ -117,6 +120,120 @@ class Target:
         if self._commit is not None:
             self._commit.discard(keep=self._resume)
             self._commit = None
+
+
+class Edges:
+    """This rank's bytes for pages that its runs do not fill, kept in memory up to `limit` bytes, then in `folder`.
+
+    No two ranks write the same page, because clients of a shared file system may write back whole pages. A rank writes
+    the pages that its runs fill, and sends its bytes for other pages to the one rank that owns the page. Pages that
+    hold anything but the data of one array belong to rank 0, which has made the file.
+
+    Args:
+        page: size of a page in bytes; 1 if no page is shared with a process on another host.
+    """
+
+    def __init__(self, page: int, folder: Path, limit: int) -> None:
+        self._page, self._limit, self._taken = page, limit, 0
+        self._data = tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder))  # noqa: SIM115
+        self._rows: list[Ints] = []
+        self._size = 0
+
+    def cut(self, places: Ints, nbytes: int) -> Ints:
+        """Cut runs of `nbytes` each at the first and the last border between pages.
+
+        Returns:
+            For each the first byte, where the pages begin and end that it fills, and its end.
+        """
+        size, ends = self._page, places + nbytes
+        first = np.minimum(-(-places // size) * size, ends)
+        return np.stack([places, first, np.maximum(first, ends // size * size), ends], axis=1)
+
+    def add(self, cuts: Ints, *data: memoryview) -> None:
+        """Keep what runs have before and after the pages that they fill: see :meth:`cut`."""
+        rows = cuts.reshape(-1, 2)
+        self._data.seek(self._size)  # not behind what a write that failed has left
+        for part in data:
+            self._data.write(part)
+        self._size = self._data.tell()
+        self._rows.append(rows[rows[:, 0] < rows[:, 1]])
+
+    def take(self) -> list[tuple[int, bytes]]:
+        """Return the runs kept since the last call: (position, bytes) of each.
+
+        Raises:
+            ValueError: more than `limit` bytes were kept in all.
+        """
+        self._taken += self._size
+        if self._taken > self._limit:
+            text = "bytes of short runs lie in pages that several hosts write: more than window"
+            raise refusal(ValueError, "HD419", f"{self._taken:,} {text}={self._limit:,}")
+        self._data.seek(0)
+        found = [(start, self._data.read(end - start)) for rows in self._rows for start, end in rows.tolist()]
+        self._rows, self._size = [], 0
+        return found
+
+    def settle(
+        self, team: Team, arrays: Sequence[tuple[int, int]], write: Callable[[int, memoryview], object]
+    ) -> Exception | None:
+        """Send everything to its owner, which writes it. Collective.
+
+        Args:
+            arrays: first byte and end of each array in the file, in any order.
+
+        Returns:
+            The error on this rank, if there was one; the others have received all of their bytes.
+        """
+        rows = np.concatenate([np.empty((0, 2), np.int64), *self._rows])
+        owners, at = self._owners(rows[:, 0], arrays, team.size), summed(rows[:, 1] - rows[:, 0])
+        self._data.seek(0)
+        problem, more, first = None, True, 0
+        while more:
+            end = int(np.searchsorted(at, at[first] + _ROUND, "right")) - 1
+            data = np.frombuffer(self._data.read(int(at[end] - at[first])), np.uint8)
+            dests = owners[first:end]
+            mine, data = _sorted(rows[first:end], data, dests)
+            bounds = np.searchsorted(np.sort(dests), np.arange(1, team.size))
+            heads, more = all_to_all(team, np.split(mine.view(np.uint8).ravel(), 16 * bounds), end < len(rows))
+            blocks, _ = all_to_all(team, np.split(data, summed(mine[:, 1] - mine[:, 0])[bounds]))
+            first = end
+            try:
+                _write_sorted(np.concatenate(heads).view(np.int64).reshape(-1, 2), np.concatenate(blocks), write)
+            except Exception as error:  # reported when no rank waits for this one
+                problem = problem or error
+        self.close()
+        return problem
+
+    def _owners(self, places: Ints, arrays: Sequence[tuple[int, int]], size: int) -> Ints:
+        """The rank of `size` that writes the page of each byte."""
+        table = np.array([(0, 0), *sorted(of for of in arrays if of[0] < of[1])], np.int64)
+        pages = places // self._page * self._page
+        end = table[np.searchsorted(table[:, 0], pages, "right") - 1, 1]
+        return np.where(pages + self._page <= end, pages // self._page // _SHARE % size, 0)
+
+    def close(self) -> None:
+        """Free all of it. Closing again does nothing."""
+        self._data.close()
+        self._rows = []
+
+
+def _sorted(rows: Ints, data: Bytes, key: Ints) -> tuple[Ints, Bytes]:
+    """Sort runs, whose bytes follow each other in `data`, by a key."""
+    order, lengths = np.argsort(key, kind="stable"), rows[:, 1] - rows[:, 0]
+    starts, lengths = (np.cumsum(lengths) - lengths)[order], lengths[order]
+    shifts = starts - (np.cumsum(lengths) - lengths)
+    return rows[order], data[np.repeat(shifts, lengths) + np.arange(len(data))]
+
+
+def _write_sorted(rows: Ints, data: Bytes, write: Callable[[int, memoryview], object]) -> None:
+    """Write runs in the order of the file; adjacent ones at once."""
+    if not len(rows):
+        return
+    rows, data = _sorted(rows, data, rows[:, 0])
+    breaks = np.flatnonzero(rows[1:, 0] != rows[:-1, 1]) + 1
+    ends = np.cumsum(rows[:, 1] - rows[:, 0])
+    for place, run in zip(rows[[0, *breaks], 0].tolist(), np.split(data, ends[breaks - 1]), strict=True):
+        write(place, run.data)
 
 
 class PartFile:

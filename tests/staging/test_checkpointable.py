@@ -37,7 +37,7 @@ SHAPES = {"a": (13, 7), "b": (6, 9, 4), "c": (5,), "none": (0, 3), "row": (1, 8)
 
 
 def layouts_of(shape: tuple[int, ...], size: int) -> list[hd.layout.Layout]:
-    """Of every kind: ragged, with empty parts, of several dims, copies, boxes that overlap."""
+    """Of every kind: ragged, with empty parts, of several dims, copies, boxes in another order than the ranks."""
     found: list[hd.layout.Layout] = [hd.Replicate()]
     for dim, extent in enumerate(shape):
         one = [extent * (rank == size // 2) for rank in range(size)]
@@ -48,7 +48,7 @@ def layouts_of(shape: tuple[int, ...], size: int) -> list[hd.layout.Layout]:
         if size % 2 == 0:
             found += [hd.Block((2, size // 2), (0, 1)), hd.Block((2, size // 2), (1, None), order="column")]
     if shape and shape[0] >= size:
-        ends = [(max(0, shape[0] * r // size - 1), min(shape[0], shape[0] * (r + 1) // size + 2)) for r in range(size)]
+        ends = [(shape[0] * r // size, shape[0] * (r + 1) // size) for r in reversed(range(size))]
         found.append(hd.Boxes([((a, *[0] * (len(shape) - 1)), (b - a, *shape[1:])) for a, b in ends]))
     return found
 
@@ -111,6 +111,7 @@ def test_refusals(world: hd.World) -> None:
     ]
     if size > 1:
         wrong += [
+            (x, hd.Boxes([((min(rank, 1), 0), (2, 3)) for rank in range(size)]), "boxes of different ranks overlap"),
             (x, hd.Split(1 if last else 0), "layout is Split"),
             (x.double() if last else x, hd.Split(0), "dtype is torch.float64"),
             (x[0] if last else x, hd.Split(0), "different numbers of dims"),

@@ -11,7 +11,7 @@ import torch
 from cases import whole_of
 
 from hpcdist import layout
-from hpcdist.staging import exchange
+from hpcdist.staging import pieces
 
 
 class Stream:
@@ -62,11 +62,11 @@ def test_from_and_to_gpu_memory(limit: int, strided: bool, cuda: Stream) -> None
         (whole.t().contiguous().t(), torch.zeros_like(whole.t()).t()) if strided else (whole, whole.clone().zero_())
     )
     parts = list(layout.boxes(layout.whole(whole.shape), limit))
-    for part, got, into in zip(parts, exchange.outgoing(x, parts), exchange.incoming(out, parts), strict=True):
+    for part, got, into in zip(parts, pieces.outgoing(x, parts), pieces.incoming(out, parts), strict=True):
         assert got.tolist() == whole[part.slices()].tolist()  # at the time, and before the next one is asked for
         assert got.is_contiguous()
         memory.add(got.data_ptr())
         into.view(-1)[:] = got.reshape(-1)
     assert out.tolist() == whole.tolist()
     assert len(memory) == min(2, len(parts))
-    assert list(exchange.outgoing(x, [])) == list(exchange.incoming(x, [])) == []
+    assert list(pieces.outgoing(x, [])) == list(pieces.incoming(x, [])) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from hpcdist import layout
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.plain import page_size
 from hpcdist.layout import Box, run_boxes, whole
-from hpcdist.staging.pages import Edges
-from hpcdist.staging.writer import PartFile, RankWriter, SaveOptions
+from hpcdist.staging.writer import Edges, PartFile, RankWriter, SaveOptions
 
 PAGE = 64
 
@@ -70,7 +70,7 @@ def test_each_page_is_written_by_one_rank(seed: int, world: hd.World, tmp_path: 
 @pytest.mark.parametrize("length", [1, 7, PAGE - 1])
 def test_short_runs(length: int, world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' rows in turn, each less than a page: several turns of them, and more than memory is to hold."""
-    monkeypatch.setattr("hpcdist.staging.pages._ROUND", 500)
+    monkeypatch.setattr(sys.modules["hpcdist.staging.writer"], "_ROUND", 500)
     size, rows = world.world_size, 200
     expected = np.random.default_rng(length).integers(0, 256, 5 + rows * length * size, np.uint8)
     expected[:5] = 0
