@@ -72,11 +72,11 @@ def _prefixed(name: str, prefix: str) -> Launcher:
 
 _SLURM = (
     "Under Slurm: srun --mpi=pmix for Open MPI, srun --mpi=pmi2 for MPICH and Intel MPI, srun --mpi=cray_shasta for "
-    "Cray MPICH (srun --mpi=list shows what there is); or the mpirun of the same installation, in the allocation"
+    "Cray MPICH (srun --mpi=list shows the choices); or the mpirun of the same installation, in the allocation"
 )
 _FLUX = (
-    "Under Flux: flux run as it is for MPICH, Intel MPI and Open MPI 4, flux run -o pmi=pmix (of flux-pmix) for Open "
-    "MPI 5; or the mpirun of the same installation, in the allocation"
+    "Under Flux: flux run without options for MPICH, Intel MPI and Open MPI 4, flux run -o pmi=pmix (of flux-pmix) for "
+    "Open MPI 5; or the mpirun of the same installation, in the allocation"
 )
 _JSRUN = (
     "jsrun starts Spectrum MPI: load its module, and build mpi4py with it (MPICC=mpicc pip install --no-binary=mpi4py "
@@ -214,13 +214,13 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
     head = f"{alone_but}: {launcher.name} started {many}"
     if launcher is _BATCH:
         return (
-            f"{alone_but}: Slurm allocated {value} tasks, and this process was started without srun, so that there is "
-            f"one of it. Write srun before python in the job script. The library is {library}. "
+            f"{alone_but}: Slurm allocated {value} tasks, and this process was started without srun, so there is "
+            f"only one. Write srun before python in the job script. The library is {library}. "
             f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
         )
     if not launcher.mpi:
         return (
-            f"{head}, and MPI knows nothing of them. hpcdist's ranks are MPI's: start the "
+            f"{head}, without MPI. hpcdist needs the ranks of an MPI job: start the "
             f"program with mpirun -n {value} python ..., or with srun, in its place. For one process on purpose: "
             f"hpcdist.init(MPI.COMM_SELF). If {variable} is left from another launch: unset {variable}."
         )

@@ -215,8 +215,8 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
         raise LaunchError(
             "HD106",
             f"torch.distributed was started before hpcdist.init() with {sizes[0]} ranks, where MPI has {comm.size}. "
-            "hpcdist's ranks are MPI's. Start the program with mpirun or srun, and leave torch.distributed to "
-            "hpcdist.init(), or initialise it with the ranks of the communicator that hpcdist.init() is given",
+            "hpcdist needs the ranks of an MPI job. Start the program with mpirun or srun, and leave torch.distributed "
+            "to hpcdist.init(), or initialise it with the ranks of the communicator that you pass to hpcdist.init()",
         )
     ranks = sorted(entry[0] for entry in all_ if entry is not None)
     if ranks != list(range(comm.size)):

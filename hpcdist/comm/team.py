@@ -104,7 +104,7 @@ class Group:
             if self.provisional.setdefault(self.provisional_key, self) is not self:
                 raise HpcdistError(
                     "HD204",
-                    "two communicators of the same ranks are used for send and recv, and nothing tells them apart yet: "
+                    "two communicators of the same ranks are used for send and recv, and cannot be distinguished yet: "
                     "call a collective on each of them first, on all its ranks, such as hpcdist.concat([], group=comm)",
                 )
             self.key = self.provisional_key

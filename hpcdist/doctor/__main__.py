@@ -93,12 +93,12 @@ def watch(examine: Callable[[ProgressPipe], None], facts: Facts, limit: float) -
     except _TerminatedError:
         os.kill(child, signal.SIGKILL)
         outcome.terminated = True
-        end = "the launcher has ended the job meanwhile; what the other ranks printed may tell why"
+        end = "the launcher has ended the job meanwhile; see the output of the other ranks"
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if end is None and not outcome.done:
         how = f"killed its process by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
-        end = f"{how}; what it printed may tell why"
+        end = f"{how}; see its output"
     if end is not None:
         outcome.done = False
         text = f"rank {outcome.facts[0]['rank']} on {facts['host']}: {end}"

@@ -110,7 +110,7 @@ def _explain_log(text: str) -> int:
         text = page(code).rstrip() if code in known else f"{code} is not a code of this hpcdist"
         _print(f"> {line}\n\n{text}\n")
     if not first:
-        sys.stderr.write("hpcdist explain: no error code of hpcdist, such as [HD204], in what was read\n")
+        sys.stderr.write("hpcdist explain: no error code of hpcdist, such as [HD204], in the text\n")
         return _NOT_FOUND
     return 0
 

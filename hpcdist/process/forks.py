@@ -19,7 +19,7 @@ _OWNER = struct.Struct("<q")
 _owner = mmap.mmap(-1, mmap.PAGESIZE)  # pid of the process that has called init(), shared with all forked from here on
 _parent = 0  # pid of the parent, in a child that must not use MPI
 _ADVICE = (
-    "Call hpcdist in the process that the launcher has started, and leave to its children what needs no hpcdist; or "
+    "Call hpcdist in the process that the launcher has started, and give its children work without hpcdist; or "
     "let one child call init(), before its parent starts MPI"
 )
 

@@ -249,7 +249,7 @@ class _Window(Mpi):
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         if operation in ("allgather", "allgatherv") and nbytes >= LEAST and team.windows.problem is None:
-            return Method(SHARED.name, "each byte comes to a node once, not to each of its ranks")
+            return Method(SHARED.name, "each byte is sent to a node once, not to each of its ranks")
         return super().method(team, "exchange" if operation == "allgather" else operation, nbytes)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:

@@ -243,6 +243,6 @@ def _check_place(told_rank: int, told_size: int, rank: int, size: int) -> None:
     if (told_rank, told_size) != (rank, size):
         raise LaunchError(
             "HD106",
-            f"torch was told that this is rank {told_rank} of {told_size}, and MPI says rank {rank} of {size}: leave "
+            f"torch has this process as rank {told_rank} of {told_size}, and MPI as rank {rank} of {size}: leave "
             "out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes by mpirun or srun",
         )

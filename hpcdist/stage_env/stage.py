@@ -187,7 +187,7 @@ def _send(
         except Exception as error:
             objects.run_on_all(comm, VERB, partial(fail, error))  # in place of the next piece
     sums = objects.all_gather_object(comm, checksum.hexdigest(), VERB)
-    text = coded("HD404", "what was sent was damaged on its way")
+    text = coded("HD404", "the data were damaged in transit")
     objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found != sums[0]})
 
 

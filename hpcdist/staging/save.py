@@ -443,7 +443,7 @@ def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
     traffic = [_traffic(plan, x.dtype.itemsize, team.rank) for x, plan in zip(datasets, plans, strict=True)]
     written, sent, received = (sum(row[i] for row in traffic) for i in range(3))
     everywhere = objects.all_gather_object(team.comm, (written, sent), name)
-    how = {True: "each rank writes its own data", False: "pieces are brought together, and each written by one rank"}
+    how = {True: "each rank writes its own data", False: "pieces are collected, and one rank writes each"}
 
     def plan(tensors: Any, **options: Any) -> Any:
         return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)

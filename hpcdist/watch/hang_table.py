@@ -191,7 +191,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
         odd += [coded("HD601", f"rank {rank} is in {other}, {must}") for other in others if call.number > 0]
     why = "it is the transfer that hangs (network, or file system)"
     if len(ranks) > 1:
-        why = f"if what differs below must be alike, that is why it hangs; else {why}"
+        why = f"if the differences below are a mistake, they are the cause; else {why}"
     lines = [coded("HD602", f"all its ranks have reached this call: {why}")]
     for what, who in list(ranks.items())[:_ALIKE]:
         more = f" and {len(who) - _ALIKE} more" if len(who) > _ALIKE else ""
@@ -257,7 +257,7 @@ def _why(report: Report, call: Entry, done: str) -> str:
     if report.doing == "dead":
         return coded("HD604", f"is dead: its process has ended without finalize(), by a signal or os._exit; {was}")
     if report.doing == "stopped":
-        text = f"is stopped, by a signal or a debugger (kill -CONT {report.pid} lets it go on); {was}"
+        text = f"is stopped, by a signal or a debugger (kill -CONT {report.pid} resumes it); {was}"
         return coded("HD604", text)
     if not report.known:
         return coded("HD601", f"{report.doing}; {was}")

@@ -106,7 +106,7 @@ class Watch:
             try:
                 self._check()
             except Exception:  # without this thread there would be no deadlines
-                abort.print_error(f"hpcdist: watching goes on after an error\n{traceback.format_exc()}")
+                abort.print_error(f"hpcdist: the watcher continues after an error\n{traceback.format_exc()}")
                 time.sleep(1)
         self._release_inquiries()
 
@@ -283,4 +283,4 @@ def _show(record: ThreadRecord, text: str) -> None:
 
 
 def _print_table(text: str) -> None:
-    abort.print_error(with_hint("hpcdist: what the ranks are at\n" + text))
+    abort.print_error(with_hint("hpcdist: the calls of all ranks\n" + text))

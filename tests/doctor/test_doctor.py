@@ -54,7 +54,7 @@ BROKEN: dict[str, tuple[int, dict[str, str], list[tuple[str, str, str]]]] = {
     "the start of MPI fails": (
         0,
         {"OMPI_MCA_pml": "nonsense"},
-        [("MPI_Init", "ended with status 1; what it printed may tell why", "srun --mpi=pmix for Open MPI")],
+        [("MPI_Init", "ended with status 1; see its output", "srun --mpi=pmix for Open MPI")],
     ),
     "MPI without threads, an interface and a staging folder that are not there": (
         2,

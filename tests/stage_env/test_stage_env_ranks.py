@@ -155,7 +155,7 @@ def test_what_is_damaged_on_its_way_gets_no_name(
     broadcast = objects.broadcast_bytes
     monkeypatch.setattr(objects, "broadcast_bytes", damaging)
     error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, to))
-    assert_on_all_ranks(comm, "was damaged on its way [HD404]" in str(error), error)
+    assert_on_all_ranks(comm, "were damaged in transit [HD404]" in str(error), error)
     assert_on_all_ranks(comm, _left(to) == [], to)
 
 

@@ -23,7 +23,7 @@ REASONS = {
     "lock": r"has not reached this call: it is in I/O, flock of .*locked, at .*hanging.py:\d+ in lock",
     "loader": r"has not reached this call: it is in a DataLoader, at .*hanging.py:\d+ in loader; "
     r"its child processes: \d+ \S+ sleeping",
-    "stop": r"is stopped, by a signal or a debugger \(kill -CONT \d+ lets it go on\)",
+    "stop": r"is stopped, by a signal or a debugger \(kill -CONT \d+ resumes it\)",
     "native": r"has not reached this call: it is running, but does not answer: native code that holds Python's lock",
     "other": r"has not reached this call: it is in recv\(\) at .*hanging.py:\d+",
     "in_background": r"has not reached this call: it is in concat\(\).wait\(\) at .*hanging.py:\d+ with async_op",
@@ -182,7 +182,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.once
 def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on(tmp_path: Path) -> None:
-    said, title = tmp_path / "err", "hpcdist: what the ranks are at"
+    said, title = tmp_path / "err", "hpcdist: the calls of all ranks"
     with _started("wait_for_input", 60, said) as job:
         pids = _pids(job, 3)
         for count, told in enumerate((pids[2:], pids[:1], pids), 1):
