@@ -30,7 +30,7 @@ _ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, its numbe
 _TEXT = callsite.LONGEST
 _THREADS = 64  # threads of a rank whose calls the other ranks see; those of more threads only have deadlines
 _RECORD_SIZE = _RECORD.size + 2 * (_ENTRY.size + _TEXT)
-_SLOT_SIZE = 2**16  # bytes a rank
+_SLOT_SIZE = 2**16  # bytes per rank
 
 
 class Entry(NamedTuple):

@@ -195,8 +195,8 @@ _LITTLE, _TOO_LITTLE = 2**30, 2**28  # bytes of memory a rank: torch alone takes
 _LOCKED = 2**26  # bytes; with less, InfiniBand registers no buffers
 _FILES, _FILES_A_RANK = 256, 4  # open files of a rank: its own and its workers', and its connections to each other rank
 _SLOW_LINK = 0.25  # of what InfiniBand promises
-_MIN_SHM = 2**24  # bytes a rank, for the messages of an MPI library within a node
-_GOOD_SHM = 2**27  # bytes a rank, enough for the batches of a DataLoader's workers as well
+_MIN_SHM = 2**24  # bytes per rank, for the messages of an MPI library within a node
+_GOOD_SHM = 2**27  # bytes per rank, enough for the batches of a DataLoader's workers as well
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
 _INIT = (
     "see this text, and the findings above; if the nodes do not reach each other: open their ephemeral ports "
@@ -363,7 +363,7 @@ def _torch_threads(ranks: Ranks) -> Verdict:
 
 @Check(
     "limits", "memory", "memory", per=("node", "memory.group_id"),
-    fix="fewer ranks a node; `srun --mem=0` (all memory of the node), `--mem-per-cpu=4G`; `docker run --memory=64g`",
+    fix="fewer ranks per node; `srun --mem=0` (all memory of the node), `--mem-per-cpu=4G`; `docker run --memory=64g`",
 )  # fmt: skip
 def _memory(ranks: Ranks) -> Verdict:
     """The node, or the control group of the job, leaves less than 1 GiB (broken: 256 MiB) for each rank."""
@@ -625,7 +625,7 @@ def _route(name: str, ranks: Ranks) -> Verdict:
     if "absent" in row:
         return "ok", f"not here: {row['absent']}"
     seconds = max(row["seconds"], 1e-9)
-    return "ok", f"concat of 1 MiB a rank: {seconds * 1e3:7.2f} ms, {len(ranks) * 1.048576 / seconds:6.0f} MB/s"
+    return "ok", f"concat of 1 MiB per rank: {seconds * 1e3:7.2f} ms, {len(ranks) * 1.048576 / seconds:6.0f} MB/s"
 
 
 _ROUTES = {
@@ -637,5 +637,5 @@ _ROUTES = {
 for _name in select.ROUTES:
     Check(
         "routes", f"route {_name}", f"routes.{_name}", errors=f"routes.{_name}", fix=_ROUTES[_name],
-        meaning="A concat of 1 MiB a rank over this route failed, or brought wrong data.",
+        meaning="A concat of 1 MiB per rank over this route failed, or brought wrong data.",
     )(partial(_route, _name))  # fmt: skip

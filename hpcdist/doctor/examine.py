@@ -524,7 +524,7 @@ def _try_file(here: World) -> Facts:
 
 
 def _time(here: World, name: str) -> Facts:
-    """Time a concat of 1 MiB a rank over a route. Collective."""
+    """Time a concat of 1 MiB per rank over a route. Collective."""
     x = placed(here, torch.full((_MIB,), here.rank % 128, dtype=torch.uint8, device="cpu"), name)
     expected = torch.arange(here.world_size, device="cpu").remainder(128).repeat_interleave(_MIB)
     try:

@@ -37,7 +37,7 @@ def write(shape: Shape) -> str:
 
         >>> print(write(Shape(kind="gpu", nodes=4, gpus_per_node="8")))
         #!/bin/bash
-        # One GPU a rank, NCCL:
+        # One GPU per rank, NCCL:
         #     sbatch gpu.sbatch 'shards/*.npy'
         ...
     """

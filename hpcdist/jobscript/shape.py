@@ -79,7 +79,7 @@ class Shape:
     """The shape of a job. None leaves a value to the kind, or to the cluster.
 
     Attributes:
-        kind: "cpu", CPU ranks over MPI; "gpu", one GPU a rank with NCCL; "train", a training with torch's
+        kind: "cpu", CPU ranks over MPI; "gpu", one GPU per rank with NCCL; "train", a training with torch's
             DistributedDataParallel; "staged", from files to one HDF5 file, nothing held in memory; "array", several
             jobs of one script (not Flux); "interactive", an allocation to work in (Slurm); "requeue", a job that
             returns to the queue before its time limit and continues from its staged file (Slurm).
@@ -88,7 +88,7 @@ class Shape:
             in the job; kinds "cpu", "gpu" and "train".
         nodes: number of nodes.
         ntasks_per_node: ranks on each node; by default 4, or one for each GPU.
-        gpus_per_node: GPUs of each node, at most one a rank: "4", or under Slurm with their type, "a100:4"; by default
+        gpus_per_node: GPUs per node, at most one per rank: "4", or under Slurm with their type, "a100:4"; by default
             4 for the kind "gpu", else none.
         cpus_per_task: cores of each rank; by default 1, or 8 with a GPU.
         mem: memory of each node: "64G".

@@ -296,7 +296,7 @@ class HDF5Writer(StorageWriter):
         wait_for(self._path)
         if not kwargs.get("use_collectives", True):
             raise refusal(
-                ValueError, "HD419", "use_collectives=False is for one file a rank; one file needs all to agree"
+                ValueError, "HD419", "use_collectives=False is for one file per rank; one file needs all to agree"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -97,7 +97,7 @@ def choose(
     """Return this rank's device, and whether each rank has a GPU of its own that LIBRARY can use. Collective.
 
     Args:
-        asked: argument of init() on this rank; by default one GPU a rank by local rank, or the CPU without GPUs.
+        asked: argument of init() on this rank; by default one GPU per rank by local rank, or the CPU without GPUs.
         backend: torch's backend, the same on all ranks.
         may_share: whether LIBRARY accepts several ranks on one GPU.
 
