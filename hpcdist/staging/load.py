@@ -217,11 +217,15 @@ def _read_shared(team: Team, call: _Load, key: str, out: Tensor) -> list[str]:
                 box = plan.pieces[row]
                 reader.read(box, out[box.slices()], call.same["window"])
         return problems
-    first = np.zeros((team.size, 1), bool)  # one rank of a node receives for all
-    first[[ranks[0] for ranks in nodes]] = True
-    shapes = np.where(first, np.array(stored.shape, np.int64), 0)
-    wants = Listed(np.zeros_like(shapes), shapes, stored.shape)
-    return _read_in_rounds(team, call, key, wants, out if first[team.rank] else out[out.shape[0] :])
+    receives = team.rank in {ranks[0] for ranks in nodes}
+    return _read_in_rounds(team, call, key, _receivers(team, stored), out if receives else out[out.shape[0] :])
+
+
+def _receivers(team: Team, stored: Stored) -> Listed:
+    """The whole tensor for one rank of each node, which receives it for all; nothing for the others."""
+    shapes = np.zeros((team.size, len(stored.shape)), np.int64)
+    shapes[[ranks[0] for ranks in team.topology.nodes]] = stored.shape
+    return Listed(np.zeros_like(shapes), shapes, stored.shape)
 
 
 class _Method(Enum):
@@ -558,25 +562,19 @@ def _traffic(call: _Load, team: Team, key: str, how: _Method) -> tuple[int, int,
     if how is _Method.ALONE:
         limit = max(1, min(PIECE, same["window"] // 2) // stored.dtype.itemsize)
         return _read(reader, reader.parts(wants[me], limit)), 0, 0
+    shared = how is _Method.SHARED
+    if shared and len(team.topology.nodes) > 1:
+        wants = _receivers(team, stored)
     plan, rows = plan_load(stored, wants, same["window"], same["readers"] or team.size, verify)
-    nodes = team.topology.nodes
-    firsts = {ranks[0] for ranks in nodes} if how is _Method.SHARED and len(nodes) > 1 else set[int]()
-    mine, sent, received = list[Part](), 0, 0
+    pieces, size = [plan.pieces[row] for row in plan.rows(me)], stored.dtype.itemsize
+    if shared and len(team.topology.nodes) == 1:
+        return _read(reader, [Part(box) for box in pieces]), 0, 0
+    pieces = [box for box in pieces if (verify and rows is not None) or len(wants.intersecting(box))]
+    own = sum(box.intersect(wants[me]).size() for box in pieces)
+    sent = sum(box.intersect(wants[dest]).size() for box in pieces for dest in wants.intersecting(box).tolist())
     if verify and rows is None:
-        mine += [Part(stored.boxes[row]) for row in range(me, len(stored.boxes), team.size)]
-    for rank in range(team.size):
-        for row in plan.rows(rank):
-            box = plan.pieces[row]
-            dests = set(wants.intersecting(box).tolist())
-            if how is _Method.SHARED:
-                dests &= firsts
-            if rank == me and ((verify and rows is not None) or dests or how is _Method.SHARED):
-                mine.append(Part(box))
-                sent += sum(box.intersect(wants[dest]).size() for dest in dests if dest != me)
-            elif rank != me and me in dests:
-                received += box.intersect(wants[me]).size()
-    size = stored.dtype.itemsize
-    return _read(reader, mine), sent * size, received * size
+        pieces += [stored.boxes[row] for row in range(me, len(stored.boxes), team.size)]
+    return _read(reader, [Part(box) for box in pieces]), (sent - own) * size, (wants[me].size() - own) * size
 
 
 def _read(reader: TensorReader, parts: list[Part]) -> int:
