@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, coded, listed, reason, refusal
+from hpcdist.errors import coded, listed, reason, refusal
 from hpcdist.formats.contents import Contents, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.plain import SHORT
@@ -30,7 +29,7 @@ from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
 from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds, deliver, piece_limit
-from hpcdist.staging.reader import OpenFiles, Part, TensorReader
+from hpcdist.staging.reader import OpenFiles, Part, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
@@ -48,7 +47,6 @@ VERB = "staging.load"
 _PLAN = "plan of staging.load"
 _ONCE_PER = ("auto", "rank", "job")
 LEAST = 2**16  # bytes that ranks read together by default; below, to read them takes less time than to send them
-_NAPS = (0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between attempts to see the same file on all ranks
 
 
 def load(
@@ -118,12 +116,8 @@ def load(
         >>> hd.staging.load("x.h5", "data", box=((rank, 0), (1, 2)))
         tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
     """
-    team = world.team_of(group)
-    arguments: dict[str, Any] = {
-        "path": path, "name": name, "dim": dim, "counts": counts, "box": box, "out": out, "device": device,
-        "window": window, "readers": readers, "verify": verify, "once_per": once_per, "shared": shared,
-        "progress": progress,
-    }  # fmt: skip
+    arguments = dict(locals())
+    team = world.team_of(arguments.pop("group"))
     wait_for(path)
     with _planned(team, VERB, arguments) as call:
         methods = {key: call.method(key) for key in call.tensors}
@@ -385,30 +379,10 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
             yield _Load(files, same, wants, ask.device, ask.progress, nodes)
 
 
-@contextmanager
-def _opened(team: Team, verb: str, path: str, name: str | None) -> Iterator[OpenFiles]:
-    """Open the tensors `name` of a file or folder, the same on every rank; a RankError everywhere if a rank cannot.
-
-    A file may be replaced meanwhile, and caches of names may be some seconds out of date: it is opened again then.
-    """
-    for nap in (*_NAPS, None):
-        contents: Contents = objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))
-        with OpenFiles(contents) as files:
-
-            def sees(last: bool = nap is None, files: OpenFiles = files) -> bool:
-                try:
-                    for file in files.contents.files:
-                        files.fd(file)
-                except FileError:
-                    if last:
-                        raise
-                    return False
-                return True
-
-            if all(objects.run_on_all(team.comm, verb, sees)):
-                yield files
-                return
-        time.sleep(nap or 0)
+def _opened(team: Team, verb: str, path: str, name: str | None) -> OpenFiles:
+    """Open what a file or folder holds of `name`, the same on every rank; a RankError everywhere if a rank cannot."""
+    find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
+    return open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees))
 
 
 def _prefix(name: str | None, contents: Contents) -> str:

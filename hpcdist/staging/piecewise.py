@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats import hdf5, plain
-from hpcdist.formats.contents import Contents, Dataset, Stored
+from hpcdist.formats.contents import Dataset, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
@@ -28,7 +27,7 @@ from hpcdist.layout.box import Ints, Listed
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import agreed, check_attrs, flatten, positive, shape_and_dtype, target_path
 from hpcdist.staging.pieces import MOST_PIECES, PIECE
-from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import pool
@@ -113,21 +112,9 @@ class ReadFile:
 
     def __init__(self, path: str, window: int) -> None:
         self._window = window
-        self._files: OpenFiles | None = None
-        for nap in (0.0, 0.1, 0.4, None):
-            files = OpenFiles(describe(path))
-            try:
-                for file in files.contents.files:
-                    files.fd(file)
-                self._files = files
-                break
-            except FileError:  # perhaps it was replaced in between
-                files.close()
-                if nap is None:
-                    raise
-                time.sleep(nap)
-        assert self._files is not None
-        self._contents: Contents = self._files.contents
+        files = open_files(lambda: describe(path), lambda sees: [sees()])
+        self._files: OpenFiles | None = files
+        self._contents = files.contents
         self.names = list(self._contents.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,10 +23,11 @@ from hpcdist.staging.pieces import incoming, piece_limit
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 
-__all__ = ["OpenFiles", "Part", "TensorReader", "checksum_of"]
+__all__ = ["OpenFiles", "Part", "TensorReader", "checksum_of", "open_files"]
 
 _PART = 2**23  # bytes of a piece of many runs that are checked at a time
 _MOST_OPEN = 32
+_NAPS = (3.2, 1.6, 0.8, 0.4, 0.2, 0.1, 0)  # seconds between attempts, the last one first
 
 
 class OpenFiles:
@@ -62,6 +64,36 @@ class OpenFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def open_files(find: Callable[[], Contents], on_all: Callable[[Callable[[], bool]], Sequence[bool]]) -> OpenFiles:
+    """Open all files of a description. A file may be replaced meanwhile, and caches of names may be some seconds out of
+    date: it is described and opened again then.
+
+    Args:
+        find: describes them.
+        on_all: runs a step on every rank that opens them, and returns all results.
+    """
+    naps = list(_NAPS)
+    while True:
+        files = OpenFiles(find())
+
+        def sees(files: OpenFiles = files) -> bool:
+            try:
+                for file in files.contents.files:
+                    files.fd(file)
+            except FileError:
+                if not naps:
+                    raise
+                return False
+            return True
+
+        with ExitStack() as stack:
+            stack.push(files)
+            if all(on_all(sees)):
+                stack.pop_all()
+                return files
+        time.sleep(naps.pop())
 
 
 class Part(NamedTuple):

@@ -178,12 +178,10 @@ def save(
         >>> h5py.File("x.h5")["data"][:, 0]
         array([1, 2, 2])
     """
+    given = dict(locals())
+    for option in ("buffer", "async_op", "group"):
+        del given[option]
     team = world.team_of(group)
-    given: dict[str, Any] = {
-        "path": path, "tensors": tensors, "dim": dim, "attrs": attrs, "compression": compression, "chunks": chunks,
-        "window": window, "writer": writer, "writers": writers, "resume": resume, "max_shard_size": max_shard_size,
-        "progress": progress,
-    }  # fmt: skip
     if async_op:
         return _save_later(team, given, buffer)
     wait_for(path)
