@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import hpcdist as hd
 from hpcdist import staging
+from hpcdist.commands import listing
 from hpcdist.errors import HpcdistError
 from hpcdist.formats.known import describe
-from hpcdist.staging import __main__ as command
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
 WHOLES = {
@@ -203,7 +203,7 @@ def test_a_file_is_held_against_its_plan(world: hd.World, findings: Findings, fo
         for read in (
             lambda: staging.load(path, "step"),
             lambda: staging.load(path, dim=None, verify=False),
-            *(partial(command.main, world, command.parser().parse_args([w, str(path)])) for w in ("ls", "verify")),
+            *(partial(listing.main, world, listing.parser(w).parse_args([str(path)])) for w in ("ls", "verify")),
         ):
             error = raises_on_all_ranks(world.comm, HpcdistError, read)
             findings.check(text in str(error) and "[HD40" in str(error), f"{name}: {error}")
