@@ -39,7 +39,7 @@ class Context:
         header_comm, data_comm: communicators of send and recv, for headers and for data.
         unexpected: messages that arrived before their receive.
         most_tag: largest tag that this MPI allows.
-        transport: thread that sends and receives messages in the background, see :mod:`hpcdist.p2p.progress`.
+        transport: thread that sends and receives messages in the background, see :mod:`hpcdist.p2p.transfers`.
     """
 
     def __init__(self, private: MPI.Intracomm, comm: MPI.Intracomm, settings: Settings) -> None:

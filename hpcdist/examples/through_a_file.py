@@ -1,4 +1,4 @@
-"""Pass a large tensor through a file: to another rank, and to all ranks in another layout.
+"""Pass a large tensor through a file to another layout.
 
 Use this for tensors that fill the memory of a rank, or that must outlive the job. The files are in the staging folder,
 which all nodes share: hd.init(staging=...) or HPCDIST_STAGING.
@@ -30,20 +30,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=8, help="size of the tensor (default 8)")
     shape = (ROWS * parser.parse_args().mib, COLUMNS)
     with hd.init() as world:
-        to_another_rank(shape, world)
         to_another_layout(shape, world)
-
-
-def to_another_rank(shape: tuple[int, int], world: hd.World) -> None:
-    """Send from rank 0 to the last rank. Only the sender names the route."""
-    last = world.world_size - 1
-    if last == 0:
-        return
-    if world.rank == 0:
-        hd.send(part(hd.layout.whole(shape), world.device), dest=last, route="hdf5")  # the file is removed afterwards
-        print(f"sent to rank {last}: {shape[0] // ROWS} MiB, {shape}")
-    elif world.rank == last:
-        compare(hd.recv(source=0), hd.layout.whole(shape), world)
 
 
 def to_another_layout(shape: tuple[int, int], world: hd.World) -> None:

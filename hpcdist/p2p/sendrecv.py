@@ -14,20 +14,15 @@ from hpcdist import activity
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle
-from hpcdist.tensors import accelerator
 from hpcdist.tensors.eager import recorded
-from hpcdist.tensors.message import Contents
 from hpcdist.tensors.tree import flatten
 
 if TYPE_CHECKING:
     from hpcdist.comm.context import Context
     from hpcdist.comm.settings import GroupLike
-    from hpcdist.p2p.progress import Steps, Transport
-    from hpcdist.p2p.transfers import Outgoing
+    from hpcdist.p2p.transfers import Outgoing, Steps, Transport
 
 __all__ = ["irecv", "isend", "recv", "send"]
-
-ROUTES = ("auto", "mpi", "hdf5")
 
 
 def send(
@@ -36,7 +31,6 @@ def send(
     tag: int = 0,
     *,
     group: GroupLike | None = None,
-    route: str = "auto",
     allow_pickle: bool = False,
 ) -> None:
     """Send a tensor, or a structure of tensors, to another rank, which receives it with :func:`recv`.
@@ -49,28 +43,25 @@ def send(
         dest: the rank in `group` that receives.
         tag: a number >= 0 that the receiver can match.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. As the receiver's.
-        route: "mpi" (the meaning of "auto"), or "hdf5": through a file in the staging folder, for very large tensors.
-            The receiver passes no route.
         allow_pickle: whether to send other objects as pickles; the receiver must allow them too.
 
     Raises:
         TypeError, ValueError: on this rank, if an argument is wrong, or a part cannot be sent. Nothing was sent.
         HpcdistError: on this rank, if another communicator has the same ranks as `group`, and no collective call has
             distinguished the two yet.
-        FileError: with route "hdf5", on both ranks, if the file cannot be written, or the receiver does not see it.
 
     Example::
 
         >>> hd.send({"weights": [w1, w2], "step": 3}, dest=1)      # on rank 0
         >>> got = hd.recv(source=0)                                # on rank 1
     """
-    engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
+    ours, outgoing = _sending(x, dest, tag, group, allow_pickle)
     if outgoing.dest == outgoing.context.rank:
         raise refusal(
             ValueError, "HD204", f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend"
         )
-    with activity.InCall("send", engine.context.team, outgoing.dest):
-        engine.run("send", steps, receives=False)
+    with activity.InCall("send", ours.context.team, outgoing.dest):
+        ours.send(outgoing)
 
 
 def isend(
@@ -79,12 +70,11 @@ def isend(
     tag: int = 0,
     *,
     group: GroupLike | None = None,
-    route: str = "auto",
     allow_pickle: bool = False,
 ) -> Handle[None]:
     """Send in the background, as :func:`send`; return a handle at once. Do not change `x` before it is done."""
-    engine, outgoing, steps = _sending(x, dest, tag, group, route, allow_pickle)
-    return engine.start("isend", steps, outgoing.dest, receives=False)
+    ours, outgoing = _sending(x, dest, tag, group, allow_pickle)
+    return ours.isend(outgoing)
 
 
 # fmt: off
@@ -122,12 +112,11 @@ def recv(
     Raises:
         TypeError: if a class in it is unknown here, or it contains a pickle that is not allowed. The message is lost.
         TypeError, ValueError: if an argument is wrong.
-        FileError: as in :func:`send`.
         HpcdistError: if the message is damaged.
     """
-    engine, peer, steps = _receiving(source, tag, group, allow_pickle)
-    with activity.InCall("recv", engine.context.team, peer):
-        got: tuple[Any, int] = engine.run("recv", steps, receives=True)
+    ours, peer, steps = _receiving(source, tag, group, allow_pickle)
+    with activity.InCall("recv", ours.context.team, peer):
+        got: tuple[Any, int] = ours.recv(steps)
     return got if with_source else got[0]
 
 
@@ -148,54 +137,42 @@ def irecv(
     with_source: bool = False,
 ) -> Handle[Any]:
     """Receive in the background, as :func:`recv`, and return a handle at once. Its wait() returns the structure."""
-    engine, peer, steps = _receiving(source, tag, group, allow_pickle)
+    ours, peer, steps = _receiving(source, tag, group, allow_pickle)
 
     def received() -> Steps[Any]:
         got = yield from steps
         return got if with_source else got[0]
 
-    return engine.start("irecv", received(), peer, receives=True)
+    return ours.irecv(received(), peer)
 
 
-def _sending(
-    x: Any, dest: int, tag: int, group: Any, route: str, allow_pickle: bool
-) -> tuple[Transport, Outgoing, Steps[None]]:
-    """Validate the arguments; return the engine, the message, and the steps of sending it."""
-    from hpcdist.p2p.progress import transport
-    from hpcdist.p2p.transfers import Outgoing, by_file, by_mpi
+def _sending(x: Any, dest: int, tag: int, group: Any, allow_pickle: bool) -> tuple[Transport, Outgoing]:
+    """Validate the arguments; return the transport, and the message to send."""
+    from hpcdist.p2p.transfers import Outgoing, transport
 
     _check_eager()
     context = world.context()
-    ranks, engine = context.group_of(group), transport(context)
+    ranks = context.group_of(group)
     _check("dest", dest, ranks.size)
     _check_tag(context, tag)
-    if route not in ROUTES:
-        raise refusal(ValueError, "HD207", f"route is {route!r}, expected one of {', '.join(ROUTES)}")
-    tree = flatten(x, allow_pickle)
-    for device in {x.device for x in tree.tensors if not x.is_cpu}:
-        accelerator.synchronize(device)  # the background uses other streams
-    contents = Contents.of(tree.tensors)
-    outgoing = Outgoing(context, ranks.message_key(), ranks.peers[dest], tag, engine.number())
-    send_by = by_file if route == "hdf5" and contents.large else by_mpi
-    return engine, outgoing, send_by(outgoing, tree, contents)
+    return transport(context), Outgoing.of(context, ranks, dest, tag, flatten(x, allow_pickle))
 
 
 def _receiving(
     source: int | None, tag: int | None, group: Any, allow_pickle: bool
 ) -> tuple[Transport, int, Steps[tuple[Any, int]]]:
-    from hpcdist.p2p.progress import RecvTurn, transport
-    from hpcdist.p2p.transfers import receive
+    from hpcdist.p2p.transfers import RecvTurn, receive, transport
 
     _check_eager()
     context = world.context()
-    ranks, engine = context.group_of(group), transport(context)
+    ranks = context.group_of(group)
     if source is not None:
         _check("source", source, ranks.size)
     if tag is not None:
         _check_tag(context, tag)
     peer = None if source is None else ranks.peers[source]
-    turn = RecvTurn(context.unexpected, ranks, peer, tag)
-    return engine, activity.ANYBODY if peer is None else peer, receive(context, ranks, turn, allow_pickle)
+    turn = RecvTurn(context, ranks, peer, tag)
+    return transport(context), activity.ANYBODY if peer is None else peer, receive(context, ranks, turn, allow_pickle)
 
 
 def _check_eager() -> None:

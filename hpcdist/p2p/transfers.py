@@ -1,174 +1,337 @@
-"""The steps of sending and receiving a structure, over MPI or through a file: see :mod:`hpcdist.p2p.progress`."""
+"""Messages between two ranks: how a structure is sent and received, now or in a thread that advances many transfers."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+import os
+import time
+from collections.abc import Generator
+from concurrent import futures
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import activity, layout
 from hpcdist.comm.context import Context
-from hpcdist.comm.matching import Envelope, bytes_of, with_envelope
+from hpcdist.comm.matching import Envelope, bytes_of, conflict, with_envelope
 from hpcdist.comm.team import Group
-from hpcdist.errors import FileError, HpcdistError, reason
+from hpcdist.comm.worker import Worker
+from hpcdist.errors import HpcdistError
 from hpcdist.layout import limits
-from hpcdist.p2p.progress import DONE, RecvTurn, Requests, SendTurn, Steps, Task
 from hpcdist.process import abort
-from hpcdist.routes.hdf5_files import Stage, fetch
-from hpcdist.tensors import pool
-from hpcdist.tensors.message import Contents, Header, Messages, check_memory, encode, parse
-from hpcdist.tensors.storage import Scratch, as_bytes, row_major
+from hpcdist.runtime.background import Handle, check_threads
+from hpcdist.tensors import accelerator, pool
+from hpcdist.tensors.message import Contents, check_memory, encode, join, parse
+from hpcdist.tensors.storage import Scratch, as_bytes
 from hpcdist.tensors.tree import Tree, decode, rebuild
 
-__all__ = ["Outgoing", "by_file", "by_mpi", "receive"]
+__all__ = ["Outgoing", "RecvTurn", "Transport", "transport"]
 
-_ANSWER = 1024  # bytes of an error text at most, after a file was read
+T = TypeVar("T")
+
+_SPINS = 200  # polls before the first sleep
+_MAX_SLEEP = 2e-4  # seconds between two polls, when nothing has happened for a while
+
+
+class Waiting(Protocol):
+    """A condition that MPI must satisfy first."""
+
+    def ready(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+Steps = Generator[Waiting, None, T]
+"""A transfer: yields what it waits for, and returns its result."""
+
+
+class Requests:
+    """Waits until messages are sent or received from or to `memory`."""
+
+    def __init__(self, requests: list[MPI.Request], memory: list[Tensor]) -> None:
+        self._requests, self._memory = requests, memory
+
+    def ready(self) -> bool:
+        return MPI.Request.Testall(self._requests)
+
+    def wait(self) -> None:
+        MPI.Request.Waitall(self._requests)
+
+
+DONE = Requests([], [])
+"""The end of a transfer: the rest of its steps concerns this rank alone."""
+
+
+class RecvTurn:
+    """Waits until a message arrives, and takes it for this receive alone. A receive can be cancelled until then.
+
+    Args:
+        context: the world.
+        group: the group of the message.
+        source: the world rank of its sender; None means any.
+        tag: the tag of the message; None means any.
+
+    Attributes:
+        matched: envelope of the message, once it has arrived.
+    """
+
+    def __init__(self, context: Context, group: Group, source: int | None, tag: int | None) -> None:
+        self._unexpected, self._group = context.unexpected, group
+        self._wanted = group.message_key(), source, tag
+        self.matched: list[Envelope] = []
+
+    def ready(self) -> bool:
+        if self._group.ended:
+            raise HpcdistError("HD112", "the group has ended before this message was received")
+        return self._unexpected.take(*self._wanted, self.matched)
+
+    def give_back(self) -> None:
+        """Return the message, for another receive."""
+        for envelope in self.matched:
+            self._unexpected.give_back(envelope)
+
+    def wait(self) -> None:
+        """Poll instead of waiting in MPI, where Python's signal handlers (Ctrl-C) would not run."""
+        for _ in range(_SPINS):
+            if self.ready():
+                return
+            os.sched_yield()  # time.sleep(0) may take 50 us
+        begin = time.monotonic()
+        while not self.ready():
+            time.sleep(min(_MAX_SLEEP, (time.monotonic() - begin) / 10))
+
+    def conflicts_with(self, other: RecvTurn) -> bool:
+        """Return whether the two must keep their order."""
+        return conflict(self._wanted, other._wanted)
 
 
 class Outgoing(NamedTuple):
-    """A message to send: key of the group, world rank of the receiver, tag, and number of the message."""
+    """A message to send: key of the group, world rank of the receiver, tag, and its parts in host memory."""
 
     context: Context
     key: int
     dest: int
     tag: int
-    number: int
+    parts: list[Tensor]
 
-    def turn(self, task: Task[Any] | None = None) -> SendTurn:
-        """Return its turn among the messages to send."""
-        return SendTurn((self.key, self.dest, self.tag), task)
+    @staticmethod
+    def of(context: Context, group: Group, dest: int, tag: int, tree: Tree) -> Outgoing:
+        """Pack the small tensors with the header. Large ones are sent from their memory if it is contiguous."""
+        contents = Contents.of(tree.tensors)
+        parts = [join(tree.tensors, contents, encode(tree.spec, contents))]
+        for x in (tree.tensors[i] for i in contents.large):
+            parts.append(as_bytes(Scratch(pinned=not x.is_cpu).on_host(x)))
+        return Outgoing(context, group.message_key(), group.peers[dest], tag, parts)
 
-    def send_first(self, content: Tensor) -> list[MPI.Request]:
-        """Start sending the header with the small tensors."""
-        envelope, *rest = with_envelope(self.key, self.tag, self.number, content)
-        first = self.context.header_comm.Isend([bytes_of(envelope), MPI.BYTE], self.dest, 0)
-        return [first, *(request for x in rest for request in self.send(x))]
-
-    def send(self, x: Tensor) -> list[MPI.Request]:
-        """Start sending bytes in host memory, in pieces."""
-        comm, pieces = self.context.data_comm, layout.pieces(x.numel(), limits.PIECE)
-        return [comm.Isend([bytes_of(x[at : at + n]), MPI.BYTE], self.dest, self.number) for at, n in pieces]
-
-
-def by_mpi(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
-    """Send the header with the small tensors, then each large tensor."""
-    messages = Messages(tree.tensors, contents, encode(tree.spec, contents))
-    large = [*messages.rest, *(as_bytes(row_major(tree.tensors[i])) for i in contents.large)]
-    longest = max((x.numel() for x in large if not x.is_cpu), default=0)
-    chunk = Scratch(pinned=longest > 0).take([min(limits.WINDOW, longest)], torch.uint8)
-    yield outgoing.turn()
-    # No memory is allocated from here on: a receiver of the header depends on what follows.
-    requests = outgoing.send_first(messages.first)
-    for x in large:
-        if not x.is_cpu:
-            for start, length in layout.pieces(x.numel(), limits.WINDOW):
-                chunk[:length].copy_(x[start : start + length])
-                yield Requests(outgoing.send(chunk[:length]))
-        else:
-            requests += outgoing.send(x)
-    yield Requests(requests)
-    yield DONE
-
-
-def by_file(outgoing: Outgoing, tree: Tree, contents: Contents) -> Steps[None]:
-    """Write the large tensors to a file, send the header with the small ones; remove the file when it has been read."""
-    context, sizes = outgoing.context, [contents.nbytes[i] for i in contents.large]
-    stages: list[Stage] = []
-
-    def write() -> Messages:
-        stages.append(Stage(context.settings.staging, sum(sizes)))
-        large = [as_bytes(row_major(tree.tensors[i].cpu())) for i in contents.large]
-        stages[0].write(list(zip(layout.displs(sizes), large, strict=True)))
-        header = encode(tree.spec, contents, file=stages[0].ticket(context.settings.one_system))
-        return Messages(tree.tensors, contents, header)
-
-    try:
-        task = Task(write)
-        answer = bytearray(_ANSWER)
-        yield outgoing.turn(task)
-        messages = task.result()
-        requests = outgoing.send_first(messages.first)
-        for rest in messages.rest:
-            requests += outgoing.send(rest)
-        requests.append(context.data_comm.Irecv([answer, MPI.BYTE], outgoing.dest, outgoing.number + 1))
-        yield Requests(requests)
-    finally:
-        for stage in stages:
-            stage.remove()
-    yield DONE
-    problem = answer.rstrip(b"\0").decode(errors="replace")
-    if problem:
-        raise FileError("HD410", f"send(): rank {outgoing.dest}: {problem}")
+    def start(self, number: int) -> Requests:
+        """Start sending all parts; MPI keeps the order of messages to one rank."""
+        head, *rest = with_envelope(self.key, self.tag, number, self.parts[0])
+        requests = [self.context.header_comm.Isend([bytes_of(head), MPI.BYTE], self.dest, 0)]
+        for x in (*rest, *self.parts[1:]):
+            for start, length in layout.pieces(x.numel(), limits.PIECE):
+                memory = [bytes_of(x[start : start + length]), MPI.BYTE]
+                requests.append(self.context.data_comm.Isend(memory, self.dest, number))
+        return Requests(requests, [head, *rest, *self.parts])
 
 
 def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) -> Steps[tuple[Any, int]]:
     """Receive the message that `turn` waits for; return its structure, and its source in `group`."""
     yield turn
     (envelope,) = turn.matched
-    source, device, comm = group.peers.index(envelope.source), context.settings.device, context.data_comm
+    source, device = group.peers.index(envelope.source), context.settings.device
     if not 0 <= envelope.number < context.most_tag:
         raise HpcdistError("HD901", f"a message of rank {source} is damaged: its number is {envelope.number}")
-    incoming = partial(_from_mpi, comm, envelope.source, envelope.number)
+
+    def incoming(parts: list[Tensor]) -> Requests:
+        pieces = [x[at : at + n] for x in parts for at, n in layout.pieces(x.numel(), limits.PIECE)]
+        comm, sender, number = context.data_comm, envelope.source, envelope.number
+        return Requests([comm.Irecv([bytes_of(x), MPI.BYTE], sender, number) for x in pieces], parts)
+
     with abort.InTransfer("recv", group.size if envelope.content is None else 1):
         check_memory(envelope.nbytes)
         content = envelope.content
         if content is None:
             content = pool.empty([envelope.nbytes], torch.uint8, "cpu", fixed=True)
-            yield from incoming([(content, False)])
+            yield incoming([content])
     header, packed = parse(content)
-    with abort.InTransfer("recv", group.size if header.large or packed is None else 1):
+    with abort.InTransfer("recv", group.size if header.large else 1):
         check_memory(sum(header.nbytes))
-        if packed is None:
-            packed = pool.empty([header.packed], torch.uint8, "cpu", fixed=True)
-            yield from incoming([(packed, False)])
-        buffers = header.unpack(packed, device)
-        buffers.update({i: header.recv_buffer(i, device, fixed=True) for i in header.large})
-    if "file" in header.more:
-        yield from _from_file(comm, envelope, header, buffers)
-    else:
-        yield from incoming([(as_bytes(buffers[i]), header.metas[i].on_gpu) for i in header.large])
+        to_gpu = {i for i in header.large if header.metas[i].on_gpu and device.type != "cpu"}
+        large = {i: accelerator.host_buffer(header.nbytes[i], i in to_gpu) for i in header.large}
+        yield incoming(list(large.values()))
     yield DONE
-    return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], allow_pickle)), source
+    tensors = header.unpack(packed, device)
+    for i, memory in large.items():
+        x = memory.view(header.metas[i].dtype).view(header.metas[i].shape)
+        tensors[i] = x.to(device) if i in to_gpu else x
+    return rebuild(header.spec, lambda kind, i: decode(kind, tensors[i], allow_pickle)), source
 
 
-def _from_mpi(comm: MPI.Intracomm, source: int, number: int, large: list[tuple[Tensor, bool]]) -> Steps[None]:
-    """Receive the messages after a header; tensors from a GPU arrive in chunks."""
-    requests, scratch = [], Scratch(pinned=True)
-    for x, from_gpu in large:
-        for start, length in layout.pieces(x.numel(), limits.WINDOW if from_gpu else limits.PIECE):
-            piece = x[start : start + length]
-            if not x.is_cpu:
-                scratch.reset()
-                chunk = scratch.take([length], torch.uint8)
-                yield Requests([comm.Irecv([bytes_of(chunk), MPI.BYTE], source, number)])
-                piece.copy_(chunk)
-            else:
-                requests.append(comm.Irecv([bytes_of(piece), MPI.BYTE], source, number))
-    yield Requests(requests)
+@dataclass
+class _Job:
+    """A transfer in the background, and what it waits for."""
+
+    steps: Steps[Any]
+    future: futures.Future[Any]
+    waiting: Waiting | None = None
 
 
-def _from_file(comm: MPI.Intracomm, envelope: Envelope, header: Header, buffers: dict[int, Tensor]) -> Steps[None]:
-    """Read the large tensors, then answer the sender, which keeps the file until then."""
-    problem = ""
+class Transport:
+    """The transfers in progress between this rank and others.
 
-    def read() -> None:
-        starts = layout.displs([header.nbytes[i] for i in header.large])
-        for start, i in zip(starts, header.large, strict=True):
-            dtype, shape = buffers[i].dtype, buffers[i].shape
-            host = buffers[i] if buffers[i].is_cpu else pool.empty(shape, dtype, "cpu", fixed=True)
-            fetch(header.more["file"], [(start, as_bytes(host))])
-            buffers[i] = host.to(buffers[i].device)
+    Messages are sent when the call is made. Receives that may match the same message get it in the order of the calls:
+    one in the foreground queues after those in the background.
+    """
 
-    task = Task(read)
-    yield task
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._worker = Worker("hpcdist-p2p")
+        self._jobs: list[_Job] = []  # the callers append, the worker replaces: each is one step of Python
+        self._ending = False
+        self._numbers = count()
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Send in the foreground."""
+        with abort.InStep("send", self.context.team.size):
+            outgoing.start(self._number()).wait()
+
+    def isend(self, outgoing: Outgoing) -> Handle[None]:
+        """Send, and wait for the end in the background."""
+        check_threads()
+        with abort.InStep("isend", self.context.team.size):
+            requests = outgoing.start(self._number())
+        return Handle(self._queue(_until(requests)), "isend().wait", self.context.team, outgoing.dest)
+
+    def _number(self) -> int:
+        """Return a number for a message, the MPI tag of its parts."""
+        return next(self._numbers) % self.context.most_tag
+
+    def recv(self, steps: Steps[T]) -> T:
+        """Run a receive in the foreground."""
+        if any(job.waiting is None or isinstance(job.waiting, RecvTurn) for job in self._jobs):
+            return self._recv_queued(steps)
+        turn, begun = next(steps), False
+        assert isinstance(turn, RecvTurn)
+        try:
+            turn.wait()
+            with abort.InStep("recv", self.context.team.size):
+                begun = True
+                while (waiting := next(steps)) is not DONE:
+                    waiting.wait()
+                    activity.touch()
+        except BaseException:
+            if not begun:
+                turn.give_back()
+            raise
+        return _result(steps)
+
+    def _recv_queued(self, steps: Steps[T]) -> T:
+        """Run a receive after others in the background, and wait for it."""
+        check_threads()
+        future: futures.Future[T] = self._queue(steps)
+        try:
+            return Handle(future, "the transfer().wait", self.context.team, activity.NOBODY).wait()
+        except BaseException as error:
+            if future.cancel() or (future.done() and future.exception() is error):
+                raise  # no message has been taken, or it is the error of the transfer
+            with abort.InStep("recv", self.context.team.size):
+                raise
+
+    def irecv(self, steps: Steps[T], peer: int) -> Handle[T]:
+        """Receive in the background from `peer`, a world rank."""
+        check_threads()
+        return Handle(self._queue(steps), "irecv().wait", self.context.team, peer)
+
+    def _queue(self, steps: Steps[T]) -> futures.Future[T]:
+        """Submit a transfer to the thread."""
+        future: futures.Future[T] = futures.Future()
+        self._jobs.append(_Job(steps, future))
+        self._worker.submit(self._advance)
+        return future
+
+    def _advance(self) -> None:
+        """Advance the transfers until none is left, in the worker's thread; it sleeps while they all wait."""
+        device = self.context.settings.device
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+        sleep = 0.0
+        while self._jobs:
+            jobs = list(self._jobs)
+            left, moved = _advance_all(jobs)
+            self._jobs[: len(jobs)] = left
+            if self._ending:
+                break
+            if self._jobs:
+                sleep = 0.0 if moved or len(self._jobs) != len(jobs) else min(_MAX_SLEEP, sleep + 2e-6)
+                time.sleep(sleep)
+
+    def stop(self) -> bool:
+        """End the thread after the transfers that can finish; return whether others are left, whose memory is kept."""
+        self._ending = True
+        self._worker.stop()
+        for job in self._jobs:
+            job.future.set_exception(
+                HpcdistError("HD112", "the world has ended before this message was sent or received")
+            )
+        _kept.extend(self._jobs)
+        return bool(self._jobs)
+
+
+_kept: list[_Job] = []  # transfers that never ended: MPI may still read and write their memory
+
+
+def transport(context: Context) -> Transport:
+    """Return the transport of a job, created at its first use; no communication."""
+    if context.transport is None:
+        context.transport = Transport(context)
+    found: Transport = context.transport
+    return found
+
+
+def _until(requests: Requests) -> Steps[None]:
+    yield requests
+
+
+def _result(steps: Steps[T]) -> T:
+    """Finish a transfer that has nothing left to wait for."""
     try:
-        task.result()
-    except Exception as error:  # any error, since the sender waits for an answer
-        problem = reason(error)
-    answer = bytearray(problem.encode(errors="backslashreplace")[:_ANSWER])
-    yield Requests([comm.Isend([answer, MPI.BYTE], envelope.source, envelope.number + 1)])
-    if problem:
-        raise FileError("HD410", f"recv(): {problem}")
+        while True:
+            next(steps)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+def _advance_all(jobs: list[_Job]) -> tuple[list[_Job], bool]:
+    """Advance all jobs, in order; return those still in progress, and whether any has advanced."""
+    moved = False
+    left = []
+    before: list[RecvTurn] = []  # of earlier receives that still wait for their message
+    for job in jobs:
+        try:
+            while job.waiting is None or _can_advance(job.waiting, before):
+                if isinstance(job.waiting, RecvTurn) and not job.future.set_running_or_notify_cancel():
+                    job.waiting.give_back()
+                    break
+                job.waiting = next(job.steps)
+                moved = True
+            if not job.future.cancelled():
+                left.append(job)
+        except StopIteration as done:
+            job.future.set_result(done.value)
+        except BaseException as error:  # wait() raises it
+            if not job.future.cancelled():
+                job.future.set_exception(error)
+    return left, moved
+
+
+def _can_advance(waiting: Waiting, before: list[RecvTurn]) -> bool:
+    if not isinstance(waiting, RecvTurn):
+        return waiting.ready()
+    if not any(waiting.conflicts_with(other) for other in before) and waiting.ready():
+        return True
+    before.append(waiting)
+    return False

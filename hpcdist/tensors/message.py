@@ -22,11 +22,11 @@ from hpcdist.process import host_memory
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
-__all__ = ["SMALL", "Contents", "Header", "Messages", "Meta", "check_memory", "encode", "pack", "parse"]
+__all__ = ["SMALL", "Contents", "Header", "Meta", "check_memory", "encode", "join", "pack", "parse"]
 
 SMALL = 2**16  # bytes: smaller tensors are packed, since a copy costs less than a message
 _ALIGN = 16  # bytes, for the largest dtype
-INLINE = 2**24  # bytes of small tensors that travel with the header
+_ASKED = 2**24  # bytes from which the memory of the host is asked for
 _CODES = {code: dtype for dtype, code in DTYPES.items()}
 
 
@@ -161,7 +161,7 @@ def check_memory(nbytes: int) -> None:
     Raises:
         HpcdistError: if it has not.
     """
-    if nbytes > INLINE and nbytes > (most := host_memory.capacity()[0]):
+    if nbytes > _ASKED and nbytes > (most := host_memory.capacity()[0]):
         raise HpcdistError(
             "HD310", f"{nbytes} bytes of tensors are announced, more than the memory of this host ({most})"
         )
@@ -205,42 +205,32 @@ def _to_host(tensors: list[Tensor]) -> list[Tensor]:
     return [x if x.is_cpu else next(parts) for x in tensors]
 
 
-class Messages:
-    """The messages that carry a structure to another rank, except for the large tensors.
-
-    Attributes:
-        first: length of the header, header, and small tensors.
-        rest: the small tensors by themselves if they are too many for `first`: one message or none.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], contents: Contents, text: bytes) -> None:
-        packed = pack(tensors, contents)
-        inline = contents.packed <= INLINE
-        start = _small_start(len(text))
-        self.first = torch.zeros(start + (contents.packed if inline else 0), dtype=torch.uint8, device="cpu")
-        begin = len(text).to_bytes(8, "little") + text
-        self.first[: len(begin)] = of_bytes(begin)
-        if inline:
-            self.first[start:] = packed
-        self.rest = [] if inline else [packed]
+def join(tensors: Sequence[Tensor], contents: Contents, text: bytes) -> Tensor:
+    """Return one message of the length of a header, the header, and the small tensors."""
+    start = _small_start(len(text))
+    whole = torch.zeros(start + contents.packed, dtype=torch.uint8, device="cpu")
+    begin = len(text).to_bytes(8, "little") + text
+    whole[: len(begin)] = of_bytes(begin)
+    whole[start:] = pack(tensors, contents)
+    return whole
 
 
-def parse(first: Tensor) -> tuple[Header, Tensor | None]:
-    """Parse ``Messages.first``: return the header and the packed small tensors, None if they come by themselves.
+def parse(message: Tensor) -> tuple[Header, Tensor]:
+    """Parse what join() returns: return the header, and the packed small tensors.
 
     Raises:
         HpcdistError: if it is damaged. What it announces is not checked yet.
     """
-    length = int.from_bytes(first[:8].numpy().tobytes(), "little")
-    if length > first.numel() - 8:
-        raise HpcdistError("HD901", f"a message is damaged: {length} bytes of header in {first.numel()}")
-    header = _header(SMALL, first[8 : 8 + length].numpy().tobytes())
-    packed = first[_small_start(length) :]
-    if header.packed <= INLINE and packed.numel() != header.packed:
+    length = int.from_bytes(message[:8].numpy().tobytes(), "little")
+    if length > message.numel() - 8:
+        raise HpcdistError("HD901", f"a message is damaged: {length} bytes of header in {message.numel()}")
+    header = _header(SMALL, message[8 : 8 + length].numpy().tobytes())
+    packed = message[_small_start(length) :]
+    if packed.numel() != header.packed:
         raise HpcdistError(
             "HD901", f"a message is damaged: {packed.numel()} bytes of small tensors, {header.packed} announced"
         )
-    return header, packed if header.packed <= INLINE else None
+    return header, packed
 
 
 def _small_start(length: int) -> int:

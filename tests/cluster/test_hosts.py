@@ -152,11 +152,7 @@ def test_a_staging_folder_of_one_host_is_refused_on_all_ranks(hosts: Hosts) -> N
         for verb in (hd.gather, hd.concat):
             try: verb(x, route="hdf5")
             except hd.RankError as error: refused.append((sorted(error.problems), str(error)))
-    try:
-        if world.rank == 0: hd.send(large, 2, route="hdf5")
-        if world.rank == 2: hd.recv(0)
-    except hd.FileError as error: refused.append(([2], str(error)))
-    assert len(refused) == (4 if world.rank == 1 else 5), refused
+    assert len(refused) == 4, refused
     for ranks, text in refused:
         assert ranks == [2] and "not seen by this rank: the folder is not shared by all nodes" in text, refused
     assert hd.concat(torch.ones(1), route="mpi").tolist() == [1, 1, 1]
@@ -194,7 +190,7 @@ def copies(name: str, count: int) -> int:
 
 
 def expected_names(ranks: list[int]) -> set[str]:
-    """send has no route gloo, nor what ranks share, and within a node it wants two ranks there."""
+    """send and what ranks share have route mpi alone, and within a node a send wants two ranks."""
     verbs = [verb for verb in least(ranks) if verb != "send within a node" or ranks[0] > 1]
     only_mpi = ("send", "concat shared")
     return {f"{verb} {route}" for verb in verbs for route in ROUTES if route == "mpi" or not verb.startswith(only_mpi)}

@@ -127,11 +127,11 @@ def check_messages(world: hd.World, route: str, findings: Findings) -> None:
             "small": [whole_of((source, 3), torch.bfloat16), "text", None],
         }
         if rank == source:
-            hd.send(x, dest, tag=source, route=route)
+            hd.send(x, dest, tag=source)
         elif rank == dest:
             findings.check(same(hd.recv(source, tag=source), x), f"send from {source} to {dest}, {route}")
     size = world.world_size
-    sends = [hd.isend(whole_of((rank, 5), torch.int32, salt=dest), dest, route=route) for dest in range(size)]
+    sends = [hd.isend(whole_of((rank, 5), torch.int32, salt=dest), dest) for dest in range(size)]
     for source, handle in [(source, hd.irecv(source)) for source in range(size)]:
         findings.same(handle.wait(30), whole_of((source, 5), torch.int32, salt=rank), f"isend, {route}")
     for handle in sends:

@@ -54,10 +54,9 @@ def verbs(world: hd.World, route: str, nbytes: int) -> dict[str, Callable[[], ob
     }
     if route == "mpi":
         found["concat shared"] = lambda: hd.concat(x, shared=True)
-    if route in ("mpi", "hdf5"):
-        found["send"] = lambda: message(world, x, size - 1, route)
+        found["send"] = lambda: message(world, x, size - 1)
         if world.local_rank == 1 or size > world.nodes:
-            found["send within a node"] = lambda: message(world, x, 1, route)
+            found["send within a node"] = lambda: message(world, x, 1)
     return found
 
 
@@ -72,9 +71,9 @@ def near_rows(world: hd.World, size: int) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(before), tuple(after)
 
 
-def message(world: hd.World, x: torch.Tensor, dest: int, route: str) -> None:
+def message(world: hd.World, x: torch.Tensor, dest: int) -> None:
     if world.rank == 0:
-        hd.isend(x, dest, route=route).wait(60)
+        hd.isend(x, dest).wait(60)
     elif world.rank == dest:
         assert hd.irecv(0).wait(60).shape == x.shape
 

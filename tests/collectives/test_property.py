@@ -101,7 +101,7 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 
 LIMITS = [
-    *((packing, "SMALL", 128), (packing, "INLINE", 16), (plan, "AT_ONCE", 48)),
+    *((packing, "SMALL", 128), (plan, "AT_ONCE", 48)),
     *((mpi, "LIMIT", 48), (mpi, "DIRECT", 48), (sizes, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
@@ -492,7 +492,7 @@ def _ring(world: hd.World, case: Ring) -> str | None:
     problem: str | None = None
     try:
         for trees, tag in zip(case.trees, case.tags, strict=True):
-            sent.append(hd.isend(made(trees[rank]), dest, tag, route=case.route))
+            sent.append(hd.isend(made(trees[rank]), dest, tag))
     except Exception as error:
         problem = f"isend: {error!r}"
     if _told(world, problem):

@@ -88,7 +88,6 @@ WORKED = [
         2,
         "through_a_file --mib 3",
         """\
-        sent to rank 1: 3 MiB, (768, 1024)
         saved: (384, 1024), (384, 1024)
         loaded: (768, 512), (768, 512)
         each part equals that of one process

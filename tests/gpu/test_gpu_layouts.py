@@ -70,13 +70,12 @@ def test_structures(gpu_world: hd.World, small: int, monkeypatch: pytest.MonkeyP
         assert _equal(part["x"], torch.arange(400 * size)[400 * rank : 400 * (rank + 1)]), route
 
 
-@pytest.mark.parametrize("chunk", [limits.WINDOW, 1000])
-@pytest.mark.parametrize("route", ["mpi", "hdf5"])
-def test_send_and_recv(gpu_world: hd.World, route: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WINDOW", chunk)
+@pytest.mark.parametrize("piece", [limits.PIECE, 1000])
+def test_send_and_recv(gpu_world: hd.World, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PIECE", piece)
     rank, size = gpu_world.rank, gpu_world.world_size
     x = [torch.arange(n, device=gpu_world.device) + rank for n in (0, 3, 10_000, 300_000)]
-    handle = hd.isend({"x": x, "rank": rank}, (rank + 1) % size, route=route)
+    handle = hd.isend({"x": x, "rank": rank}, (rank + 1) % size)
     got, source = hd.recv((rank - 1) % size, with_source=True)
     handle.wait(60)
     assert got["rank"] == source

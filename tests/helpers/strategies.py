@@ -606,7 +606,6 @@ class Ring:
     anyone: bool
     any_tag: bool
     later: bool
-    route: str
     tiny: bool
 
 
@@ -617,10 +616,10 @@ def rings(draw: Draw, size: int) -> Ring:
     apart = len(set(tags)) == number  # what has the same tag comes in the order in which it was sent
     order = (1, 0) if number == 2 and apart and draw(_BIT) else tuple(range(number))
     any_tag = order == tuple(range(number)) and (number == 1 or not apart) and _one_in(draw, 2)
-    shift, route = draw(_upto(size - 1)), _route(draw, "auto", "mpi")
+    shift = draw(_upto(size - 1))
     anyone, later = _one_in(draw, 2), _one_in(draw, 2)
     trees = tuple(
         tuple(draw(_among_singles()) if _one_in(draw, 8) else _tree(draw, 2, top=True) for _ in range(size))
         for _ in range(number)
     )
-    return Ring(trees, tags, order, shift, anyone, any_tag, later, route, tiny)
+    return Ring(trees, tags, order, shift, anyone, any_tag, later, tiny)

@@ -1,16 +1,12 @@
-"""send, recv, isend, irecv: structures from rank to rank, their order, any source, files, and what goes wrong."""
+"""send, recv, isend, irecv: structures from rank to rank, their order, any source, and what goes wrong."""
 
 from __future__ import annotations
 
 import linecache
-import os
 import signal
 import struct
 import sys
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -18,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import DTYPES, same_bits, whole_of
-from collective import Findings, assert_on_all_ranks, change_settings
+from collective import Findings, assert_on_all_ranks
 from mpi4py import MPI
 from torch import Tensor
 
@@ -26,11 +22,8 @@ import hpcdist as hd
 from hpcdist.comm import matching
 from hpcdist.errors import HpcdistError
 from hpcdist.layout import limits as sizes
-from hpcdist.p2p import progress as post
 from hpcdist.p2p import transfers
-from hpcdist.p2p.progress import RecvTurn
-from hpcdist.routes import hdf5_files
-from hpcdist.routes.hdf5_files import Stage
+from hpcdist.p2p.transfers import RecvTurn
 from hpcdist.tensors import message as packing
 from hpcdist.tensors import tree
 
@@ -78,16 +71,14 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(packing, "SMALL", 64)
         monkeypatch.setattr(sizes, "PIECE", 1000)
         monkeypatch.setattr(matching, "INLINE", 100)
-        monkeypatch.setattr(packing, "INLINE", 16)
 
 
 @pytest.mark.usefixtures("limits")
-@pytest.mark.parametrize("route", ["auto", "mpi", "hdf5"])
-def test_round_the_ring(world: hd.World, route: str) -> None:
+def test_round_the_ring(world: hd.World) -> None:
     findings = Findings(world.comm)
     after, before = _peers(world)
     sent = _tree(world.rank)
-    handle = hd.isend(sent, after, route=route)
+    handle = hd.isend(sent, after)
     got = hd.recv(before)
     handle.wait(30)
     findings.check(_same(got, _tree(before)), f"from {before}")
@@ -98,14 +89,13 @@ def test_round_the_ring(world: hd.World, route: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("route", ["mpi", "hdf5"])
-def test_send_and_recv(world: hd.World, route: str) -> None:
+def test_send_and_recv(world: hd.World) -> None:
     """From rank 0 to all others, one after the other."""
     findings = Findings(world.comm)
     for turn, value in enumerate([_tree(3), torch.tensor(1.5), [1, 2], "text", None]):
         if world.rank == 0:
             for dest in range(1, world.world_size):
-                hd.send(value, dest, route=route)
+                hd.send(value, dest)
         got = hd.recv(0) if world.rank else value
         findings.check(_same(got, value), turn)
     findings.settle()
@@ -244,7 +234,7 @@ def test_wrong_arguments_are_told_here(world: hd.World) -> None:
         (ValueError, "tag is -1", lambda: hd.isend(1, 0, -1)),
         (ValueError, "tag is", lambda: hd.recv(tag=2**40)),
         (ValueError, "source is", lambda: hd.irecv(world.world_size)),
-        (ValueError, "route is 'gloo'", lambda: hd.send(1, 0, route="gloo")),
+        (TypeError, "route", lambda: hd.send(1, 0, route="mpi")),  # type: ignore[call-arg]
         (ValueError, "this rank itself", lambda: hd.send(1, world.rank)),
     ]
     for kind, told, step in wrong:
@@ -305,7 +295,7 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
     interruptions = 0
     for line in range(80):
         handle = hd.isend(line, after, 3)
-        turn = RecvTurn(world._context.unexpected, world._context.everyone, before, 3)
+        turn = RecvTurn(world._context, world._context.everyone, before, 3)
         world.comm.Barrier()
         interruptions += _interrupted(turn.wait, line)
         turn.give_back()
@@ -349,7 +339,7 @@ def test_interrupted_behind_another_receive(world: hd.World) -> None:
 
 def _interrupted(step: Callable[[], object], after: int) -> bool:
     """Whether an exception came before line `after` of those that `step` runs in the modules that receive."""
-    left, files = after, (matching.__file__, post.__file__)
+    left, files = after, (matching.__file__, transfers.__file__)
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
@@ -413,41 +403,6 @@ def test_damaged_messages(world: hd.World, text: bytes, envelope: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_file_that_cannot_be_made_or_seen(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder: the sender is told, and nothing was sent. Not shared: both are told. Nothing is left behind."""
-    findings = Findings(world.comm)
-    folder = Path(world.comm.bcast(str(tmp_path)))
-    big = torch.zeros(100_000)
-    after, before = _peers(world)
-    change_settings(monkeypatch, world, staging=str(folder / "none"))
-    try:
-        hd.isend(big, after, route="hdf5").wait(30)
-        findings.check(False, "no error")
-    except HpcdistError as error:
-        findings.check("no such folder" in str(error), error)
-    change_settings(monkeypatch, world, staging=str(folder))
-    monkeypatch.setattr(hdf5_files, "patiently", lambda look: "another file by that name on this rank")
-    handle = hd.isend(big, after, route="hdf5")
-    for step in (lambda: hd.recv(before), lambda: handle.wait(30)):
-        try:
-            step()
-            findings.check(False, "no error")
-        except HpcdistError as error:
-            findings.check("the folder is not shared by all nodes" in str(error), error)
-    monkeypatch.undo()
-    change_settings(monkeypatch, world, staging=str(folder))
-    handle = hd.isend(big, after, route="hdf5")
-    time.sleep(0.05)
-    modes = [os.stat(folder / name).st_mode & 0o777 for name in os.listdir(folder)]
-    findings.check(all(mode == 0o600 for mode in modes), modes)
-    findings.same(hd.recv(before), big, "the next one")
-    handle.wait(30)
-    world.comm.Barrier()
-    findings.check(os.listdir(folder) == [], os.listdir(folder))
-    findings.settle()
-
-
-@pytest.mark.mpi(min_size=2)
 def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
     """They can never be answered, and say so; tests/runtime/test_background.py has the rest of the ending."""
     comm = world.comm.Split(world.rank)
@@ -460,44 +415,3 @@ def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
     except HpcdistError as error:
         caught = str(error)
     assert_on_all_ranks(world.comm, "ended before this message" in caught, caught)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_file_that_takes_its_time_stalls_nothing_else(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its write nor its read; what is sent after it to the same receiver with the same tag waits for it."""
-    findings = Findings(world.comm)
-    after, before = _peers(world)
-    big, go_on = torch.arange(100_000.0), threading.Event()
-    write, fetch = Stage.write, transfers.fetch
-
-    def slow(step: Any) -> Any:
-        def run(*args: Any) -> None:
-            findings.check(go_on.wait(30), "the others did not get on")
-            step(*args)
-
-        return run
-
-    monkeypatch.setattr(Stage, "write", slow(write))
-    file = hd.isend(big, after, 1, route="hdf5")
-    same = hd.isend("behind", after, 1)
-    hd.isend("other", after, 2).wait(30)
-    hd.send("now", after, 3)
-    findings.check([hd.recv(before, 3), hd.recv(before, 2)] == ["now", "other"], "what has another tag")
-    findings.check(not (same.done() or file.done()), "the order")
-    go_on.set()
-    findings.same(hd.recv(before, 1), big, "the file")
-    findings.check(hd.recv(before, 1) == "behind", "what comes after it")
-    same.wait(30)
-    file.wait(30)
-
-    go_on.clear()
-    monkeypatch.setattr(Stage, "write", write)
-    monkeypatch.setattr(transfers, "fetch", slow(fetch))
-    file, got = hd.isend(big, after, 1, route="hdf5"), hd.irecv(before, 1)
-    other = hd.irecv(before, 2)
-    hd.isend("other", after, 2).wait(30)
-    findings.check(other.wait(30) == "other" and not got.done(), "while it is read")
-    go_on.set()
-    findings.same(got.wait(30), big, "the file")
-    file.wait(30)
-    findings.settle()
