@@ -429,7 +429,7 @@ def _dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
         links: list[bytes] = []
         # For any other order HDF5 makes a list, and 1.10 ends the process where a flipped bit keeps it from filling it.
         group.links.iterate(links.append, order=h5.ITER_NATIVE)
-        for name in links:
+        for name in sorted(links):
             kind, text = group.links.get_info(name).type, _text(prefix + name)
             if kind != h5l.TYPE_HARD:
                 where = (
