@@ -140,11 +140,10 @@ def save_safetensors(asked: argparse.Namespace) -> int:
 
 
 def convert(asked: argparse.Namespace) -> int:
-    """Divide all tensors of a checkpoint among the ranks of the command, and find the owners of the pages of one."""
-    import numpy as np
+    """Find one rank's share of all tensors of a checkpoint."""
     import torch
 
-    from hpcdist.commands.copying import Shares
+    from hpcdist.commands.copying import share
     from hpcdist.formats.contents import Dataset
     from hpcdist.layout.box import grid
 
@@ -152,10 +151,8 @@ def convert(asked: argparse.Namespace) -> int:
     start = now()
     shape = shape_of(0, asked.extent)
     pieces = grid(shape, 2**22)
-    shares = Shares([Dataset(str(i), shape, torch.float32, pieces) for i in range(asked.tensors)], asked.ranks)
-    found = 0
-    for i in range(asked.tensors):
-        found += len(shares.rows(i, asked.ranks // 2)) + len(shares.owners(i, np.array([0, shape[0] * shape[1] - 1])))
+    datasets = [Dataset(str(i), shape, torch.float32, pieces) for i in range(asked.tensors)]
+    found = len(share(datasets, asked.ranks // 2, asked.ranks))
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
 

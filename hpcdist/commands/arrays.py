@@ -20,8 +20,18 @@ from hpcdist import layout
 from hpcdist.collectives.concat import concat
 from hpcdist.collectives.gather import gather
 from hpcdist.comm.team import Team
-from hpcdist.commands.copying import Report, add_options, check_output, copied, copy, finish
-from hpcdist.commands.inputs import Inputs, described, find, joined
+from hpcdist.commands.copying import (
+    Inputs,
+    Report,
+    add_options,
+    check_output,
+    copied,
+    copy,
+    described,
+    find,
+    finish,
+    joined,
+)  # fmt: skip
 from hpcdist.control import objects
 from hpcdist.errors import InputError, RankError, listed
 from hpcdist.formats.contents import Dataset, Slices
@@ -122,8 +132,8 @@ def _stream(
     written = files if mine is None else mine
     objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, written, () if world.rank else files))
 
-    with data.reader(args.window) as reader:
-        write = partial(_write, world, args, data, written, partial(data.join, reader.read))
+    with data.reading(args.window) as read:
+        write = partial(_write, world, args, data, written, partial(data.join, read))
         if mine is None:
             done = write(team_of())
         else:
@@ -196,8 +206,8 @@ def _join_in_memory(world: World, args: Namespace) -> int:
     files = [(args.output, layout.whole(data.shape))] if writes else []
     objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, files, ()))
     shard = torch.empty(own.shape, dtype=data.dtype, device="cpu")
-    with data.reader(WINDOW) as reader:
-        objects.run_on_all(comm, "read", lambda: data.join(reader.read, own, shard))
+    with data.reading(WINDOW) as read:
+        objects.run_on_all(comm, "read", lambda: data.join(read, own, shard))
     move: Move = partial(gather, dim=data.dim, root=args.root)
     where, sent = f"rank {args.root}", data.nbytes() - kept.size() * data.dtype.itemsize
     if args.root is None:
@@ -253,36 +263,30 @@ def _time_routes(
     """
     refused: list[Report] = []
     results: dict[str, tuple[Tensor, Tensor | None]] = {}
-    times: dict[str, list[float]] = {}
     for route in _ROUTES if args.compare else [args.route or "mpi"]:
         x = placed(world, shard, route)
         try:
-            results[route], times[route] = (x, move(x, route=route)), []
+            results[route] = x, move(x, route=route)
         except RankError as error:
             if not results:
                 raise
             refused.append({"route": route, "refused": next(iter(error.problems.values()))})
+    times: dict[str, list[float]] = {route: [] for route in results}
     for _ in progress(range(_ROUNDS), world, "move"):
         for route, (x, out) in results.items():
             times[route].append(timed(world, partial(move, x, route=route, out=out))[0])
+    held = [None if result is None else result.cpu() for _, result in results.values()]
     rows: list[Report] = []
-    expected: list[Tensor] = []
-    for route, (_, result) in results.items():
-        held = [] if result is None else [result.cpu()]
-        expected = expected if rows else held
-        same = all(map(torch.equal, map(_bytes_of, held), map(_bytes_of, expected)))
-        right = all(objects.all_gather_object(team_of().comm, same))
-        rows.append({"route": route, "seconds": median(times[route]), "same_result": right})
-    fastest = min(row["seconds"] for row in rows)
     cells = []
-    for row in rows:
-        row["ratio_to_best"] = row["seconds"] / fastest
-        speed = report["bytes"] / row["seconds"] / 1e9
-        numbers = [f"{number:.2f}" for number in (row["seconds"] * 1e3, speed, row["ratio_to_best"])]
-        cells.append([row["route"], *numbers, "yes" if row["same_result"] else "NO"])
+    for route, result in zip(results, held, strict=True):
+        same = result is None or held[0] is None or torch.equal(_bytes_of(result), _bytes_of(held[0]))
+        right, seconds = all(objects.all_gather_object(team_of().comm, same)), median(times[route])
+        rows.append({"route": route, "seconds": seconds, "same_result": right})
+        numbers = f"{seconds * 1e3:.2f}", f"{report['bytes'] / seconds / 1e9:.2f}"
+        cells.append([route, *numbers, "yes" if right else "NO"])
     report["routes"] = rows + refused
-    return expected[0] if expected else None, [
-        "", table(["route", "time (ms)", "GB/s", "ratio to best", "same result"], cells),
+    return held[0], [
+        "", table(["route", "time (ms)", "GB/s", "same result"], cells),
         *(f"{row['route']}: not run: {row['refused']}" for row in refused),
         "", f"time: median of {_ROUNDS} rounds, the slowest rank; GB/s: bytes of the result per time",
     ]  # fmt: skip
@@ -417,9 +421,6 @@ def parser(what: str) -> Parser:
     )  # fmt: skip
     if what == "gather":
         p.add_argument("--root", type=int, default=0, help="without -o: rank that receives the result (default 0)")
-        p.add_argument(
-            "--all", dest="root", action="store_const", const=None, help="without -o: every rank receives it"
-        )
     if what == "split":
         p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
     else:

@@ -15,8 +15,18 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.commands.copying import Report, Shares, add_options, check_output, copied, copy, finish, in_pieces
-from hpcdist.commands.inputs import Read, Reader
+from hpcdist.commands.copying import (
+    Read,
+    Report,
+    add_options,
+    check_output,
+    copied,
+    copy,
+    finish,
+    in_pieces,
+    reading,
+    share,
+)  # fmt: skip
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError, described, listed
 from hpcdist.formats import safetensors
@@ -47,12 +57,12 @@ def main(world: World, args: Namespace) -> int:
         "left_out": list(contents.left_out),
     }  # fmt: skip
     datasets, files = [Dataset(s.name, s.shape, s.dtype, s.boxes) for s in tensors], OpenFiles(contents)
-    with Reader([(files, of) for of in tensors], args.window, most=1) as reader:
+    with reading([(files, of) for of in tensors], args.window, most=1) as read:
         if Path(args.output).suffix in _FILES:
             options = SaveOptions("posix", args.window, args.resume, contents.text, limit)
-            done = copy(world, team_of(), _VERB, args.output, datasets, reader.read, options)
+            done = copy(world, team_of(), _VERB, args.output, datasets, read, options)
         else:
-            _write_folder(world, in_pieces(args.output, datasets, args.window), reader.read, args.output)
+            _write_folder(world, in_pieces(args.output, datasets, args.window), read, args.output)
     copying = copied(world, args, report, started, done)
     size = f"{plural(report['files'], 'file')}, {plural(len(tensors), 'tensor')}, {report['bytes']:,} bytes"
     lines = [f"{_VERB}: {contents.kind} {shown(args.input)}: {size}"]
@@ -99,8 +109,7 @@ def _look(args: Namespace) -> tuple[Contents, int | None]:
     folder = os.path.dirname(os.path.abspath(out))
     if not out.endswith(".h5") and os.path.isdir(source) and os.path.realpath(source) == os.path.realpath(folder):
         raise InputError("HD507", f"{out}: would be read as a part of the input, {source}")
-    several = [] if limit is None else safetensors.divide(out, datasets, limit)
-    for name in [out, *(name for name, _ in several), *index]:
+    for name in [out, *(name for name, _ in safetensors.divide(out, datasets, limit)), *index]:
         check_output(name, files, 0 if args.resume else contents.nbytes())
     return contents, limit
 
@@ -130,7 +139,7 @@ def _write_folder(world: World, datasets: Sequence[Dataset], read: Read, out: st
     from torch.distributed.checkpoint import api, default_planner, filesystem, metadata, planner, state_dict_saver
 
     comm, folder = team_of().comm, Path(out)
-    boxes = [(i, box) for (i, _), box in Shares(datasets, world.world_size).boxes(world.rank).items()]
+    boxes = [(i, box) for i, _, box in share(datasets, world.rank, world.world_size)]
     if world.rank == 0:
         boxes += [(i, layout.whole(d.shape)) for i, d in enumerate(datasets) if not d.nbytes()]
     mine = {metadata.MetadataIndex(datasets[i].name, torch.Size(box.offset)): (datasets[i], i, box) for i, box in boxes}

@@ -1,39 +1,306 @@
-"""Copy tensors into files, and report it: every rank reads and writes its share, with no more than a window of host
-memory."""
+"""What the commands on files share: they find arrays and tensors, read any box of them, and copy them into files.
+
+Every rank reads and writes its share, with no more than a window of host memory.
+"""
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
+import sysconfig
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.comm.team import Team
-from hpcdist.commands.inputs import Read
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, InputError
+from hpcdist.errors import FileError, HpcdistError, InputError, listed, reason
 from hpcdist.formats import safetensors
-from hpcdist.formats.contents import Dataset
+from hpcdist.formats.contents import Contents, Dataset, Format, Slices, Stored, identity
+from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.paths import check_target, shown
+from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, Listed, grid, summed
-from hpcdist.runtime.cli import Parser, meter, nbytes, show_bytes
+from hpcdist.layout.box import Shards, grid, summed
+from hpcdist.runtime.cli import Parser, meter, nbytes, progress, show_bytes
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import check_pieces, piece_limit
+from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
+from hpcdist.tensors.storage import bits
 from hpcdist.validation.local import ArgumentError
 
-__all__ = ["Report", "Shares", "add_options", "check_output", "copied", "copy", "finish", "in_pieces"]
-
+__all__ = [
+    *("Inputs", "Read", "Report", "Source", "add_options", "check_output", "copied", "copy", "described", "find"),
+    *("finish", "in_pieces", "input_errors", "joined", "reading", "share"),
+]
 
 Report = dict[str, Any]
+_NAMED = re.compile(r"(.+\.(?:npz|pt|safetensors|h5)):(.+)", re.DOTALL)
+_MOST_OPEN = 12  # input files kept open
+
+Read = Callable[[int, Box, Tensor], object]  # fills a tensor with a box of the i-th tensor
+
+
+@contextmanager
+def input_errors(what: str) -> Iterator[None]:
+    """Make an InputError about `what` of every error of a file, of the system or of a format's library."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # each library has errors of its own for a damaged file
+        text = str(error) if isinstance(error, FileError) else f"{what}: cannot be read: {reason(error)}"
+        raise InputError("HD402", text) from error
+
+
+class _SourceFile(Format):
+    """Any file, as an array of its bytes: what the commands read without an INPUT."""
+
+    def describe(self, path: str) -> Contents:
+        at = identity(path)
+        raw = Raw(path, 0, (at.size,), torch.uint8)
+        return Contents(path, "file", {"": Stored("", raw.shape, raw.dtype, raw)}, {path: at})
+
+    def by_library(self, path: str, stored: Stored) -> Slices:
+        return lambda box: torch.from_file(path, size=stored.nbytes(), dtype=torch.uint8)[box.slices()]
+
+
+_READ: dict[str, Format] = {**FORMATS, ".py": _SourceFile()}
+
+
+class Source(NamedTuple):
+    """One array in one file.
+
+    Attributes:
+        spec: the user's name for it: the path, and after a colon the array's name where the file may hold several.
+        name: of the array in the file, given or not.
+        contents: what the file holds of it.
+    """
+
+    spec: str
+    name: str
+    contents: Contents
+
+    @property
+    def stored(self) -> Stored:
+        return self.contents.tensors[self.name]
+
+
+def described(spec: str) -> Source:
+    """Look up the array that `spec` names in its file, or the only one there; an InputError if it cannot be read."""
+    path, name = _split(spec)
+    suffix = Path(path).suffix
+    if suffix not in _READ:
+        expected = f"one of {', '.join(FORMATS)}; hpcdist convert copies all tensors of a folder"
+        raise InputError("HD501", f"{path}: unknown suffix {suffix!r}; expected {expected}")
+    with input_errors(path):
+        contents = describe(path, _READ[suffix])
+        key = name and contents.key(name)
+        if key and "" in contents.tensors:
+            raise InputError("HD408", f"{path}: holds an array without a name, and no array {key!r}")
+        found = contents.chosen(key)
+    return Source(spec, _only(found, key), found)
+
+
+def _only(contents: Contents, name: str | None) -> str:
+    """Return the array that is named, or the only one.
+
+    Raises:
+        InputError: there are several, or none.
+    """
+    path, names = contents.path, list(contents.tensors)
+    if name in names:
+        return name
+    if not names:
+        raise InputError("HD408", f"{path}: holds no array")
+    if len(names) > 1:
+        one = f"name one as {path}:NAME; it has: {listed(names)}; hpcdist convert copies all"
+        raise InputError("HD408", f"{path}: holds {len(names)} arrays; {one}")
+    return names[0]
+
+
+def _split(spec: str) -> tuple[str, str | None]:
+    """Split into path and name; a file named by the whole text comes first."""
+    found = None if os.path.lexists(spec) else _NAMED.fullmatch(spec)
+    return (found[1], found[2]) if found else (spec, None)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays that the ranks read together, as one joined array.
+
+    Attributes:
+        sources: all arrays, in order.
+        shape, dtype: of all of them, joined.
+        dim: dimension along which they are joined, >= 0.
+        boxes: of each array in the whole.
+    """
+
+    sources: Sequence[Source]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+    boxes: Shards
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def share(self, world: World, rank: int) -> Box:
+        """The box of the arrays that a rank reads where they are gathered in memory."""
+        mine = layout.block_range(len(self.sources), world.world_size, rank)
+        displs = self.boxes.displs.tolist()
+        return layout.whole(self.shape).narrow(self.dim, displs[mine.start], displs[mine.stop])
+
+    def reading(self, window: int) -> AbstractContextManager[Read]:
+        """As :func:`reading`, of the arrays."""
+        return reading([(OpenFiles(source.contents), source.stored) for source in self.sources], window, _MOST_OPEN)
+
+    def by_library(self) -> Slices:
+        """Return boxes of the joined array as the libraries of the arrays' formats read them."""
+
+        @lru_cache(_MOST_OPEN)
+        def opened(i: int) -> Slices:
+            path = self.sources[i].contents.path
+            return _READ[Path(path).suffix].by_library(path, self.sources[i].stored)
+
+        def slices(box: Box) -> Tensor:
+            out = torch.empty(box.shape, dtype=self.dtype, device="cpu")
+            self.join(lambda i, inner, part: bits(part).copy_(bits(opened(i)(inner))), box, out)
+            return out
+
+        return slices
+
+    def join(self, read: Read, whole: Box, out: Tensor) -> None:
+        """Fill `out`, a CPU tensor, with a box of the joined array; `read` reads boxes of the arrays."""
+        for i in self.boxes.intersecting(whole).tolist():
+            at = self.boxes[i]
+            common = at.intersect(whole)
+            box = common.relative_to(at.offset) if self.sources[i].stored.shape else Box((), ())
+            read(i, box, out[common.slices(whole.offset)].view(box.shape))
+
+
+@contextmanager
+def reading(tensors: Sequence[tuple[OpenFiles, Stored]], window: int, most: int) -> Iterator[Read]:
+    """Read boxes of the tensors of files, for a ``with`` block, which closes the files.
+
+    Every piece of which something is read is compared with its checksum, once. What cannot be read is an InputError.
+
+    Args:
+        tensors: each with its files.
+        window: bytes of host memory, half of which are for what is read.
+        most: how many tensors stay open; some formats' libraries hold all of each in memory.
+    """
+    opened: dict[int, TensorReader] = {}
+
+    def read(i: int, box: Box, out: Tensor) -> None:
+        files, stored = tensors[i]
+        half = window // 2
+        if stored.raw is not None and layout.runs(box, stored.shape)[1] == 1:
+            half = max(half, 2 * out.nbytes)  # straight into `out`, a piece of any size at once
+        with input_errors(f"{files.contents.path}: {stored.name}".rstrip(": ")):
+            if i not in opened:
+                if len(opened) >= most:
+                    opened.pop(next(iter(opened))).files.close()
+                opened[i] = TensorReader(files, stored, verify=True)
+            opened[i].read(box, out, half)
+
+    try:
+        yield read
+    finally:
+        for reader in opened.values():
+            reader.files.close()
+
+
+def find(world: World, given: Sequence[str], dim: int) -> Inputs:
+    """Find the inputs that `given` names, in that order; by default, the files of Python's standard library.
+
+    Collective.
+
+    Raises:
+        RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
+    """
+    comm = team_of().comm
+    specs = objects.run_on_root(comm, "inputs", (lambda: _expand(given)) if given else _standard_library)
+    mine = layout.block_range(len(specs), world.world_size, world.rank)
+    looked = progress(specs[mine.start : mine.stop], world, "look")
+    parts = objects.run_on_all(comm, "inputs", lambda: [described(spec) for spec in looked])
+    sources = [source for part in parts for source in part]
+    if given:
+        objects.run_on_root(comm, "inputs", lambda: _check_once(sources))
+    return joined(sources, dim)
+
+
+def _expand(inputs: Sequence[str]) -> list[str]:
+    """Expand names and patterns into files; a name after a colon is applied to each file.
+
+    They come in the order given; the files that a pattern matches in natural order, s2 before s10.
+
+    Raises:
+        InputError: a pattern that matches nothing.
+    """
+    specs: list[str] = []
+    for given in inputs:
+        path, name = _split(given)
+        paths = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True), key=_natural)
+        if not paths:
+            raise InputError("HD401", f"{path}: no such file, and no file matches")
+        specs += [p if name is None else f"{p}:{name}" for p in paths]
+    return specs
+
+
+def _natural(path: str) -> list[Any]:
+    """A key that sorts the numbers within names as numbers."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", path))]
+
+
+def _standard_library() -> list[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(str(path) for path in root.rglob("*.py") if "site-packages" not in path.parts and path.is_file())
+
+
+def _check_once(sources: Sequence[Source]) -> None:
+    """Check that no array is named twice, under whatever names the file has; an InputError if one is."""
+    seen: dict[object, Source] = {}
+    for source in sources:
+        path = source.contents.path
+        other = seen.setdefault((source.contents.files[path], source.stored.name), source)
+        if other is not source and os.path.samefile(path, other.contents.path):
+            raise InputError("HD507", f"{source.spec}: named twice, also as {other.spec}")
+
+
+def joined(sources: Sequence[Source], dim: int) -> Inputs:
+    """Join arrays along `dim`; an InputError if they do not fit together."""
+    name, first = sources[0].spec, sources[0].stored
+    ndim = len(first.shape) or 1
+    if not -ndim <= dim < ndim:
+        what = f"{name} has {len(first.shape)} dims, expected {-ndim} to {ndim - 1}"
+        raise InputError("HD505", f"--dim {dim}: {what}")
+    dim %= ndim
+
+    def besides(stored: Stored) -> object:
+        return stored.dtype, len(stored.shape), stored.shape[:dim], stored.shape[dim + 1 :]
+
+    for source in sources:
+        if besides(source.stored) != besides(first):
+            this, other = (f"{of.dtype} {of.shape}" for of in (source.stored, first))
+            raise InputError("HD303", f"{source.spec}: {this} does not fit {other} of {name} along dim {dim}")
+    displs = summed([source.stored.shape[dim] if source.stored.shape else 1 for source in sources])  # 0-d: one row
+    shape = (*first.shape[:dim], int(displs[-1]), *first.shape[dim + 1 :])
+    return Inputs(sources, shape, first.dtype, dim, Shards(shape, dim, displs))
 
 
 def in_pieces(path: str, datasets: Sequence[Dataset], window: int) -> list[Dataset]:
@@ -74,8 +341,7 @@ def copy(
         RankError: on every rank, if anything failed on one; existing files are then as they were.
     """
     datasets = in_pieces(path, datasets, options.window)
-    shares = Shares(datasets, team.size)
-    mine = shares.boxes(team.rank)
+    mine = share(datasets, team.rank, team.size)
     if path.endswith(safetensors.SUFFIX):
         options = replace(options, attrs={"format": "pt", **options.attrs})
     with meter(world, verb, sum(d.nbytes() for d in datasets) // team.size) as bar:
@@ -83,7 +349,7 @@ def copy(
         with FileWriter(team, verb, path, datasets, options) as file:
             buffer = torch.empty(piece_limit(options.window // 2, 1), dtype=torch.uint8, device="cpu")
             try:
-                for (i, row), box in mine.items():
+                for i, row, box in mine:
                     if file.problem is not None:
                         break
                     dtype = datasets[i].dtype
@@ -95,28 +361,19 @@ def copy(
     return len(mine), file.kept
 
 
-class Shares:
-    """The share of each of `size` ranks in tensors whose pieces are runs of them, in order.
+def share(datasets: Sequence[Dataset], rank: int, size: int) -> list[tuple[int, int, Box]]:
+    """What one of `size` ranks reads and writes: (tensor, piece, box of the piece), where pieces are runs, in order.
 
     A piece belongs to the rank in whose part of all bytes it begins.
     """
-
-    def __init__(self, datasets: Sequence[Dataset], size: int) -> None:
-        first = summed([d.nbytes() for d in datasets])
-        limits = [int(first[-1]) * rank // size for rank in range(1, size)]
-        self._pieces: list[tuple[Listed, Ints]] = []  # of each tensor, and their owners
-        for start, d in zip(first[:-1], datasets, strict=True):
-            assert d.pieces is not None
-            begins = start + d.pieces.starts * d.dtype.itemsize
-            self._pieces.append((d.pieces, np.searchsorted(limits, begins, "right")))
-
-    def rows(self, i: int, rank: int) -> range:
-        """The pieces of tensor i that a rank reads and writes."""
-        return range(*np.searchsorted(self._pieces[i][1], (rank, rank + 1)).tolist())
-
-    def boxes(self, rank: int) -> dict[tuple[int, int], Box]:
-        """The boxes of all pieces that a rank reads and writes: (tensor, piece) -> box."""
-        return {(i, row): of[row] for i, (of, _) in enumerate(self._pieces) for row in self.rows(i, rank)}
+    first, found = summed([d.nbytes() for d in datasets]), []
+    total, last = int(first[-1]), rank + 1 == size
+    limits = total * rank // size, total * (rank + 1) // size + last  # the last has what begins at the end, too
+    for i, (start, d) in enumerate(zip(first[:-1], datasets, strict=True)):
+        assert d.pieces is not None
+        low, high = np.searchsorted(start + d.pieces.starts * d.dtype.itemsize, limits).tolist()
+        found += [(i, row, d.pieces[row]) for row in range(low, high)]
+    return found
 
 
 def add_options(p: Parser) -> None:

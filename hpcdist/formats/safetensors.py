@@ -180,8 +180,11 @@ def index_of(path: str) -> str:
     return path.removesuffix(SUFFIX) + INDEX
 
 
-def divide(path: str, datasets: Sequence[Dataset], limit: int) -> list[tuple[str, list[int]]]:
+def divide(path: str, datasets: Sequence[Dataset], limit: int | None) -> list[tuple[str, list[int]]]:
     """Divide tensors among files of at most `limit` bytes of data, in their order; a larger tensor has its own.
+
+    Args:
+        limit: None for one file.
 
     Returns:
         The path of each file, and the numbers of its tensors: `path` itself if all are in one, else
@@ -190,7 +193,7 @@ def divide(path: str, datasets: Sequence[Dataset], limit: int) -> list[tuple[str
     files: list[list[int]] = [[]]
     nbytes = 0
     for i, dataset in enumerate(datasets):
-        if files[-1] and nbytes + dataset.nbytes() > limit:
+        if limit is not None and files[-1] and nbytes + dataset.nbytes() > limit:
             files.append([])
             nbytes = 0
         files[-1].append(i)

@@ -390,9 +390,7 @@ class FileWriter(RankWriter):
 
     def __init__(self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], options: SaveOptions) -> None:
         self.team, self.verb, self.path = team, verb, path
-        self.names = [(path, list(range(len(datasets))))]
-        if options.limit is not None:
-            self.names = safetensors.divide(path, datasets, options.limit)
+        self.names = safetensors.divide(path, datasets, options.limit)
         self._targets: list[Target] = []
         laid = objects.run_on_root(team.comm, verb, lambda: self._lay_out(datasets, options))
         files = list[PartFile]()

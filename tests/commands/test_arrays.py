@@ -130,7 +130,7 @@ def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     routes = ("mpi", "gloo", "hdf5")
     lines = [f"{what} ?.pt --dim -2 --route {route}" for what in ("concat", "gather --root 1") for route in routes]
-    lines += ["gather ?.pt --dim -2 --all", "gather ?.pt --dim -2 -o y.npy --window 3K"]
+    lines += ["concat ?.pt --dim -2", "gather ?.pt --dim -2 -o y.npy --window 3K"]
     lines += ["gather ?.pt --dim -2 --route gloo --root 1 -o z.npy", "concat ?.pt --dim -2 --compare -o w.npy"]
     sent = [2 * whole.nbytes] * 3 + [whole.nbytes * 9 // 10] * 3  # rank 1 has one row of ten
     sent += [2 * whole.nbytes, 0]  # from file to file, on no route
@@ -150,11 +150,10 @@ def test_compare_runs_every_route_on_the_same_data(tmp_path: Path) -> None:
     ran = [row for row in report["routes"] if "refused" not in row]
     assert {row["route"] for row in ran} >= {"gloo", "mpi", "hdf5"}
     assert all(row["same_result"] is True and row["seconds"] > 0 for row in ran)
-    assert min(row["ratio_to_best"] for row in ran) == 1
     refused = [row["refused"] for row in report["routes"] if row not in ran]
     assert torch.cuda.is_available() or "needs a GPU of its own" in refused[0]
     assert report["bytes_sent"] == 2000 * 7 * 4  # the second file goes from rank 1 to rank 0
-    assert "time (ms)" in text.out and "ratio to best" in text.out
+    assert "time (ms)" in text.out
 
 
 @pytest.mark.once

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import assert_refused, load, same_bits
 
-from hpcdist.commands import inputs
+from hpcdist.commands import copying
 from hpcdist.errors import InputError
 from hpcdist.layout import Box
 from hpcdist.process import host_memory
@@ -85,7 +85,7 @@ def test_every_tensor_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch)
             assert same_bits(load(f"{path}:{key}"), expected), (name, key)
             if key == "model/large":
                 continue
-            source = inputs.described(f"{path}:{key}")
+            source = copying.described(f"{path}:{key}")
             array = TensorReader(OpenFiles(source.contents), source.stored, verify=True)
             with array.files:
                 for dim, extent in enumerate(x.shape):

@@ -346,7 +346,7 @@ def test_a_name_holds_one_file_or_several(made: Path) -> None:
 
 KILLED = """
     import os, runpy, signal, sys
-    from hpcdist.commands.inputs import Reader
+    from hpcdist.staging.reader import TensorReader
     from hpcdist.staging.writer import RankWriter
     def dying(kind, name, count):
         original, done = getattr(kind, name), []
@@ -362,7 +362,7 @@ KILLED = """
     if "." in sys.argv[2]:
         dying(RankWriter, "put", 3)
     else:
-        dying(Reader, "read", 3)
+        dying(TensorReader, "read", 3)
     runpy.run_module("hpcdist.commands.conversion", run_name="__main__")
 """
 

@@ -15,7 +15,7 @@ from cases import assert_refused, load, same_bits, whole_of
 from safetensors.torch import save_file
 
 import hpcdist as hd
-from hpcdist.commands import inputs
+from hpcdist.commands import copying
 from hpcdist.commands.arrays import join_main, parser
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES
@@ -90,7 +90,7 @@ def test_names_and_patterns(alone: hd.World) -> None:
         file["x/y"] = [1]
 
     def found(*given: str) -> list[str]:
-        return [source.spec for source in inputs.find(alone, given, 0).sources]
+        return [source.spec for source in copying.find(alone, given, 0).sources]
 
     assert found("b.npy", "a*.npy") == ["b.npy", "a.npy"]
     assert found("[sS]*.npy") == [f"{name}.npy" for name in natural]
@@ -120,9 +120,9 @@ def test_an_array_is_not_taken_twice_by_whatever_paths(alone: hd.World) -> None:
         ),
     ):
         with pytest.raises(HpcdistError, match="named twice"):
-            inputs.find(alone, given.split(), 0)
+            copying.find(alone, given.split(), 0)
     for fine in ("a.npy b.npy", "two.npz:x two.npz:y"):
-        assert len(inputs.find(alone, fine.split(), 0).sources) == 2
+        assert len(copying.find(alone, fine.split(), 0).sources) == 2
 
 
 def test_names_with_anything_in_them(alone: hd.World) -> None:
@@ -134,7 +134,7 @@ def test_names_with_anything_in_them(alone: hd.World) -> None:
             path = f"{name}{suffix}"
             if suffix != ".npz":
                 gather(alone, "in.npy", f"--output={path}")
-            assert inputs.find(alone, [path], 0).sources[0].spec == path
+            assert copying.find(alone, [path], 0).sources[0].spec == path
             for spec in [path] if suffix in (".npy", ".pt") else [path, f"{path}:data"]:
                 for by_library in (False, True):
                     assert load(spec, by_library).tolist() == [0, 1, 2], spec

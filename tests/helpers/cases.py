@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.commands import inputs
+from hpcdist.commands import copying
 from hpcdist.errors import InputError
 from hpcdist.formats import hdf5
 from hpcdist.tensors.storage import BARE, DTYPES, copyable
@@ -168,14 +168,14 @@ def strides_for(dtype: torch.dtype) -> Iterator[str]:
 
 def load(spec: str, by_library: bool = False, window: int = 2**20) -> Tensor:
     """An array of a file, as the commands read it, or to compare with it, by the format's own library."""
-    source = inputs.described(spec)
-    data = inputs.joined([source], 0)
+    source = copying.described(spec)
+    data = copying.joined([source], 0)
     whole = layout.whole(data.shape)
     if by_library:
         return data.by_library()(whole).view(source.stored.shape)
     out = torch.empty(data.shape, dtype=data.dtype, device="cpu")
-    with data.reader(window) as reader:
-        data.join(reader.read, whole, out)
+    with data.reading(window) as read:
+        data.join(read, whole, out)
     return out.view(source.stored.shape)
 
 
