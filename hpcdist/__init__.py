@@ -12,9 +12,8 @@ if COMMAND not in ("explain", "stage-env"):
 
     # isort: split
     from hpcdist import layout, memory, staging
-    from hpcdist.collectives.own_part import balance, local
     from hpcdist.collectives.plans import plan
-    from hpcdist.collectives.redistribute import redistribute
+    from hpcdist.collectives.redistribute import balance, local, redistribute
     from hpcdist.concat import concat
     from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
     from hpcdist.gather import gather

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcdist.collectives import autograd, concat, gather, redistribute, split
+from hpcdist.collectives import autograd, join, redistribute, split
 from hpcdist.collectives import run as driver
-from hpcdist.collectives.run import Executable, Operation, Plannable
-from hpcdist.collectives.small_plans import Inline, fits
+from hpcdist.collectives.run import Operation, Plannable, Steps
+from hpcdist.collectives.small import BEHIND_HEADERS, Small, came
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.routes import select
-from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors.accelerator import MemoryKind
+from hpcdist.tensors.storage import row_major
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_OPERATIONS: dict[Any, Callable[..., Operation]] = {
-    gather.gather: gather.operation,
-    concat.concat: concat.operation,
-    split.split: split.operation,
+_OPERATIONS: dict[Any, Callable[..., Steps]] = {
+    join.gather: join.gathering,
+    join.concat: join.concatenation,
+    split.split: split.Scatter,
     redistribute.redistribute: redistribute.Redistribute,
 }
 
@@ -90,15 +90,13 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     again = partial(verb, **{name: value for name, value in arguments.items() if name not in ("x", "out")}, group=group)
     name = verb.__name__
     if "root" in arguments and arguments["root"] is None and name == "split":
-        split.split(**{**arguments, "out": None}, group=group)
-        result = "view" if arguments["out"] is None else "out"
+        split.split(**arguments, group=group)
         reason = "every rank holds x: each takes its own part"
-        return Plan(name, "none", ("no message",), 0, 0, result, (reason,), _call=again)
+        return Plan(name, "none", ("no message",), 0, 0, "view", (reason,), _call=again)
     team = world.team_of(group)
     op = make(**arguments)
     op.name = f"plan of {name}"
     agreed = driver.plan(op, team)
-    op.inline = agreed.inline
     found = op.describe(team, agreed)
     reasons = [select.reason(op.route, team, kinds) for kinds in found.routes]
     reasons += [method.reason for method in found.methods if method.reason]
@@ -145,11 +143,11 @@ class _Kept:
         nothing = Box((0,) * len(parts.shape), (0,) * len(parts.shape))
         self.shape, self.box = parts.shape, self._dest or nothing
         on_host = all(kind == MemoryKind.CPU for kind in agreed.kinds)
-        self._is_inline = on_host and isinstance(parts.route, type(select.load("mpi"))) and fits(parts, team)
-        self._recvs = parts.overlaps(team.rank).recvs
-        self._inline: dict[bool, Inline] = {}  # of the team, and (True) of the team in its background
+        fits = max(parts.sizes()) <= team.inline
+        self._is_inline = on_host and fits and isinstance(parts.route, type(select.load("mpi")))
+        self._small: dict[bool, Small] = {}  # of the team, and (True) of the team in its background
         # Kept for calls, without the tensors.
-        op.name, op.x, op.out, op.inline = f"a plan of {verb}", None, None, False
+        op.name, op.x, op.out, op.small = f"a plan of {verb}", None, None, None
         op.bind(None if self._source is None else torch.empty(0, device="cpu"), None, agreed)
         self._op = op
 
@@ -160,34 +158,27 @@ class _Kept:
 
     def _execute(self, call: _Execution, team: Team) -> Any:
         problem, x, out = self._check(call.x, call.out)
-        agreed = self._agreed
-        inline = self._messages(team) if self._is_inline else None
-        grad = self._op.grad and torch.is_grad_enabled()
-        if inline is None:
-            agreed = collective.exchange(team, self._call(x, out, problem, grad))
-        elif not inline.exchange(team, x, problem is None, grad):
-            collective.disagree(team, self._call(x, out, problem, grad))
+        grad, background = self._op.grad and torch.is_grad_enabled(), team.foreground is not team
+        small, exchanged = self._small.get(background), False
+        if small is not None and not (problem or grad) and small.calls == team.calls[not background]:
+            if small.exchange(team, x if x is None else row_major(x)) and not self._op.grad:
+                result = small.take(out)
+                return result if call.out is None else call.out
+            exchanged = True
+        agreed = collective.exchange(team, self._call(x, out, problem, grad), exchanged)
         if self._op.grad:
             call.which = autograd.count(team)
             # Also on a rank that calls within torch.no_grad(): the backward pass of the others needs it.
-            call.grad = agreed.grad if inline is None else inline.grad
-        if inline is not None and not call.grad:
-            result = inline.result(out)
-            return result if call.out is None else call.out
+            call.grad = agreed.grad
         call.op = op = copy(self._op)
         op.out, op.grad = call.out, call.grad
         op.bind(x, out, agreed)
-        if inline is not None:
-            result = inline.result(out)
-            return torch.empty(0, dtype=self._dtype, device="cpu") if result is None else result
+        if self._is_inline and came(self._parts, agreed, 0):
+            op.small = Small(team, self._parts)
+            if not agreed.grad:
+                self._small[background] = op.small
         with abort.InTransfer(op.name, team.size):
             return op.forward(team)
-
-    def _messages(self, team: Team) -> Inline:
-        background = team.foreground is not team
-        if background not in self._inline:
-            self._inline[background] = Inline(team, self._parts, self._recvs, self._op.name, self._number)
-        return self._inline[background]
 
     def _check(self, x: Any, out: Any) -> tuple[str | None, Tensor | None, Tensor | None]:
         """Return (the problem of the tensors, both tensors ready to be moved)."""
@@ -219,15 +210,26 @@ class _Kept:
 
     def _call(self, x: Tensor | None, out: Tensor | None, problem: str | None, grad: bool) -> Call:
         has_out = -1 if out is None else 0  # for the memory that results need
+        inline = () if x is None else (row_major(x),)
         options = (("the plan", self._number),)
         name, kind = self._op.name, self._kind
-        return Call(name, x=x, out=out, out_extent=has_out, kind=kind, grad=grad, options=options, problem=problem)
+        return Call(
+            name,
+            x=x,
+            out=out,
+            out_extent=has_out,
+            kind=kind,
+            grad=grad,
+            options=options,
+            problem=problem,
+            inline=inline if self._is_inline else None,
+        )
 
 
 _WITHOUT = {"x": "sends no tensor: pass None", "out": "receives no result"}
 
 
-class _Execution(Executable):
+class _Execution(Operation):
     """One call of a plan.
 
     Attributes:

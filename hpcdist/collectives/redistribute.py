@@ -1,29 +1,29 @@
-"""The operation redistribute: move a tensor from one layout to another."""
+"""The operation redistribute: move a tensor from one layout to another; and what layouts say without communication."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
+import torch
 from torch import Tensor
 
+from hpcdist import layout as layouts
 from hpcdist.collectives import results
-from hpcdist.collectives import run as driver
-from hpcdist.collectives.run import Parts, Plannable
-from hpcdist.collectives.transfer import Transfer, make_transfer
+from hpcdist.collectives.run import Plannable, run
+from hpcdist.collectives.small import Parts, encode, prefix_of
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import coded
-from hpcdist.layout import Layout
+from hpcdist.errors import RankError, coded
+from hpcdist.layout import Box, Layout, limits
 from hpcdist.routes import select
-from hpcdist.routes.base import Method
-from hpcdist.routes.inline import BEHIND_HEADERS
+from hpcdist.routes.base import Alltoall, Message, Method, Route
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
-from hpcdist.tensors.storage import copyable, of_bytes, overlap, row_major
-from hpcdist.validation import local
+from hpcdist.tensors.blocks import Blocks
+from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
+from hpcdist.validation import local as checks
 from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
 
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["Redistribute", "redistribute"]
+__all__ = ["Redistribute", "balance", "local", "redistribute"]
 
+AT_ONCE = 2**20  # bytes; if no rank has more, all messages are sent by one Alltoallw
 _CACHED = 64  # transfer plans per team
 Shape = tuple[int, ...]
 
@@ -89,7 +90,7 @@ def redistribute(
                 [4, 5]])
     """
 
-    return driver.run(Redistribute(x, src, dst, route, out), world.team_of(group), async_op)
+    return run(Redistribute(x, src, dst, route, out), world.team_of(group), async_op)
 
 
 class Redistribute(Plannable):
@@ -99,105 +100,296 @@ class Redistribute(Plannable):
         moves: transfer of this rank, after plan().
     """
 
+    name = "redistribute"
+    sent: Tensor
     moves: Transfer
 
-    def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any, name: str = "redistribute") -> None:
-        self.x, self.src, self.dst, self.route, self.out, self.name = x, src, dst, route, out, name
+    def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any) -> None:
+        self.x, self.src, self.dst, self.route, self.out = x, src, dst, route, out
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.src, self.dst, self.route
 
     def validate(self, team: Team) -> Call:
-        call = local.layout_call(self)
-        if local.may_be_inline(call) and call.x is not None:
-            meta = _meta(call).tobytes()
-            fits = len(meta) + call.x.nbytes <= team.inline
-            call.inline = (meta, row_major(call.x)) if fits else (meta,)
+        call = checks.layout_call(self)
+        if checks.may_be_inline(call) and call.x is not None:
+            header = encode(_shapes(call))
+            fits = len(header) + call.x.nbytes <= team.inline
+            call.inline = (header, row_major(call.x)) if fits else (header,)
         return call
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        shapes, outs = _shapes(team, call, agreed.inline)
-        assert call.x is not None
-        self._parts = _parts(team, call.x, shapes, agreed) if agreed.inline else None
-        self._shapes = shapes
-        key = (self.src, self.dst, shapes, call.x.dtype, call.route, agreed.kinds)
+        x = call.x
+        assert x is not None and team.headers is not None
+        ndim = x.dim()
+        if agreed.inline:
+            places = [team.headers.place(rank, 0, 8 * (1 + 2 * ndim)) for rank in range(team.size)]
+            rows: list[Sequence[int]] = [array("q", bytes(team.headers.all[place])) for place in places]
+        else:
+            rows = objects.all_gather_object(team.comm, _shapes(call))
+        shapes = tuple(tuple(row[1 : 1 + ndim]) for row in rows)
+        key = (self.src, self.dst, shapes, x.dtype, call.route, agreed.kinds)
         moves: Transfer | None = team.plans.get(key)
         if moves is None:
             route = select.agreed(self.name, call.route, team, agreed.kinds)
-            moves = make_transfer(self.name, team, route, self.src, self.dst, shapes, call.x)
-            team.plans[key] = moves
+            moves = team.plans[key] = _make_transfer(self.name, team, route, self.src, self.dst, shapes, x)
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
-        self.bind(call.x, call.out, agreed)
-        self._check_out(outs)
-
-    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
-        assert x is not None
-        self._shard, self._dest, self._agreed = x, out, agreed
+        self.bind(x, call.out, agreed)
+        self._check_out({rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]})
+        self.keep(team, prefix_of(1 + 2 * ndim))
 
     def parts(self, team: Team) -> Parts:
-        moves, x = self.moves, self._shard
-        _, sources = self.src.held(self._shapes)
-        return Parts(moves.route, moves.shape, x.dtype, x.device, sources, moves.boxes)
+        moves, x = self.moves, self.sent
+        return Parts(moves.route, moves.shape, x.dtype, x.device, moves.held, moves.boxes, moves.recvs)
 
     def method(self, team: Team) -> Method:
-        return BEHIND_HEADERS if self.inline and self._parts is not None else self.moves.method(team)
+        return self.moves.method(team)
 
-    def _check_out(self, outs: Sequence[Shape | None]) -> None:
-        shapes = {rank: shape for rank, shape in enumerate(outs) if shape is not None}
+    def _check_out(self, outs: dict[int, Shape]) -> None:
         expected = [box.shape for box in self.moves.boxes]
-        odd = {r: got for r, got in shapes.items() if got != expected[r]}
+        odd = {r: got for r, got in outs.items() if got != expected[r]}
         wrong = {r: coded("HD208", f"out has shape {got}, expected {expected[r]}") for r, got in odd.items()}
         objects.raise_problems(self.name, wrong)
-        objects.raise_problems(self.name, dict.fromkeys(shapes, LOSES_GRADIENT) if self.grad else {})
+        objects.raise_problems(self.name, dict.fromkeys(outs, LOSES_GRADIENT) if self.grad else {})
 
-    def forward(self, team: Team) -> Tensor:
-        shard, dest = self._shard, self._dest
+    def move(self, team: Team) -> Tensor:
+        shard, dest, moves = self.sent, self.dest, self.moves
 
         def make() -> tuple[Tensor, Tensor]:
             if dest is None:
-                return pool.empty(self.moves.box.shape, shard.dtype, shard.device), shard
+                return pool.empty(moves.boxes[team.rank].shape, shard.dtype, shard.device), shard
             return dest, copyable(shard).clone() if overlap(dest, shard) else shard
 
-        y, source = results.allocate(self.name, team, self.moves.sizes, make, self._agreed)
-        if self.inline and self._parts is not None:
-            self.moves.assemble(self._parts, y)
-        else:
-            self.moves.run(team, source, y)
-        return y if self.out is None else self.out
+        sizes = [box.size() * shard.itemsize for box in moves.boxes]
+        y, source = results.allocate(self.name, team, sizes, make, self.agreed)
+        moves.run(team, source, y)
+        return y
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
         return self.moves.transpose(team, grad)
 
 
-def _meta(call: Call) -> array[int]:
+def _shapes(call: Call) -> list[int]:
     """Return whether this rank has `out`, the shape of its part, and that of `out`."""
     assert call.x is not None
     out_shape = [-1] * call.x.dim() if call.out is None else call.out.shape
-    return array("q", [call.out is not None, *call.x.shape, *out_shape])
+    return [call.out is not None, *call.x.shape, *out_shape]
 
 
-def _parts(team: Team, x: Tensor, shapes: Sequence[Shape], agreed: Agreed) -> list[Tensor] | None:
-    """Return the parts of all ranks, if all came behind the headers."""
-    buffers, start = team.headers, 8 * (1 + 2 * x.dim())
-    sizes = [x.itemsize * prod(shape) for shape in shapes]
-    if buffers is None or any(came != start + size for came, size in zip(agreed.inlines, sizes, strict=True)):
-        return None
-    parts = [of_bytes(buffers.all[buffers.place(rank, start, size)]) for rank, size in enumerate(sizes)]
-    return [part.view(x.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+class Side(Blocks):
+    """One side of a transfer: the messages that a rank sends from its tensor, or those that it receives into it.
+
+    Attributes:
+        own: boxes of the rank's message to itself, which the others exclude.
+    """
+
+    def __init__(self, held: Box, parts: Sequence[tuple[int, Box]], rank: int, size: int, dtype: torch.dtype) -> None:
+        boxes: list[list[Box]] = [[] for _ in range(size)]
+        for peer, box in parts:
+            boxes[peer].append(box.relative_to(held.offset))
+        self.own, boxes[rank] = boxes[rank], []
+        super().__init__(held.shape, boxes, dtype)
+
+    def with_own(self, rank: int) -> list[Sequence[Box]]:
+        """Return the boxes of all messages, that of the rank to itself included."""
+        return [*self.boxes[:rank], self.own, *self.boxes[rank + 1 :]]
+
+    def views(self, x: Tensor) -> list[Message]:
+        """Return (rank, view of `x`) for all messages, in pieces of at most limits.PIECE bytes."""
+        return [
+            (rank, x[piece.slices()])
+            for rank, boxes in enumerate(self.boxes)
+            for box in boxes
+            for piece in layouts.boxes(box, limits.PIECE // x.itemsize)
+        ]
 
 
-def _shapes(team: Team, call: Call, came: bool) -> tuple[tuple[Shape, ...], list[Shape | None]]:
-    """Gather the shapes of all parts, and of `out` on the ranks that passed it. Collective; one small Allgather, unless
-    they came behind the headers."""
-    from mpi4py import MPI
+class Transfer:
+    """One rank's part in moving a tensor from one layout to another.
 
-    assert call.x is not None
-    ndim = call.x.dim()
-    mine = _meta(call)
-    all_ = array("q", bytes(mine.itemsize * len(mine) * team.size))
-    if came and (buffers := team.headers) is not None:
-        places = buffers.places([mine.itemsize * len(mine)] * team.size)
-        all_ = array("q", b"".join([buffers.all[place] for place in places]))
-    else:
-        team.comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
-    rows = [tuple(all_[start : start + len(mine)]) for start in range(0, len(all_), len(mine))]
-    return tuple(row[1 : 1 + ndim] for row in rows), [row[1 + ndim :] if row[0] else None for row in rows]
+    In host memory over MPI, datatypes move the elements between their final places: the fastest of all measured
+    methods, and without buffers (benchmarks/redistribute.py). Other routes pack messages that are not one run of
+    memory.
+
+    Args:
+        facts: of all ranks.
+
+    Attributes:
+        route: route of the data.
+        shape: shape of the whole tensor.
+        held, boxes: boxes of all ranks in the old layout, and in the new one.
+        recvs: source and box of all that this rank receives, what it has itself included.
+        source, dest: messages that this rank sends from its part, and those that it receives into the new one.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        shape: Shape,
+        held: Sequence[Box],
+        boxes: Sequence[Box],
+        recvs: Sequence[tuple[int, Box]],
+        sides: tuple[Side, Side],
+        facts: Sequence[Fact],
+    ) -> None:
+        self.route, self.shape, self.held, self.boxes, self.recvs = route, shape, held, boxes, recvs
+        self.source, self.dest = sides
+        self._longest, self._total = max(fact.longest for fact in facts), max(fact.total for fact in facts)
+        on_host = all(fact.on_host for fact in facts)
+        self._mpi: Any = route if on_host and route.name == "mpi" else None  # which sends strided views
+        self._at_once = all(fact.single for fact in facts) and self._total <= AT_ONCE
+        self._types: Any = None  # of the views in Alltoallw, made once
+
+    def method(self, team: Team) -> Method:
+        """Return how run() would move the data. Collective."""
+        if not self._longest:
+            return Method("copies within each rank", "no rank needs data of another one")
+        if self._mpi is None:
+            return self.route.method(team, "alltoallv", self._total)
+        if self._at_once:
+            return Method("MPI_Alltoallw with datatypes", f"no rank has more than {AT_ONCE:,} bytes")
+        return Method("MPI sends and receives with datatypes", "the parts are large, or of several boxes")
+
+    def run(self, team: Team, x: Tensor, y: Tensor) -> None:
+        """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective."""
+        x, y = copyable(x), copyable(y)
+        if self._mpi is not None and self._longest:
+            if self._at_once:
+                self._alltoallw(team, x.contiguous(), y)
+            else:
+                sends, recvs = self.source.views(x), self.dest.views(y)
+                self._mpi.exchange_views(team, sends, recvs, lambda: self._copy_own(x, y))
+            return
+        self._copy_own(x, y)
+        if self._longest:
+            buffer = self.dest.buffer(y)
+            self._send(team, self.source, x, self.dest, buffer, y)
+            self.dest.unpack(buffer, y)
+
+    def _alltoallw(self, team: Team, x: Tensor, y: Tensor) -> None:
+        """Send all messages in one call, between contiguous tensors: for small data faster than many calls."""
+        buffer = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+        if self._types is None:
+            self._types = [
+                self._mpi.views_of(whole, [whole[one[0].slices()] if one else None for one in side.with_own(team.rank)])
+                for side, whole in ((self.source, x), (self.dest, buffer))
+            ]
+        self._mpi.alltoallw(team, x, self._types[0], buffer, self._types[1])
+        if buffer is not y:
+            y.copy_(buffer)
+
+    def _copy_own(self, x: Tensor, y: Tensor) -> None:
+        for box, into in zip(self.source.own, self.dest.own, strict=True):
+            y[into.slices()].copy_(x[box.slices()])
+
+    def transpose(self, team: Team, grad: Tensor) -> Tensor:
+        """Compute the gradient of `x` from that of `y`, summed over all ranks that received an element. Collective."""
+        x = pool.empty(self.source.shape, sum_dtype(grad.dtype), grad.device).zero_()
+        for box, into in zip(self.source.own, self.dest.own, strict=True):
+            x[box.slices()].add_(grad[into.slices()].to(x.dtype))
+        if self._longest:
+            messages = pool.empty([self.source.nbytes // grad.itemsize], grad.dtype, x.device, fixed=True)
+            self._send(team, self.dest, grad, self.source, messages, x)
+            self.source.add(messages, x)
+        return x.to(grad.dtype)
+
+    def _send(self, team: Team, source: Side, x: Tensor, dest: Side, into: Tensor, y: Tensor) -> None:
+        out = source.pack(x)
+        counts = source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y)
+        self.route.alltoallv(team, out, into, Alltoall(*counts, self._longest, self._total))
+
+
+class Fact(NamedTuple):
+    """Facts about one rank's part in a transfer, for all ranks.
+
+    Attributes:
+        longest, total: see :class:`hpcdist.routes.base.Alltoall`; the maximum of both directions.
+        on_host: whether its data are in host memory.
+        single: whether it exchanges at most one box with each rank in each direction.
+        missing: number of elements of its new part that no rank holds.
+    """
+
+    longest: int
+    total: int
+    on_host: bool
+    single: bool
+    missing: int
+
+
+def _make_transfer(
+    verb: str, team: Team, route: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor
+) -> Transfer:
+    """Plan the transfer. Collective; two small Allgathers.
+
+    Args:
+        shapes: the shapes of the parts of all ranks.
+        x: this rank's part.
+
+    Raises:
+        RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
+    """
+    name = "src"
+    try:
+        shape, source = src.held(shapes)
+        name = "dst"
+        dest = dst.boxes(shape, team.size)
+    except ValueError as wrong:  # the same on all ranks
+        raise RankError(verb, dict.fromkeys(range(team.size), coded("HD213", f"{name}: {wrong}"))) from None
+    moves = layouts.overlaps(source, dest, team.rank)
+    sides = (
+        Side(source[team.rank], moves.sends, team.rank, team.size, x.dtype),
+        Side(dest[team.rank], moves.recvs, team.rank, team.size, x.dtype),
+    )
+    longest = max(max(side.counts) for side in sides)
+    total = max(max(side.nbytes, x.itemsize * layouts.whole(side.shape).size()) for side in sides)
+    single = all(len(boxes) <= 1 for side in sides for boxes in side.with_own(team.rank))
+    mine = Fact(longest, total, x.is_cpu, single, moves.missing)
+    facts = [Fact(*fact) for fact in objects.all_gather_object(team.comm, list(mine))]
+    text = "src: no rank holds {} of the {} elements of its new part"
+    missing = {rank: fact.missing for rank, fact in enumerate(facts) if fact.missing}
+    objects.raise_problems(verb, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
+    return Transfer(route, shape, source, dest, moves.recvs, sides, facts)
+
+
+def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:
+    """Balance rows of unequal weight: return a count of rows for each rank so that all have about the same weight.
+
+    The counts are for consecutive rows, as Split and split take them. No rank gets more than the heaviest part of the
+    best partition plus the largest weight: see :func:`hpcdist.layout.balance`.
+
+    Args:
+        weights: the weight of each row, a number >= 0; the same on all ranks.
+        parts: the number of parts; None means the number of ranks in `group`.
+
+    Raises:
+        ValueError: if a weight is negative or not a number.
+
+    Example, on 2 ranks, for sequences of these lengths::
+
+        >>> hd.balance([8, 1, 1, 1, 1, 4])
+        [1, 5]
+    """
+    return layouts.balance(weights, world.context().group_of(group).size if parts is None else parts)
+
+
+def local(x: Tensor, layout: Layout, *, group: GroupLike | None = None) -> Tensor:
+    """Return this rank's part of a tensor that every rank holds: a view, without communication.
+
+    Args:
+        x: the whole tensor.
+        layout: the layout of the ranks' parts.
+        group: the group of ranks; None means all ranks.
+
+    Raises:
+        ValueError: on this rank, if a tensor of this shape cannot have this layout.
+
+    Example, on rank 1 of 2::
+
+        >>> hd.local(torch.arange(8).view(2, 4), hd.Split(1))
+        tensor([[2, 3],
+                [6, 7]])
+    """
+    ranks = world.context().group_of(group)
+    return x[layout.boxes(x.shape, ranks.size)[ranks.rank].slices()]

@@ -111,10 +111,8 @@ def check_shared(call: Call, shared: bool, x: Any) -> Call:
     return call
 
 
-def method(team: Team, shared: bool, nbytes: int, otherwise: Method) -> Method:
-    """Return how data of `nbytes` in total move to a `shared` result, as far as is known. Collective."""
-    if not shared:
-        return otherwise
+def method(team: Team, nbytes: int, otherwise: Method) -> Method:
+    """Return how data of `nbytes` in all move to a result that nodes are to share, as far as is known. Collective."""
     from hpcdist.routes import window  # which imports MPI
 
     refusal = window.refusal(team, nbytes)

@@ -12,36 +12,38 @@ from torch import Tensor
 
 from hpcdist import activity, layout
 from hpcdist.activity import callsite
-from hpcdist.collectives import autograd
+from hpcdist.collectives import autograd, results
+from hpcdist.collectives.small import BEHIND_HEADERS, Parts, Small, came, remember
 from hpcdist.comm.team import Team
-from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.routes.base import Method, Route
 from hpcdist.runtime import background
 from hpcdist.tensors import pool
-from hpcdist.tensors.storage import written
+from hpcdist.tensors.eager import recorded
+from hpcdist.tensors.storage import is_plain, written
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["Description", "Executable", "Operation", "Parts", "Plannable", "plan", "run"]
+__all__ = ["Description", "Operation", "Plannable", "Steps", "plan", "run"]
 
 
-class Executable(ABC):
+class Operation(ABC):
     """One collective call.
 
     Attributes:
         name: name of the operation as the user called it.
         x, out: this rank's tensor or structure, and memory for its result if the caller passed it; unvalidated.
+        route: name of the route that the caller passed; unvalidated.
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
-        inline: whether the data of all ranks have come with the headers of this call.
         which: number of the result among the team's results with a gradient, as text.
     """
 
     name: str
     x: Any
     out: Any = None
-    grad = inline = False
+    route: Any = "auto"
+    grad = False
     which = ""
 
     @abstractmethod
@@ -69,24 +71,24 @@ class Description(NamedTuple):
     result: str
 
 
-class Operation(Executable):
-    """One call of a verb: the part of each step that is specific to the operation.
-
-    Attributes:
-        route: name of the route that the caller passed; unvalidated.
-    """
-
-    route: Any = "auto"
+class Steps(Operation):
+    """One call of a verb: the part of each step that is specific to the operation."""
 
     def execute(self, team: Team, exchanged: bool = False) -> Any:
-        call, agreed = _agree(self, team, exchanged)
+        call, agreed = self.agree(team, exchanged)
         with abort.InTransfer(self.name, team.size):
             self.plan(team, call, agreed)
-            self.inline = agreed.inline
             if self.grad:
                 self.which = autograd.count(team)
             result = self.forward(team)
         return self.finish(result)
+
+    def agree(self, team: Team, exchanged: bool = False) -> tuple[Call, Agreed]:
+        """Validate the arguments, and compare them on all ranks. Collective."""
+        call = self.validate(team)
+        agreed = collective.exchange(team, call, exchanged)
+        self.grad = agreed.grad
+        return call, agreed
 
     @abstractmethod
     def validate(self, team: Team) -> Call:
@@ -109,37 +111,25 @@ class Operation(Executable):
         return result
 
 
-class Parts(NamedTuple):
-    """The data that move in a planned operation: the parts of one tensor, in rank order.
+class Plannable(Steps):
+    """An operation on one tensor, which can be kept after its plan, to be executed with other ones.
 
     Attributes:
-        route: route that moves them.
-        shape, dtype, device: those of the whole tensor; the device is that of this rank's parts.
-        sources, dests: box that each rank sends, and box that it receives; None for a rank that sends or receives none.
+        shared: whether the ranks of a node are to share the result.
+        sent, dest, agreed: tensor that this rank sends, and memory for its result if there is some, validated and
+            detached; headers of all ranks.
+        small: the call, if its data have come behind the headers.
     """
 
-    route: Route
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    sources: Sequence[Box | None]
-    dests: Sequence[Box | None]
+    shared = False
+    sent: Tensor | None
+    dest: Tensor | None
+    agreed: Agreed
+    small: Small | None = None
 
-    def overlaps(self, rank: int) -> layout.Overlaps:
-        """Return the boxes that a rank sends to each rank and receives from it."""
-        nothing = Box((0,) * len(self.shape), (0,) * len(self.shape))
-        sources, dests = ([box or nothing for box in boxes] for boxes in (self.sources, self.dests))
-        return layout.overlaps(sources, dests, rank)
-
-    def traffic(self, rank: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends to, and receives from, other ranks."""
-        moves = self.overlaps(rank)
-        sent, received = (sum(box.size() for peer, box in of if peer != rank) for of in (moves.sends, moves.recvs))
-        return self.dtype.itemsize * sent, self.dtype.itemsize * received
-
-
-class Plannable(Operation):
-    """An operation on tensors that can be kept after its plan, to be executed with other ones."""
+    @abstractmethod
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of the call besides `x` and `out`, unvalidated."""
 
     @abstractmethod
     def parts(self, team: Team) -> Parts:
@@ -147,11 +137,54 @@ class Plannable(Operation):
 
     @abstractmethod
     def method(self, team: Team) -> Method:
-        """Return how forward() would move the data. Collective, after plan()."""
+        """Return how move() would move the data. Collective, after plan()."""
+
+    @abstractmethod
+    def move(self, team: Team) -> Tensor | None:
+        """Move the data to this rank's result and return it, None if it receives none. Collective."""
+
+    def in_window(self, team: Team) -> Tensor | None:
+        """Move the data to a result that the ranks of a node share; None on all ranks if it cannot be. Collective."""
+        raise NotImplementedError
+
+    def execute(self, team: Team, exchanged: bool = False) -> Any:
+        key = _key(self)
+        known = None if key is None else team.repeats.get(key)
+        if known is not None and known.calls == team.calls[team.foreground is team]:
+            if known.exchange(team, self.x):
+                return known.take(self.out)
+            exchanged = True  # another rank's call is not the same as before
+        result = super().execute(team, exchanged)
+        if key is not None and self.small is not None and not self.grad:
+            remember(team, key, self.small)
+        return result
+
+    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
+        """Take the tensors that forward() moves: of the shape, dtype and device of the plan."""
+        self.sent, self.dest, self.agreed = x, out, agreed
+
+    def keep(self, team: Team, prefix: int = 0) -> None:
+        """Keep the call, if its data have come: see :class:`hpcdist.collectives.small.Small`."""
+        if self.agreed.inline and came(parts := self.parts(team), self.agreed, prefix):
+            self.small = Small(team, parts, prefix)
+
+    def forward(self, team: Team) -> Tensor | None:
+        result = self.in_window(team) if self.shared else None
+        if result is None:
+            result = self.move(team) if self.small is None else self.small.take(self.dest)
+        if result is None:
+            return (
+                torch.empty(0, dtype=self.sent.dtype, device=self.sent.device)
+                if self.grad and self.sent is not None
+                else None
+            )
+        return result if self.out is None else self.out
 
     def describe(self, team: Team, agreed: Agreed) -> Description:
-        parts, method = self.parts(team), self.method(team)
+        parts, method = self.parts(team), self.method(team) if self.small is None else BEHIND_HEADERS
         box = parts.dests[team.rank]
+        if self.shared:
+            method = results.method(team, layout.whole(parts.shape).size() * parts.dtype.itemsize, method)
         if box is None:
             result = "none"
         elif self.out is not None:
@@ -162,12 +195,30 @@ class Plannable(Operation):
             result = "pool" if pool.holds(box.size() * parts.dtype.itemsize, parts.device) else "new"
         return Description({agreed.kinds: parts.route}, [method], *parts.traffic(team.rank), result)
 
-    @abstractmethod
-    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
-        """Take other tensors of the same shape, dtype and device, validated and detached, for forward()."""
+
+def _key(op: Plannable) -> tuple[Any, ...] | None:
+    """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
+    x, out = op.x, op.out
+    if op.shared or not (x is None or is_plain(x)) or recorded() is not None:
+        return None
+    if out is not None and (not is_plain(out) or not out.dim() or out.is_inference()):
+        return None
+    given = op.arguments()  # with their types: 1.0 is no dim, although it equals 1
+    key = (
+        op.name,
+        given,
+        *map(type, given),
+        x is not None and (x.dtype, x.shape),
+        out is not None and (out.dtype, out.shape),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
-def run(op: Executable, team: Team, async_op: bool = False) -> Any:
+def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     """Run an operation in the foreground, or in the background of the team. Collective over the team.
 
     Returns:
@@ -187,29 +238,22 @@ def run(op: Executable, team: Team, async_op: bool = False) -> Any:
     return result if op.out is None else written(op.out, result)
 
 
-def plan(op: Operation, team: Team) -> Agreed:
+def plan(op: Steps, team: Team) -> Agreed:
     """Run an operation up to its plan, to be executed later. Collective over the team."""
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-        call, agreed = _agree(op, team)
+        call, agreed = op.agree(team)
         with abort.InTransfer(op.name, team.size):
             op.plan(team, call, agreed)
     return agreed
 
 
-def _agree(op: Operation, team: Team, exchanged: bool = False) -> tuple[Call, Agreed]:
-    call = op.validate(team)
-    agreed = collective.exchange(team, call, exchanged)
-    op.grad = agreed.grad
-    return call, agreed
-
-
-def _execute_later(op: Executable, team: Team) -> tuple[Any, Executable | None]:
+def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:
     """(the result, the operation if it is needed for a gradient): else nothing of it outlives the call."""
     result = op.execute(team)
     return result, op if op.grad else None
 
 
-def _attached(team: Team, executed: tuple[Any, Executable | None]) -> Any:
+def _attached(team: Team, executed: tuple[Any, Operation | None]) -> Any:
     """Attach the result to the graph, in the thread that waits for it, so that all ranks do so in the same order."""
     result, op = executed
     return result if op is None else autograd.attach(op, team, result)

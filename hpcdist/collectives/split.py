@@ -4,39 +4,36 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.collectives import repeat, results
-from hpcdist.collectives.distribution import Distribution
-from hpcdist.collectives.repeat import Repeatable
-from hpcdist.collectives.run import Description, Parts, run
+from hpcdist.collectives import results
+from hpcdist.collectives.run import Description, Plannable, run
+from hpcdist.collectives.small import Parts, encode, prefix_of
+from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
-from hpcdist.layout import Box, limits
 from hpcdist.routes import select
 from hpcdist.routes.base import Method
-from hpcdist.routes.inline import BEHIND_HEADERS
 from hpcdist.runtime import background, world
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
-from hpcdist.tensors.storage import DTYPES, copyable, overlap, row_major
+from hpcdist.tensors.storage import DTYPES, copyable, row_major
 from hpcdist.tensors.tree import decode, rebuild
 from hpcdist.validation import collective, local
-from hpcdist.validation.call import LOSES_GRADIENT, SELF_OVERLAP, Call
+from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["operation", "split"]
+__all__ = ["Scatter", "split"]
 
 Counts: TypeAlias = str | Sequence[int] | None
 
@@ -88,7 +85,7 @@ def split(
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for this rank's part, of its shape and dtype; optional on each rank. Not allowed for structures,
-            or if a gradient is needed. To autograd, it is modified in place.
+            if a gradient is needed, or if `root` is None. To autograd, it is modified in place.
         allow_pickle: whether to send other objects in a structure as pickles. Must agree.
         shared: whether the parts of all ranks of a node are in one shared memory. The root copies the parts of its own
             node there. For tensors in host memory, without `out`. Must agree; no effect if `root` is None.
@@ -97,7 +94,7 @@ def split(
     Returns:
         On each rank, its part: `out`, on any device, or new contiguous memory on the rank's own GPU if `x` is on a GPU
         and the rank has one, else on the CPU. Along dim 0, the root sends directly from `x`; along another dim, or if
-        `x` is strided, it makes one copy. With `root` None: a view of `x` (or `out`), or a structure of views. If `x`
+        `x` is strided, it makes one copy. With `root` None: a view of `x`, or a structure of views. If `x`
         requires a gradient, it flows back to the root; every rank must call backward. With `shared`, the part is a
         contiguous tensor. Treat it as read-only: writes are private, as with :func:`hpcdist.concat`.
 
@@ -114,208 +111,141 @@ def split(
         tensor([0, 1])   # on rank 0; tensor([2, 3]) on rank 1, tensor([4]) on rank 2
     """
 
-    make = partial(operation, x, dim, root, counts, route, out, allow_pickle, shared)
+    op = Scatter(x, dim, root, counts, route, out, allow_pickle, shared)
     if root is None:
-        of = world.context().group_of(group)
-        return background.run_now(lambda: _local(make(), of), async_op)
-    team = world.team_of(group)
-    if not (async_op or shared) and allow_pickle is False and (x is None or isinstance(x, Tensor)):
-        return repeat.call("split", make, team, x, dim, root, route, out, counts)
-    return run(make(), team, async_op)
+        ranks = world.context().group_of(group)
+        return background.run_now(lambda: _local(op, ranks), async_op)
+    return run(op, world.team_of(group), async_op)
 
 
-def operation(
-    x: Any, dim: Any, root: Any, counts: Any, route: Any, out: Any, allow_pickle: Any, shared: Any
-) -> Scatter:
-    """Return the operation of a call of split, whose arguments are not validated."""
-    return Scatter(x, dim, root, counts, route, out, allow_pickle, bool(shared))
-
-
-class Scatter(Repeatable):
+class Scatter(Plannable):
     """Split a tensor or structure of the root into one part for each rank."""
 
     name = "split"
+    _structure: Distribution | None = None
 
     def __init__(
-        self,
-        x: Any,
-        dim: int,
-        root: int | None,
-        counts: Any,
-        route: str,
-        out: Tensor | None,
-        allow_pickle: bool,
-        shared: bool = False,
+        self, x: Any, dim: Any, root: Any, counts: Any, route: Any, out: Any, allow_pickle: Any, shared: Any = False
     ) -> None:
-        self.x, self.dim, self.root, self.counts, self.shared = x, dim, root, counts, shared
+        self.x, self.dim, self.root, self.counts, self.shared = x, dim, root, counts, bool(shared)
         self.route, self.out, self.allow_pickle = route, out, allow_pickle
+
+    def arguments(self) -> tuple[Any, ...]:
+        counts = self.counts
+        if type(counts) in (list, tuple):
+            counts = (*counts, *map(type, counts))
+        return self.dim, self.root, counts, self.route, self.allow_pickle
 
     def validate(self, team: Team) -> Call:
         call = local.split_call(self, team.rank, team.size, team.settings.device.type != "cpu")
-        if call.x is not None and local.may_be_inline(call):
-            call.inline = _inline(team, call, call.x)
-        elif team.rank != call.root:
+        if team.rank != call.root:
             call.inline = ()
+        elif call.x is not None and local.may_be_inline(call):
+            header = _encoded(call, team.size)
+            fits = len(header) + call.x.nbytes <= team.inline
+            call.inline = (header, row_major(call.x)) if fits else (header,)
         return results.check_shared(call, self.shared, self.x)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        came = _blocks_behind_header(team, call, agreed) if agreed.inline else None
-        cut = _broadcast_blocks(team, call) if came is None else came[0]
-        self._place = None if came is None else came[1]
-        self._structure: Distribution | None = None
-        if cut is None:
+        buffers = team.headers
+        assert buffers is not None
+        if agreed.inline:
+            nbytes = agreed.inlines[call.root] // 8 * 8
+            header = bytes(buffers.all[buffers.place(call.root, 0, nbytes)])
+        else:
+            header = objects.broadcast_bytes(team.comm, _encoded(call, team.size), call.root)
+        if not header:
             problem = coded("HD211", "out is given, but the root has no tensor")
             ranks = [rank for rank, extent in enumerate(agreed.out_extents) if extent >= 0]
             objects.raise_problems(self.name, dict.fromkeys(ranks, problem))
             self._structure = Distribution(team, call, agreed.kinds)
             return
-        extents = [box.shape[call.dim_arg] for (box,) in cut.boxes]
-        collective.check_out(self.name, agreed, extents)
+        self._blocks = cut = _decoded(header, call.dim_arg, team.size)
+        self._root = call.root
+        collective.check_out(self.name, agreed, [box.shape[call.dim_arg] for (box,) in cut.boxes])
         self._route = select.agreed(self.name, call.route, team, agreed.kinds)
-        self._blocks, self._root = cut, call.root
         on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
         self.bind(call.x, call.out, agreed)
-
-    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
-        self._whole, self._dest, self._agreed = x, out, agreed
+        self.keep(team, _prefix(len(cut.shape), team.size))
 
     def parts(self, team: Team) -> Parts:
-        cut, whole = self._blocks, Box((0,) * len(self._blocks.shape), self._blocks.shape)
+        cut, whole = self._blocks, layout.whole(self._blocks.shape)
         sources = [whole if rank == self._root else None for rank in range(team.size)]
-        return Parts(self._route, cut.shape, cut.dtype, self._device, sources, [box for (box,) in cut.boxes])
+        dests = [box for (box,) in cut.boxes]
+        return Parts(self._route, cut.shape, cut.dtype, self._device, sources, dests, [(self._root, dests[team.rank])])
 
     def method(self, team: Team) -> Method:
-        nbytes = self._blocks.nbytes
-        inline = self.inline and self._place is not None
-        found = BEHIND_HEADERS if inline else self._route.method(team, "scatterv", nbytes)
-        return results.method(team, self.shared, nbytes, found)
+        return self._route.method(team, "scatterv", self._blocks.nbytes)
 
     def describe(self, team: Team, agreed: Agreed) -> Description:
         return super().describe(team, agreed) if self._structure is None else self._structure.describe(team, agreed)
 
-    def forward(self, team: Team) -> Any:
-        if self._structure is not None:
-            return self._structure.forward(team)
-        cut, dest = self._blocks, self._dest
-        if self.shared:
-            from hpcdist.routes import window  # which imports MPI
+    def in_window(self, team: Team) -> Tensor | None:
+        from hpcdist.routes import window  # which imports MPI
 
-            found = window.split(team, self._whole, [box for (box,) in cut.boxes], cut.dtype, self._root)
-            if found is not None:
-                return found
-        place = self._place if self.inline else None  # of what has come behind the root's header
+        cut = self._blocks
+        return window.split(team, self.sent, [box for (box,) in cut.boxes], cut.dtype, self._root)
+
+    def forward(self, team: Team) -> Any:
+        return super().forward(team) if self._structure is None else self._structure.forward(team)
+
+    def move(self, team: Team) -> Tensor:
+        cut, dest = self._blocks, self.dest
 
         def take() -> tuple[Tensor, Tensor, Tensor | None]:
             part = cut.empty_part(team.rank, self._device) if dest is None else dest
             buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
-            sends = place is None and self._whole is not None
-            return part, buffer, row_major(cut.pack(self._whole), dest) if sends else None  # type: ignore[arg-type]
+            return part, buffer, None if self.sent is None else row_major(cut.pack(self.sent), dest)
 
-        part, buffer, messages = results.allocate(self.name, team, cut.counts, take, self._agreed)
-        if place is not None:
-            team.headers.copy((place,), buffer)  # type: ignore[union-attr]
-        else:
-            self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
+        part, buffer, messages = results.allocate(self.name, team, cut.counts, take, self.agreed)
+        self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
         if buffer is not part:
             copyable(part).copy_(copyable(buffer))
-        return part if self.out is None else self.out
-
-    def keep(self, team: Team) -> int | None:
-        if self._structure is not None or self._place is None or self._blocks.in_place is None:
-            return None
-        is_root = self._whole is not None
-        del self.x, self._whole
-        self.out = self._dest = None
-        self._like = self._blocks.empty_part(team.rank, torch.device("cpu"))
-        return _meta_nbytes(self._blocks, team) if is_root else 0
-
-    def again(self, team: Team, out: Tensor | None) -> Tensor:
-        part = torch.empty_like(self._like) if out is None else out
-        team.headers.copy((self._place,), part)  # type: ignore[union-attr, arg-type]
         return part
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
-        cut = self._blocks
-        if self._whole is None:
-            self._route.gatherv(team, grad, None, cut.counts, cut.displs, self._root)
-            return None
-        total, buffer = cut.recv_buffer(None, self._device)
+        cut, total, buffer = self._blocks, None, None
+        if self.sent is not None:
+            total, buffer = cut.recv_buffer(None, self._device)
         self._route.gatherv(team, grad, buffer, cut.counts, cut.displs, self._root)
-        cut.unpack(buffer, total)
+        if total is not None and buffer is not None:
+            cut.unpack(buffer, total)
         return total
 
     def finish(self, result: Any) -> Any:
         return result if self._structure is None else self._structure.finish(result, self.allow_pickle)
 
 
-def _inline(team: Team, call: Call, x: Tensor) -> Sequence[Tensor | bytes]:
-    """Return what travels behind the root's header: the blocks, and the messages, one after the other, if they fit."""
-    counts = layout.counts_of(call.counts, x.shape[call.dim], team.size)
-    meta = array("q", [DTYPES[x.dtype], x.dim(), *x.shape, *counts]).tobytes()
-    if len(meta) + x.nbytes > team.inline:
-        return (meta,)
-    return meta, row_major(blocks(tuple(x.shape), call.dim, tuple(counts), x.dtype).pack(x))
+def _prefix(ndim: int, size: int) -> int:
+    return prefix_of(2 + ndim + size)
 
 
-def _meta_nbytes(cut: Blocks, team: Team) -> int:
-    return 8 * (2 + len(cut.shape) + team.size)
+def _encoded(call: Call, size: int) -> bytes:
+    """Encode the blocks of the root's tensor, of which the others have no metadata; nothing if it has none."""
+    if call.x is None:
+        return b""
+    counts = layout.counts_of(call.counts, call.x.shape[call.dim], size)
+    return encode([DTYPES[call.x.dtype], call.x.dim(), *call.x.shape, *counts])
 
 
-def _blocks_behind_header(team: Team, call: Call, agreed: Agreed) -> tuple[Blocks, slice | None]:
-    """Return the blocks that came behind the root's header, and where this rank's part lies there if it came, too."""
-    buffers, nbytes = team.headers, agreed.inlines[call.root]
-    assert buffers is not None
-    code, ndim, *rest = array("q", buffers.all[buffers.place(call.root, 0, nbytes // 8 * 8)])
-    cut = _made(code, call.dim_arg % ndim, tuple(rest[:ndim]), tuple(rest[ndim : ndim + team.size]))
-    start = _meta_nbytes(cut, team)
-    if nbytes < start + cut.nbytes:
-        return cut, None
-    return cut, buffers.place(call.root, start + cut.displs[team.rank], cut.counts[team.rank])
-
-
-def _made(code: int, dim: int, shape: tuple[int, ...], extents: tuple[int, ...]) -> Blocks:
-    return blocks(shape, dim, extents, next(dtype for dtype, number in DTYPES.items() if number == code))
-
-
-def _broadcast_blocks(team: Team, call: Call) -> Blocks | None:
-    """Broadcast the blocks of the root's tensor, of which the others have no metadata; return None for a structure."""
-    from mpi4py import MPI
-
-    header = array("q", bytes(8 * (2 + limits.MAX_DIMS + team.size)))
-    if call.x is not None:
-        shape = call.x.shape
-        header[: 2 + len(shape)] = array("q", [DTYPES[call.x.dtype], len(shape), *shape])
-        header[2 + limits.MAX_DIMS :] = array("q", layout.counts_of(call.counts, shape[call.dim], team.size))
-    elif call.trees:
-        header[0] = -1
-    team.comm.Bcast([header, MPI.INT64_T], root=call.root)
-    code, ndim, *rest = header
-    if code < 0:
-        return None
-    return _made(code, call.dim_arg % ndim, tuple(rest[:ndim]), tuple(rest[limits.MAX_DIMS :]))
+def _decoded(header: bytes, dim: int, size: int) -> Blocks:
+    code, ndim, *rest = array("q", header)
+    dtype = next(dtype for dtype, number in DTYPES.items() if number == code)
+    return blocks(tuple(rest[:ndim]), dim % ndim, tuple(rest[ndim : ndim + size]), dtype)
 
 
 def _local(op: Scatter, group: Group) -> Any:
-    """Return this rank's part of a tensor or structure that every rank holds."""
-    rank, size, out = group.rank, group.size, op.out
+    """Return this rank's part of a tensor or structure that every rank holds: views."""
+    rank, size = group.rank, group.size
     call = local.split_call(Scatter(op.x, op.dim, rank, op.counts, "auto", None, True), rank, size, False)
-    if call.trees and out is None:
+    if call.problem is None and op.out is not None:
+        call.problem = coded("HD211", "out is given, but with root=None each part is a view of x: copy it with copy_()")
+    if call.problem is not None:
+        raise refusal(ValueError, "HD211", f"split(): {call.problem}")
+    if call.trees:
         mine = call.trees[rank]
         return rebuild(mine.spec, lambda kind, i: decode(kind, mine.tensors[i], True))
-    if call.problem is not None or call.x is None:
-        raise refusal(ValueError, "HD211", f"split(): {call.problem or 'out is given, but x is not a tensor'}")
-    cut = layout.counts_of(call.counts, call.extent, size)
-    part: torch.Tensor = op.x.narrow(call.dim, layout.displs(cut)[rank], cut[rank])
-    if out is None:
-        return part
-    if not isinstance(out, torch.Tensor) or out.shape != part.shape or out.dtype != part.dtype:
-        raise refusal(ValueError, "HD208", f"split(): out must be a {part.dtype} tensor of shape {tuple(part.shape)}")
-    if (part.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-        raise refusal(ValueError, "HD208", f"split(): {LOSES_GRADIENT}")
-    if local.overlaps_itself(out):
-        raise refusal(ValueError, "HD208", f"split(): {SELF_OVERLAP}")
-    source = copyable(part)
-    copyable(out.detach()).copy_(source.clone() if overlap(out, part) else source)
-    return out
+    counts = layout.counts_of(call.counts, call.extent, size)
+    return op.x.narrow(call.dim, layout.displs(counts)[rank], counts[rank])

@@ -1,44 +1,43 @@
-"""gather and concat of structures: headers and small tensors over MPI, large ones in place."""
+"""Structures in gather, concat and split: headers and small tensors over MPI, large ones in place."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Description, Operation
+from hpcdist.collectives.run import Description, Steps
+from hpcdist.collectives.small import BEHIND_HEADERS
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
-from hpcdist.routes.base import Allgather, Method, Route
-from hpcdist.routes.inline import BEHIND_HEADERS
+from hpcdist.routes.base import Message, Method, Route
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.merge import check_same, merge
-from hpcdist.tensors.message import Header, pack
+from hpcdist.tensors.message import Contents, Header, encode, pack
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
-from hpcdist.tensors.tree import Tree, classes_in, decode, find_class
+from hpcdist.tensors.tree import Tree, classes_in, decode, find_class, rebuild
 from hpcdist.validation import local
 from hpcdist.validation.call import Call, except_dim, show_shape
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["JoinStructures", "by_kinds", "check_classes", "classes", "routes"]
+__all__ = ["Distribution", "JoinStructures"]
 
 
-class JoinStructures(Operation):
+class JoinStructures(Steps):
     """Merge the structures of all ranks on the root, or on every rank if `root` is None."""
 
-    def __init__(
-        self, name: str, x: Any, dim: Any, root: Any, rooted: bool, route: Any, out: Any, allow_pickle: Any
-    ) -> None:
+    def __init__(self, name: str, x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any) -> None:
         self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
-        self.rooted, self.allow_pickle = rooted, allow_pickle
+        self.rooted, self.allow_pickle = name == "gather", allow_pickle
 
     def validate(self, team: Team) -> Call:
         return local.structure_call(self, team)
@@ -48,46 +47,45 @@ class JoinStructures(Operation):
         self._tree, self._root = call.tree, call.root if self.rooted else None
         texts = _allgather_headers(team, call.header, agreed)
         self._headers = headers = [Header.read(text) for text in texts]
-        self._lengths = agreed.extents
+        self._lengths, self._inline = agreed.extents, agreed.inline
         self._joined = _Joined(self.name, headers, call.dim)
-        check_classes(self.name, team, classes(headers))
+        _check_classes(self.name, team, _classes(headers))
         merge(self.name, [header.spec for header in headers], self._joined.add, lambda rank, kind, i: None)
         used = {header.metas[i].on_gpu for header in headers for i in header.large}
-        self._routes = routes(self.name, team, call.route, agreed.kinds, used)
+        self._routes = _routes(self.name, team, call.route, agreed.kinds, used)
 
     def describe(self, team: Team, agreed: Agreed) -> Description:
         sizes = [sum(header.nbytes) for header in self._headers]
         receivers = range(team.size) if self._root is None else [self._root]
         mine, receives = sizes[team.rank], team.rank in receivers
         sent, received = mine * (len(receivers) - receives), (sum(sizes) - mine) * receives
-        used = by_kinds(self._routes, agreed)
+        used = _by_kinds(self._routes, agreed)
         return Description(used, self._methods(team), sent, received, "structure" if receives else "none")
 
     def _methods(self, team: Team) -> list[Method]:
         """Return how the data move: the small tensors, and the large ones in each kind of memory."""
-        if self.inline:
+        if self._inline:
             return [BEHIND_HEADERS]
         packed, name = sum(header.packed for header in self._headers), "allgatherv" if self._root is None else "gatherv"
         methods = [select.load("mpi").method(team, name, packed)] if packed else []
         for on_gpu, route in self._routes.items():
             large = [[header.nbytes[i] for i in header.large_of(on_gpu)] for header in self._headers]
             round_ = max(map(sum, zip_longest(*large, fillvalue=0)))
-            operation = "allgather" if self._root is None and isinstance(route, Allgather) else "exchange"
-            methods.append(route.method(team, operation, round_))
+            methods.append(route.method(team, "exchange", round_))
         return methods
 
     def forward(self, team: Team) -> list[dict[int, Tensor]] | None:
         headers, receives, device = self._headers, self._root in (None, team.rank), team.settings.device
         nbytes = sum(sum(header.nbytes) for header in headers)
         sizes = [nbytes if self._root in (None, rank) else 0 for rank in range(team.size)]
-        packed = sum(header.packed for header in headers) if receives and not self.inline else 0
+        packed = sum(header.packed for header in headers) if receives and not self._inline else 0
 
         def make() -> tuple[list[dict[int, Tensor]], Tensor]:
             found = [self._joined.buffers(rank, device) if receives else {} for rank in range(team.size)]
             return found, pool.empty([packed], torch.uint8, "cpu", fixed=True)
 
         buffers, messages = results.allocate(self.name, team, sizes, make)
-        if not self.inline:
+        if not self._inline:
             _gather_small(team, self._tree, headers, self._root, buffers, messages, device)
         elif receives:
             for rank, (header, length) in enumerate(zip(headers, self._lengths, strict=True)):
@@ -128,7 +126,7 @@ def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
+def _check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
     """Check that every rank has imported all classes. Collective if there are any; `names` agree on all ranks."""
     if names:
 
@@ -139,7 +137,7 @@ def check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
         objects.run_on_all(team.comm, verb, find_all)
 
 
-def classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:
+def _classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:
     return sorted(set().union(*(classes_in(one.spec) for one in structures)))
 
 
@@ -238,8 +236,6 @@ def _gather_large(
     receivers = range(team.size) if root is None else [root]
     for round_ in range(max(map(len, numbers))):
         now = [(rank, of_rank[round_]) for rank, of_rank in enumerate(numbers) if round_ < len(of_rank)]
-        if root is None and isinstance(route, Allgather) and _allgather(team, route, tree, dict(now), buffers):
-            continue
         sends, recvs = [], []
         for rank, number in now:
             if rank == team.rank:
@@ -254,17 +250,7 @@ def _gather_large(
         route.exchange(team, sends, recvs, max(headers[rank].nbytes[number] for rank, number in now))
 
 
-def _allgather(
-    team: Team, route: Allgather, tree: Tree, now: dict[int, int], buffers: Sequence[dict[int, Tensor]]
-) -> bool:
-    """Gather tensor number ``now[rank]`` of each rank on all ranks; return whether the route has done so."""
-    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-    mine = as_bytes(row_major(tree.tensors[now[team.rank]])) if team.rank in now else nothing
-    blocks = [as_bytes(buffers[rank][now[rank]]) if rank in now else nothing for rank in range(team.size)]
-    return route.allgather(team, mine, blocks)
-
-
-def routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
+def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
     """Select routes for the large tensors in host memory (False) and on GPUs (True). Collective.
 
     Args:
@@ -275,7 +261,111 @@ def routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[b
     return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else host) for on_gpu in sorted(used)}
 
 
-def by_kinds(used: dict[bool, Route], agreed: Agreed) -> dict[tuple[int, ...], Route]:
+def _by_kinds(used: dict[bool, Route], agreed: Agreed) -> dict[tuple[int, ...], Route]:
     """Return what routes() has selected by the kinds of memory of all ranks."""
     host = (MemoryKind.CPU,) * len(agreed.kinds)
     return {agreed.kinds if on_gpu else host: route for on_gpu, route in used.items()}
+
+
+class Distribution:
+    """The distribution of a structure that the root of split has cut. Collective.
+
+    Args:
+        call: the call; on the root, it has the structures of all ranks.
+        kinds: kind of memory of each rank for tensors from a GPU.
+    """
+
+    def __init__(self, team: Team, call: Call, kinds: tuple[int, ...]) -> None:
+        self._call = call
+        self._contents = [Contents.of(tree.tensors) for tree in call.trees]
+        self._texts = [encode(tree.spec, held) for tree, held in zip(call.trees, self._contents, strict=True)]
+        schedule = json.dumps(_Schedule.of(call.trees, self._texts, self._contents)).encode() if call.trees else b""
+        self._schedule = _Schedule(*json.loads(objects.broadcast_bytes(team.comm, schedule, call.root)))
+        _check_classes(call.verb, team, self._schedule.classes)
+        used = {on_gpu for on_gpu in (False, True) if self._schedule.longest[on_gpu]}
+        self._routes = _routes(call.verb, team, call.route, kinds, used)
+
+    def forward(self, team: Team) -> tuple[Header, dict[int, Tensor]]:
+        call, contents, schedule = self._call, self._contents, self._schedule
+        device = team.settings.device
+        text = of_bytes(b"".join(self._texts)) if self._texts else None
+        header = Header.read(_scatter(team, text, schedule.lengths, call.root).numpy().tobytes())
+        packed = [pack(tree.tensors, held) for tree, held in zip(call.trees, contents, strict=True)]
+        small = _scatter(team, torch.cat(packed) if packed else None, schedule.packed, call.root)
+        buffers = header.unpack(small, device)
+        make = lambda: {i: header.recv_buffer(i, device) for i in header.large}  # noqa: E731
+        buffers.update(results.everywhere(call.verb, team, sum(map(sum, schedule.longest)), make))
+        for on_gpu, route in self._routes.items():
+            for round_, longest in enumerate(schedule.longest[on_gpu]):
+                sends, recvs = _messages(team.rank, call, contents, header, buffers, on_gpu, round_)
+                route.exchange(team, sends, recvs, longest)
+        return header, buffers
+
+    def describe(self, team: Team, agreed: Agreed) -> Description:
+        """See Operation.describe: only the root knows the bytes of the parts."""
+        packed, sizes = sum(self._schedule.packed), [sum(held.nbytes) for held in self._contents]
+        methods = [select.load("mpi").method(team, "scatterv", packed)] if packed else []
+        methods += [
+            route.method(team, "exchange", max(self._schedule.longest[on_gpu]))
+            for on_gpu, route in self._routes.items()
+        ]
+        is_root = team.rank == self._call.root
+        sent, received = (sum(sizes) - sizes[team.rank], 0) if is_root else (0, None)
+        return Description(_by_kinds(self._routes, agreed), methods, sent, received, "structure")
+
+    def finish(self, received: tuple[Header, dict[int, Tensor]], allow_pickle: bool) -> Any:
+        """Rebuild this rank's structure."""
+        header, buffers = received
+        return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], allow_pickle))
+
+
+class _Schedule(NamedTuple):
+    """What every rank must know about the structures that the root has cut.
+
+    Attributes:
+        lengths, packed: bytes of each rank's header, and of its small tensors.
+        longest: bytes of the longest large tensor of each round, in host memory and on GPUs.
+        classes: names of all classes.
+    """
+
+    lengths: list[int]
+    packed: list[int]
+    longest: list[list[int]]
+    classes: list[str]
+
+    @classmethod
+    def of(cls, trees: Sequence[Tree], texts: Sequence[bytes], contents: Sequence[Contents]) -> _Schedule:
+        longest = []
+        for on_gpu in (False, True):
+            sizes = [[held.nbytes[i] for i in held.large_of(on_gpu)] for held in contents]
+            longest.append([max(round_) for round_ in zip_longest(*sizes, fillvalue=0)])
+        return cls([len(text) for text in texts], [held.packed for held in contents], longest, _classes(trees))
+
+
+def _scatter(team: Team, messages: Tensor | None, counts: Sequence[int], root: int) -> Tensor:
+    """Scatter bytes of the root; return this rank's part."""
+    mine = pool.empty([counts[team.rank]], torch.uint8, "cpu", fixed=True)
+    if sum(counts):
+        select.load("mpi").scatterv(team, messages, mine, counts, layout.displs(counts), root)
+    return mine
+
+
+def _messages(
+    rank: int,
+    call: Call,
+    contents: Sequence[Contents],
+    header: Header,
+    buffers: dict[int, Tensor],
+    on_gpu: bool,
+    round_: int,
+) -> tuple[list[Message], list[Message]]:
+    """Return this rank's sends and receives in a round, in which each rank receives one large tensor."""
+    sends: list[Message] = []
+    for dest, (tree, of_dest) in enumerate(zip(call.trees, contents, strict=True)):
+        for number in of_dest.large_of(on_gpu)[round_ : round_ + 1]:
+            if dest == rank:
+                copyable(buffers[number]).copy_(copyable(tree.tensors[number]))
+            else:
+                sends.append((dest, as_bytes(row_major(tree.tensors[number]))))
+    mine = header.large_of(on_gpu)[round_ : round_ + 1] if rank != call.root else []
+    return sends, [(call.root, as_bytes(buffers[number])) for number in mine]

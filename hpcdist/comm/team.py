@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -157,6 +158,7 @@ class HeaderBuffers:
 
     Attributes:
         own, all: this rank's header and data, and those of all ranks one after the other.
+        messages: `all` as a tensor.
         send, recv: the same, as mpi4py takes them.
         last, agreed: headers that were last agreed on, and what was agreed.
     """
@@ -167,6 +169,8 @@ class HeaderBuffers:
         stride = HEADER + capacity
         self.own = bytearray(stride)
         self.all = bytearray(stride * size)
+        with torch.inference_mode(False):
+            self.messages = torch.frombuffer(self.all, dtype=torch.uint8)
         self.send = [self.own, MPI.BYTE]
         self.recv = [self.all, stride, MPI.BYTE]
         self.last: list[tuple[bytes]] = []
@@ -205,16 +209,6 @@ class HeaderBuffers:
         start += self._starts[rank]
         return slice(start, start + nbytes)
 
-    def places(self, counts: Sequence[int]) -> list[slice]:
-        """Return where the data of all ranks, `counts` bytes each, lie in `all`."""
-        return [self.place(rank, 0, count) for rank, count in enumerate(counts)]
-
-    def copy(self, places: Sequence[slice], recv: Tensor) -> None:
-        """Copy parts of `all` into contiguous host memory, one after the other."""
-        if nbytes := recv.nbytes:
-            data = self.all
-            self._memory(recv.data_ptr(), nbytes)[:] = b"".join([data[place] for place in places])
-
 
 def inline_capacity(size: int) -> int:
     """Return the bytes of data that may travel behind the header of a rank in a team of `size` ranks."""
@@ -252,7 +246,7 @@ class Team:
         unshared: why the latest result with shared=True is not shared; None if it is.
         window: memory through which the ranks of a process group on one node reduce and broadcast, after its first use.
         plans: latest redistributions planned.
-        repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.repeat`.
+        repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.small`.
         plans_made: number of plans that the user has made.
         results: number of results through which gradients flow back.
     """

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.collectives.concat import concat
-from hpcdist.collectives.gather import gather
+from hpcdist.collectives.join import concat, gather
 from hpcdist.comm.team import Team
 from hpcdist.commands.copying import (
     Inputs,

@@ -1,5 +1,5 @@
 """The operation concat, and the command ``python -m hpcdist.concat``."""
 
-from hpcdist.collectives.concat import concat
+from hpcdist.collectives.join import concat
 
 __all__ = ["concat"]

@@ -32,7 +32,7 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from hpcdist import staging
-from hpcdist.collectives.concat import concat
+from hpcdist.collectives.join import concat
 from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.checks import Facts, known, socket_problem

@@ -1,5 +1,5 @@
 """The operation gather, and the command ``python -m hpcdist.gather``."""
 
-from hpcdist.collectives.gather import gather
+from hpcdist.collectives.join import gather
 
 __all__ = ["gather"]

@@ -7,14 +7,16 @@ order, and already agreed on by all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
+
+from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["Allgather", "Alltoall", "Ints", "Message", "Method", "Route"]
+__all__ = ["Alltoall", "Ints", "Message", "Method", "Route", "cut"]
 
 Ints = Sequence[int]
 Message = tuple[int, Tensor]  # (a rank of the team, the bytes to send to it or to receive from it)
@@ -48,52 +50,82 @@ class Method(NamedTuple):
     shared: bool = False
 
 
-class Route(Protocol):
+class Route:
     """A communication library that moves messages between the ranks of a team.
+
+    A route that only implements `exchange` carries out the other operations by it: directly from and into place.
 
     Attributes:
         name: name of the route as the caller passes it.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def missing(self, team: Team) -> str | None:
         """Return why this route is unavailable in this job, and how to get it; else None. The same on all ranks."""
+        return None
 
     def carries(self, team: Team, gpu: bool) -> bool:
         """Return whether it accesses GPU memory (`gpu`), or host memory, directly. Collective over the team."""
+        return not gpu
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         """Return how it carries out an operation below on messages of `nbytes` in all. Collective over the team."""
-
-    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of the root."""
-
-    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        """Scatter ``send[displs[i]:]`` (counts[i] bytes) of the root into `recv` of rank i."""
-
-    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        """Gather rank i's `send` (counts[i] bytes), which may lie there already, into ``recv[displs[i]:]`` of all."""
-
-    def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-        """Send rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) into ``recv[rdispls[i]:]`` of rank j."""
+        return Method("sends and receives")
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        """Send and receive separate messages, directly from and into their memory.
+        """Send and receive separate messages concurrently, directly from and into their memory, and wait for them.
 
         A pair of ranks exchanges at most one message in each direction; there are no empty messages, and none from a
         rank to itself. `longest` is the size of the longest message of all ranks.
         """
+        raise NotImplementedError
+
+    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
+        """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of the root."""
+        if recv is None:
+            self.exchange(team, _nonempty([(root, as_bytes(send))]), [], max(counts))
+        else:
+            blocks = cut(recv, counts, displs)
+            blocks[root].copy_(as_bytes(send))
+            self.exchange(team, [], _others(blocks, root), max(counts))
+
+    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
+        """Scatter ``send[displs[i]:]`` (counts[i] bytes) of the root into `recv` of rank i."""
+        if send is None:
+            self.exchange(team, [], _nonempty([(root, as_bytes(recv))]), max(counts))
+        else:
+            blocks = cut(send, counts, displs)
+            as_bytes(recv).copy_(blocks[root])
+            self.exchange(team, _others(blocks, root), [], max(counts))
+
+    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+        """Gather rank i's `send` (counts[i] bytes), which may lie there already, into ``recv[displs[i]:]`` of all."""
+        blocks, send = cut(recv, counts, displs), as_bytes(send)
+        if send.data_ptr() != blocks[team.rank].data_ptr():
+            blocks[team.rank].copy_(send)
+        sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
+        self.exchange(team, _nonempty(sends), _others(blocks, team.rank), max(counts))
+
+    def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+        """Send rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) into ``recv[rdispls[i]:]`` of rank j."""
+        sends, recvs = cut(send, what.sendcounts, what.sdispls), cut(recv, what.recvcounts, what.rdispls)
+        recvs[team.rank].copy_(sends[team.rank])
+        self.exchange(team, _others(sends, team.rank), _others(recvs, team.rank), what.longest)
 
 
-@runtime_checkable
-class Allgather(Protocol):
-    """A route that gathers messages into separate memory on all ranks: see routes/window.py."""
+def cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:
+    """Return the messages of all ranks as flat bytes."""
+    messages = as_bytes(messages)
+    return [messages.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
 
-    def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
-        """Gather rank i's `send`, flat bytes, into ``blocks[i]`` of every rank.
 
-        Returns:
-            True if it did; False on all ranks if it cannot, or another way is faster.
-        """
+def _nonempty(messages: list[Message]) -> list[Message]:
+    """Drop empty messages: both sides know the counts, and post none."""
+    return [(rank, block) for rank, block in messages if block.numel()]
+
+
+def _others(blocks: list[Tensor], me: int) -> list[Message]:
+    """Return the messages of all ranks but `me`, starting after it, so that not all ranks start with the same one."""
+    size = len(blocks)
+    return _nonempty([(rank % size, blocks[rank % size]) for rank in range(me + 1, me + size)])

@@ -18,8 +18,7 @@ from torch.distributed import distributed_c10d
 
 from hpcdist import layout
 from hpcdist.layout import limits
-from hpcdist.routes.base import Ints, Message, Method
-from hpcdist.routes.sends import Exchange
+from hpcdist.routes.base import Ints, Message, Method, Route
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
 
@@ -31,7 +30,7 @@ __all__ = ["GLOO", "NCCL"]
 _LATER = timedelta(minutes=1)  # torch's deadline after our own, which reports more
 
 
-class _C10d(Exchange):
+class _C10d(Route):
     name: str  # of the route, and of the torch backend
 
     def group(self, team: Team) -> Any:
@@ -79,9 +78,6 @@ class _Gloo(_C10d):
 
     def missing(self, team: Team) -> str | None:
         return None if dist.is_gloo_available() else "this torch was built without gloo; use route mpi"
-
-    def carries(self, team: Team, gpu: bool) -> bool:
-        return not gpu
 
 
 class _Nccl(_C10d):

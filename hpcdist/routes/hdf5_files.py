@@ -7,7 +7,6 @@ one dataset holds the messages one after the other.
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,30 +25,23 @@ from hpcdist.formats.hdf5 import HDF5
 from hpcdist.formats.paths import check_folder, lock, patiently, sweep
 from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
-from hpcdist.routes.base import Ints, Message, Method
-from hpcdist.routes.sends import Exchange
+from hpcdist.routes.base import Ints, Message, Method, Route
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["HDF5_ROUTE", "Stage", "fetch"]
+__all__ = ["HDF5_ROUTE"]
 
 VERB = "route hdf5"
 PREFIX = "hpcdist-stage-"
 
 
-class _Hdf5(Exchange):
+class _Hdf5(Route):
     name = "hdf5"
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         return Method("a file in the staging folder")
-
-    def missing(self, team: Team) -> str | None:
-        return None
-
-    def carries(self, team: Team, gpu: bool) -> bool:
-        return not gpu
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         with _staged(team, counts) as file:
@@ -124,46 +116,21 @@ class _File:
 
     Attributes:
         starts: offset of each message, on a page of its own, since two ranks must not write to the same page.
-        fd: descriptor of the file if all ranks share the page cache of one system. The file then has no name, and
-            vanishes with the last process that has it open. Otherwise None: the file is opened by name for each step,
-            and written data are synced to the disk, so that other ranks see them.
     """
 
     def __init__(self, team: Team, place: Place, starts: list[int]) -> None:
         self.starts = starts
-        self.fd: int | None = None
-        self._team = team
-        self._place = place
-
-    def find(self) -> None:
-        """Find the file on this rank, and verify that it is the right one. Collective."""
-        seen = objects.run_on_all(self._team.comm, VERB, self._open)
-        if self._team.settings.nodes > 1 or len(set(seen)) > 1:
-            self.close()
-
-    def _open(self) -> tuple[int, int]:
-        _check_visible(self._place)
-        self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
-        found = os.fstat(self.fd)
-        return found.st_dev, found.st_ino
-
-    def close(self) -> None:
-        """Close the file, if it is open."""
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        self._team, self._place = team, place
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on every rank. Collective."""
-        objects.run_on_all(
-            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_WRONLY, plain.write_at, self.fd)
-        )
+        sync = not self._team.settings.one_system  # for other systems to see them
+        step = lambda: _each(self._place, messages, os.O_WRONLY, plain.write_at, sync)  # noqa: E731
+        objects.run_on_all(self._team.comm, VERB, step)
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
         """Read the messages on every rank from their offsets. Collective."""
-        objects.run_on_all(
-            self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, plain.read_at, self.fd)
-        )
+        objects.run_on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, plain.read_at))
 
 
 def _each(
@@ -171,31 +138,16 @@ def _each(
     messages: list[tuple[int, Tensor]],
     flags: int,
     step: Callable[[int, int, memoryview], None],
-    opened: int | None = None,
+    sync: bool = False,
 ) -> None:
-    fd = os.open(place.path, flags | os.O_CLOEXEC) if opened is None else opened
+    fd = os.open(place.path, flags | os.O_CLOEXEC)
     try:
         for offset, message in messages:
             step(fd, place.start + offset, plain.memory(message))
-        if opened is None and flags == os.O_WRONLY:
+        if sync:
             os.fsync(fd)
     finally:
-        if opened is None:
-            os.close(fd)
-
-
-def fetch(ticket: list[Any], messages: list[tuple[int, Tensor]]) -> None:
-    """Read (offset, bytes) from the file of a :class:`Stage` on another rank.
-
-    Raises:
-        FileError: if this rank does not see the file; OSError, EOFError: if it cannot be read.
-    """
-    path = ticket[0]
-    if not (Path(path).name.startswith(PREFIX) or re.fullmatch(r"/proc/\d+/fd/\d+", path)):
-        raise FileError("HD402", f"{path}: not a staging file")
-    place = Place(*ticket)
-    _check_visible(place)
-    _each(place, messages, os.O_RDONLY, plain.read_at)
+        os.close(fd)
 
 
 @contextmanager
@@ -206,29 +158,24 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
         RankError: on every rank, if it cannot be created, or a rank does not see it. Nothing has been written.
     """
     held: list[Stage] = []
-    file = None
 
-    def make() -> tuple[Place, list[int]]:
+    def make() -> tuple[list[Any], list[int]]:
         page = page_size(Path(team.settings.staging)) if os.path.isdir(team.settings.staging) else 1
         padded = [-(-n // page) * page for n in lengths]
         held.append(Stage(team.settings.staging, sum(padded)))
-        return held[0].place, layout.displs(padded)
+        return held[0].ticket(team.settings.one_system), layout.displs(padded)
 
+    path = ""
     try:
-        place, starts = objects.run_on_root(team.comm, VERB, make)
-        abort.temp_files.add(place.path)
-        file = _File(team, place, starts)
-        file.find()
-        if file.fd is not None:
-            for stage in held:
-                stage.unname()
-        yield file
+        ticket, starts = objects.run_on_root(team.comm, VERB, make)
+        place = Place(*ticket)
+        abort.temp_files.add(path := place.path)
+        objects.run_on_all(team.comm, VERB, lambda: _check_visible(place))
+        yield _File(team, place, starts)
     finally:
         for stage in held:
             stage.remove()
-        if file is not None:
-            abort.temp_files.discard(place.path)
-            file.close()
+        abort.temp_files.discard(path)
 
 
 class Stage:
@@ -275,10 +222,6 @@ class Stage:
         else:
             os.fsync(self._fd)
         return [path, *self.place[1:]]
-
-    def write(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Write (offset, bytes) on this rank."""
-        _each(self.place, messages, os.O_WRONLY, plain.write_at, self._fd)
 
     def unname(self) -> None:
         """Unlink the file: no rank needs its name any more."""

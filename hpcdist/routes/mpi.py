@@ -5,7 +5,12 @@ A large Allgatherv is replaced by sends and receives if that is faster: see DIRE
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import weakref
+from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
@@ -13,9 +18,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.layout import limits
-from hpcdist.routes import cuda_aware, datatypes
-from hpcdist.routes.base import Alltoall, Ints, Message, Method
-from hpcdist.routes.sends import Exchange
+from hpcdist.routes.base import Alltoall, Ints, Message, Method, Route
 from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
@@ -32,16 +35,13 @@ DIRECT = 2**23 if MPI.get_vendor()[0] == "MPICH" else LIMIT
 Views = tuple[list[int], list[int], list[MPI.Datatype]]  # for each rank: 1 or 0, the first byte, the datatype
 
 
-class Mpi(Exchange):
+class Mpi(Route):
     """Messages over the team's communicator."""
 
     name = "mpi"
 
-    def missing(self, team: Team) -> str | None:
-        return None
-
     def carries(self, team: Team, gpu: bool) -> bool:
-        return not gpu or cuda_aware.mpi_takes_gpu_memory(team)
+        return not gpu or _takes_gpu_memory(team)
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         if operation == "exchange":
@@ -110,8 +110,8 @@ class Mpi(Exchange):
         A pair of ranks may exchange several, which arrive in order. `meanwhile` is called while they are in transit.
         """
         comm = team.comm
-        requests = [comm.Irecv(datatypes.message(view), source) for source, view in recvs]
-        requests += [comm.Isend(datatypes.message(view), dest) for dest, view in sends]
+        requests = [comm.Irecv(_view_message(view), source) for source, view in recvs]
+        requests += [comm.Isend(_view_message(view), dest) for dest, view in sends]
         meanwhile()
         for request in requests:
             request.Wait()
@@ -122,7 +122,7 @@ class Mpi(Exchange):
         return (
             [int(view is not None) for view in views],
             [0 if view is None else view.data_ptr() - start for view in views],
-            [MPI.BYTE if v is None else datatypes.datatype(tuple(v.shape), v.stride(), v.itemsize) for v in views],
+            [MPI.BYTE if v is None else _datatype(tuple(v.shape), v.stride(), v.itemsize) for v in views],
         )
 
     def alltoallw(self, team: Team, send: Tensor, sends: Views, recv: Tensor, recvs: Views) -> None:
@@ -140,6 +140,78 @@ def _memory(message: Tensor) -> object:
     if not message.is_cpu:
         accelerator.synchronize(message.device)
     return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)
+
+
+# Both sides of a message have items of the same size; their meaning does not matter.
+_ITEMS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+
+
+@lru_cache(maxsize=1024)
+def _datatype(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
+    """Return the datatype of a strided tensor, relative to its first element: committed, freed when unreferenced."""
+    dims = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
+    run = 1
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    found = _ITEMS[itemsize].Create_contiguous(run)
+    for extent, stride in reversed(dims):
+        inner, found = found, found.Create_hvector(extent, 1, stride * itemsize)
+        inner.Free()
+    weakref.finalize(found, _free, MPI.Datatype.fromhandle(found.handle)).atexit = False
+    return found.Commit()
+
+
+def _free(kind: MPI.Datatype) -> None:
+    if not MPI.Is_finalized():
+        kind.Free()
+
+
+def _view_message(x: Tensor) -> list[object]:
+    """Return a strided tensor in host memory as an mpi4py buffer specification."""
+    shape, strides = tuple(x.shape), x.stride()
+    span = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = MPI.buffer.fromaddress(x.data_ptr(), span * x.itemsize)
+    return [memory, 1, _datatype(shape, strides, x.itemsize)]
+
+
+_SECONDS = 60  # for a child process that imports torch, opens the GPU and sends itself a message
+
+# A library that is not CUDA-aware reads the device pointer as a host address, and the process dies.
+_TRIAL = """
+import sys
+import torch
+from mpi4py import MPI
+sent = torch.arange(1 << 20, dtype=torch.int32, device=sys.argv[1])
+received = torch.zeros_like(sent)
+torch.accelerator.synchronize()
+memory = [MPI.buffer.fromaddress(t.data_ptr(), t.numel() * 4) for t in (sent, received)]
+MPI.COMM_SELF.Sendrecv([memory[0], MPI.BYTE], 0, 0, [memory[1], MPI.BYTE], 0, 0)
+torch.accelerator.synchronize()
+raise SystemExit(0 if torch.equal(sent, received) else 1)
+"""
+
+
+def _takes_gpu_memory(team: Team) -> bool:
+    """Return whether the MPI library of every rank accepts device pointers. Collective; one trial per team.
+
+    Returns:
+        The same answer on all ranks. One rank of each node runs the trial in a child process.
+    """
+    if team.cuda_aware is None:
+        node = team.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        works = array("b", [node.rank != 0 or _try(dict(team.settings.child_environ))])
+        node.Free()
+        team.comm.Allreduce(MPI.IN_PLACE, [works, MPI.SIGNED_CHAR], op=MPI.MIN)
+        team.cuda_aware = bool(works[0])
+    return team.cuda_aware
+
+
+def _try(environ: dict[str, str]) -> bool:
+    command = [sys.executable, "-c", _TRIAL, accelerator.KIND]
+    try:
+        return not subprocess.run(command, env=environ, capture_output=True, timeout=_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        return False
 
 
 MPI_ROUTE = Mpi()

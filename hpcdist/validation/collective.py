@@ -19,9 +19,8 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch import Tensor
 
-__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "disagree", "exchange", "leave", "repeat"]
+__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "disagree", "exchange", "leave"]
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
@@ -55,20 +54,11 @@ class Agreed(NamedTuple):
         return 1 in self.grads
 
 
-def repeat(team: Team, header: bytes, x: Tensor | None) -> list[tuple[bytes]]:
-    """Exchange the header of an earlier call, with `x` behind it; return those of all ranks. Collective."""
-    buffers = team.headers
-    assert buffers is not None
-    buffers.put_again(header, x)
-    team.comm.Allgather(buffers.send, buffers.recv)
-    return buffers.headers()
-
-
 def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     """Compare `call` on all ranks of the team. Collective; one small Allgather, no data, no GPU synchronisation.
 
     Args:
-        exchanged: whether repeat() has exchanged the header of this call.
+        exchanged: whether the header of this call has been exchanged, as that of an earlier one.
 
     Raises:
         RankError: on every rank, if the calls differ or a rank has a problem; the team remains usable.

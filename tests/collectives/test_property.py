@@ -47,7 +47,7 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.collectives import transfer as plan
+from hpcdist.collectives import redistribute as plan
 from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
 from hpcdist.routes import mpi

@@ -13,7 +13,7 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.collectives import transfer as plans
+from hpcdist.collectives import redistribute as plans
 from hpcdist.layout import limits as sizes
 from hpcdist.routes import mpi
 from hpcdist.tensors import dtensor

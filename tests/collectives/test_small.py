@@ -14,8 +14,8 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.collectives import repeat
-from hpcdist.collectives.concat import Concat
+from hpcdist.collectives import small
+from hpcdist.collectives.join import Join
 from hpcdist.collectives.split import Scatter
 from hpcdist.comm.team import HEADER, inline_capacity
 from hpcdist.layout import limits
@@ -179,7 +179,7 @@ def test_a_small_call_sends_no_other_message(world: hd.World, monkeypatch: pytes
 
 
 def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeat, "_MOST", 5)
+    monkeypatch.setattr(small, "_MOST", 5)
     for n in range(20):
         whole = hd.concat(torch.full((n + 1,), n, dtype=torch.uint8))
         assert_on_all_ranks(world.comm, whole.tolist() == [n] * ((n + 1) * world.world_size))
@@ -216,7 +216,7 @@ def test_small_calls_with_out_and_counts_are_known(world: hd.World, monkeypatch:
         raise AssertionError("the call was not known")
 
     call()
-    monkeypatch.setattr(Concat, "plan", refuse)
+    monkeypatch.setattr(Join, "plan", refuse)
     monkeypatch.setattr(Scatter, "plan", refuse)
     out.fill_(-1), one.fill_(-1)
     call()
@@ -237,5 +237,5 @@ def test_what_another_rank_changed_once_is_remembered_then(world: hd.World, monk
     def refuse(*_: object) -> None:
         raise AssertionError("the call was not known")
 
-    monkeypatch.setattr(Concat, "plan", refuse)
+    monkeypatch.setattr(Join, "plan", refuse)
     call(3)

@@ -37,7 +37,6 @@ def _into(world: hd.World, folder: Path) -> dict[str, tuple[Callable[[Tensor], A
         "asynchronous concat": (lambda out: hd.concat(x, out=out, async_op=True).wait(60), all_),
         "gather": (lambda out: hd.gather(x, root=root, out=out if rank == root else None), all_),
         "split": (lambda out: hd.split(torch.ones(all_) if rank == root else None, 0, root, out=out), (2,)),
-        "split of what all hold": (lambda out: hd.split(torch.ones(all_), root=None, out=out), (2,)),
         "redistribute": (lambda out: hd.redistribute(x, rows, hd.Replicate(), out=out), all_),
         "plan": (lambda out: plan(x, out), all_),
         "asynchronous plan": (lambda out: plan(x, out, async_op=True).wait(60), all_),

@@ -9,7 +9,7 @@ import torch
 
 import hpcdist as hd
 from hpcdist.layout import limits
-from hpcdist.routes import cuda_aware
+from hpcdist.routes import mpi
 from hpcdist.tensors.storage import DTYPES, as_bytes, bits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
@@ -92,7 +92,7 @@ def test_cpu_and_gpu_ranks_together(gpu_world: hd.World) -> None:
 
 
 def test_whether_mpi_takes_gpu_memory_is_found_without_harm(gpu_world: hd.World) -> None:
-    assert cuda_aware.mpi_takes_gpu_memory(gpu_world.team) in (True, False)
+    assert mpi.MPI_ROUTE.carries(gpu_world.team, gpu=True) in (True, False)
     assert torch.ones(3, device=gpu_world.device).sum().item() == 3
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from cases import Index
 
-from hpcdist.collectives.concat import Concat
-from hpcdist.collectives.gather import Gather
+from hpcdist.collectives.join import Join
 from hpcdist.collectives.split import Scatter
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation.call import Call, show_shape
@@ -38,11 +37,11 @@ def _team(rank: int) -> Any:
 
 
 def _concat(x: Any, dim: Any = 0, route: Any = "auto", out: Any = None) -> Call:
-    return shard_call(Concat(x, dim, route, out), _team(0))
+    return shard_call(Join("concat", x, dim, None, route, out), _team(0))
 
 
 def _gather(root: Any = 0, out: Any = None, rank: int = 0) -> Call:
-    return shard_call(Gather(torch.zeros(2, 3), 0, root, "auto", out), _team(rank))
+    return shard_call(Join("gather", torch.zeros(2, 3), 0, root, "auto", out), _team(rank))
 
 
 def _split(x: Any, dim: Any = 0, root: Any = 0, counts: Any = None, out: Any = None, rank: int = 0) -> Call:

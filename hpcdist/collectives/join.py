@@ -1,0 +1,273 @@
+"""The operations gather and concat: join the shards of all ranks, on one of them or on all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from hpcdist import layout
+from hpcdist.collectives import results
+from hpcdist.collectives.run import Plannable, Steps, run
+from hpcdist.collectives.small import Parts
+from hpcdist.collectives.structures import JoinStructures
+from hpcdist.comm.team import Team
+from hpcdist.routes import select
+from hpcdist.routes.base import Alltoall, Method
+from hpcdist.runtime import world
+from hpcdist.tensors import pool
+from hpcdist.tensors.blocks import blocks
+from hpcdist.tensors.storage import row_major, sum_dtype
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Agreed
+
+if TYPE_CHECKING:
+    from hpcdist.comm.settings import GroupLike, S, SharedKeywords, StructureKeywords
+    from hpcdist.runtime.background import Handle
+
+__all__ = ["Join", "concat", "concatenation", "gather", "gathering"]
+
+
+# fmt: off
+@overload
+def gather(x: Tensor, dim: int = 0, root: int = 0, *,
+           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor | None: ...
+@overload
+def gather(x: Tensor, dim: int = 0, root: int = 0, *,
+           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor | None]: ...
+@overload
+def gather(x: S, dim: int = 0, root: int = 0, *,
+           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S | None: ...
+@overload
+def gather(x: S, dim: int = 0, root: int = 0, *,
+           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[S | None]: ...
+@overload
+def gather(x: object, dim: int = 0, root: int = 0, *,
+           async_op: bool = False, **options: Unpack[StructureKeywords]) -> Any: ...
+# fmt: on
+def gather(
+    x: Any,
+    dim: int = 0,
+    root: int = 0,
+    *,
+    group: GroupLike | None = None,
+    route: str = "auto",
+    out: torch.Tensor | None = None,
+    allow_pickle: bool = False,
+    async_op: bool = False,
+) -> Any:
+    """Gather the shards of all ranks on `root`, joined along `dim` in rank order.
+
+    Collective over `group`. Extents along `dim` may differ and may be zero. Nothing is padded, and no rank needs to
+    know the extents of others. The shard is not changed.
+
+    Args:
+        x: this rank's shard: a tensor of any shape, dtype and strides, on the CPU or a GPU. Dtype, number of dims, and
+            the extents other than `dim` must agree on all ranks. A 0-d tensor counts as one row: 0-d tensors are
+            stacked to a 1-d tensor. Or a structure of tensors, see :func:`hpcdist.concat`.
+        dim: the dimension to join along; may be negative. Must agree.
+        root: the rank in `group` that receives. Must agree.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
+        out: on the root, memory for the result, of its shape, dtype and device. Not allowed if a gradient is needed.
+            To autograd, it is modified in place.
+        allow_pickle: whether to send other objects in a structure as pickles. Must agree.
+        async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
+
+    Returns:
+        On the root, a new contiguous tensor on x's device (or `out`); None on the other ranks. Along dim 0, data are
+        received into the result; along another dim, the root makes one layout copy. If any rank needs a gradient, it
+        flows back to the shards (of tensors, not of structures): the other ranks then get an empty tensor instead of
+        None, and every rank must call backward, the others as ``result.sum().backward()``.
+
+    Raises:
+        RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
+            and the next call can succeed.
+        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
+
+    Example, on 3 ranks::
+
+        >>> x = torch.full((rank,), rank)      # rank 0 holds nothing
+        >>> hd.gather(x)
+        tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
+    """
+
+    return run(gathering(x, dim, root, route, out, allow_pickle), world.team_of(group), async_op)
+
+
+# fmt: off
+@overload
+def concat(x: Tensor, dim: int = 0, *,
+           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> Tensor: ...
+@overload
+def concat(x: Tensor, dim: int = 0, *,
+           async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[Tensor]: ...
+@overload
+def concat(x: S, dim: int = 0, *,
+           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
+@overload
+def concat(x: S, dim: int = 0, *,
+           async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[S]: ...
+@overload
+def concat(x: object, dim: int = 0, *,
+           async_op: bool = False, **options: Unpack[SharedKeywords]) -> Any: ...
+# fmt: on
+def concat(
+    x: Any,
+    dim: int = 0,
+    *,
+    group: GroupLike | None = None,
+    route: str = "auto",
+    out: torch.Tensor | None = None,
+    allow_pickle: bool = False,
+    shared: bool = False,
+    async_op: bool = False,
+) -> Any:
+    """Concatenate the shards of all ranks along `dim`, in rank order, on every rank.
+
+    Collective over `group`. Equivalent to ``torch.cat`` of all shards. Extents along `dim` may differ and may be zero.
+    Nothing is padded, and no rank needs to know the extents of others. The shard is not changed.
+
+    Structures of tensors are joined part by part. Lists are concatenated, ``list + list``. They may have different
+    lengths, and tensors of different shapes. Tuples, dicts, named tuples and dataclasses must match on all ranks. Their
+    parts are joined: tensors and numpy arrays along `dim`, lists as above, and single values (numbers, strings, bytes,
+    None) to a list of all ranks' values. A tensor from a GPU is received on the receiver's own GPU, or on the CPU if it
+    has none. Structures are sent without pickle.
+
+    Args:
+        x: this rank's shard: a tensor of any shape, dtype and strides, on the CPU or a GPU. Dtype, number of dims, and
+            the extents other than `dim` must agree on all ranks. A 0-d tensor counts as one row: 0-d tensors are
+            stacked to a 1-d tensor. Or a structure of tensors.
+        dim: the dimension to join along; may be negative. Must agree.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
+        route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
+        out: memory for the result, of its shape, dtype and device; optional on each rank. Not allowed for structures,
+            or if a gradient is needed. To autograd, it is modified in place.
+        allow_pickle: whether to send other objects in a structure as pickles, which can run any code when
+            loaded. Must agree.
+        shared: whether the ranks of a node share one copy of the result, which takes less memory and time. For tensors
+            in host memory, without `out`. Must agree.
+        async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
+
+    Returns:
+        On every rank, a new contiguous tensor on x's device (or `out`). Along dim 0, data are received into the result,
+        and no other memory is allocated; along another dim, there is one layout copy. If any rank needs a gradient, it
+        flows back to the shards (of tensors, not of structures), as the sum over all ranks; every rank must call
+        backward. (If all ranks compute the same loss from the whole, each one counts: divide by their number, as in
+        hpcdist/examples/column_parallel.py.)
+
+        With `shared`, the ranks of a node read the same memory. Treat it as read-only: writes are private to the rank
+        (copy-on-write). The memory is reused when no rank has a tensor on it. Each rank gets memory of its own if
+        shared memory is short, the result is below 64 KiB, a group holds 64 of them, or the processes of a node cannot
+        open each other's memory.
+
+    Raises:
+        RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
+            and the next call can succeed.
+        TypeError, ValueError: on this rank, if `group` is not a group, or this rank is not in it.
+
+    Example, on 3 ranks::
+
+        >>> x = torch.full((2, rank), rank)    # rank 0 holds no column
+        >>> hd.concat(x, dim=1)
+        tensor([[1, 2, 2],                     # on every rank
+                [1, 2, 2]])
+        >>> hd.concat({"x": x[0], "names": ["a"] * rank, "loss": 0.5})
+        {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
+    """
+
+    return run(concatenation(x, dim, route, out, allow_pickle, shared), world.team_of(group), async_op)
+
+
+class Join(Plannable):
+    """Join shards on the root, or on every rank in a concat."""
+
+    sent: Tensor
+
+    def __init__(self, name: str, x: Any, dim: Any, root: Any, route: Any, out: Any, shared: Any = False) -> None:
+        self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
+        self.rooted, self.shared = name == "gather", bool(shared)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.dim, self.root, self.route
+
+    def validate(self, team: Team) -> Call:
+        call = local.shard_call(self, team)
+        return call if self.rooted else results.check_shared(call, self.shared, self.x)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
+        self._route = select.agreed(self.name, call.route, team, agreed.kinds)
+        assert call.x is not None
+        self._root, self._dim = call.root, call.dim
+        self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
+        self.bind(call.x, call.out, agreed)
+        self.keep(team)
+
+    def parts(self, team: Team) -> Parts:
+        cut, whole = self._blocks, layout.whole(self._blocks.shape)
+        sources = [box for (box,) in cut.boxes]
+        dests = [whole if self._root in (-1, rank) else None for rank in range(team.size)]
+        recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
+        return Parts(self._route, cut.shape, cut.dtype, self.sent.device, sources, dests, recvs)
+
+    def method(self, team: Team) -> Method:
+        return self._route.method(team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes)
+
+    def in_window(self, team: Team) -> Tensor | None:
+        from hpcdist.routes import window  # which imports MPI
+
+        return window.concat(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.shape, self._dim)
+
+    def move(self, team: Team) -> Tensor | None:
+        cut, shard, receives = self._blocks, self.sent, self._root in (-1, team.rank)
+        sizes = [cut.nbytes if self._root in (-1, rank) else 0 for rank in range(team.size)]
+
+        def take() -> tuple[Tensor, Tensor, Tensor]:
+            whole, buffer = cut.recv_buffer(self.dest, shard.device) if receives else (shard, shard)
+            return whole, buffer, row_major(shard, self.dest if receives else None)
+
+        whole, buffer, mine = results.allocate(self.name, team, sizes, take, self.agreed)
+        if self.rooted:
+            self._route.gatherv(team, mine, buffer if receives else None, cut.counts, cut.displs, self._root)
+        else:
+            self._route.allgatherv(team, mine, buffer, cut.counts, cut.displs)
+        if not receives:
+            return None
+        cut.unpack(buffer, whole)
+        return whole
+
+    def backward(self, team: Team, grad: Tensor) -> Tensor:
+        cut, x, size = self._blocks, self.sent, team.size
+        if self.rooted:
+            part = cut.empty_part(team.rank, x.device)
+            messages = cut.pack(grad) if team.rank == self._root else None
+            self._route.scatterv(team, messages, part, cut.counts, cut.displs, self._root)
+            return part
+        # Every rank has a gradient for every shard: exchange them, and add them up in rank order.
+        mine, longest = cut.counts[team.rank], max(cut.counts)
+        parts = pool.empty((size, *x.shape), x.dtype, x.device, fixed=True)
+        recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
+        total = max(cut.nbytes, longest * size)
+        what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
+        self._route.alltoallv(team, cut.pack(grad), parts, what)
+        parts = parts.to(sum_dtype(parts.dtype))
+        added = pool.empty(x.shape, parts.dtype, parts.device)
+        torch.sum(parts, 0, out=added)
+        return added.to(x.dtype)
+
+
+def gathering(x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any) -> Steps:
+    """Return the operation of a call of gather, whose arguments are not validated."""
+    if isinstance(x, Tensor):
+        return Join("gather", x, dim, root, route, out)
+    return JoinStructures("gather", x, dim, root, route, out, allow_pickle)
+
+
+def concatenation(x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, shared: Any) -> Steps:
+    """Return the operation of a call of concat, whose arguments are not validated."""
+    if isinstance(x, Tensor) or shared:
+        return Join("concat", x, dim, None, route, out, shared)
+    return JoinStructures("concat", x, dim, None, route, out, allow_pickle)
