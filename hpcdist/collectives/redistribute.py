@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist import layout as layouts
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Plannable, run
-from hpcdist.collectives.small import Parts, encode, prefix_of
+from hpcdist.collectives.small import Parts, Small, encode, prefix_of
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
@@ -107,8 +107,8 @@ class Redistribute(Plannable):
     def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any) -> None:
         self.x, self.src, self.dst, self.route, self.out = x, src, dst, route, out
 
-    def arguments(self) -> tuple[Any, ...]:
-        return self.src, self.dst, self.route
+    def arguments(self) -> None:
+        """Repeat no call: a rank that has forgotten it would plan a transfer, which is collective."""
 
     def validate(self, team: Team) -> Call:
         call = checks.layout_call(self)
@@ -138,7 +138,10 @@ class Redistribute(Plannable):
         self.moves = moves
         self.bind(x, call.out, agreed)
         self._check_out({rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]})
-        self.keep(team, prefix_of(1 + 2 * ndim))
+        if moves.small is None:
+            self.keep(team, prefix_of(1 + 2 * ndim))
+            moves.small = self.small
+        self.small = moves.small
 
     def parts(self, team: Team) -> Parts:
         moves, x = self.moves, self.sent
@@ -222,7 +225,10 @@ class Transfer:
         held, boxes: boxes of all ranks in the old layout, and in the new one.
         recvs: source and box of all that this rank receives, what it has itself included.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
+        small: where its data lie behind the headers, if they fit there.
     """
+
+    small: Small | None = None
 
     def __init__(
         self,

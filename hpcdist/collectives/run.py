@@ -128,8 +128,11 @@ class Plannable(Steps):
     small: Small | None = None
 
     @abstractmethod
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of the call besides `x` and `out`, unvalidated."""
+    def arguments(self) -> tuple[Any, ...] | None:
+        """Return the arguments of the call besides `x` and `out`, unvalidated; None if it is not to be repeated.
+
+        A rank may have forgotten a call that others repeat: its plan must then send nothing.
+        """
 
     @abstractmethod
     def parts(self, team: Team) -> Parts:
@@ -203,8 +206,10 @@ def _key(op: Plannable) -> tuple[Any, ...] | None:
         return None
     if out is not None and (not is_plain(out) or not out.dim() or out.is_inference()):
         return None
-    given = op.arguments()  # with their types: 1.0 is no dim, although it equals 1
-    key = (
+    given = op.arguments()
+    if given is None:
+        return None
+    key = (  # with the types: 1.0 is no dim, although it equals 1
         op.name,
         given,
         *map(type, given),

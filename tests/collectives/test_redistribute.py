@@ -364,3 +364,19 @@ def test_many_plans_are_forgotten(world: hd.World) -> None:
         findings.same(got, _part(x, hd.Split(1), world.rank, world.world_size), f"turn {turn}")
     findings.check(len(world._context.team.plans) <= 64, len(world._context.team.plans))
     findings.settle()
+
+
+def test_what_one_rank_alone_has_forgotten(world: hd.World) -> None:
+    """The small calls that it remembers, as after a mistake of its own; the others remember theirs."""
+    team, findings = world._context.team, Findings(world.comm)
+    x = torch.arange(4) + 10 * world.rank
+    whole = torch.cat([torch.arange(4) + 10 * rank for rank in range(world.world_size)])
+    for turn in range(3):
+        if world.rank == turn % world.world_size:
+            team.repeats.clear()
+        findings.same(hd.redistribute(x, hd.Split(0), hd.Replicate()), whole, "redistribute")
+        findings.same(hd.concat(x), whole, "concat")
+        findings.same(hd.split(whole if world.rank == 0 else None), x, "split")
+        if turn == 1:  # all of them lose their transfers
+            team.plans.clear()
+    findings.settle()
