@@ -202,7 +202,7 @@ class Plannable(Steps):
 def _key(op: Plannable) -> tuple[Any, ...] | None:
     """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
     x, out = op.x, op.out
-    if op.shared or not (x is None or is_plain(x)) or recorded() is not None:
+    if op.shared or recorded() is not None or not (x is None or is_plain(x)):
         return None
     if out is not None and (not is_plain(out) or not out.dim() or out.is_inference()):
         return None
