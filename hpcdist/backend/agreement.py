@@ -30,9 +30,9 @@ from hpcdist.errors import SHOWN, RankError, coded, listed
 from hpcdist.process import abort
 
 if TYPE_CHECKING:
-    from hpcdist.backend.communicator import Communicator
+    from hpcdist.comm.team import Team
 
-__all__ = ["Call", "Counts", "checked", "fail", "sizes"]
+__all__ = ["Call", "Counts", "checked", "sizes"]
 
 Sizes = tuple[tuple[int, dtype], ...]  # elements and dtype of tensors
 Counts = int | Mapping[int, int]  # elements for each rank: the same for all, or by rank
@@ -62,18 +62,24 @@ def sizes(*tensors: Tensor) -> Sizes:
     return tuple([(x.numel(), x.dtype) for x in tensors])
 
 
-def checked(team: Communicator, call: Call, step: Callable[..., None], *args: Any) -> None:
-    """Run the step of a call, if all ranks make the same call.
+def checked(team: Team, call: Call, step: Callable[..., None], *args: Any) -> None:
+    """Run the step of a call, if all ranks make the same call. Another error on this rank alone ends the job.
 
     Raises:
         RankError: on every rank, if they do not.
+        UnusableError: for an argument, before data move.
     """
-    if team.size > 1:
-        _compare(team, call)
-    step(team, *args)
+    try:
+        if team.size > 1:
+            _compare(team, call)
+        step(team, *args)
+    except BaseException as error:
+        if team.size > 1 and not isinstance(error, (RankError, UnusableError)):
+            abort.fail(error, f"{call.verb}() failed in the middle of a transfer")
+        raise
 
 
-def _compare(team: Communicator, call: Call) -> None:
+def _compare(team: Team, call: Call) -> None:
     verb, sizes, rest, sends, recvs = call
     digest, balance, size = _digest(verb, sizes, rest), 0, team.size
     if sends or recvs:
@@ -126,7 +132,6 @@ class _Told(NamedTuple):
     place: str
     sends: list[int]
     recvs: list[int]
-    several_threads: bool
 
     def shown(self, first: int) -> str:
         """Describe the call, with the tensors from number `first` on."""
@@ -135,7 +140,7 @@ class _Told(NamedTuple):
         return " ".join(filter(None, [f"{self.verb}()", of and f"of {of}", self.place and f"at {self.place}"]))
 
 
-def _raise_difference(team: Communicator, call: Call) -> None:
+def _raise_difference(team: Team, call: Call) -> None:
     """Raise the same RankError on every rank."""
     tensors = [f"{count} x {kind}" for count, kind in call.sizes]
     rest = [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]
@@ -143,12 +148,9 @@ def _raise_difference(team: Communicator, call: Call) -> None:
         [dict(_by_rank(counts, team.size)).get(rank, 0) for rank in range(team.size)]
         for counts in (call.sends, call.recvs)
     ]
-    told = _Told(call.verb, tensors, rest, _place(), messages[0], messages[1], team.several_threads)
+    told = _Told(call.verb, tensors, rest, _place(), *messages)
     every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
     problems = dict(_other_calls(every)) or dict(_unmatched(every))
-    for rank in [rank for rank, told in enumerate(every) if told.several_threads]:
-        text = "calls this group from several threads: if their order differs between ranks, give each its new_group()"
-        problems[rank] = "; it ".join(filter(None, [problems.get(rank), text]))
     group = "" if team.peers == list(range(team.size)) else f"; in the group of world ranks {listed(team.peers)}"
     objects.raise_problems(every[0].verb, {rank: coded("HD301", text + group) for rank, text in problems.items()})
 
@@ -179,12 +181,3 @@ def _unmatched(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:
                 sent, expected = (f"{count} x {told.rest[0]}" for count in (other.sends[rank], told.recvs[source]))
                 text = f"expects {expected} from rank {source}, which sends {sent}"
                 yield rank, f"{text}; they are at {told.place} and {other.place}"
-
-
-def fail(error: BaseException, verb: str, size: int) -> None:
-    """End the job for an error on this rank while data move, since the other ranks cannot know of it.
-
-    Does nothing for an error that all ranks raise alike, for one of the arguments, and for a rank alone.
-    """
-    if size > 1 and not isinstance(error, (RankError, UnusableError)):
-        abort.fail(error, f"{verb}() failed in the middle of a transfer")

@@ -2,21 +2,27 @@
 
 Messages are bytes, whatever the dtype. Where the counts of all ranks are known to every rank, MPI's own collective
 moves them; where a rank knows its own alone, sends and receives do, since no two ways may meet in one call.
+
+Large reductions and broadcasts of one node go through memory that its ranks share, in rounds: in each, every rank
+writes its data for the others into its slot, reduces its own part from all slots, and copies the others' parts of the
+result. Slots and result are small enough to stay in the caches. Of a round's two barriers, the first ends all use of
+the last round's result, and the second all use of the slots.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
+import torch
 from mpi4py import MPI
 from torch import Tensor, split
 
-from hpcdist import layout
-from hpcdist.backend import shared
+from hpcdist import activity, layout
 from hpcdist.backend.host_copies import (
-    Spans,
     address,
     bytes_of,
     flat,
@@ -31,80 +37,86 @@ from hpcdist.backend.host_copies import (
     writable,
 )
 from hpcdist.backend.reductions import Reduction
+from hpcdist.comm.team import Team
+from hpcdist.comm.windows import by_node
+from hpcdist.errors import refusal
 from hpcdist.layout import limits
 from hpcdist.routes.mpi import MPI_ROUTE
 from hpcdist.tensors.storage import overlap
 
-if TYPE_CHECKING:
-    from hpcdist.backend.communicator import Communicator
-
 __all__ = [
     *("all_gather", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
-    *("gather", "reduce", "reduce_scatter", "scatter"),
+    *("coalesced", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single", "scatter"),
+    "sparse_all_reduce",
 ]
 
-_route: Any = MPI_ROUTE  # which needs comm, rank and size of a team
+LEAST = 2**19  # bytes of a tensor to reduce through shared memory; below, MPI's own Allreduce has less latency
+SLOT = 2**20  # bytes of a rank's slot
+PIPELINED = 2**23  # bytes of a tensor to broadcast so; below, MPI's own Bcast is as fast, or has less latency
+SLICE = 2**21  # bytes of it in a slot
+_AHEAD = 4  # slots that a root fills before the first of them must have been read by all
+_SIGN = [bytearray(), MPI.BYTE]  # a message without data
+_TAGS = 2**14  # of monitored barriers, which take turns: a rank that comes too late meets none of the next ones
+_LOOK = 1e-4  # seconds between two looks at them
 SMALL = 2**15  # bytes of a tensor for which each microsecond counts
 PACKED = 2**16  # bytes of all messages up to which they are copied into one piece of memory
 
 
-def barrier(team: Communicator) -> None:
+def barrier(team: Team) -> None:
     """Do nothing more: the comparison before each call has a message from every rank."""
 
 
-def broadcast(team: Communicator, x: Tensor, root: int) -> None:
+def broadcast(team: Team, x: Tensor, root: int) -> None:
     with nullcontext(readable(x)) if team.rank == root else writable(x) as whole:
         memory = address(whole)
-        if len(memory) < shared.PIPELINED or not shared.broadcast(team, whole, root):
+        if len(memory) < PIPELINED or not _broadcast_shared(team, whole, root):
             for piece in pieces(memory):
                 team.comm.Bcast([piece, MPI.BYTE], root)
 
 
-def all_gather_single(team: Communicator, out: Tensor, x: Tensor) -> None:
+def all_gather_single(team: Team, out: Tensor, x: Tensor) -> None:
     """Gather equal tensors into `out`, one after the other."""
     with writable(out, read=False) as whole:
         _allgather(team, flat(whole), flat(readable(x)))
 
 
-def _allgather(team: Communicator, out: Tensor, x: Tensor) -> None:
+def _allgather(team: Team, out: Tensor, x: Tensor) -> None:
     size = x.nbytes
     start = x.data_ptr() - out.data_ptr()
     if -size < start < out.nbytes and start != size * team.rank:  # FSDP sends from where this rank's part belongs
         x = x.clone()
     counts = [size] * team.size
-    _route.allgatherv(team, bytes_of(x), bytes_of(out), counts, [size * i for i in range(team.size)])
+    MPI_ROUTE.allgatherv(team, bytes_of(x), bytes_of(out), counts, [size * i for i in range(team.size)])
 
 
-def all_gather(team: Communicator, outs: Sequence[Tensor], x: Tensor) -> None:
+def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
     """Gather the tensor of rank i into ``outs[i]``; their sizes may differ."""
     if nbytes(outs) <= PACKED:
         whole = scratch(sum(out.numel() for out in outs), x.dtype)
         counts = [out.nbytes for out in outs]
-        _route.allgatherv(team, bytes_of(readable(x)), bytes_of(whole), counts, layout.displs(counts))
+        MPI_ROUTE.allgatherv(team, bytes_of(readable(x)), bytes_of(whole), counts, layout.displs(counts))
         unpack(whole, outs)
     else:
         sends = [x] * team.size
         all_to_all(team, outs, sends)
 
 
-def gather(team: Communicator, outs: Sequence[Tensor], x: Tensor, root: int) -> None:
+def gather(team: Team, outs: Sequence[Tensor], x: Tensor, root: int) -> None:
     """Gather the tensor of rank i into ``outs[i]`` of the root; `outs` is empty elsewhere."""
     exchange(team, {root: x}, dict(enumerate(outs)))
 
 
-def scatter(team: Communicator, out: Tensor, xs: Sequence[Tensor], root: int) -> None:
+def scatter(team: Team, out: Tensor, xs: Sequence[Tensor], root: int) -> None:
     """Scatter ``xs[i]`` of the root into `out` of rank i; `xs` is empty elsewhere."""
     exchange(team, dict(enumerate(xs)), {root: out})
 
 
-def all_to_all(team: Communicator, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+def all_to_all(team: Team, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Send ``xs[i]`` to rank i, into its ``outs`` at this rank."""
     exchange(team, dict(enumerate(xs)), dict(enumerate(outs)))
 
 
-def all_to_all_single(
-    team: Communicator, out: Tensor, x: Tensor, out_splits: Sequence[int], splits: Sequence[int]
-) -> None:
+def all_to_all_single(team: Team, out: Tensor, x: Tensor, out_splits: Sequence[int], splits: Sequence[int]) -> None:
     """Send consecutive rows of `x` to the ranks, and receive rows of `out`; equal parts without splits."""
     with writable(out, read=False) as whole:
         send = readable(x)
@@ -132,27 +144,23 @@ def copyto(out: Tensor, x: Tensor) -> None:
         out.detach().copy_(x.detach().view(out.shape) if x.is_contiguous() else x.detach().reshape(out.shape))
 
 
-def exchange(team: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+def exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
     """Send and receive separate tensors, at most one for each pair of ranks and direction; copy this rank's own.
 
     The result is that of sends from copies, and of receives in the order of the ranks, whatever memory they share.
     """
-    me, own, direct = team.rank, recvs.get(team.rank), True
+    me, own = team.rank, recvs.get(team.rank)
     xs = {id(x): x for x in sends.values()}  # one may go to all ranks
-    if share_memory([*recvs.values(), *xs.values()]):
-        written = Spans(out for rank, out in recvs.items() if rank != me)  # while tensors may still be sent
-        direct = written.disjoint and (own is None or not written.meet(own))
-        xs = {
-            key: x.detach().clone() if written.meet(x) or (own is not None and _clash(own, x)) else x
-            for key, x in xs.items()
-        }
+    direct = not share_memory([*recvs.values(), *(x for x in xs.values() if own is None or not _same(own, x))])
+    if not direct:
+        xs = {key: x.detach().clone() for key, x in xs.items()}
     ready = {key: readable(x) for key, x in xs.items()}
     into = {
         rank: out if direct and is_plain(out) else scratch(out.numel(), out.dtype)
         for rank, out in recvs.items()
         if rank != me
     }
-    _route.exchange(
+    MPI_ROUTE.exchange(
         team,
         [(rank, bytes_of(ready[id(x)])) for rank, x in sends.items() if rank != me and x.numel()],
         [(rank, bytes_of(x)) for rank, x in into.items() if x.numel()],
@@ -170,12 +178,7 @@ def _same(out: Tensor, x: Tensor) -> bool:
     return out.data_ptr() == x.data_ptr() and is_plain(out) and is_plain(x)
 
 
-def _clash(out: Tensor, x: Tensor) -> bool:
-    """Whether tensors of one size share memory, but are not the same."""
-    return not _same(out, x) and overlap(out, x)
-
-
-def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:
+def all_reduce(team: Team, x: Tensor, op: Reduction) -> None:
     """Reduce the tensors of all ranks into `x` on every rank: the same bits on all of them."""
     direct, size = op.direct, x.nbytes
     if direct is not None and size < SMALL and is_plain(x):
@@ -184,7 +187,7 @@ def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:
     with writable(x) as whole:
         out = flat(whole)
         mine = op.scaled(out)
-        if size >= shared.LEAST and shared.all_reduce(team, mine, out, op):
+        if size >= LEAST and _all_reduce_shared(team, mine, out, op):
             return
         if op.mpi is None:
             _reduce_with_torch(team, mine, out, op)
@@ -195,7 +198,7 @@ def all_reduce(team: Communicator, x: Tensor, op: Reduction) -> None:
         op.average(out, team.size)
 
 
-def _allreduce(team: Communicator, x: Tensor, op: MPI.Op, kind: MPI.Datatype) -> None:
+def _allreduce(team: Team, x: Tensor, op: MPI.Op, kind: MPI.Datatype) -> None:
     """Reduce a flat tensor in place by MPI's own operation."""
     memory, itemsize = address(x), x.itemsize
     for start, length in layout.pieces(x.numel(), limits.PIECE // itemsize):
@@ -203,7 +206,7 @@ def _allreduce(team: Communicator, x: Tensor, op: MPI.Op, kind: MPI.Datatype) ->
         team.comm.Allreduce(MPI.IN_PLACE, [piece, length, kind], op)
 
 
-def _reduce_with_torch(team: Communicator, x: Tensor, out: Tensor, op: Reduction) -> None:
+def _reduce_with_torch(team: Team, x: Tensor, out: Tensor, op: Reduction) -> None:
     """Reduce flat tensors: each rank a part of them, which it sends to all; small ones whole on every rank."""
     size, numel = team.size, x.numel()
     if x.nbytes * size <= PACKED:
@@ -219,7 +222,7 @@ def _reduce_with_torch(team: Communicator, x: Tensor, out: Tensor, op: Reduction
     op.of(received, received[0])
     outs = list(split(out, lengths))
     copyto(outs[team.rank], received[0])
-    _route.allgatherv(
+    MPI_ROUTE.allgatherv(
         team,
         bytes_of(received[0]),
         bytes_of(out),
@@ -228,7 +231,7 @@ def _reduce_with_torch(team: Communicator, x: Tensor, out: Tensor, op: Reduction
     )
 
 
-def reduce(team: Communicator, x: Tensor, op: Reduction, root: int) -> None:
+def reduce(team: Team, x: Tensor, op: Reduction, root: int) -> None:
     """Reduce the tensors of all ranks into `x` on the root; those of the other ranks stay as they are."""
     mine = packed([x])
     all_reduce(team, mine, op)
@@ -236,7 +239,7 @@ def reduce(team: Communicator, x: Tensor, op: Reduction, root: int) -> None:
         copyto(x, mine.view(x.shape))
 
 
-def reduce_scatter(team: Communicator, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
+def reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce ``xs[i]`` of all ranks into `out` of rank i; the sizes may differ from rank to rank."""
     numel = out.numel()
     memory = scratch(numel * team.size, out.dtype)
@@ -246,7 +249,7 @@ def reduce_scatter(team: Communicator, out: Tensor, xs: Sequence[Tensor], op: Re
         op.of(received, flat(whole))
 
 
-def coalesced(team: Communicator, xs: Sequence[Tensor], op: Reduction) -> None:
+def coalesced(team: Team, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce several tensors of one dtype on every rank."""
     if len(xs) == 1:
         all_reduce(team, xs[0], op)
@@ -256,7 +259,153 @@ def coalesced(team: Communicator, xs: Sequence[Tensor], op: Reduction) -> None:
     unpack(whole, xs)
 
 
-def reduce_scatter_single(team: Communicator, out: Tensor, x: Tensor, op: Reduction) -> None:
+def reduce_scatter_single(team: Team, out: Tensor, x: Tensor, op: Reduction) -> None:
     """Reduce consecutive equal parts of `x`, that of rank i into `out` of rank i."""
     whole = flat(readable(x))
     reduce_scatter(team, out, list(split(whole, out.numel())) if out.numel() else [whole] * team.size, op)
+
+
+def _shared_memory(team: Team, nbytes: int) -> Tensor | None:
+    """Return memory that all ranks of the team share, flat bytes; None if they are on several nodes, or cannot.
+
+    Collective when it is first used, and for more bytes than before. Kept until the team ends.
+    """
+    if team.window is None or len(team.window.bytes) < nbytes:
+        team.window = team.windows.take(nbytes) if len(by_node(team.node_of)) == 1 else None
+    return None if team.window is None else team.window.bytes
+
+
+def _all_reduce_shared(team: Team, x: Tensor, out: Tensor, op: Reduction) -> bool:
+    """Reduce the flat tensors of all ranks into `out`, which may be `x` itself.
+
+    Returns:
+        Whether it has; False on all ranks if they cannot share memory.
+    """
+    memory = _shared_memory(team, SLOT * (team.size + 1))
+    if memory is None:
+        return False
+    size, me, barrier = team.size, team.rank, team.comm.Barrier
+    slots = memory[: (size + 1) * SLOT].view(size + 1, SLOT).view(x.dtype)
+    result = slots[size]
+    for start, length in layout.pieces(x.numel(), SLOT // x.itemsize):
+        first, last = layout.block_ranges(length, size, size)[me]
+        here = x[start : start + length]
+        slots[me, :first].copy_(here[:first])
+        slots[me, last:length].copy_(here[last:])
+        barrier()
+        if last > first:
+            parts = [here[first:last] if rank == me else slots[rank, first:last] for rank in range(size)]
+            op.of(parts, result[first:last])
+        barrier()
+        out[start : start + length].copy_(result[:length])
+        activity.touch()
+    return True
+
+
+def _broadcast_shared(team: Team, x: Tensor, root: int) -> bool:
+    """Broadcast contiguous host memory: the root fills slots in turn, and the others copy what is in them.
+
+    A rank waits for a message from the one that it needs, not in a barrier: where ranks share cores, each barrier of a
+    piece would cost them a time slice.
+
+    Returns:
+        Whether it has; False on all ranks if they cannot share memory.
+    """
+    memory = _shared_memory(team, SLICE * _AHEAD)
+    if memory is None:
+        return False
+    whole, comm = bytes_of(x), team.comm
+    others = [rank for rank in range(team.size) if rank != root]
+    pieces = layout.pieces(x.nbytes, SLICE)
+    for turn, (start, length) in enumerate(pieces):
+        piece, slot = whole[start : start + length], memory[turn % _AHEAD * SLICE :][:length]
+        if team.rank == root:
+            for rank in others if turn >= _AHEAD else ():
+                comm.Recv(_SIGN, rank)
+            slot.copy_(piece)
+            for rank in others:
+                comm.Send(_SIGN, rank)
+        else:
+            comm.Recv(_SIGN, root)
+            piece.copy_(slot)
+            if turn + _AHEAD < len(pieces):
+                comm.Send(_SIGN, root)
+        activity.touch()
+    comm.Barrier()  # the next call may write into the slots
+    return True
+
+
+def sparse_all_reduce(team: Team, x: Tensor) -> None:
+    """Sum the sparse tensors (COO) of all ranks into `x` on every rank, in rank order: the same bits on all of them.
+
+    DDP has such gradients, of embeddings.
+    """
+    mine = x.detach().coalesce()
+    counts = torch.empty(team.size, dtype=torch.int64, device="cpu")
+    all_gather_single(team, counts, torch.tensor([mine._nnz()], device="cpu"))
+    indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+    whole_indices, whole_values = _gather_rows(team, indices, counts), _gather_rows(team, values, counts)
+    total = torch.sparse_coo_tensor(
+        whole_indices.t(), whole_values, x.shape, device=x.device, check_invariants=False
+    ).coalesce()
+    with torch.no_grad():
+        x.copy_(total)  # not into x.detach(), which would get a memory of its own
+
+
+def _gather_rows(team: Team, rows: Tensor, counts: Tensor) -> Tensor:
+    """Concatenate the rows of all ranks."""
+    whole = torch.empty((int(counts.sum()), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    all_gather(team, list(split(whole, counts.tolist())), rows)
+    return whole
+
+
+def monitored_barrier(team: Team, number: int, timeout: timedelta, wait_all_ranks: bool) -> None:
+    """Wait for all ranks of the group, or raise an error that names those that are missing.
+
+    Args:
+        number: number of such barriers of the group before this one.
+        wait_all_ranks: whether rank 0 names all missing ranks, or the first that it finds.
+
+    Raises:
+        RuntimeError: on rank 0, if a rank has not reached it in time; on the others, if rank 0 has not let them go on.
+    """
+    end, tag = time.monotonic() + timeout.total_seconds(), 1 + number % _TAGS
+    text = f"monitoredBarrier in {1000 * timeout.total_seconds():g} ms"  # the errors are worded as gloo's
+    if team.rank:
+        sent = team.comm.Isend([b"", MPI.BYTE], 0, tag)
+        if _missing({0: team.comm.Irecv([bytearray(0), MPI.BYTE], 0, tag)}, end, True):
+            raise refusal(
+                RuntimeError,
+                "HD601",
+                f"Rank {team.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: it failed to pass {text}",
+            )
+        sent.Wait()
+        return
+    if not timeout:
+        raise refusal(RuntimeError, "HD601", "Rank 0 timed out in monitoredBarrier after 0 ms")
+    others = range(1, team.size)
+    missing = _missing({r: team.comm.Irecv([bytearray(0), MPI.BYTE], r, tag) for r in others}, end, wait_all_ranks)
+    if missing:
+        names = ", ".join(map(str, missing))
+        raise refusal(
+            RuntimeError,
+            "HD601",
+            f"Rank {names} failed to pass {text}" if len(missing) == 1 else f"Ranks {names} failed to pass {text}",
+        )
+    for rank in others:
+        team.comm.Isend([b"", MPI.BYTE], rank, tag).Wait()
+
+
+def _missing(requests: dict[int, MPI.Request], end: float, all_: bool) -> Sequence[int]:
+    """Wait for messages until `end`; return the ranks of those that have not come, the first or all of them."""
+    while requests:
+        requests = {rank: request for rank, request in requests.items() if not request.Test()}
+        if time.monotonic() > end:
+            break
+        if requests:
+            time.sleep(_LOOK)
+    for request in requests.values():
+        request.Cancel()
+        request.Wait()
+    return sorted(requests) if all_ else sorted(requests)[:1]

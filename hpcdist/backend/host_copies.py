@@ -1,12 +1,9 @@
-"""Tensors as MPI takes them: contiguous host memory, and tensors that stand for others in the meantime."""
+"""Tensors as MPI takes them: contiguous host memory, and temporary contiguous copies."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from math import inf
 from typing import Any
 
 import torch
@@ -20,8 +17,7 @@ from hpcdist.tensors import accelerator, pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem, span
 
 __all__ = [
-    *("Spans", "UnusableError", "address", "flat", "packed", "pieces", "readable", "scratch", "share_memory"),
-    "writable",
+    *("UnusableError", "address", "flat", "packed", "pieces", "readable", "scratch", "share_memory", "writable"),
 ]
 
 _from_address = MPI.buffer.fromaddress
@@ -39,31 +35,6 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
             return True
         last = end
     return False
-
-
-class Spans:
-    """The memory that a call writes: each tensor's from its first to its last element."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._spans = sorted(span(x) for x in tensors if x.numel())
-        self._ends = list(accumulate((end for _, end in self._spans), max))  # the furthest so far
-
-    @property
-    def disjoint(self) -> bool:
-        """Whether no two of the tensors share memory."""
-        return all(end <= start for end, (start, _) in zip(self._ends, self._spans[1:], strict=False))
-
-    def meet(self, x: Tensor) -> bool:
-        """Whether a tensor shares memory with any of them."""
-        start, end = span(x)
-        before = bisect_left(self._spans, (end,))
-        return before > 0 and self._ends[before - 1] > start and x.numel() > 0
-
-    def hold(self, x: Tensor) -> bool:
-        """Whether a tensor lies within one of them, which are disjoint."""
-        start, end = span(x)
-        before = bisect_right(self._spans, (start, inf))
-        return before > 0 and self._spans[before - 1][1] >= end
 
 
 def address(x: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """The operations of a process group by the names that torch calls them, for all of torch's interfaces.
 
 Each checks its arguments on this rank, and then runs at once, if torch says that its caller blocks and no earlier
-asynchronous call of the group is under way; else in the group's queue.
+asynchronous call of the group is under way; else the group's worker runs it.
 """
 
 from __future__ import annotations
@@ -9,37 +9,75 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.backend import agreement, collectives, operands, p2p, sparse
+from hpcdist.backend import agreement, collectives
 from hpcdist.backend.agreement import Call, Counts, sizes
-from hpcdist.backend.host_copies import Spans, gpu_events
-from hpcdist.backend.monitored import monitored_barrier
+from hpcdist.backend.host_copies import gpu_events, share_memory
 from hpcdist.backend.reductions import reduction
-from hpcdist.backend.works import DONE, Finished, Queued
+from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
+from hpcdist.comm.team import Team
 from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator, eager
 
-if TYPE_CHECKING:
-    from hpcdist.backend.communicator import Communicator
-
-__all__ = ["Operations"]
+__all__ = ["Operations", "finish"]
 
 Tensors = list[Tensor]
 _BARRIER = 1800  # seconds, as torch's default
 _NOTHING = timedelta(0)
+_SUM: Any = dist.ReduceOp.SUM
+
+_open: WeakSet[Team] = WeakSet()
+_abandoned: list[Team] = []
+
+
+def finish() -> None:
+    """Finish the asynchronous calls of all groups: the program ends."""
+    for team in list(_open):
+        team.worker.stop()
 
 
 class Operations:
-    """Collectives and messages on the ranks of `_team`."""
+    """Collectives and messages on the ranks of a team, which this object owns."""
 
-    _team: Communicator
+    _team: Team
+    _limit: float | None = None  # deadline of its calls, in seconds
     _calls = 0  # collectives so far
+    _barriers = 0  # monitored ones so far
+
+    def _start(self, team: Team, timeout: timedelta | None) -> None:
+        self._team = team
+        self._most_tag = int(team.comm.Get_attr(MPI.TAG_UB) or 32767)
+        self._set_default_timeout(timeout)
+        _open.add(team)
+
+    def _set_default_timeout(self, timeout: timedelta | None) -> None:
+        self._limit = None if timeout is None else timeout.total_seconds()
+        if self._limit is not None:
+            activity.expect_limit(self._limit)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._set_default_timeout(timeout)
+
+    setTimeout = set_timeout  # noqa: N815
+
+    def shutdown(self) -> None:
+        """Finish the asynchronous calls, and free the communicators; a second call does nothing."""
+        self._team.free()
+        forget_done()
+
+    def abort(self) -> None:
+        """Keep all that MPI may still use, and wait for nothing: the calls may never end."""
+        self._team.worker.abandon()
+        _open.discard(self._team)
+        _abandoned.append(self._team)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
@@ -57,144 +95,136 @@ class Operations:
             opts: torch's options: `asyncOp`: the caller does not block; `timeout`: the call's deadline, if
                 it is above 0, instead of the group's.
             tensors: what its future will hold.
-            step, args: what to run, after the communicator as its first argument.
+            step, args: what to run, after the team as its first argument.
             writes: whether this rank's `tensors` are written.
         """
         team, verb = self._team, call.verb
         if writes:
-            operands.writable(verb, tensors)
+            _check_writable(verb, tensors)
         self._calls += 1
         if _holds_inference(args):
             step, args = _on_inference, (step, *args)
-        blocks, limit = opts is not None and not opts.asyncOp, team.limit
+        blocks, limit = opts is not None and not opts.asyncOp, self._limit
         if opts is not None and opts.timeout > _NOTHING:
             limit = opts.timeout.total_seconds()
             activity.expect_limit(limit)
-        # A callback of a future (of a hook of DDP) runs before the next call of the queue, and so do its own calls.
-        inside = team.queue.inside
-        if not inside:
-            team.note_thread()
-        if inside or ((blocks or team.size == 1) and team.queue.idle):
-            with activity.InCall(verb, team, limit=limit, tensors=args):
-                try:
-                    with team.queue.running:
-                        agreement.checked(team, call, step, *args)
-                except BaseException as error:
-                    agreement.fail(error, verb, team.size)
-                    raise
+        worker = team.worker
+        work: Finished = DONE
+        # A callback of a future (of a hook of DDP) runs before the next call of the worker, and so do its own calls.
+        if ((blocks or team.size == 1) and worker.idle) or worker.inside:
+            with activity.InCall(verb, team, limit=limit, tensors=args), worker.running:
+                agreement.checked(team, call, step, *args)
             if blocks:
-                return DONE
-            done = Finished(tensors)
-            done.number = self._calls
-            return done
-        events = gpu_events(args)
-        step, args = agreement.checked, (call, step, *args)
-        if events:
-            step, args = _after, (events, step, *args)
-        work = Queued(verb, team, limit, step, args, tensors)
+                return work
+            work = Finished(tensors)
+        else:
+            events = gpu_events(args)
+            if events:
+                step, args = _after, (events, step, *args)
+            work = Queued(verb, team, limit, agreement.checked, (call, step, *args), tensors)
         work.number = self._calls
-        team.queue.submit(work)
         return work
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        x, root = operands.single("broadcast", tensors), 0 if opts is None else opts.rootRank
-        operands.rank("broadcast", root, self._team.size)
+        x, root = _single("broadcast", tensors), 0 if opts is None else opts.rootRank
+        _check_rank("broadcast", root, self._team.size)
         call, writes = Call("broadcast", sizes(x), (root,)), self._team.rank != root
         return self._run(call, opts, tensors, collectives.broadcast, x, root, writes=writes)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
-            operands.sums("all_reduce", opts)
+            if opts is not None and opts.reduceOp != _SUM:
+                raise _refusal("all_reduce", f"sparse tensors can be summed only, got {opts.reduceOp}", "HD202")
             x = tensors[0]
             call = Call("all_reduce", sizes(x), (f"sparse SUM of {x.sparse_dim()} dims",))
-            return self._run(call, opts, tensors, sparse.all_reduce, x)
-        x = operands.single("all_reduce", tensors)
-        op = reduction(operands.SUM if opts is None else opts.reduceOp, x.dtype)
+            return self._run(call, opts, tensors, collectives.sparse_all_reduce, x)
+        x = _single("all_reduce", tensors)
+        op = reduction(_SUM if opts is None else opts.reduceOp, x.dtype)
         return self._run(Call("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        operands.alike("all_reduce_coalesced", tensors)
-        op = reduction(operands.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
+        _check_alike("all_reduce_coalesced", tensors)
+        op = reduction(_SUM if opts is None else opts.reduceOp, tensors[0].dtype)
         call = Call("all_reduce_coalesced", sizes(*tensors), (op.name,))
         return self._run(call, opts, tensors, collectives.coalesced, tensors, op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        x, root = operands.single("reduce", tensors), opts.rootRank
-        operands.rank("reduce", root, self._team.size)
+        x, root = _single("reduce", tensors), opts.rootRank
+        _check_rank("reduce", root, self._team.size)
         op = reduction(opts.reduceOp, x.dtype)
         call, writes = Call("reduce", sizes(x), (op.name, root)), self._team.rank == root
         return self._run(call, opts, tensors, collectives.reduce, x, op, root, writes=writes)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        outs, x = operands.single_list("all_gather", outputs), operands.single("all_gather", inputs)
-        operands.gathered("all_gather", outs, x, self._team)
+        outs, x = outputs[0], _single("all_gather", inputs)
+        _check_gathered("all_gather", outs, x, self._team)
         return self._run(Call("all_gather", sizes(*outs)), opts, outputs, collectives.all_gather, outs, x)
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         if len(output_lists) != self._team.size:
-            raise refusal(
-                ValueError,
-                "HD701",
-                f"all_gather_coalesced: {len(output_lists)} output lists for {self._team.size} ranks",
-            )
+            text = f"{len(output_lists)} output lists for {self._team.size} ranks"
+            raise _refusal("all_gather_coalesced", text)
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outs, x in zip(columns, inputs, strict=True):
-            operands.gathered("all_gather_coalesced", outs, x, self._team)
+            _check_gathered("all_gather_coalesced", outs, x, self._team)
         call = Call("all_gather_coalesced", sizes(*(out for outs in columns for out in outs)))
         return self._run(call, opts, output_lists, _each, collectives.all_gather, columns, inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        operands.multiple("all_gather_single", output, input, self._team.size)
+        _check_multiple("all_gather_single", output, input, self._team.size)
         call = Call("all_gather_single", sizes(output))
         return self._run(call, opts, output, collectives.all_gather_single, output, input)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "all_gather_single_coalesced"
         for output, x in zip(outputs, inputs, strict=True):
-            operands.multiple(verb, output, x, self._team.size)
+            _check_multiple(verb, output, x, self._team.size)
         call = Call(verb, sizes(*outputs))
         return self._run(call, opts, outputs, _each, collectives.all_gather_single, outputs, inputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        x, root = operands.single("gather", inputs), opts.rootRank
-        outs = operands.rooted("gather", outputs, root, self._team)
+        x, root = _single("gather", inputs), opts.rootRank
+        outs = self._rooted("gather", outputs, root)
         if outs:
-            operands.gathered("gather", outs, x, self._team)
+            _check_gathered("gather", outs, x, self._team)
         call = Call("gather", (), (x.dtype, root), {root: x.numel()}, _counts(outs))
         return self._run(call, opts, outputs, collectives.gather, outs, x, root)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        out, root = operands.single("scatter", outputs), opts.rootRank
-        xs = operands.rooted("scatter", inputs, root, self._team)
+        out, root = _single("scatter", outputs), opts.rootRank
+        xs = self._rooted("scatter", inputs, root)
         if xs:
-            operands.gathered("scatter", xs, out, self._team)
+            _check_gathered("scatter", xs, out, self._team)
         call = Call("scatter", (), (out.dtype, root), _counts(xs), {root: out.numel()})
         return self._run(call, opts, outputs, collectives.scatter, out, xs, root)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
-        out, xs = operands.single("reduce_scatter", outputs), operands.single_list("reduce_scatter", inputs)
-        operands.gathered("reduce_scatter", xs, out, self._team)
-        op = reduction(operands.SUM if opts is None else opts.reduceOp, out.dtype)
+        out, xs = _single("reduce_scatter", outputs), inputs[0]
+        _check_gathered("reduce_scatter", xs, out, self._team)
+        op = reduction(_SUM if opts is None else opts.reduceOp, out.dtype)
         call = Call("reduce_scatter", sizes(*xs), (op.name,))
         return self._run(call, opts, outputs, collectives.reduce_scatter, out, xs, op)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        operands.multiple("reduce_scatter_single", input, output, self._team.size)
-        op = reduction(operands.SUM if opts is None else opts.reduceOp, output.dtype)
+        _check_multiple("reduce_scatter_single", input, output, self._team.size)
+        op = reduction(_SUM if opts is None else opts.reduceOp, output.dtype)
         call = Call("reduce_scatter_single", sizes(input), (op.name,))
         return self._run(call, opts, output, collectives.reduce_scatter_single, output, input, op)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         verb = "reduce_scatter_single_coalesced"
         for output, x in zip(outputs, inputs, strict=True):
-            operands.multiple(verb, x, output, self._team.size)
-        kind = operands.SUM if opts is None else opts.reduceOp
+            _check_multiple(verb, x, output, self._team.size)
+        kind = _SUM if opts is None else opts.reduceOp
         ops = [reduction(kind, output.dtype) for output in outputs]
         call = Call(verb, sizes(*inputs), tuple(op.name for op in ops[:1]))
         return self._run(call, opts, outputs, _each, collectives.reduce_scatter_single, outputs, inputs, ops)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        operands.exchanged("all_to_all", outputs, inputs, self._team)
+        if len(inputs) != self._team.size:
+            raise _refusal("all_to_all", f"expected {self._team.size} tensors, one for each rank, got {len(inputs)}")
+        _check_gathered("all_to_all", outputs, inputs[self._team.rank], self._team)
+        _check_alike("all_to_all", [*outputs, *inputs])
         call = Call("all_to_all", (), (inputs[0].dtype,), _counts(inputs), _counts(outputs))
         return self._run(call, opts, outputs, collectives.all_to_all, outputs, inputs)
 
@@ -207,7 +237,9 @@ class Operations:
         opts: Any = None,
     ) -> dist.Work:
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
-        operands.splits("all_to_all_single", output, input, *splits, self._team.size)
+        _check_alike("all_to_all_single", [output, input])
+        for name, x, rows in zip(("output", "input"), (output, input), splits, strict=True):
+            _check_splits("all_to_all_single", name, x, rows, self._team.size)
         recvs, sends = (self._row_counts(x, rows) for x, rows in zip((output, input), splits, strict=True))
         call = Call("all_to_all_single", (), (input.dtype,), sends, recvs)
         return self._run(call, opts, output, collectives.all_to_all_single, output, input, *splits)
@@ -226,29 +258,34 @@ class Operations:
         Args:
             timeout: a timedelta, or from torch 2.14 BarrierOptions that have one; if below 0, that of the group.
         """
-        team = self._team
-        self._barriers = number = getattr(self, "_barriers", 0) + 1
+        self._barriers += 1
         timeout = getattr(timeout, "timeout", timeout)
-        if timeout is None or timeout < timedelta(0):
-            timeout = timedelta(seconds=team.limit or _BARRIER)
-        with activity.InCall("monitored_barrier", team, activity.NOBODY):
-            monitored_barrier(team, number, timeout, wait_all_ranks)
+        if timeout is None or timeout < _NOTHING:
+            timeout = timedelta(seconds=self._limit or _BARRIER)
+        with activity.InCall("monitored_barrier", self._team, activity.NOBODY):
+            collectives.monitored_barrier(self._team, self._barriers, timeout, wait_all_ranks)
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> dist.Work:
-        x = operands.single("send", tensors)
-        operands.rank("send", dest, self._team.size)
-        operands.tag("send", tag, self._team.most_tag)
-        return p2p.send(self._team, x, dest, tag)
+        return send(self._team, self._message("send", tensors, dest, tag), dest, tag, self._limit)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        x = operands.single("recv", tensors)
-        operands.rank("recv", source, self._team.size)
-        operands.tag("recv", tag, self._team.most_tag)
-        return p2p.recv(self._team, x, source, tag)
+        return recv(self._team, self._message("recv", tensors, source, tag), source, tag, self._limit)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        operands.tag("recv", tag, self._team.most_tag)
-        return p2p.recv(self._team, operands.single("recv", tensors), None, tag)
+        return recv(self._team, self._message("recv", tensors, 0, tag), None, tag, self._limit)
+
+    def _message(self, verb: str, tensors: Tensors, peer: int, tag: int) -> Tensor:
+        """Check the arguments of a message; return its tensor."""
+        _check_rank(verb, peer, self._team.size)
+        if not 0 <= tag <= self._most_tag:
+            text = f"tag {tag} is not within 0 to {self._most_tag}, which this MPI allows"
+            raise _refusal(verb, text, "HD204")
+        return _single(verb, tensors)
+
+    def _rooted(self, verb: str, lists: Sequence[Tensors], root: int) -> Tensors:
+        """Return the list that the root alone has, checked by torch; an empty one elsewhere."""
+        _check_rank(verb, root, self._team.size)
+        return list(lists[0]) if self._team.rank == root else []
 
     # The names of older and newer versions of torch.
     _allgather_base = all_gather_single
@@ -256,6 +293,79 @@ class Operations:
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _refusal(verb: str, text: str, code: str = "HD701", kind: type[ValueError] = ValueError) -> Exception:
+    return refusal(kind, code, f"{verb}: {text}")
+
+
+def _single(verb: str, tensors: Tensors | Tensor) -> Tensor:
+    """Return the only tensor of a list."""
+    x = tensors if isinstance(tensors, Tensor) else tensors[0]
+    if x.layout is not torch.strided:
+        raise _refusal(verb, f"expected a dense tensor, got layout {x.layout}", "HD202")
+    return x
+
+
+def _check_writable(verb: str, outputs: Any) -> None:
+    """Check that tensors, in lists of any depth, have a place for each element."""
+    for x in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+        if isinstance(x, (list, tuple)):
+            _check_writable(verb, x)
+        elif x.layout is torch.strided and not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
+            text = f"elements of the tensor of shape {tuple(x.shape)} lie in one place, as from expand(): clone() it"
+            raise _refusal(verb, text, "HD202")
+
+
+def _check_rank(verb: str, number: int, size: int) -> None:
+    if not 0 <= number < size:
+        raise _refusal(verb, f"invalid rank {number} of a group of {size}", "HD204")
+
+
+def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:
+    """Check that tensors have one dtype and device."""
+    if not tensors:
+        raise _refusal(verb, "requires a non-empty list of tensors")
+    first = tensors[0]
+    for x in tensors:
+        if (x.dtype, x.device, x.layout) != (first.dtype, first.device, torch.strided):
+            text = f"got {x.dtype} on {x.device}, {x.layout}, and {first.dtype} on {first.device}"
+            raise _refusal(verb, f"tensors must be dense and have the same dtype and device, {text}")
+
+
+def _check_gathered(verb: str, many: Sequence[Tensor], x: Tensor, team: Team) -> None:
+    """Check a list with a tensor for each rank, of which that of this rank has the size of `x`."""
+    if len(many) != team.size:
+        raise _refusal(verb, f"expected a list of {team.size} tensors, one for each rank, got {len(many)}")
+    _check_alike(verb, [x, *many])
+    if many[team.rank].numel() != x.numel():
+        text = f"the tensor of this rank has shape {tuple(x.shape)}, the list has {tuple(many[team.rank].shape)} there"
+        raise _refusal(verb, text)
+
+
+def _check_multiple(verb: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """Check that a tensor has the size of another on each rank."""
+    _check_alike(verb, [whole, part])
+    if whole.numel() != part.numel() * size:
+        text = f"{whole.numel()} elements of shape {tuple(whole.shape)} are not {size} times the {part.numel()} of"
+        raise _refusal(verb, f"{text} shape {tuple(part.shape)}")
+
+
+class SplitsError(ValueError, RuntimeError):
+    """Split sizes that do not fit: a RuntimeError as well, as from torch's own backends."""
+
+
+def _check_splits(verb: str, name: str, x: Tensor, sizes: Sequence[int], size: int) -> None:
+    """Check how the rows of a tensor of an all_to_all_single are split; equally without sizes."""
+    problem = None
+    if not sizes:
+        if x.dim() == 0 or x.shape[0] % size:
+            problem = f"the {name} of shape {tuple(x.shape)} does not divide equally across group size {size}"
+    elif len(sizes) != size or min(sizes) < 0 or sum(sizes) != x.shape[0]:
+        text = f"{name}_split_sizes {list(sizes)} are not {size} that add up to dim 0 of {tuple(x.shape)}"
+        problem = text
+    if problem is not None:
+        raise _refusal(verb, problem, kind=SplitsError)
 
 
 def _holds_inference(args: Sequence[Any]) -> bool:
@@ -266,14 +376,14 @@ def _holds_inference(args: Sequence[Any]) -> bool:
     return False
 
 
-def _on_inference(team: Communicator, step: Callable[..., None], *args: Any) -> None:
-    """Run a collective on tensors that can be written in inference mode only; a queue's thread is not in it."""
+def _on_inference(team: Team, step: Callable[..., None], *args: Any) -> None:
+    """Run a collective on tensors that can be written in inference mode only; a worker's thread is not in it."""
     with torch.inference_mode():
         step(team, *args)
 
 
-def _after(team: Communicator, events: Sequence[torch.Event], step: Callable[..., None], *args: Any) -> None:
-    """Run a collective in a queue's thread, after the work of its caller's streams, until the GPU is done with it."""
+def _after(team: Team, events: Sequence[torch.Event], step: Callable[..., None], *args: Any) -> None:
+    """Run a collective in a worker's thread, after the work of its caller's streams, until the GPU is done with it."""
     for event in events:
         event.synchronize()
     step(team, *args)
@@ -287,19 +397,15 @@ def _counts(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _each(
-    team: Communicator, step: Callable[..., None], outputs: Sequence[Any], inputs: Tensors, *columns: Sequence[Any]
+    team: Team, step: Callable[..., None], outputs: Sequence[Any], inputs: Tensors, *columns: Sequence[Any]
 ) -> None:
     """Run a collective once for each input, as if all inputs had been copied before the first one writes its output."""
-    flat = [output if isinstance(output, list) else [output] for output in outputs]
-    written = Spans(chain.from_iterable(flat))
-    disjoint = written.disjoint
-    inputs = [
-        x if not written.meet(x) or (disjoint and Spans(own).hold(x)) else x.detach().clone()
-        for own, x in zip(flat, inputs, strict=True)
-    ]
+    flat = chain.from_iterable(output if isinstance(output, list) else [output] for output in outputs)
+    if share_memory([*flat, *inputs]):
+        inputs = [x.detach().clone() for x in inputs]
     for args in zip(outputs, inputs, *columns, strict=True):
         step(team, *args)
 
 
 # DDP's forward calls them within what torch compiles, and waits for them there.
-eager.not_compiled([Operations, Finished, Queued, p2p.Transfer])
+eager.not_compiled([Operations, Finished, Queued, Transfer])

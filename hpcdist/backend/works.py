@@ -1,37 +1,76 @@
-"""What a call of a process group returns: handles that wait for it, as torch's own backends have them."""
+"""What a call of a process group returns: handles that wait for it, as torch's own backends have them.
+
+From torch 2.14 the work of a backend in Python comes back to its caller in a C++ object that passes on wait() and
+get_future() alone: is_completed() would be False for ever, and receiving from any rank would fail for want of the
+source. The methods of `METHODS` find the work through get_future(), and ask it: see install().
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
 from torch._C._distributed_c10d import _get_work_registry_size as _registered
 from torch.futures import Future
 
 from hpcdist import activity
-from hpcdist.activity import Counted, callsite
-from hpcdist.backend import agreement
-from hpcdist.backend.work_forwarding import findable
-from hpcdist.errors import coded, refusal
+from hpcdist.activity import callsite
+from hpcdist.backend.host_copies import address, gpu_events, is_plain, pieces, readable, scratch
+from hpcdist.comm.team import Team
+from hpcdist.comm.worker import note_failure
+from hpcdist.errors import refusal
+from hpcdist.tensors.storage import copyable
 
-__all__ = ["DONE", "Finished", "Queued", "Waiting", "seconds"]
+__all__ = ["DONE", "METHODS", "Finished", "Queued", "Transfer", "forget_done", "install", "recv", "send"]
+
+METHODS = ("is_completed", "is_success", "exception", "result", "source_rank", "_source_rank", "_get_sequence_number")
+_SLEEP = 1e-4  # seconds between two looks at a message with a time limit of its own
+_POLLED = 4  # messages that are looked at for each new one: thousands may be under way
+
+_asked = threading.local()  # `found` is there while a thread asks
 
 
-class Team(Counted, Protocol):
-    """The ranks of a call."""
-
-    size: int
-
-
-def seconds(timeout: timedelta | None) -> float | None:
-    """Return torch's timeout in seconds; None for none."""
-    if timeout is None:
+def _find(work: dist.Work) -> Any:
+    """Return the work in Python that torch has wrapped; None for one of another backend."""
+    _asked.found = None
+    try:
+        work.get_future()
+        return _asked.found
+    except Exception:  # there are backends without futures
         return None
-    value = timeout.total_seconds()
+    finally:
+        del _asked.found
+
+
+def _passing_on(name: str, base: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(base)
+    def method(self: dist.Work) -> Any:
+        found = _find(self) if type(self) is dist.Work else None
+        return base(self) if found is None else getattr(found, name)()
+
+    return method
+
+
+def install() -> None:
+    """Let the methods of torch's works pass on to those in Python; a second call does nothing."""
+    for name in METHODS:
+        base = getattr(dist.Work, name, None)
+        if base is not None and not hasattr(base, "__wrapped__"):
+            setattr(dist.Work, name, _passing_on(name, base))
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    """Return torch's timeout in seconds; None for none."""
+    value = 0 if timeout is None else timeout.total_seconds()
     return value if value > 0 else None
 
 
@@ -39,7 +78,7 @@ def _forget(tensors: Any) -> None:
     """Remove finished work from torch's register of work in flight, as wait() of torch's own backends does."""
     if not _registered():
         return
-    if isinstance(tensors, torch.Tensor):
+    if isinstance(tensors, Tensor):
         torch.ops._c10d_functional.wait_tensor(tensors)  # calls wait() again, of work that is in the register no longer
     elif isinstance(tensors, (list, tuple)):
         for part in tensors:
@@ -47,17 +86,18 @@ def _forget(tensors: Any) -> None:
 
 
 class Finished(dist.Work):
-    """The work of a call that is done.
+    """The work of a call that is done; what torch asks of one that is not is answered when it is.
 
     Args:
         tensors: what its future holds.
     """
 
+    number = 0  # of the collective in its group
+    _error: BaseException | None = None
+
     def __init__(self, tensors: Any = None) -> None:
         super().__init__()
         self._tensors = tensors
-
-    number = 0  # of the collective in its group
 
     def _get_sequence_number(self) -> int:
         return self.number
@@ -70,103 +110,65 @@ class Finished(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        return True
+        return self.is_completed() and self._error is None
 
-    def exception(self) -> None:
-        return None
+    def exception(self) -> BaseException | None:
+        return self._error
 
     def result(self) -> Any:
+        self.wait()
         return self._tensors
 
     def synchronize(self) -> None:
-        return None
+        self.wait()
 
     def block_current_stream(self) -> None:
-        return None
+        self.wait()
 
-    @findable
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(self._tensors)
+        if hasattr(_asked, "found"):
+            _asked.found = self
+            future.set_result(None)
+        else:
+            self._fill(future)
         return future
+
+    def _fill(self, future: Future[Any]) -> None:
+        """Let a future of torch have the result, now or when the call is done."""
+        self.wait()
+        future.set_result(self._tensors)
 
 
 DONE = Finished()
 """The work of a blocking call, which torch only waits for."""
 
 
-class Waiting(dist.Work):
-    """Work that may not be done: what torch asks of it is answered when it is."""
-
-    _tensors: Any
-
-    def result(self) -> Any:
-        self.wait()
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-
-class Queued(Waiting):
-    """The work of an asynchronous collective: the worker of a queue runs it.
+class Queued(Finished):
+    """The work of an asynchronous collective, which the team's worker runs.
 
     Args:
         verb: name of the call.
-        team: ranks of the call, for the record.
+        team: ranks of the call.
         limit: deadline of the call in seconds.
-        step, args: what to run, and with which arguments.
+        step, args: what to run, with the team before these arguments.
         tensors: what the future holds when it is done.
     """
 
     def __init__(
         self, verb: str, team: Team, limit: float | None, step: Callable[..., object], args: Any, tensors: Any
     ) -> None:
-        super().__init__()
-        self.verb = verb
-        self.where = callsite.where(verb)
-        self.waited_for = False
-        self._team, self._limit, self._step, self._args = team, limit, step, args
-        self._tensors = tensors
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._future: Future[Any] | None = None
+        super().__init__(tensors)
+        self._verb, self._team = verb, team
+        self._where = where = callsite.where(verb)
+        self._heard: list[None] = []
 
-    number = 0  # of the collective in its group
+        def run() -> None:
+            with activity.InCall(verb, team, text=where, limit=limit, tensors=args):
+                step(team, *args)
 
-    def _get_sequence_number(self) -> int:
-        return self.number
-
-    def report(self) -> str | None:
-        """Return its error as text, if nobody has waited for it."""
-        if self._error is None or self.waited_for:
-            return None
-        return coded("HD609", f"{self.where.decode()} failed, but was never waited for: {self._error!r}")
-
-    def run(self) -> None:
-        """Run the step; called once, by one thread."""
-        try:
-            with activity.InCall(self.verb, self._team, text=self.where, limit=self._limit, tensors=self._args):
-                self._step(self._team, *self._args)
-        except BaseException as error:  # wait() raises it
-            agreement.fail(error, self.verb, self._team.size)
-            self._error = error
-        del self._step, self._args
-        with self._lock:
-            self._done.set()
-            future = self._future
-        if future is not None:
-            self._complete(future)
-
-    def _complete(self, future: Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._tensors)
-        else:
-            future.set_exception(self._error)
+        self._done = team.worker.submit(run)
+        note_failure(self._done, where.decode(), self._heard)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is done; raise its error.
@@ -174,36 +176,187 @@ class Queued(Waiting):
         Raises:
             TimeoutError: if it is not done in time; it continues, and can be waited for again.
         """
-        self.waited_for = True
-        if not self._done.is_set():
-            limit = seconds(timeout)
+        self._heard.append(None)
+        if not self._done.done():
+            limit = _seconds(timeout)
             # Without a deadline: the worker's call has one.
-            with activity.InCall(f"{self.verb}().wait", self._team, activity.NOBODY):
-                if not self._done.wait(limit):
-                    raise refusal(TimeoutError, "HD609", f"{self.where.decode()}: wait() timed out after {limit:g} s")
+            with activity.InCall(f"{self._verb}().wait", self._team, activity.NOBODY):
+                try:
+                    self._done.exception(limit)
+                except TimeoutError:
+                    text = f"{self._where.decode()}: wait() timed out after {limit:g} s"
+                    raise refusal(TimeoutError, "HD609", text) from None
         _forget(self._tensors)
+        self._done.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def exception(self) -> BaseException | None:
+        return self._done.exception() if self._done.done() else None
+
+    def is_success(self) -> bool:
+        return self._done.done() and self._done.exception() is None
+
+    def _fill(self, future: Future[Any]) -> None:
+        self._heard.append(None)
+        tensors = self._tensors
+
+        def end(done: Any) -> None:
+            error = done.exception()
+            if error is None:
+                future.set_result(tensors)
+            else:
+                future.set_exception(error)
+
+        self._done.add_done_callback(end)
+
+
+class Transfer(Finished):
+    """A message between two ranks: MPI's own requests, which wait() completes in the thread that waits.
+
+    Args:
+        verb: name of the call.
+        peer: the other rank, or activity.ANYBODY.
+        limit: deadline of the call in seconds.
+        requests: what MPI has to complete.
+        memory: contiguous host memory of the message, which is kept alive.
+        out: where a message that was received into other memory belongs; None for nothing.
+        later: pieces to receive from the same rank, after the first has told which one that is.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        verb: str,
+        peer: int,
+        limit: float | None,
+        requests: list[MPI.Request],
+        memory: Tensor,
+        out: Tensor | None = None,
+        later: Sequence[Any] = (),
+    ) -> None:
+        super().__init__([memory if out is None else out])
+        self._team, self._verb, self._peer, self._limit = team, verb, peer, limit
+        self._requests, self._memory, self._out, self._later = requests, memory, out, later
+        # Of the stream of recv(), if wait() has another; what is received in place needs none.
+        self._events = [] if out is None or out is memory else gpu_events([out])
+        self._status = MPI.Status()
+        self._received = 0
+        self._completed = False
+        self._lock = threading.Lock()
+        _keep(self)
+
+    def _advance(self, block: bool) -> bool:
+        """Complete the requests, as far as they are done or (`block`) all of them; return whether all are done.
+
+        One thread at a time: a request that a thread waits for cannot be looked at by another one.
+        """
+        if not self._lock.acquire(blocking=block):
+            return False
+        try:
+            return self._completed or self._complete(block)
+        finally:
+            self._lock.release()
+
+    def _complete(self, block: bool) -> bool:
+        while self._requests:
+            request = self._requests[0]
+            if block:
+                request.Wait(self._status)
+            elif not request.Test(self._status):
+                return False
+            self._requests.pop(0)
+            if self._out is not None:
+                self._received += self._status.Get_count(MPI.BYTE)
+            if self._later:
+                comm, source, tag = self._team.side_comm, self._status.Get_source(), self._status.Get_tag()
+                assert comm is not None
+                self._requests = [comm.Irecv([piece, MPI.BYTE], source, tag) for piece in self._later]
+                self._later = ()
+        if self._out is not None:
+            self._finish(self._out)
+        self._completed = True
+        return True
+
+    def _finish(self, out: Tensor) -> None:
+        if self._received != self._memory.nbytes:
+            self._error = refusal(
+                RuntimeError,
+                "HD301",
+                f"{self._verb}: rank {self._status.Get_source()} has sent {self._received} bytes, where the tensor has "
+                f"{self._memory.nbytes}",
+            )
+        elif out is not self._memory:
+            for event in self._events:
+                event.wait()
+            with torch.inference_mode(out.is_inference()):
+                out = copyable(out.detach())
+                out.copy_(copyable(self._memory).view(out.shape))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the memory of the message can be used again.
+
+        Raises:
+            TimeoutError: if it is not done in time; it can be waited for again.
+        """
+        limit = _seconds(timeout)
+        if not self._completed:
+            with activity.InCall(self._verb, self._team, self._peer, limit=self._limit, tensors=self._tensors):
+                end = None if limit is None else time.monotonic() + limit
+                while not self._advance(block=end is None):
+                    if end is not None and time.monotonic() > end:
+                        raise refusal(TimeoutError, "HD609", f"{self._verb}: wait() timed out after {limit:g} s")
+                    time.sleep(_SLEEP)
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._advance(block=False)
 
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
+    def source_rank(self) -> int:
+        """Return the rank of the group from which the message came."""
+        return int(self._status.Get_source())
 
-    def exception(self) -> BaseException | None:
-        return self._error
+    _source_rank = source_rank
 
-    @findable
-    def get_future(self) -> Future[Any]:
-        self.waited_for = True
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future: Future[Any] = Future()
-            self._future = future
-            if not self._done.is_set():
-                return future
-        self._complete(future)
-        return future
+
+_under_way: deque[Transfer] = deque()  # MPI may use their memory, whatever becomes of their handles and groups
+_keeping = threading.Lock()
+
+
+def _keep(transfer: Transfer) -> None:
+    """Keep a message until it is done; forget the oldest ones if they are."""
+    forget_done(_POLLED)
+    _under_way.append(transfer)
+
+
+def forget_done(most: int | None = None) -> None:
+    """Forget messages that are done; of `most`, the oldest, if it is given."""
+    with _keeping:
+        for _ in range(len(_under_way) if most is None else min(most, len(_under_way))):
+            oldest = _under_way.popleft()
+            if not oldest.is_completed():
+                _under_way.append(oldest)
+
+
+def send(team: Team, x: Tensor, dest: int, tag: int, limit: float | None) -> Transfer:
+    """Begin to send a tensor to a rank of the group."""
+    assert team.side_comm is not None
+    memory = readable(x)
+    requests = [team.side_comm.Isend([piece, MPI.BYTE], dest, tag) for piece in pieces(address(memory))]
+    return Transfer(team, "send", dest, limit, requests, memory)
+
+
+def recv(team: Team, x: Tensor, source: int | None, tag: int, limit: float | None) -> Transfer:
+    """Begin to receive a tensor from a rank of the group; None for any one."""
+    assert team.side_comm is not None
+    memory = x if is_plain(x) else scratch(x.numel(), x.dtype)
+    blocks = pieces(address(memory))
+    if source is None:
+        requests = [team.side_comm.Irecv([blocks[0], MPI.BYTE], MPI.ANY_SOURCE, tag)]
+        return Transfer(team, "recv from any rank", activity.ANYBODY, limit, requests, memory, x, blocks[1:])
+    requests = [team.side_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in blocks]
+    return Transfer(team, "recv", source, limit, requests, memory, x)

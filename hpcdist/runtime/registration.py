@@ -1,7 +1,15 @@
 """hpcdist as a backend of torch.distributed: ``init_process_group("mpi")``, alone, under mpirun and srun.
 
-Registered on import, as "mpi", unless torch was built with MPI and has that backend itself, and as "mpi4py", which
-torch 2.14 and later find by the entry point without an import. Nothing of MPI is imported before a group is made.
+What is changed in torch, when, and why:
+
+- on import, by register(): the backend is registered as "mpi", unless torch was built with MPI and has that backend
+  itself, and as "mpi4py", which torch 2.14 and later find by the entry point without an import. So that
+  ``init_process_group("mpi")`` works without init(), ``Backend.MPI`` is replaced, which torch compares with that name,
+  and the rendezvous by the environment, which has no variables where MPI alone knows the ranks. Nothing of MPI is
+  imported before a group is made;
+- when the world begins, by Host.open(): the function in which torch makes each group, since gloo and NCCL read their
+  network interfaces from the environment there; and from torch 2.14 on its hooks, by which the calls of its own groups
+  are recorded: see :mod:`hpcdist.watch.torch_groups`.
 """
 
 from __future__ import annotations
@@ -19,18 +27,15 @@ from urllib.parse import parse_qs, urlparse
 import torch
 import torch.distributed as dist
 
-from hpcdist.comm import launcher, rendezvous
-from hpcdist.comm.team import freeing
+from hpcdist.comm import rendezvous
 from hpcdist.errors import HpcdistError, LaunchError, refusal
-from hpcdist.process import forks, streams
 from hpcdist.tensors import accelerator
 from hpcdist.watch import torch_groups
-from hpcdist.watch.deadlines import first_meeting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdist.backend.communicator import Communicator
+    from hpcdist.comm.settings import Settings
 
 __all__ = ["NAME", "PLUGINS", "Host", "host", "leave", "register"]
 
@@ -64,15 +69,13 @@ class Host:
 
     Attributes:
         comm: communicator of all ranks, in torch's order; None while there is no world.
-        node_of: for each rank of it, the number of its node.
-        timeout: the world's deadline, for groups that are made without one.
+        settings: those of the world.
         begin: makes a world for a program that has called torch alone, given the deadline.
         variables: returns the environment.
     """
 
     comm: MPI.Intracomm | None = None
-    node_of: tuple[int, ...] = ()
-    timeout: timedelta = torch_rendezvous.default_pg_timeout
+    settings: Settings
     begin: Callable[[timedelta], None]
     variables: Callable[[], MutableMapping[str, str]]
 
@@ -82,15 +85,14 @@ class Host:
         self._interfaces: Mapping[str, str] = {}
         self._added: list[str] = []
 
-    def open(
-        self, comm: MPI.Intracomm, node_of: tuple[int, ...], timeout: timedelta, meeting: rendezvous.Meeting
-    ) -> None:
+    def open(self, comm: MPI.Intracomm, settings: Settings, meeting: rendezvous.Meeting) -> None:
         """Let groups be made in a world, through the interfaces by which its ranks have met."""
-        self.comm, self.node_of, self.timeout = comm, node_of, timeout
-        with self._lock:
-            self._interfaces = rendezvous.variables(comm, meeting)
-            if self._making:  # a group whose first backend makes the world: torch makes others of it afterwards
-                self._add()
+        self.comm, self.settings, self._interfaces = comm, settings, rendezvous.variables(comm, meeting)
+        if PLUGINS:
+            torch_groups.install()
+        module: Any = dist.distributed_c10d
+        if not hasattr(module._new_process_group_helper, "__wrapped__"):  # each group of torch is made there
+            module._new_process_group_helper = self.making()(module._new_process_group_helper)
 
     def close(self) -> None:
         """Let no more groups be made: the world ends."""
@@ -105,7 +107,10 @@ class Host:
         """
         with self._lock:
             self._making += 1
-            self._add()
+            environ = self.variables()
+            for name in self._interfaces.keys() - environ.keys():  # the user's are kept
+                environ[name] = self._interfaces[name]
+                self._added.append(name)
         try:
             yield
         finally:
@@ -115,12 +120,6 @@ class Host:
                     for name in self._added:
                         self.variables().pop(name, None)
                     self._added.clear()
-
-    def _add(self) -> None:
-        environ = self.variables()
-        for name in self._interfaces.keys() - environ.keys():  # the user's are kept
-            environ[name] = self._interfaces[name]
-            self._added.append(name)
 
 
 host = Host()
@@ -136,11 +135,6 @@ def register() -> None:
             backends.register_backend(name, partial(_create, name), extended_api=True, devices=devices)
     if NAME in names and type(backends.MPI) is str:
         backends.MPI = _Name(NAME)
-    if PLUGINS:
-        torch_groups.install()
-    module: Any = dist.distributed_c10d
-    if not hasattr(module._new_process_group_helper, "__wrapped__"):  # each group of torch is made there
-        module._new_process_group_helper = host.making()(module._new_process_group_helper)
     handlers = torch_rendezvous._rendezvous_handlers
     if handlers["env"] is torch_rendezvous._env_rendezvous_handler:
         handlers["env"] = _rendezvous
@@ -161,27 +155,21 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
     """torch's rendezvous by the environment; for this backend by MPI, if the environment has none of its variables."""
     if any(host.variables().get(name) for name in _VARIABLES) or not _is_ours(_asked_backend()):
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
-    else:
-        store, rank, size = _open_store(timeout)
-        told = parse_qs(urlparse(url).query)  # the arguments rank and world_size of init_process_group()
-        _check_place(int(told.get("rank", [rank])[0]), int(told.get("world_size", [size])[0]), rank, size)
-        yield store, rank, size
-        raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
+        return
+    comm = _world(timeout)
+    told = parse_qs(urlparse(url).query)  # the arguments rank and world_size of init_process_group()
+    place = [int(told.get(name, [known])[0]) for name, known in (("rank", comm.rank), ("world_size", comm.size))]
+    _check_place(place[0], place[1], comm)
+    yield rendezvous.open_store(comm, rendezvous.meet(comm, host.settings.nodes), timeout), comm.rank, comm.size
+    raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
 
 
-def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """Make torch's store; return it with this rank and the number of ranks. Collective over COMM_WORLD."""
-    variables = host.variables()
-    streams.reserve()
-    forks.claim(variables, launcher.has_rank(variables))
-    comm = launcher.job(None, variables)
-    with (
-        first_meeting(timeout, None, comm.size),
-        freeing(comm.Dup()) as private,
-        rendezvous.Nodes(private) as nodes,
-    ):
-        store = rendezvous.open_store(private, rendezvous.meet(private, nodes.count), timeout)
-        return store, private.rank, private.size
+def _world(timeout: timedelta) -> MPI.Intracomm:
+    """Return the communicator of all ranks; make a world if there is none. Collective then."""
+    if host.comm is None:
+        host.begin(timeout)
+    assert host.comm is not None
+    return host.comm
 
 
 def _is_ours(backend: object) -> bool:
@@ -208,41 +196,32 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
         options: torch's: store, group_rank, group_size, timeout, group_id, global_ranks_in_group.
         backend_options: torch's options of a backend, or None.
     """
-    ranks = list(options.global_ranks_in_group)
-    if not ranks and not dist.is_initialized() and host.comm is None:
-        host.begin(options.timeout)
-    given = options.timeout
-    timeout = host.timeout if ranks and given == torch_rendezvous.default_pg_timeout else given
-    team = _communicator(ranks, options, timeout)
+    from hpcdist.backend.group import MpiBackend, MpiProcessGroup, team_of
+    from hpcdist.backend.works import install
+
+    ranks, timeout = list(options.global_ranks_in_group), options.timeout
+    if host.comm is None and (ranks or dist.is_initialized()):
+        text = "a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank"
+        raise HpcdistError("HD112", text)
+    comm = _world(timeout)
+    if not ranks:
+        _check_place(options.group_rank, options.group_size, comm)
+    elif timeout == torch_rendezvous.default_pg_timeout:
+        timeout = host.settings.timeout
+    tag = sum(options.group_id.encode())
+    team = team_of(comm, host.settings, range(comm.size), ranks or None, tag)
     if PLUGINS:
-        from hpcdist.backend.plugin import MpiBackend
-
+        install()
         return MpiBackend(team, name, backend_options, timeout)
-    from hpcdist.backend.process_group import MpiProcessGroup
-
-    return MpiProcessGroup(team, name)
+    return MpiProcessGroup(team, name, timeout)
 
 
-def _communicator(ranks: list[int], options: Any, timeout: timedelta) -> Communicator:
-    from hpcdist.backend.communicator import Communicator, create
-
-    whole = host.comm
-    if whole is None:
-        raise HpcdistError(
-            "HD112", "a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank"
-        )
-    if ranks:
-        tag = sum(options.group_id.encode()) % 2**15  # separates the groups that several threads make at once
-        return create(whole, ranks, ranks, [host.node_of[rank] for rank in ranks], timeout, tag)
-    _check_place(options.group_rank, options.group_size, whole.rank, whole.size)
-    return Communicator(whole.Dup(), range(whole.size), host.node_of, timeout)
-
-
-def _check_place(told_rank: int, told_size: int, rank: int, size: int) -> None:
+def _check_place(told_rank: int, told_size: int, comm: MPI.Intracomm) -> None:
     """Check what torch was told of this rank's place against what MPI says."""
-    if (told_rank, told_size) != (rank, size):
+    if (told_rank, told_size) != (comm.rank, comm.size):
         raise LaunchError(
             "HD106",
-            f"torch has this process as rank {told_rank} of {told_size}, and MPI as rank {rank} of {size}: leave "
-            "out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes by mpirun or srun",
+            f"torch was told that this is rank {told_rank} of {told_size}, and MPI says rank {comm.rank} of {comm.size}"
+            ": leave out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes by mpirun "
+            "or srun",
         )

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import activity
-from hpcdist.backend import communicator
 from hpcdist.comm import launcher, rendezvous
 from hpcdist.comm.context import Context
 from hpcdist.comm.settings import Settings
@@ -264,6 +263,8 @@ def _leave() -> None:
     names it."""
     from mpi4py import MPI
 
+    from hpcdist.backend.operations import finish
+
     abort.check()  # the handler that install() has registered runs after this one
     if _world is None:
         return
@@ -272,7 +273,7 @@ def _leave() -> None:
         return
     with activity.InCall("", _world._context.team, text=b"the end of its program"):
         backgrounds = background.leave_all(_world._context.teams.values())  # answers calls of ranks that continue
-        communicator.finish()
+        finish()
         collective.leave(_world._context.team)
         for done in backgrounds:
             done.wait()
@@ -307,25 +308,25 @@ def _make(
             shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
             chosen, own_gpus = accelerator.choose(private, nodes.local_rank, device, backend, shared)
             places = objects.all_gather_object(private, (nodes.mine, capacity()))
-            registration.host.open(private, tuple(node for node, _ in places), limit, meeting)
+            settings = Settings(
+                device=chosen,
+                own_gpus=own_gpus,
+                timeout=limit,
+                nodes=nodes.count,
+                one_system=watch.one_system,
+                node_of=tuple(node for node, _ in places),
+                memory=tuple(nbytes for _, nbytes in places),
+                staging=os.path.abspath(staging or staging_folder(nodes.count)),
+                child_environ=launcher.without_launcher(os.environ),
+                making_group=registration.host.making,
+            )
+            registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
             name = None if implicit else backend or default_group.default_backend(own_gpus)
             owns_group = default_group.start(private, meeting, name, limit, chosen)
         undo.pop_all()
     if comm.size > 1:
         abort.install()  # again: torch has set a hook of its own
-    settings = Settings(
-        device=chosen,
-        own_gpus=own_gpus,
-        timeout=limit,
-        nodes=nodes.count,
-        one_system=watch.one_system,
-        node_of=registration.host.node_of,
-        memory=tuple(nbytes for _, nbytes in places),
-        staging=os.path.abspath(staging or staging_folder(nodes.count)),
-        child_environ=launcher.without_launcher(os.environ),
-        making_group=registration.host.making,
-    )
     ours = Context(private, comm, settings)
     background.prepare(ours.team)
     pool.start(pool.limit_of(env_cache, capacity()[0] // nodes.local_size))

@@ -186,8 +186,6 @@ def test_threads_that_call_in_different_order(world: hd.World) -> None:
     for thread in threads:
         thread.join()
     assert_on_all_ranks(world.comm, len(said) == 2, said)
-    assert "; it calls this group from several threads" in said[1], said
-    assert "several threads" not in said[0]
     dist.destroy_process_group(group)
 
 

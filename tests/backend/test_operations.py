@@ -14,7 +14,7 @@ from collective import Findings, assert_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.backend import collectives, shared
+from hpcdist.backend import collectives
 from hpcdist.layout import limits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*unbatched P2P")]
@@ -45,10 +45,10 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(limits, "PIECE", 64)
         monkeypatch.setattr(collectives, "SMALL", 0)
         monkeypatch.setattr(collectives, "PACKED", 0)
-        monkeypatch.setattr(shared, "LEAST", 0)
-        monkeypatch.setattr(shared, "SLOT", 128)
-        monkeypatch.setattr(shared, "PIPELINED", 0)
-        monkeypatch.setattr(shared, "PIECE", 8)
+        monkeypatch.setattr(collectives, "LEAST", 0)
+        monkeypatch.setattr(collectives, "SLOT", 128)
+        monkeypatch.setattr(collectives, "PIPELINED", 0)
+        monkeypatch.setattr(collectives, "SLICE", 8)
 
 
 def _fold(step: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:

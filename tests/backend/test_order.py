@@ -12,6 +12,7 @@ from collective import Findings, assert_on_all_ranks
 
 import hpcdist as hd
 from hpcdist.backend import works
+from hpcdist.comm.worker import Worker
 
 pytestmark = pytest.mark.mpi
 
@@ -76,6 +77,7 @@ def test_blocking_calls_start_no_thread(world: hd.World) -> None:
 def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     class Team:
         number, size = 0, 1  # of more ranks, the job would end
+        worker = Worker("test")
 
         def next_call(self) -> int:
             return 1
@@ -83,8 +85,7 @@ def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyP
     def fail(team: object) -> None:
         raise OSError("no such wire")
 
-    work = works.Queued("all_reduce", Team(), None, fail, (), [])
-    work.run()
+    work = works.Queued("all_reduce", Team(), None, fail, (), [])  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no such wire"):
         work.wait()
     assert work.is_completed() and not work.is_success() and isinstance(work.exception(), OSError)
