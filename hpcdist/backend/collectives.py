@@ -37,11 +37,11 @@ from hpcdist.backend.host_copies import (
     writable,
 )
 from hpcdist.backend.reductions import Reduction
+from hpcdist.comm.mpi import MPI_ROUTE
 from hpcdist.comm.team import Team
 from hpcdist.comm.windows import by_node
 from hpcdist.errors import refusal
 from hpcdist.layout import limits
-from hpcdist.routes.mpi import MPI_ROUTE
 from hpcdist.tensors.storage import overlap
 
 __all__ = [

@@ -323,23 +323,23 @@ class Transfer(Finished):
     _source_rank = source_rank
 
 
-_under_way: deque[Transfer] = deque()  # MPI may use their memory, whatever becomes of their handles and groups
+_unfinished: deque[Transfer] = deque()  # MPI may use their memory, whatever becomes of their handles and groups
 _keeping = threading.Lock()
 
 
 def _keep(transfer: Transfer) -> None:
     """Keep a message until it is done; forget the oldest ones if they are."""
     forget_done(_POLLED)
-    _under_way.append(transfer)
+    _unfinished.append(transfer)
 
 
 def forget_done(most: int | None = None) -> None:
     """Forget messages that are done; of `most`, the oldest, if it is given."""
     with _keeping:
-        for _ in range(len(_under_way) if most is None else min(most, len(_under_way))):
-            oldest = _under_way.popleft()
+        for _ in range(len(_unfinished) if most is None else min(most, len(_unfinished))):
+            oldest = _unfinished.popleft()
             if not oldest.is_completed():
-                _under_way.append(oldest)
+                _unfinished.append(oldest)
 
 
 def send(team: Team, x: Tensor, dest: int, tag: int, limit: float | None) -> Transfer:

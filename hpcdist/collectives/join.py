@@ -12,9 +12,9 @@ from hpcdist.collectives import results
 from hpcdist.collectives.run import Plannable, Steps, run
 from hpcdist.collectives.small import Parts
 from hpcdist.collectives.structures import JoinStructures
+from hpcdist.comm.route import Alltoall, Method
 from hpcdist.comm.team import Team
 from hpcdist.routes import select
-from hpcdist.routes.base import Alltoall, Method
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import blocks

@@ -13,12 +13,12 @@ from hpcdist import layout as layouts
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.small import Parts, Small, encode, prefix_of
+from hpcdist.comm.route import Alltoall, Message, Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
 from hpcdist.layout import Box, Layout, limits
 from hpcdist.routes import select
-from hpcdist.routes.base import Alltoall, Message, Method, Route
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks
@@ -311,7 +311,7 @@ class Fact(NamedTuple):
     """Facts about one rank's part in a transfer, for all ranks.
 
     Attributes:
-        longest, total: see :class:`hpcdist.routes.base.Alltoall`; the maximum of both directions.
+        longest, total: see :class:`hpcdist.comm.route.Alltoall`; the maximum of both directions.
         on_host: whether its data are in host memory.
         single: whether it exchanges at most one box with each rank in each direction.
         missing: number of elements of its new part that no rank holds.

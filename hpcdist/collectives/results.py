@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from hpcdist.comm.route import Method
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import coded
-from hpcdist.routes.base import Method
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call

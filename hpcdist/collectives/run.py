@@ -14,9 +14,9 @@ from hpcdist import activity, layout
 from hpcdist.activity import callsite
 from hpcdist.collectives import autograd, results
 from hpcdist.collectives.small import BEHIND_HEADERS, Parts, Small, came, remember
+from hpcdist.comm.route import Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.process import abort
-from hpcdist.routes.base import Method, Route
 from hpcdist.runtime import background
 from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.comm.route import Method, Route
 from hpcdist.comm.team import HEADER, Team
 from hpcdist.layout import Box
-from hpcdist.routes.base import Method, Route
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed

@@ -14,11 +14,11 @@ from hpcdist.collectives import results
 from hpcdist.collectives.run import Description, Plannable, run
 from hpcdist.collectives.small import Parts, encode, prefix_of
 from hpcdist.collectives.structures import Distribution
+from hpcdist.comm.route import Method
 from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
 from hpcdist.routes import select
-from hpcdist.routes.base import Method
 from hpcdist.runtime import background, world
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind

@@ -14,11 +14,11 @@ from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Description, Steps
 from hpcdist.collectives.small import BEHIND_HEADERS
+from hpcdist.comm.route import Message, Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
-from hpcdist.routes.base import Message, Method, Route
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.merge import check_same, merge

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from hpcdist import layout
+from hpcdist.comm.route import Ints, Message, Method, Route
 from hpcdist.layout import limits
-from hpcdist.routes.base import Ints, Message, Method, Route
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
 

@@ -6,8 +6,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from hpcdist.comm.route import Route
 from hpcdist.errors import RankError, coded
-from hpcdist.routes.base import Route
 from hpcdist.tensors.accelerator import MemoryKind
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ __all__ = ["ROUTES", "agreed", "best", "load", "reason"]
 ROUTES = {
     "nccl": ("hpcdist.routes.c10d", "NCCL"),
     "gloo": ("hpcdist.routes.c10d", "GLOO"),
-    "mpi": ("hpcdist.routes.mpi", "MPI_ROUTE"),
+    "mpi": ("hpcdist.comm.mpi", "MPI_ROUTE"),
     "hdf5": ("hpcdist.routes.hdf5_files", "HDF5_ROUTE"),
 }
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.comm.route import Ints, Message, Method, Route, cut
 from hpcdist.layout import limits
-from hpcdist.routes.base import Ints, Message, Method, Route, cut
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, as_bytes
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
+from hpcdist.comm.mpi import MPI_ROUTE, Mpi
+from hpcdist.comm.route import Ints, Message, Method
 from hpcdist.comm.windows import Topology, Window, by_node
 from hpcdist.layout import Box, limits
-from hpcdist.routes.base import Ints, Message, Method
-from hpcdist.routes.mpi import MPI_ROUTE, Mpi
 from hpcdist.tensors.storage import as_bytes, copyable
 
 if TYPE_CHECKING:

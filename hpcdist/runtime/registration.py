@@ -165,7 +165,7 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
 
 
 def _world(timeout: timedelta) -> MPI.Intracomm:
-    """Return the communicator of all ranks; make a world if there is none. Collective then."""
+    """Return the communicator of all ranks; make a world unless there is one. Collective then."""
     if host.comm is None:
         host.begin(timeout)
     assert host.comm is not None

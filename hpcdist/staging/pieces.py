@@ -178,7 +178,7 @@ def all_to_all(team: Team, blocks: Sequence[Bytes], more: bool = False) -> tuple
     """
     from mpi4py import MPI
 
-    from hpcdist.routes.mpi import MPI_ROUTE
+    from hpcdist.comm.mpi import MPI_ROUTE
 
     lengths, arriving = array("q", (2 * len(block) + more for block in blocks)), array("q", bytes(8 * team.size))
     team.comm.Alltoall([lengths, MPI.INT64_T], [arriving, MPI.INT64_T])
@@ -291,7 +291,7 @@ class _Moves:
 
     def run(self, team: Team, verb: str) -> None:
         """Exchange with the other ranks, which also run their moves. Collective."""
-        from hpcdist.routes.mpi import MPI_ROUTE
+        from hpcdist.comm.mpi import MPI_ROUTE
 
         with abort.InTransfer(verb, team.size):
             MPI_ROUTE.exchange(team, self._sends, self._recvs, ROUND)

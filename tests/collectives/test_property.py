@@ -48,9 +48,9 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.collectives import redistribute as plan
+from hpcdist.comm import mpi
 from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
-from hpcdist.routes import mpi
 from hpcdist.tensors import message as packing
 from hpcdist.tensors.storage import copyable, row_major
 from hpcdist.validation import collective, local

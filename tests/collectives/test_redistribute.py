@@ -14,8 +14,8 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.collectives import redistribute as plans
+from hpcdist.comm import mpi
 from hpcdist.layout import limits as sizes
-from hpcdist.routes import mpi
 from hpcdist.tensors import dtensor
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]

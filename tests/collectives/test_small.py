@@ -17,9 +17,9 @@ import hpcdist as hd
 from hpcdist.collectives import small
 from hpcdist.collectives.join import Join
 from hpcdist.collectives.split import Scatter
+from hpcdist.comm import mpi
 from hpcdist.comm.team import HEADER, inline_capacity
 from hpcdist.layout import limits
-from hpcdist.routes import mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 

@@ -11,8 +11,9 @@ from collective import Findings, assert_on_all_ranks, change_settings, raises_on
 
 import hpcdist as hd
 from hpcdist.collectives.small import BEHIND_HEADERS
+from hpcdist.comm import mpi
 from hpcdist.comm.windows import Windows
-from hpcdist.routes import c10d, hdf5_files, mpi
+from hpcdist.routes import c10d, hdf5_files
 from hpcdist.routes.staged import Staged
 from hpcdist.tensors import pool
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpcdist as hd
-from hpcdist.routes import mpi
+from hpcdist.comm import mpi
 
 pytestmark = pytest.mark.mpi
 

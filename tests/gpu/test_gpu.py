@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hpcdist as hd
+from hpcdist.comm import mpi
 from hpcdist.layout import limits
-from hpcdist.routes import mpi
 from hpcdist.tensors.storage import DTYPES, as_bytes, bits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]

@@ -16,12 +16,12 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.comm import settings
+from hpcdist.comm import mpi, settings
+from hpcdist.comm.route import Alltoall, Route
 from hpcdist.comm.team import Team
 from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
-from hpcdist.routes import c10d, hdf5_files, mpi, select, staged
-from hpcdist.routes.base import Alltoall, Route
+from hpcdist.routes import c10d, hdf5_files, select, staged
 from hpcdist.tensors.accelerator import MemoryKind
 
 pytestmark = pytest.mark.mpi

@@ -203,7 +203,7 @@ def test_a_failure_in_the_background_ends_the_job() -> None:
         2,
         code=BEGIN
         + """
-from hpcdist.routes import mpi
+from hpcdist.comm import mpi
 def broken(*args):
     raise OSError("the network is gone")
 if world.rank == 1:

@@ -19,8 +19,9 @@ from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import staging
+from hpcdist.comm import mpi
 from hpcdist.formats import plain
-from hpcdist.routes import mpi, window
+from hpcdist.routes import window
 from hpcdist.staging.reader import TensorReader
 from hpcdist.tensors.storage import Scratch
 

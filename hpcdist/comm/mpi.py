@@ -17,8 +17,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.comm.route import Alltoall, Ints, Message, Method, Route
 from hpcdist.layout import limits
-from hpcdist.routes.base import Alltoall, Ints, Message, Method, Route
 from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
