@@ -218,7 +218,7 @@ def _key(op: Plannable) -> tuple[Any, ...] | None:
     )
     try:
         hash(key)
-    except TypeError:
+    except Exception:  # including what an argument's own method raises: validate() tells all ranks of it
         return None
     return key
 
