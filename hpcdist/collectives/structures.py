@@ -71,7 +71,7 @@ class JoinStructures(Steps):
         for on_gpu, route in self._routes.items():
             large = [[header.nbytes[i] for i in header.large_of(on_gpu)] for header in self._headers]
             round_ = max(map(sum, zip_longest(*large, fillvalue=0)))
-            methods.append(route.method(team, "exchange", round_))
+            methods.append(route.method(team, "allgather" if self._root is None else "exchange", round_))
         return methods
 
     def forward(self, team: Team) -> list[dict[int, Tensor]] | None:
@@ -236,6 +236,14 @@ def _gather_large(
     receivers = range(team.size) if root is None else [root]
     for round_ in range(max(map(len, numbers))):
         now = [(rank, of_rank[round_]) for rank, of_rank in enumerate(numbers) if round_ < len(of_rank)]
+        if root is None:
+            blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")] * team.size
+            send = blocks[team.rank]
+            for rank, number in now:
+                blocks[rank] = as_bytes(buffers[rank][number])
+                send = as_bytes(row_major(tree.tensors[number])) if rank == team.rank else send
+            if route.allgather(team, send, blocks):
+                continue
         sends, recvs = [], []
         for rank, number in now:
             if rank == team.rank:

@@ -44,7 +44,7 @@ class Mpi(Route):
         return not gpu or _takes_gpu_memory(team)
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
-        if operation == "exchange":
+        if operation in ("exchange", "allgather"):
             return Method("MPI sends and receives")
         name, limit = f"MPI_{operation.capitalize()}", _limit(operation)
         if nbytes <= limit:

@@ -81,6 +81,14 @@ class Route:
         """
         raise NotImplementedError
 
+    def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
+        """Gather rank i's `send`, flat bytes, into ``blocks[i]`` of every rank, if that is faster than exchange().
+
+        Returns:
+            Whether it has; the same on all ranks.
+        """
+        return False
+
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of the root."""
         if recv is None:

@@ -248,7 +248,7 @@ class _Window(Mpi):
     """The route mpi, with an Allgatherv that brings each byte into a node once."""
 
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
-        if operation == "allgatherv" and nbytes >= LEAST and team.windows.problem is None:
+        if operation in ("allgather", "allgatherv") and nbytes >= LEAST and team.windows.problem is None:
             return Method(SHARED.name, "each byte is sent to a node once, not to each of its ranks")
         return super().method(team, operation, nbytes)
 
@@ -259,11 +259,6 @@ class _Window(Mpi):
             super().allgatherv(team, send, recv, counts, displs)
 
     def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
-        """Gather rank i's `send`, flat bytes, into ``blocks[i]`` of every rank.
-
-        Returns:
-            Whether it has; False on all ranks if there is no window, or another way is faster.
-        """
         counts = [block.numel() for block in blocks]
         if sum(counts) < LEAST:
             return False

@@ -303,12 +303,13 @@ write, run, rows = RankWriter.write, os.environ.get("SLURM_RESTART_COUNT", "0"),
 if run != "0":
     subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "TimeLimit=10"], check=True)
 def slow(self, i, box, *data):
-    write(self, i, box, *data)
+    kept = write(self, i, box, *data)
     rows.append(box.offset[0])
     with open(f"rows-{run}-{self.team.rank}", "a") as file:
         file.write(f"{rows[-1]}\\n")
     if run == "0" and len(rows) == 4:
         time.sleep(600)
+    return kept
 RankWriter.write = slow
 runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
 """

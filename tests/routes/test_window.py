@@ -83,7 +83,7 @@ def test_every_result_is_that_of_plain_indexing(world: hd.World, comm: MPI.Intra
 
 
 @pytest.mark.usefixtures("small")
-def test_structures_of_ranks_on_several_nodes(world: hd.World, comm: MPI.Intracomm) -> None:
+def test_structures_come_through_the_windows(world: hd.World, comm: MPI.Intracomm) -> None:
     whole = whole_of((comm.size * 5000,), torch.float64)
     mine = whole.view(comm.size, -1)[comm.rank]
     got = hd.concat({"x": mine, "list": [mine] * (comm.rank % 2)}, group=comm)
