@@ -199,6 +199,9 @@ class Plannable(Steps):
         return Description({agreed.kinds: parts.route}, [method], *parts.traffic(team.rank), result)
 
 
+_FIXED = frozenset({int, str, bool, type(None)})  # others may change in place, or have methods of their own
+
+
 def _key(op: Plannable) -> tuple[Any, ...] | None:
     """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
     x, out = op.x, op.out
@@ -207,20 +210,15 @@ def _key(op: Plannable) -> tuple[Any, ...] | None:
     if out is not None and (not is_plain(out) or not out.dim() or out.is_inference()):
         return None
     given = op.arguments()
-    if given is None:
+    if given is None or not _FIXED.issuperset(map(type, given)):
         return None
-    key = (  # with the types: 1.0 is no dim, although it equals 1
+    return (  # with the types: 1.0 is no dim, although it equals 1
         op.name,
         given,
         *map(type, given),
         x is not None and (x.dtype, x.shape),
         out is not None and (out.dtype, out.shape),
     )
-    try:
-        hash(key)
-    except Exception:  # including what an argument's own method raises: validate() tells all ranks of it
-        return None
-    return key
 
 
 def run(op: Operation, team: Team, async_op: bool = False) -> Any:

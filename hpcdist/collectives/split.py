@@ -131,10 +131,9 @@ class Scatter(Plannable):
         self.route, self.out, self.allow_pickle = route, out, allow_pickle
 
     def arguments(self) -> tuple[Any, ...]:
-        counts = self.counts
-        if type(counts) in (list, tuple):
-            counts = (*counts, *map(type, counts))
-        return self.dim, self.root, counts, self.route, self.allow_pickle
+        listed = type(self.counts) in (list, tuple)
+        counts = self.counts if listed else (self.counts,)
+        return self.dim, self.root, self.route, self.allow_pickle, listed, *counts
 
     def validate(self, team: Team) -> Call:
         call = local.split_call(self, team.rank, team.size, team.settings.device.type != "cpu")

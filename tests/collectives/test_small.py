@@ -108,6 +108,36 @@ def test_counts_that_are_wrong_after_right_ones(world: hd.World) -> None:
         raises_on_all_ranks(world.comm, hd.RankError, lambda given=given: hd.split(given[0], counts=given[1]))
 
 
+class _Row:
+    """A number of rows that may change."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __index__(self) -> int:
+        return self.rows
+
+
+def test_counts_that_change_in_place(world: hd.World) -> None:
+    """The same tensors or objects as before are other numbers now."""
+    size, rank = world.world_size, world.rank
+    whole = torch.arange(size)
+    tensor = torch.ones(size, dtype=torch.int64)
+    tensors = [torch.tensor(1) for _ in range(size)]
+    objects = [_Row(1) for _ in range(size)]
+    none = [0] * (size - 1)
+    findings = Findings(world.comm)
+    for rows in ([1] * size, [1] * size, [size, *none], [*none, size]):
+        tensor[:] = torch.tensor(rows)
+        for count, held, now in zip(tensors, objects, rows, strict=True):
+            count.fill_(now)
+            held.rows = now
+        for counts in (tensor, tensors, objects):
+            mine = hd.split(*((whole, 0, 0, counts) if rank == 0 else (None,)))
+            findings.check(torch.equal(mine, whole.split(rows)[rank]), f"{type(counts[0])}, {rows}: {mine}")
+    findings.settle()
+
+
 def test_mistakes_between_repeated_calls(world: hd.World) -> None:
     last = world.world_size - 1
     x = torch.arange(2) + 10 * world.rank
