@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm.route import Ints, Message, Method, Route
+from hpcdist.comm.route import Ints, Message, Method, Route, cut
 from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
 from hpcdist.formats import plain
@@ -46,17 +46,17 @@ class _Hdf5(Route):
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         with _staged(team, counts) as file:
             file.write([(file.starts[team.rank], as_bytes(send))])
-            file.read([] if recv is None else _parts(file, as_bytes(recv), counts, displs))
+            file.read([] if recv is None else _parts(file, recv, counts, displs))
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         with _staged(team, counts) as file:
-            file.write([] if send is None else _parts(file, as_bytes(send), counts, displs))
+            file.write([] if send is None else _parts(file, send, counts, displs))
             file.read([(file.starts[team.rank], as_bytes(recv)[: counts[team.rank]])])
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         with _staged(team, counts) as file:
             file.write([(file.starts[team.rank], as_bytes(send))])
-            file.read(_parts(file, as_bytes(recv), counts, displs))
+            file.read(_parts(file, recv, counts, displs))
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # In the file: the messages of rank 0, then those of rank 1, ...
@@ -73,7 +73,7 @@ class _Hdf5(Route):
 
 def _parts(file: _File, x: Tensor, counts: Ints, displs: Ints) -> list[tuple[int, Tensor]]:
     """Return (offset in the file, each rank's part of `x`)."""
-    return [(at, x[d : d + n]) for at, d, n in zip(file.starts, displs, counts, strict=True)]
+    return list(zip(file.starts, cut(x, counts, displs), strict=True))
 
 
 class Place(NamedTuple):
@@ -116,38 +116,57 @@ class _File:
 
     Attributes:
         starts: offset of each message, on a page of its own, since two ranks must not write to the same page.
+        fd: descriptor of the file if all ranks share the page cache of one system. The file then has no name, and
+            vanishes with the last process that has it open. Otherwise None: the file is opened by name for each step,
+            and written data are synced to the disk, so that other ranks see them.
     """
 
     def __init__(self, team: Team, place: Place, starts: list[int]) -> None:
         self.starts = starts
+        self.fd: int | None = None
         self._team, self._place = team, place
+
+    def find(self) -> None:
+        """Find the file on this rank, and verify that it is the right one. Collective."""
+        seen = objects.run_on_all(self._team.comm, VERB, self._open)
+        if self._team.settings.nodes > 1 or len(set(seen)) > 1:
+            self.close()
+
+    def _open(self) -> tuple[int, int]:
+        _check_visible(self._place)
+        self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
+        found = os.fstat(self.fd)
+        return found.st_dev, found.st_ino
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
     def write(self, messages: list[tuple[int, Tensor]]) -> None:
         """Write (offset, bytes) on every rank. Collective."""
-        sync = not self._team.settings.one_system  # for other systems to see them
-        step = lambda: _each(self._place, messages, os.O_WRONLY, plain.write_at, sync)  # noqa: E731
-        objects.run_on_all(self._team.comm, VERB, step)
+        self._each(messages, os.O_WRONLY, plain.write_at)
 
     def read(self, messages: list[tuple[int, Tensor]]) -> None:
         """Read the messages on every rank from their offsets. Collective."""
-        objects.run_on_all(self._team.comm, VERB, lambda: _each(self._place, messages, os.O_RDONLY, plain.read_at))
+        self._each(messages, os.O_RDONLY, plain.read_at)
 
+    def _each(
+        self, messages: list[tuple[int, Tensor]], flags: int, step: Callable[[int, int, memoryview], None]
+    ) -> None:
+        def run() -> None:
+            fd = os.open(self._place.path, flags | os.O_CLOEXEC) if self.fd is None else self.fd
+            try:
+                for offset, message in messages:
+                    step(fd, self._place.start + offset, plain.memory(message))
+                if self.fd is None and flags == os.O_WRONLY:
+                    os.fsync(fd)
+            finally:
+                if self.fd is None:
+                    os.close(fd)
 
-def _each(
-    place: Place,
-    messages: list[tuple[int, Tensor]],
-    flags: int,
-    step: Callable[[int, int, memoryview], None],
-    sync: bool = False,
-) -> None:
-    fd = os.open(place.path, flags | os.O_CLOEXEC)
-    try:
-        for offset, message in messages:
-            step(fd, place.start + offset, plain.memory(message))
-        if sync:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+        objects.run_on_all(self._team.comm, VERB, run)
 
 
 @contextmanager
@@ -158,24 +177,29 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
         RankError: on every rank, if it cannot be created, or a rank does not see it. Nothing has been written.
     """
     held: list[Stage] = []
+    file = None
 
-    def make() -> tuple[list[Any], list[int]]:
+    def make() -> tuple[Place, list[int]]:
         page = page_size(Path(team.settings.staging)) if os.path.isdir(team.settings.staging) else 1
         padded = [-(-n // page) * page for n in lengths]
         held.append(Stage(team.settings.staging, sum(padded)))
-        return held[0].ticket(team.settings.one_system), layout.displs(padded)
+        return held[0].place, layout.displs(padded)
 
-    path = ""
     try:
-        ticket, starts = objects.run_on_root(team.comm, VERB, make)
-        place = Place(*ticket)
-        abort.temp_files.add(path := place.path)
-        objects.run_on_all(team.comm, VERB, lambda: _check_visible(place))
-        yield _File(team, place, starts)
+        place, starts = objects.run_on_root(team.comm, VERB, make)
+        abort.temp_files.add(place.path)
+        file = _File(team, place, starts)
+        file.find()
+        if file.fd is not None:
+            for stage in held:
+                stage.unname()
+        yield file
     finally:
         for stage in held:
             stage.remove()
-        abort.temp_files.discard(path)
+        if file is not None:
+            abort.temp_files.discard(place.path)
+            file.close()
 
 
 class Stage:
@@ -209,19 +233,6 @@ class Stage:
             if isinstance(error, OSError):
                 raise FileError("HD410", f"{folder}: a staging file cannot be created: {reason(error)}") from error
             raise
-
-    def ticket(self, one_node: bool) -> list[Any]:
-        """Return the data by which another rank finds and identifies the file.
-
-        On one node, the file has no name from here on, and vanishes with this process.
-        """
-        path = self.place.path
-        if one_node:
-            self.unname()
-            path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        else:
-            os.fsync(self._fd)
-        return [path, *self.place[1:]]
 
     def unname(self) -> None:
         """Unlink the file: no rank needs its name any more."""
