@@ -20,14 +20,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "stage-env": ("copy an environment to every node's own disk, over MPI", "hpcdist.stage_env"),
     "explain": ("explain the code at the end of an error, and name the remedy", "hpcdist.errors.explain"),
 }
-_OVERVIEW = ("", "hpcdist.commands.overview")
 
 
 def main() -> None:
     """Run the command that the first word of the command line names; without one, list the commands and versions."""
-    words = sys.argv[1:]
-    _, module, *first = COMMANDS.get(words[0] if words else "", _OVERVIEW)
-    sys.argv[1:] = [*first, *words[1:]] if module != _OVERVIEW[1] else words
+    module = "hpcdist.commands.overview"  # it also reports a word that is none of them
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        _, module, *first = COMMANDS[sys.argv[1]]
+        sys.argv[1:2] = first
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

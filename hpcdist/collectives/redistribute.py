@@ -327,7 +327,7 @@ class Fact(NamedTuple):
 def _make_transfer(
     verb: str, team: Team, route: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor
 ) -> Transfer:
-    """Plan the transfer. Collective; two small Allgathers.
+    """Plan the transfer. Collective; one small Allgather.
 
     Args:
         shapes: the shapes of the parts of all ranks.

@@ -80,9 +80,7 @@ def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collecti
     for rank, (peer, size) in enumerate(zip(team.peers, nbytes, strict=True)):
         on_node, (own, host) = needed[settings.node_of[peer]], settings.memory[peer]
         if size > own:
-            problems[rank] = coded(
-                "HD310", f"its result has {size:,} bytes, more than the {own:,} bytes of memory there"
-            )
+            problems[rank] = f"its result has {size:,} bytes, more than the {own:,} bytes of memory there"
         elif size and on_node > host:
             together = f"its result has {size:,} bytes, and the results on its node have {on_node:,} bytes"
             problems[rank] = f"{together}, more than the {host:,} bytes of memory there"

@@ -232,30 +232,21 @@ def _gather_large(
     buffers: Sequence[dict[int, Tensor]],
 ) -> None:
     """Gather the large tensors in one kind of memory, one per rank in each round."""
-    numbers = [header.large_of(on_gpu) for header in headers]
+    numbers, me = [header.large_of(on_gpu) for header in headers], team.rank
     receivers = range(team.size) if root is None else [root]
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     for round_ in range(max(map(len, numbers))):
-        now = [(rank, of_rank[round_]) for rank, of_rank in enumerate(numbers) if round_ < len(of_rank)]
-        if root is None:
-            blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")] * team.size
-            send = blocks[team.rank]
-            for rank, number in now:
-                blocks[rank] = as_bytes(buffers[rank][number])
-                send = as_bytes(row_major(tree.tensors[number])) if rank == team.rank else send
-            if route.allgather(team, send, blocks):
-                continue
-        sends, recvs = [], []
-        for rank, number in now:
-            if rank == team.rank:
-                x = row_major(tree.tensors[number])
-                # The ranks after this one first, so that not all ranks send to the same one first.
-                dests = sorted(receivers, key=lambda dest: (dest < team.rank, dest))
-                sends = [(dest, as_bytes(x)) for dest in dests if dest != rank]
-                if team.rank in receivers:
-                    copyable(buffers[rank][number]).copy_(copyable(x).view(buffers[rank][number].shape))
-            elif team.rank in receivers:
-                recvs.append((rank, as_bytes(buffers[rank][number])))
-        route.exchange(team, sends, recvs, max(headers[rank].nbytes[number] for rank, number in now))
+        now = {rank: of_rank[round_] for rank, of_rank in enumerate(numbers) if round_ < len(of_rank)}
+        mine = as_bytes(row_major(tree.tensors[now[me]])) if me in now else nothing
+        blocks = {rank: as_bytes(buffers[rank][number]) for rank, number in now.items()} if me in receivers else {}
+        if root is None and route.allgather(team, mine, [blocks.get(rank, nothing) for rank in range(team.size)]):
+            continue
+        # The ranks after this one first, so that not all ranks send to the same one first.
+        dests = sorted(receivers, key=lambda dest: (dest < me, dest)) if me in now else []
+        if me in blocks:
+            blocks.pop(me).copy_(mine)
+        sends = [(dest, mine) for dest in dests if dest != me]
+        route.exchange(team, sends, list(blocks.items()), max(headers[rank].nbytes[now[rank]] for rank in now))
 
 
 def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:

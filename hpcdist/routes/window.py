@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpcdist import activity, layout
 from hpcdist.comm.mpi import MPI_ROUTE, Mpi
-from hpcdist.comm.route import Ints, Message, Method
+from hpcdist.comm.route import Ints, Message, Method, cut
 from hpcdist.comm.windows import Topology, Window, by_node
 from hpcdist.layout import Box, limits
 from hpcdist.tensors.storage import as_bytes, copyable
@@ -253,9 +253,7 @@ class _Window(Mpi):
         return super().method(team, operation, nbytes)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        whole = as_bytes(recv)
-        blocks = [whole[start : start + count] for start, count in zip(displs, counts, strict=True)]
-        if not self.allgather(team, as_bytes(send), blocks):
+        if not self.allgather(team, as_bytes(send), cut(recv, counts, displs)):
             super().allgatherv(team, send, recv, counts, displs)
 
     def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:

@@ -329,7 +329,7 @@ def _make(
         abort.install()  # again: torch has set a hook of its own
     ours = Context(private, comm, settings)
     background.prepare(ours.team)
-    pool.start(pool.limit_of(env_cache, capacity()[0] // nodes.local_size))
+    pool.start(pool.limit_of(env_cache, settings.memory[private.rank][0] // nodes.local_size))
     return World(
         rank=private.rank,
         world_size=private.size,

@@ -40,11 +40,9 @@ _DIGEST = 16  # bytes
 _REFUSAL = 0.2  # seconds in which a host refuses a datagram
 _BUFFER = 2**20  # bytes on their way to a rank: the answers of many ranks at once
 _HEAD = struct.Struct(f"<{_DIGEST}sH")  # of a message: digest and length of its compressed text
-_BATCH, _PAUSE = (
-    128,
-    0.02,
-)  # messages read at once, and seconds to rest after none of them was this job's: any user of the
-# nodes can send UDP datagrams, and must not keep a core busy with them
+# Messages read at once, and seconds to rest after none of them was this job's: any user of the nodes can send UDP
+# datagrams, and must not keep a core busy with them.
+_BATCH, _PAUSE = 128, 0.02
 
 
 class Datagrams:
