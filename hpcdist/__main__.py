@@ -9,6 +9,7 @@ __all__ = ["COMMANDS", "main"]
 
 # Name -> what it does, the module to run, and words that come before the user's.
 COMMANDS: dict[str, tuple[str, ...]] = {
+    "run": ("run a program that is written for torchrun", "hpcdist.run"),
     "gather": ("join arrays from files over the ranks of a job", "hpcdist.gather"),
     "concat": ("join arrays from files, with the result on every rank", "hpcdist.concat"),
     "split": ("split an array into one file per part", "hpcdist.split"),

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    *("VARIABLES", "Launcher", "alone", "has_rank", "job", "nearest", "number", "on_node", "unsupported"),
-    "without_launcher",
+    *("GIVEN", "VARIABLES", "Launcher", "alone", "has_rank", "is_given", "job", "nearest", "number", "on_node"),
+    *("unsupported", "without_launcher"),
 ]
 
 _OWN_MPIRUN = (
@@ -119,6 +119,9 @@ _LAUNCHERS = (
     Launcher("prterun", "", "PMIX_RANK"),
 )
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun itself, which a launcher of those above may have started
+GIVEN = {"ROLE_NAME": "hpcdist"}
+"""What tells that torchrun's variables are set by hpcdist, here or in a parent process."""
+
 # Of MPI's own launchers: where one of these is 1, one process was meant, whatever a batch system has set.
 _DIRECT = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -142,7 +145,8 @@ _LEFT = (
 _USERS = ("PRTE_MCA_", "PRTE_ALLOW_", "PMIX_MCA_")
 _LEFT_BY_TORCH = (
     *(_TORCHRUN.size, _TORCHRUN.rank, _TORCHRUN.local_rank, _TORCHRUN.local_size),
-    *("GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 )
 
 
@@ -151,9 +155,18 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(value) if value.isascii() and value.isdigit() else None
 
 
+def is_given(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun's variables are those that hpcdist has set."""
+    return environ.items() >= GIVEN.items()
+
+
+def _by_torchrun(environ: Mapping[str, str]) -> bool:
+    return _ELASTIC in environ and not is_given(environ)
+
+
 def _present(environ: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers whose variables may be here, the nearest first."""
-    order = (_TORCHRUN, *_LAUNCHERS) if _ELASTIC in environ else _LAUNCHERS
+    order = (_TORCHRUN, *_LAUNCHERS) if _by_torchrun(environ) else _LAUNCHERS
     return [launcher for launcher in order if not launcher.sign or _number(environ, launcher.sign) is not None]
 
 
@@ -203,7 +216,7 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
     Returns:
         The problem and its fix, or None.
     """
-    if size > 1 or (_ELASTIC not in environ and any(_number(environ, name) == 1 for name in _DIRECT)):
+    if size > 1 or (not _by_torchrun(environ) and any(_number(environ, name) == 1 for name in _DIRECT)):
         return None
     found = nearest(environ)
     if found is None or (found[1] == found[0].size and found[2] <= 1):

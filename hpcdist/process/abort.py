@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -246,7 +247,10 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     _report(kind, error, trace)
     if _installed and not _goes_on():
         if isinstance(sys.stderr, io.StringIO):  # of torch's hook, which prints it after this one: too late
-            print_error(sys.stderr.getvalue().rstrip(), sys.__stderr__)
+            from mpi4py import MPI
+
+            text = textwrap.indent(sys.stderr.getvalue().rstrip(), f"[rank{MPI.COMM_WORLD.rank}]: ")
+            print_error(text, sys.__stderr__)
         if any(word in str(error).lower() for word in _LOST):
             explain()
         job(1)

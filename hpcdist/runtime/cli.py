@@ -22,7 +22,7 @@ from hpcdist.runtime.world import World, team_of
 from hpcdist.tensors import accelerator
 
 __all__ = [
-    "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "run", "show_bytes", "table",
+    "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "refuse", "run", "show_bytes", "table",
     "timed",
 ]  # fmt: skip
 
@@ -47,13 +47,19 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
             status = main(here, args)
             here.finalize()
         except HpcdistError as error:
-            # MPI may fail to start
-            if world.is_first() if isinstance(error, LaunchError) else is_rank_0():
-                print(f"{parser.prog}: error: {line(error)}", file=sys.stderr, flush=True)
-            status = BAD_INPUT
-            world.finalize()
+            refuse(parser.prog, error)
         abort.uninstall()  # all ranks have agreed on this status
         sys.exit(status)
+
+
+def refuse(name: str, error: HpcdistError) -> NoReturn:
+    """Print the error of a command in one line, on rank 0, and exit on every rank."""
+    # MPI may fail to start
+    if world.is_first() if isinstance(error, LaunchError) else is_rank_0():
+        print(f"{name}: error: {line(error)}", file=sys.stderr, flush=True)
+    world.finalize()
+    abort.uninstall()
+    sys.exit(BAD_INPUT)
 
 
 def _warn_of_small_shm(name: str) -> None:

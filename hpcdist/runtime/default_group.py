@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hpcdist.comm import rendezvous
 from hpcdist.control import objects
-from hpcdist.errors import coded, refusal
+from hpcdist.errors import refusal
 from hpcdist.runtime import registration
 from hpcdist.tensors import accelerator, pool
 from hpcdist.watch.deadlines import deadline
@@ -72,20 +72,26 @@ def default_backend(own_gpus: bool) -> str:
 
 
 def agree_on(
-    comm: MPI.Intracomm, backend: object, timeout: object, env_timeout: str | None, env_cache: str | None
+    comm: MPI.Intracomm,
+    backend: object,
+    bind: object,
+    timeout: object,
+    env_timeout: str | None,
+    env_cache: str | None,
 ) -> timedelta:
     """Check the arguments and variables of init() on all ranks, and return the deadline. Collective over `comm`."""
 
-    def check() -> tuple[str | None, float]:
+    def check() -> tuple[dict[str, Any], float]:
         if backend is not None and not isinstance(backend, str):
             raise refusal(TypeError, "HD114", f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
+        if bind not in (None, "numa"):
+            raise refusal(ValueError, "HD114", f"bind is {bind!r}, expected 'numa' or None")
         pool.limit_of(env_cache, 0)
-        return backend, deadline(timeout, env_timeout)
+        return {"backend": backend, "bind": bind}, deadline(timeout, env_timeout)
 
     given = objects.run_on_all(comm, "init", check)
-    names = [name for name, _ in given]
-    odd = {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
-    objects.raise_problems("init", {rank: coded("HD303", text) for rank, text in odd.items()})
+    odd = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
+    objects.raise_problems("init", {rank: text for rank, text in odd.items() if text is not None})
     return timedelta(seconds=given[0][1])

@@ -8,7 +8,7 @@ What is changed in torch, when, and why:
   and the rendezvous by the environment, which has no variables where MPI alone knows the ranks. Nothing of MPI is
   imported before a group is made;
 - when the world begins, by Host.open(): the function in which torch makes each group, since gloo and NCCL read their
-  network interfaces from the environment there; and from torch 2.14 on its hooks, by which the calls of its own groups
+  network interfaces from the environment there, and ``hpcdist run --mpi`` replaces gloo; and from torch 2.14 on its hooks, by which the calls of its own groups
   are recorded: see :mod:`hpcdist.watch.torch_groups`.
 """
 
@@ -20,14 +20,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
 
-from hpcdist.comm import rendezvous
+from hpcdist import activity
+from hpcdist.comm import launcher, rendezvous
 from hpcdist.errors import HpcdistError, LaunchError, refusal
 from hpcdist.tensors import accelerator
 from hpcdist.watch import torch_groups
@@ -72,9 +73,11 @@ class Host:
         settings: those of the world.
         begin: makes a world for a program that has called torch alone, given the deadline.
         variables: returns the environment.
+        by_mpi: whether groups have this package's backend where the program asks for gloo.
     """
 
     comm: MPI.Intracomm | None = None
+    by_mpi = False
     settings: Settings
     begin: Callable[[timedelta], None]
     variables: Callable[[], MutableMapping[str, str]]
@@ -92,7 +95,26 @@ class Host:
             torch_groups.install()
         module: Any = dist.distributed_c10d
         if not hasattr(module._new_process_group_helper, "__wrapped__"):  # each group of torch is made there
-            module._new_process_group_helper = self.making()(module._new_process_group_helper)
+            module._new_process_group_helper = self._helper(module._new_process_group_helper)
+
+    def _helper(self, helper: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(helper)
+        def make(size: int, rank: int, ranks: list[int], backend: object, *args: Any, **options: Any) -> Any:
+            with self.making():
+                return helper(size, rank, ranks, self._replaced(backend), *args, **options)
+
+        return make
+
+    def _replaced(self, backend: object) -> object:
+        """Return the backend that a group gets. Until torch 2.13 one in Python replaces the whole group."""
+        if self.comm is None or not self.by_mpi:
+            return backend
+        gpus = f",{accelerator.KIND}:{accelerator.LIBRARY}" if accelerator.count() else ""
+        asked = f"cpu:gloo{gpus}" if backend == dist.Backend.UNDEFINED else str(backend).lower()
+        of_host = [part for part in asked.split(",") if part.endswith("gloo")]
+        if not of_host or (not PLUGINS and of_host != asked.split(",")):
+            return backend
+        return asked.replace("gloo", NAME) if PLUGINS else NAME
 
     def close(self) -> None:
         """Let no more groups be made: the world ends."""
@@ -152,15 +174,26 @@ def leave() -> None:
 
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
-    """torch's rendezvous by the environment; for this backend by MPI, if the environment has none of its variables."""
-    if any(host.variables().get(name) for name in _VARIABLES) or not _is_ours(_asked_backend()):
+    """torch's rendezvous by the environment; by MPI if the variables there are hpcdist's, or for this package's backend
+    if there are none.
+
+    Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be read.
+    """
+    environ, told = host.variables(), parse_qs(urlparse(url).query)  # rank and world_size of init_process_group()
+    given = host.comm is not None and launcher.is_given(environ)
+    place = [int((told.get(name) or [environ.get(name.upper()) or -1])[0]) for name in ("rank", "world_size")]
+    if given:
+        by_mpi = host.comm is not None and place == [host.comm.rank, host.comm.size]
+    else:
+        by_mpi = _is_ours(_asked_backend()) and not any(environ.get(name) for name in _VARIABLES)
+    if not by_mpi:
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
         return
     comm = _world(timeout)
-    told = parse_qs(urlparse(url).query)  # the arguments rank and world_size of init_process_group()
-    place = [int(told.get(name, [known])[0]) for name, known in (("rank", comm.rank), ("world_size", comm.size))]
-    _check_place(place[0], place[1], comm)
-    yield rendezvous.open_store(comm, rendezvous.meet(comm, host.settings.nodes), timeout), comm.rank, comm.size
+    _check_place(*(known if said == -1 else said for said, known in zip(place, (comm.rank, comm.size))), comm)
+    with activity.InCall("init_process_group", None):
+        store = rendezvous.open_store(comm, rendezvous.meet(comm, host.settings.nodes), timeout)
+    yield store, comm.rank, comm.size
     raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,9 +24,9 @@ from hpcdist.comm.worker import report_failures
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
-from hpcdist.process import abort, forks, streams
+from hpcdist.process import abort, binding, forks, streams
 from hpcdist.process.host_memory import capacity
-from hpcdist.runtime import background, default_group, registration
+from hpcdist.runtime import background, default_group, registration, torchrun
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
     from hpcdist.comm.settings import GroupLike
 
-__all__ = ["World", "context", "current", "environ", "finalize", "init", "is_first", "staging_folder", "team_of"]
+__all__ = [
+    *("World", "context", "current", "environ", "finalize", "init", "is_first", "prepare", "staging_folder", "team_of"),
+]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -62,6 +64,7 @@ class World:
     settings: Settings
     _context: Context = field(repr=False)
     _watch: Watch = field(repr=False)
+    _take_back: Callable[[], None] | None = field(repr=False)  # restores the environment
     _owns_group: bool = field(repr=False)
     _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
     _asked: tuple[Any, ...] = field(repr=False)
@@ -116,6 +119,8 @@ class World:
             left = objects.all_gather_object(self._context.team.comm, transport is not None and transport.stop())
         self._context.free(messages=not any(left))  # else new groups could receive old messages
         registration.host.close()
+        if self._take_back is not None and not self._implicit:  # a program that was prepared keeps its variables
+            self._take_back()
         self._watch.stop()
         pool.stop()
         if self._owns_group and dist.is_initialized():
@@ -176,6 +181,7 @@ def init(
     backend: str | None = None,
     timeout: timedelta | float | None = None,
     staging: str | os.PathLike[str] | None = None,
+    bind: str | None = None,
 ) -> World:
     """Start torch.distributed on the processes of an MPI job, however they were launched.
 
@@ -183,7 +189,8 @@ def init(
     process without a launcher. If MPI or torch.distributed already runs, it is used. From here on, an uncaught
     exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such as ``raise
     SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block. Elsewhere the other ranks get an
-    error at their next verb, or at the deadline.)
+    error at their next verb, or at the deadline.) Until finalize(), the environment has the variables by which torchrun
+    tells a rank its place, such as RANK and LOCAL_RANK, unless you have set them.
 
     Args:
         comm: the processes that take part; COMM_WORLD if None.
@@ -197,6 +204,9 @@ def init(
             the program is such a call, so no rank may work alone for longer. Also torch.distributed's timeout.
         staging: the folder for the files of route "hdf5", which all nodes must share; by default HPCDIST_STAGING, else
             on one node a private folder for temporary files, and on several nodes the current folder.
+        bind: "numa" on all ranks binds each to the cores of one NUMA domain until its process ends: the domain beside
+            its GPU; without GPUs, ranks are spread over the domains. Never to other cores than the launcher has given
+            it, and not if the launcher has bound it already.
 
     Returns:
         The :class:`World`. A second call without arguments, or with the same ones, returns the same world.
@@ -217,7 +227,7 @@ def init(
             print(world.rank, world.world_size, world.device)   # 0 4 cuda:0, 1 4 cuda:1, ...
     """
     global _world
-    asked = (comm, device, backend, timeout, None if staging is None else os.fspath(staging))
+    asked = (comm, device, backend, timeout, None if staging is None else os.fspath(staging), bind)
     if _world is not None and _world._implicit:
         _world.finalize()  # for one with these arguments
     if _world is not None:
@@ -236,6 +246,17 @@ def _begin(timeout: timedelta) -> None:
     atexit.register(_leave)
 
 
+def prepare(bind: str | None) -> World:
+    """Make a world for a program that is written for torchrun, which starts torch.distributed itself, or calls init().
+
+    Collective over all ranks. The world that is returned holds the port in MASTER_PORT.
+    """
+    global _world
+    _world = _make(None, "cpu", None, None, None, bind, implicit=True, program=True)
+    atexit.register(_leave)
+    return _world
+
+
 registration.host.begin, registration.host.variables = _begin, environ
 registration.register()
 
@@ -249,7 +270,7 @@ def finalize() -> None:
 def _forget() -> None:
     """Forget the world in a child process: the job belongs to its parent."""
     global _world
-    _world = None
+    _world = registration.host.comm = None
     atexit.unregister(_leave)
     why = forks.refusal()
     activity.refuse(None if why is None else lambda: HpcdistError(why))
@@ -287,7 +308,9 @@ def _make(
     backend: str | None,
     timeout: timedelta | float | None,
     staging: str | None,
+    bind: str | None = None,
     implicit: bool = False,
+    program: bool = False,
 ) -> World:
     streams.reserve()
     forks.claim(os.environ, launcher.has_rank(os.environ))
@@ -300,7 +323,7 @@ def _make(
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = default_group.agree_on(private, backend, timeout, env_timeout, env_cache)
+                limit = default_group.agree_on(private, backend, bind, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
         undo.callback(watch.stop)
@@ -322,6 +345,13 @@ def _make(
             )
             registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
+            take_back = None
+            if program or not implicit:
+                values = torchrun.place(private, nodes, accelerator.count())
+                take_back = torchrun.give(private, meeting.host, values, os.environ, limit, program)
+                undo.callback(take_back)
+            if bind:
+                _bind(private, nodes, chosen if not program else accelerator.of_rank(nodes.local_rank))
             name = None if implicit else backend or default_group.default_backend(own_gpus)
             owns_group = default_group.start(private, meeting, name, limit, chosen)
         undo.pop_all()
@@ -339,10 +369,23 @@ def _make(
         settings=settings,
         _context=ours,
         _watch=watch,
+        _take_back=take_back,
         _owns_group=owns_group,
         _implicit=implicit,
-        _asked=(comm, device, backend, timeout, staging),
+        _asked=(comm, device, backend, timeout, staging, bind),
     )
+
+
+def _bind(comm: MPI.Intracomm, nodes: rendezvous.Nodes, device: torch.device) -> None:
+    """Bind this process to the cores of one NUMA domain, beside its device if that is a GPU. Collective over `comm`."""
+    beside = binding.beside(accelerator.address(device))
+    found = objects.all_gather_object(comm, (nodes.mine, sorted(os.sched_getaffinity(0)), sorted(beside)))
+    ranks = [(set(own), set(beside)) for node, own, beside in found if node == nodes.mine]
+    chosen = binding.choose(ranks, binding.domains())
+    mine = chosen[nodes.local_rank]
+    binding.apply(mine)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(mine) // chosen.count(mine))))
 
 
 def staging_folder(nodes: int) -> str:

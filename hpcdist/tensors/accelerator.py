@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    *("KIND", "LIBRARY", "MemoryKind", "choose", "count", "event", "holds", "host_buffer", "identity"),
-    *("library_version", "properties", "shared_gpu", "synchronize"),
+    *("KIND", "LIBRARY", "MemoryKind", "address", "choose", "count", "event", "holds", "host_buffer", "identity"),
+    *("library_version", "of_rank", "properties", "shared_gpu", "synchronize"),
 ]
 
 
@@ -128,7 +128,7 @@ def choose(
 def _chosen(local_rank: int, asked: torch.device | str | None) -> tuple[torch.device, str | None]:
     """Return the device of this rank, and which GPU that is, if any."""
     gpus = count()
-    device = torch.device(KIND if gpus else "cpu") if asked is None else torch.device(asked)
+    device = of_rank(local_rank) if asked is None else torch.device(asked)
     if device.type == "cpu":
         return device, None
     if device.type != KIND:
@@ -140,16 +140,27 @@ def _chosen(local_rank: int, asked: torch.device | str | None) -> tuple[torch.de
     return device, identity(device.index)
 
 
+def of_rank(local_rank: int) -> torch.device:
+    """Return the GPU of a rank, by its number on its node; the CPU without GPUs."""
+    gpus = count()
+    return torch.device(KIND, local_rank % gpus) if gpus else torch.device("cpu")
+
+
 def identity(index: int) -> str:
     """Return what tells a GPU of this process from all others of the job: host, PCI address and UUID.
 
     UUIDs alone do not where a driver leaves them blank (seen on ROCm), nor addresses where one GPU is cut (MIG).
     """
-    gpu = properties(index)
-    address = ""
-    if hasattr(gpu, "pci_bus_id"):  # torch does not tell it of Intel's GPUs
-        address = f"PCI {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}, "
-    return f"{socket.gethostname()}, {address}UUID {gpu.uuid}"
+    known = address(torch.device(KIND, index))
+    return f"{socket.gethostname()}, {f'PCI {known}, ' if known else ''}UUID {properties(index).uuid}"
+
+
+def address(device: torch.device) -> str:
+    """Return the address of a GPU on PCI, such as "0000:3b:00"; "" if unknown, or not a GPU."""
+    gpu = properties(device.index) if device.type == KIND else None
+    if not hasattr(gpu, "pci_bus_id"):  # torch does not tell it of Intel's GPUs
+        return ""
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
 
 
 def shared_gpu(gpus: list[str | None]) -> str | None:

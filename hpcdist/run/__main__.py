@@ -1,0 +1,156 @@
+"""The command ``python -m hpcdist.run``: make a world, set torchrun's variables, and become the program."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import runpy
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import TextIO
+
+from hpcdist.control import objects
+from hpcdist.errors import HpcdistError, reason, refusal
+from hpcdist.process import abort
+from hpcdist.runtime import world
+from hpcdist.runtime.cli import Parser, path, refuse
+from hpcdist.runtime.registration import host
+
+_LAUNCHERS = re.compile(
+    r"torchrun|accelerate|deepspeed|horovodrun|mpirun|mpiexec|srun|python[\d.]*"
+    r"|torch\.distributed\.(run|launch)|accelerate\.commands\..*|deepspeed\.launcher\..*"
+)
+_before = sys.excepthook
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="hpcdist run",
+        description="Run a program that is written for torchrun, unchanged, on the ranks of an MPI job. The program finds "
+        "the variables that torchrun sets. If one rank fails, the job ends.",
+        epilog="example: srun python -m hpcdist.run train.py --epochs 3",
+        prints=world.is_first,
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    parser.add_argument("--mpi", action="store_true", help="use backend mpi where the program asks for gloo")
+    parser.add_argument("--bind", choices=["numa"], help="bind each rank to the cores of one NUMA domain, near its GPU")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--tag-output", action="store_true", help="begin each line of Python's output with [RANK]")
+    output.add_argument("--rank-output", type=path, metavar="DIR", help="append the output of each rank to DIR/rank-N.txt")
+    parser.add_argument("script", metavar="SCRIPT", help="the program, a file of Python")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    return parser
+
+
+class _Tagged(io.RawIOBase):
+    """A standard stream, each line of which begins with a tag."""
+
+    def __init__(self, stream: TextIO, tag: bytes) -> None:
+        self._stream, self._tag, self._in_line = stream.buffer, tag, False
+        self.fileno = stream.fileno  # type: ignore[method-assign]
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        text = bytes(data)
+        for line in text.splitlines(keepends=True):
+            self._stream.write(line if self._in_line else self._tag + line)
+            self._in_line = not line.endswith((b"\n", b"\r"))
+        self._stream.flush()
+        return len(text)
+
+
+def _direct_output(rank: int, tag: bool, folder: str | None) -> None:
+    """Direct this rank's output as the command line asks; print each line at once, as under torchrun."""
+    if folder is not None:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            file = os.open(Path(folder, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise refusal(ValueError, "HD410", f"--rank-output {folder}: {reason(error)}") from error
+        for fd in (1, 2):
+            os.dup2(file, fd)
+        os.close(file)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):  # None if it is closed
+            stream.reconfigure(line_buffering=True)
+            if tag:
+                raw = _Tagged(stream, b"[%d] " % rank)
+                options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": True}
+                setattr(sys, name, io.TextIOWrapper(raw, **options))  # type: ignore[call-overload]
+
+
+def _compiled(script: str, module: bool) -> CodeType | None:
+    """Return the code of a script; None for a module. An error says what is wrong with the program, before it runs."""
+    name = script if module else Path(script).name
+    if _LAUNCHERS.fullmatch(name):
+        text = f"{name} would start processes that are no ranks of this job: leave it out, and name the program itself"
+        raise refusal(ValueError, "HD106", text)
+    if module:
+        found = find_spec(script)
+        if found is not None and found.submodule_search_locations is not None:
+            found = find_spec(f"{script}.__main__")
+        if found is None:
+            raise refusal(ValueError, "HD401", f"there is no module {script} that can run, in {sys.path[0]} or installed")
+        return None
+    if not Path(script).is_file():
+        raise refusal(ValueError, "HD401", f"{script}: there is no such file, seen from {os.getcwd()}")
+    try:
+        return compile(Path(script).read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise refusal(ValueError, "HD402", f"{script} is not a program in Python: {reason(error)}") from error
+    except OSError as error:
+        raise refusal(ValueError, "HD402", f"{script}: {reason(error)}") from error
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as Python does, with the program's own part of the traceback."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        own = own.tb_next
+    _before(kind, error.with_traceback(own or trace), own or trace)
+
+
+def main() -> None:
+    """Make the world, and run the program in this process, as ``__main__``."""
+    sys.excepthook = _excepthook
+    parser = _parser()
+    args = parser.parse_args()
+    code: list[CodeType | None] = []
+    try:
+        here = world.prepare(args.bind)
+        sys.argv = [args.script, *args.arguments]
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))
+
+        def check() -> None:
+            code.append(_compiled(args.script, args.module))
+            _direct_output(here.rank, args.tag_output, args.rank_output)
+
+        objects.run_on_all(world.team_of().comm, "run", check)
+    except HpcdistError as error:
+        refuse(parser.prog, error)
+    host.by_mpi = args.mpi
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by the package, for the time of the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if code[0] is None:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            program = sys.modules["__main__"] = ModuleType("__main__")
+            program.__file__ = code[0].co_filename
+            exec(code[0], vars(program))
+    except SystemExit as error:
+        abort.replace(error)
+        raise
+
+
+if __name__ == "__main__":
+    main()

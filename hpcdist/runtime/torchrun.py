@@ -1,0 +1,111 @@
+"""The variables that torchrun sets, for programs and libraries that find their place in the job in them.
+
+The names are those of torch.distributed.run ("Environment Variables"), and NODE_RANK, which Lightning reads. A process
+that is started by a rank inherits them; ROLE_NAME tells it, and a job that it submits, whose they are.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Mapping, MutableMapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from hpcdist.comm import launcher
+from hpcdist.control import objects
+from hpcdist.errors import coded
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcdist.comm.rendezvous import Nodes
+
+__all__ = ["give", "place"]
+
+_ADDRESS, _PORT, _THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
+
+
+def place(comm: MPI.Intracomm, nodes: Nodes, gpus: int) -> dict[str, str]:
+    """Return the variables that tell a rank its place.
+
+    Args:
+        gpus: number of GPUs that this process sees. Programs take LOCAL_RANK for the number of their GPU, which is 0
+            where the launcher shows each rank one.
+    """
+    found = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "ROLE_RANK": comm.rank, "ROLE_WORLD_SIZE": comm.size}
+    found |= {"LOCAL_RANK": 0 if gpus == 1 else nodes.local_rank, "LOCAL_WORLD_SIZE": nodes.local_size}
+    found |= {"GROUP_RANK": nodes.mine, "NODE_RANK": nodes.mine, "GROUP_WORLD_SIZE": nodes.count}
+    return {name: str(value) for name, value in found.items()}
+
+
+def give(
+    comm: MPI.Intracomm,
+    host: str,
+    place: Mapping[str, str],
+    environ: MutableMapping[str, str],
+    timeout: timedelta,
+    program: bool,
+) -> Callable[[], None]:
+    """Set the variables; those that the user has set are kept. Collective over `comm`.
+
+    MASTER_PORT is bound on rank 0 as long as they are set: no other program gets it, and torch can open a store there.
+
+    Args:
+        host: address of rank 0's host that all ranks reach.
+        program: the job runs a program for torchrun: refuse contradictions, let a store listen at once, and set what
+            tells of torchrun itself.
+
+    Returns:
+        A function that restores the environment and frees the port.
+
+    Raises:
+        RankError: on all ranks, if the user's variables contradict `place`, for a program.
+    """
+    held: list[object] = []
+
+    def bind() -> tuple[int, str]:
+        port = socket.socket()
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for torch's own store
+        port.bind((host, 0))
+        number: int = port.getsockname()[1]
+        if program:
+            port.listen(max(128, comm.size))
+            store = TCPStore(
+                *(host, number, comm.size, True, timeout),
+                wait_for_workers=False, multi_tenant=True, master_listen_fd=port.detach(),
+            )  # fmt: skip
+        held.append(store if program else port)
+        return number, secrets.token_hex(8)
+
+    number, run = objects.run_on_root(comm, "init", bind)
+    found = {**place, _ADDRESS: host, _PORT: str(number)}
+    if program:
+        found |= {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        found |= {_THREADS: "1"} if int(place["LOCAL_WORLD_SIZE"]) > 1 else {}
+    kept = {} if launcher.is_given(environ) else {name: environ[name] for name in found if name in environ}
+    if program:
+        odd = {name: value for name, value in kept.items() if place.get(name, value) != value}
+        text = ", ".join(f"{name}={value}, but MPI says {place[name]}" for name, value in odd.items())
+        texts = objects.all_gather_object(comm, text and coded("HD106", f"{text}: unset {' '.join(odd)}"))
+        objects.raise_problems("run", {rank: text for rank, text in enumerate(texts) if text})
+        if _THREADS in found.keys() - kept.keys():
+            torch.set_num_threads(1)
+    wanted = {**found, **kept, **launcher.GIVEN}
+    before = {name: environ.get(name) for name in wanted}
+    environ.update(wanted)
+
+    def take_back() -> None:
+        for name, value in before.items():
+            if environ.get(name) != wanted[name]:
+                continue
+            if value is None:
+                del environ[name]
+            else:
+                environ[name] = value
+        held.clear()
+
+    return take_back
