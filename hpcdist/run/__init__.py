@@ -1,1 +1,1 @@
-"""The command ``python -m hpcdist.run SCRIPT``: run a program that is written for torchrun on the ranks of an MPI job."""
+"""The command ``python -m hpcdist.run SCRIPT``: run a program for torchrun on the ranks of an MPI job."""

@@ -31,8 +31,8 @@ _before = sys.excepthook
 def _parser() -> Parser:
     parser = Parser(
         prog="hpcdist run",
-        description="Run a program that is written for torchrun, unchanged, on the ranks of an MPI job. The program finds "
-        "the variables that torchrun sets. If one rank fails, the job ends.",
+        description="Run a program that is written for torchrun, unchanged, on the ranks of an MPI job. It finds the "
+        "variables that torchrun sets. If one rank fails, the job ends.",
         epilog="example: srun python -m hpcdist.run train.py --epochs 3",
         prints=world.is_first,
     )
@@ -41,7 +41,9 @@ def _parser() -> Parser:
     parser.add_argument("--bind", choices=["numa"], help="bind each rank to the cores of one NUMA domain, near its GPU")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--tag-output", action="store_true", help="begin each line of Python's output with [RANK]")
-    output.add_argument("--rank-output", type=path, metavar="DIR", help="append the output of each rank to DIR/rank-N.txt")
+    output.add_argument(
+        "--rank-output", type=path, metavar="DIR", help="append the output of each rank to DIR/rank-N.txt"
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the program, a file of Python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     return parser
@@ -83,8 +85,7 @@ def _direct_output(rank: int, tag: bool, folder: str | None) -> None:
             stream.reconfigure(line_buffering=True)
             if tag:
                 raw = _Tagged(stream, b"[%d] " % rank)
-                options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": True}
-                setattr(sys, name, io.TextIOWrapper(raw, **options))  # type: ignore[call-overload]
+                setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
 
 
 def _compiled(script: str, module: bool) -> CodeType | None:
@@ -98,7 +99,9 @@ def _compiled(script: str, module: bool) -> CodeType | None:
         if found is not None and found.submodule_search_locations is not None:
             found = find_spec(f"{script}.__main__")
         if found is None:
-            raise refusal(ValueError, "HD401", f"there is no module {script} that can run, in {sys.path[0]} or installed")
+            raise refusal(
+                ValueError, "HD401", f"there is no module {script} that can run, in {sys.path[0]} or installed"
+            )
         return None
     if not Path(script).is_file():
         raise refusal(ValueError, "HD401", f"{script}: there is no such file, seen from {os.getcwd()}")

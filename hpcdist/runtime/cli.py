@@ -22,8 +22,8 @@ from hpcdist.runtime.world import World, team_of
 from hpcdist.tensors import accelerator
 
 __all__ = [
-    "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "refuse", "run", "show_bytes", "table",
-    "timed",
+    "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "refuse", "run", "show_bytes",
+    "table", "timed",
 ]  # fmt: skip
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ What is changed in torch, when, and why:
   and the rendezvous by the environment, which has no variables where MPI alone knows the ranks. Nothing of MPI is
   imported before a group is made;
 - when the world begins, by Host.open(): the function in which torch makes each group, since gloo and NCCL read their
-  network interfaces from the environment there, and ``hpcdist run --mpi`` replaces gloo; and from torch 2.14 on its hooks, by which the calls of its own groups
-  are recorded: see :mod:`hpcdist.watch.torch_groups`.
+  network interfaces from the environment there, and ``hpcdist run --mpi`` replaces gloo; and from torch 2.14 on its
+  hooks, by which the calls of its own groups are recorded: see :mod:`hpcdist.watch.torch_groups`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
@@ -180,21 +180,25 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
     Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be read.
     """
     environ, told = host.variables(), parse_qs(urlparse(url).query)  # rank and world_size of init_process_group()
-    given = host.comm is not None and launcher.is_given(environ)
-    place = [int((told.get(name) or [environ.get(name.upper()) or -1])[0]) for name in ("rank", "world_size")]
-    if given:
-        by_mpi = host.comm is not None and place == [host.comm.rank, host.comm.size]
+    if host.comm is not None and launcher.is_given(environ):
+        known = [environ.get("RANK", ""), environ.get("WORLD_SIZE", "")]
+        by_mpi = _place(told, known) == [str(host.comm.rank), str(host.comm.size)]
     else:
         by_mpi = _is_ours(_asked_backend()) and not any(environ.get(name) for name in _VARIABLES)
     if not by_mpi:
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
         return
     comm = _world(timeout)
-    _check_place(*(known if said == -1 else said for said, known in zip(place, (comm.rank, comm.size))), comm)
+    rank, size = map(int, _place(told, [str(comm.rank), str(comm.size)]))
+    _check_place(rank, size, comm)
     with activity.InCall("init_process_group", None):
         store = rendezvous.open_store(comm, rendezvous.meet(comm, host.settings.nodes), timeout)
     yield store, comm.rank, comm.size
     raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
+
+
+def _place(told: Mapping[str, list[str]], known: Sequence[str]) -> list[str]:
+    return [told.get(name, [value])[0] for name, value in zip(("rank", "world_size"), known, strict=True)]
 
 
 def _world(timeout: timedelta) -> MPI.Intracomm:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -18,34 +18,33 @@ from torch._C._distributed_c10d import TCPStore
 from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.errors import coded
+from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdist.comm.rendezvous import Nodes
 
-__all__ = ["give", "place"]
+__all__ = ["give"]
 
 _ADDRESS, _PORT, _THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
 
 
-def place(comm: MPI.Intracomm, nodes: Nodes, gpus: int) -> dict[str, str]:
+def _place(comm: MPI.Intracomm, nodes: Nodes) -> dict[str, str]:
     """Return the variables that tell a rank its place.
 
-    Args:
-        gpus: number of GPUs that this process sees. Programs take LOCAL_RANK for the number of their GPU, which is 0
-            where the launcher shows each rank one.
+    Programs take LOCAL_RANK for the number of their GPU, which is 0 where the launcher shows each rank one.
     """
     found = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "ROLE_RANK": comm.rank, "ROLE_WORLD_SIZE": comm.size}
-    found |= {"LOCAL_RANK": 0 if gpus == 1 else nodes.local_rank, "LOCAL_WORLD_SIZE": nodes.local_size}
+    found |= {"LOCAL_RANK": 0 if accelerator.count() == 1 else nodes.local_rank, "LOCAL_WORLD_SIZE": nodes.local_size}
     found |= {"GROUP_RANK": nodes.mine, "NODE_RANK": nodes.mine, "GROUP_WORLD_SIZE": nodes.count}
     return {name: str(value) for name, value in found.items()}
 
 
 def give(
     comm: MPI.Intracomm,
+    nodes: Nodes,
     host: str,
-    place: Mapping[str, str],
     environ: MutableMapping[str, str],
     timeout: timedelta,
     program: bool,
@@ -60,10 +59,11 @@ def give(
             tells of torchrun itself.
 
     Returns:
-        A function that restores the environment and frees the port.
+        A function that restores the environment and frees the port, unless there is a program, to its end. It holds
+        the store.
 
     Raises:
-        RankError: on all ranks, if the user's variables contradict `place`, for a program.
+        RankError: on all ranks, if the user's variables contradict MPI, for a program.
     """
     held: list[object] = []
 
@@ -81,6 +81,7 @@ def give(
         held.append(store if program else port)
         return number, secrets.token_hex(8)
 
+    place = _place(comm, nodes)
     number, run = objects.run_on_root(comm, "init", bind)
     found = {**place, _ADDRESS: host, _PORT: str(number)}
     if program:
@@ -99,6 +100,8 @@ def give(
     environ.update(wanted)
 
     def take_back() -> None:
+        if program:
+            return  # it may have groups that use the store
         for name, value in before.items():
             if environ.get(name) != wanted[name]:
                 continue

@@ -64,7 +64,7 @@ class World:
     settings: Settings
     _context: Context = field(repr=False)
     _watch: Watch = field(repr=False)
-    _take_back: Callable[[], None] | None = field(repr=False)  # restores the environment
+    _take_back: Callable[[], None] = field(repr=False)  # restores the environment
     _owns_group: bool = field(repr=False)
     _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
     _asked: tuple[Any, ...] = field(repr=False)
@@ -119,8 +119,7 @@ class World:
             left = objects.all_gather_object(self._context.team.comm, transport is not None and transport.stop())
         self._context.free(messages=not any(left))  # else new groups could receive old messages
         registration.host.close()
-        if self._take_back is not None and not self._implicit:  # a program that was prepared keeps its variables
-            self._take_back()
+        self._take_back()
         self._watch.stop()
         pool.stop()
         if self._owns_group and dist.is_initialized():
@@ -249,7 +248,7 @@ def _begin(timeout: timedelta) -> None:
 def prepare(bind: str | None) -> World:
     """Make a world for a program that is written for torchrun, which starts torch.distributed itself, or calls init().
 
-    Collective over all ranks. The world that is returned holds the port in MASTER_PORT.
+    Collective over all ranks. The world that is returned holds the store at MASTER_PORT.
     """
     global _world
     _world = _make(None, "cpu", None, None, None, bind, implicit=True, program=True)
@@ -345,13 +344,10 @@ def _make(
             )
             registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
-            take_back = None
-            if program or not implicit:
-                values = torchrun.place(private, nodes, accelerator.count())
-                take_back = torchrun.give(private, meeting.host, values, os.environ, limit, program)
-                undo.callback(take_back)
+            take_back = torchrun.give(private, nodes, meeting.host, os.environ, limit, program)
+            undo.callback(take_back)
             if bind:
-                _bind(private, nodes, chosen if not program else accelerator.of_rank(nodes.local_rank))
+                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else chosen)
             name = None if implicit else backend or default_group.default_backend(own_gpus)
             owns_group = default_group.start(private, meeting, name, limit, chosen)
         undo.pop_all()

@@ -157,7 +157,7 @@ def identity(index: int) -> str:
 
 def address(device: torch.device) -> str:
     """Return the address of a GPU on PCI, such as "0000:3b:00"; "" if unknown, or not a GPU."""
-    gpu = properties(device.index) if device.type == KIND else None
+    gpu: Any = properties(device.index) if device.type == KIND else None
     if not hasattr(gpu, "pci_bus_id"):  # torch does not tell it of Intel's GPUs
         return ""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"

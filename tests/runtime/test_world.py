@@ -152,7 +152,8 @@ def test_nothing_listens_beyond_loopback_on_one_node(start: str) -> None:
 
 
 def test_the_environment_is_the_users() -> None:
-    """In the program and in what it starts, while the world is there and afterwards; what the user has set stays."""
+    """In the program and in what it starts, while the world is there, but for torchrun's variables, and afterwards; what
+    the user has set stays."""
     lines = job(
         2,
         """
@@ -161,19 +162,25 @@ def test_the_environment_is_the_users() -> None:
     def variables():
         child = subprocess.run(["env", "-0"], stdout=subprocess.PIPE, text=True, check=True).stdout
         return dict(os.environ), sorted(child.split("\\0"))
-    for given in ({}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"}):
+    for given in ({}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7", "RANK": "7"}):
         os.environ.update(given)
         before = variables()
         for _ in range(2):
             world = hd.init()
             hd.concat(torch.ones(1), route="gloo")
-            assert variables() == before
+            during = variables()
+            assert before[0].items() <= during[0].items() and set(before[1]) <= set(during[1])
+            assert during[0].keys() - before[0].keys() <= {
+                *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+                *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+            }
             with registration.host.making():
                 assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
                 dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
                 assert os.environ["NCCL_SOCKET_IFNAME"] == given.get("NCCL_SOCKET_IFNAME", "lo")
-            assert variables() == before
+            assert variables() == during
             world.finalize()
+            assert variables() == before
             with registration.host.making(): assert variables() == before
     say("ok")
     """,
