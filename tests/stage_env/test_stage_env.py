@@ -172,6 +172,23 @@ def test_a_file_is_sent_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Path(staged(image, tmp_path / "local").path).read_bytes() == b""
 
 
+@pytest.mark.parametrize("filtered", [True, False])
+def test_only_the_user_may_write_and_nothing_is_setuid(
+    filtered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before Python 3.11.4, whose tarfile has no filters."""
+    if not filtered:
+        monkeypatch.delattr(tarfile, "tar_filter")
+    (tmp_path / "data").mkdir()
+    for mode in (0o664, 0o6775, 0o444):
+        (tmp_path / "data" / f"{mode:o}").touch()
+        (tmp_path / "data" / f"{mode:o}").chmod(mode)
+    (tmp_path / "data").chmod(0o3577)
+    copy = Path(staged(tmp_path / "data", tmp_path / "local").path)
+    modes = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in (copy, *copy.iterdir())}
+    assert modes == {"data": "0o755", "664": "0o644", "6775": "0o755", "444": "0o444"}
+
+
 def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
