@@ -13,11 +13,9 @@ import torch
 
 import hpcdist as hd
 
-__all__ = ["main"]
-
 
 def main() -> None:
-    """Send, answer, and compare with one process. Collective over all ranks of the job."""
+    """Send tasks, and receive answers. Collective over all ranks of the job."""
     with hd.init() as world:
         if world.rank > 0:
             task, source = hd.recv(with_source=True)  # any structure, from any rank
@@ -32,13 +30,8 @@ def main() -> None:
         answers = {source: got for got, source in (handle.wait() for handle in coming)}
         for handle in sent:
             handle.wait()
-
-        for rank, task in tasks.items():
-            tensors = [*task["weights"].values(), task["tokens"], task["mask"]]
-            print(f"to rank {rank}: {task['name']!r}, " + ", ".join(map(show, tensors)))
-            print(f"from rank {rank}: {show(answers[rank]['words'])} {answers[rank]['words'].tolist()}")
-            check(answers[rank], answer(task))
-        print(f"{len(tasks)} answers, as on one process")
+        for rank in tasks:
+            print(f"from rank {rank}:", {name: part.tolist() for name, part in answers[rank].items()})
 
 
 def task_of(rank: int, device: torch.device) -> dict[str, Any]:
@@ -46,28 +39,16 @@ def task_of(rank: int, device: torch.device) -> dict[str, Any]:
     weights = {
         "matrix": torch.arange(3.0 * rank, device=device).view(rank, 3),
         "bias": torch.full((3,), 0.5, dtype=torch.bfloat16, device=device),
-        "scale": torch.tensor(2.0, dtype=torch.float64, device=device),
     }
     tokens = torch.arange(2 * rank, device=device)
     return {"name": f"task {rank}", "weights": weights, "tokens": tokens, "mask": tokens % 2 == 1, "ratio": 0.25}
 
 
-def answer(task: dict[str, Any]) -> dict[str, Any]:
+def answer(task: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Do the work: return results of different shapes and dtypes."""
     weights = task["weights"]
-    scaled = (weights["matrix"] + weights["bias"]) * weights["scale"] * task["ratio"]
-    return {"name": task["name"], "words": task["tokens"][task["mask"]], "results": [scaled, scaled.sum()]}
-
-
-def check(got: dict[str, Any], want: dict[str, Any]) -> None:
-    pairs = zip([got["words"], *got["results"]], [want["words"], *want["results"]], strict=True)
-    if got["name"] != want["name"] or not all(torch.equal(a, b) for a, b in pairs):
-        raise RuntimeError(f"the answer to {want['name']} differs from that of one process")
-
-
-def show(x: torch.Tensor) -> str:
-    """Return dtype and shape as text: int64 (4,)."""
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    scaled = (weights["matrix"] + weights["bias"]) * task["ratio"]
+    return {"words": task["tokens"][task["mask"]], "scaled": scaled, "sum": scaled.double().sum()}
 
 
 if __name__ == "__main__":
