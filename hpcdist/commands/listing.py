@@ -124,9 +124,9 @@ def _verdict(contents: Contents, pieces: int, damaged: list[str]) -> str:
     name, damaged = shown(contents.path), [shown(text) for text in damaged]
     if not damaged:
         checked = "all as they were written" if contents.checked else "all can be read; there are no checksums"
-        return f"{name}: {pieces} pieces, {show_bytes(contents.nbytes())}: {checked}"
+        return f"{name}: {plural(pieces, 'piece')}, {show_bytes(contents.nbytes())}: {checked}"
     more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
-    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{name}: {len(damaged)} of {pieces} pieces are DAMAGED"])
+    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{name}: DAMAGED: {len(damaged)} of {plural(pieces, 'piece')}"])
 
 
 _ABOUT = {

@@ -19,6 +19,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from mmap import MAP_PRIVATE, PROT_READ, mmap
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -80,12 +81,14 @@ class _Pt(Format):
         return read
 
     def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         (array,) = datasets
         os.truncate(path, array.nbytes())  # raises, if the file system has a limit on the size of files
-        with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):  # all but the data
-            torch.save(torch.empty(array.shape, dtype=array.dtype, device="cpu"), path)
+        with warnings.catch_warnings(), torch.serialization.skip_data():  # all but the data
+            warnings.simplefilter("ignore")  # of memory that cannot be written
+            x = torch.empty(0, dtype=array.dtype, device="cpu")
+            if array.nbytes():  # memory that is never touched; the system counts none that cannot be written
+                x = torch.frombuffer(mmap(-1, array.nbytes(), MAP_PRIVATE, PROT_READ), dtype=array.dtype)
+            torch.save(x.view(array.shape), path)
         made = _load(str(path), map_location="meta")
         return FileMap.of(path, [made.untyped_storage()._checkpoint_offset or 0])
 

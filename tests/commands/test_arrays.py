@@ -459,7 +459,7 @@ def test_a_damaged_piece_is_named(more: dict[str, Any], tmp_path: Path) -> None:
     lines = "gather y.h5 -o z.npy", "convert y.h5 z.h5", "split y.h5 -o z{rank}.npy --dim 1", "verify y.h5"
     *refused, bad = jobs(2, tmp_path, *lines)
     named = rf"y\.h5: data: piece {count - 1} is damaged: elements \[\d+:3000, 0:7\], written by rank 0"
-    assert (bad.status, f"1 of {count} pieces are DAMAGED" in bad.out) == (1, True), bad
+    assert (bad.status, f"DAMAGED: 1 of {count} pieces" in bad.out) == (1, True), bad
     assert re.search(named, bad.out)
     assert all(job.status == 2 and re.search(named, job.err) for job in refused), refused
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.h5"]
