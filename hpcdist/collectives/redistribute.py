@@ -110,13 +110,12 @@ class Redistribute(Plannable):
     def arguments(self) -> None:
         """Repeat no call: a rank that has forgotten it would plan a transfer, which is collective."""
 
-    def validate(self, team: Team) -> Call:
-        call = checks.layout_call(self)
+    def validate(self, team: Team, call: Call) -> None:
+        checks.check_layouts(self, call)
         if checks.may_be_inline(call) and call.x is not None:
             header = encode(_shapes(call))
             fits = len(header) + call.x.nbytes <= team.inline
             call.inline = (header, row_major(call.x)) if fits else (header,)
-        return call
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         x = call.x
@@ -136,16 +135,14 @@ class Redistribute(Plannable):
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
-        self.bind(x, call.out, agreed)
         self._check_out({rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]})
-        if moves.small is None:
-            self.keep(team, prefix_of(1 + 2 * ndim))
-            moves.small = self.small
         self.small = moves.small
+        self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim))
+        moves.small = self.small
 
     def parts(self, team: Team) -> Parts:
         moves, x = self.moves, self.sent
-        return Parts(moves.route, moves.shape, x.dtype, x.device, moves.held, moves.boxes, moves.recvs)
+        return Parts(moves.shape, x.dtype, x.device, moves.held, moves.boxes, moves.recvs)
 
     def method(self, team: Team) -> Method:
         return self.moves.method(team)

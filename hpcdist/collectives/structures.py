@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Description, Steps
+from hpcdist.collectives.run import Description, Operation
 from hpcdist.collectives.small import BEHIND_HEADERS
 from hpcdist.comm.route import Message, Method, Route
 from hpcdist.comm.team import Team
@@ -32,34 +32,34 @@ from hpcdist.validation.collective import Agreed
 __all__ = ["Distribution", "JoinStructures"]
 
 
-class JoinStructures(Steps):
+class JoinStructures(Operation):
     """Merge the structures of all ranks on the root, or on every rank if `root` is None."""
+
+    validate = local.check_structure
 
     def __init__(self, name: str, x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any) -> None:
         self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
         self.rooted, self.allow_pickle = name == "gather", allow_pickle
-
-    def validate(self, team: Team) -> Call:
-        return local.structure_call(self, team)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.tree is not None
         self._tree, self._root = call.tree, call.root if self.rooted else None
         texts = _allgather_headers(team, call.header, agreed)
         self._headers = headers = [Header.read(text) for text in texts]
-        self._lengths, self._inline = agreed.extents, agreed.inline
+        self._lengths, self._inline, self._kinds = agreed.extents, agreed.inline, agreed.kinds
         self._joined = _Joined(self.name, headers, call.dim)
         _check_classes(self.name, team, _classes(headers))
         merge(self.name, [header.spec for header in headers], self._joined.add, lambda rank, kind, i: None)
         used = {header.metas[i].on_gpu for header in headers for i in header.large}
         self._routes = _routes(self.name, team, call.route, agreed.kinds, used)
 
-    def describe(self, team: Team, agreed: Agreed) -> Description:
+    def describe(self, team: Team) -> Description:
+        """See Plannable.describe."""
         sizes = [sum(header.nbytes) for header in self._headers]
         receivers = range(team.size) if self._root is None else [self._root]
         mine, receives = sizes[team.rank], team.rank in receivers
         sent, received = mine * (len(receivers) - receives), (sum(sizes) - mine) * receives
-        used = _by_kinds(self._routes, agreed)
+        used = _by_kinds(self._routes, self._kinds)
         return Description(used, self._methods(team), sent, received, "structure" if receives else "none")
 
     def _methods(self, team: Team) -> list[Method]:
@@ -260,10 +260,10 @@ def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[
     return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else host) for on_gpu in sorted(used)}
 
 
-def _by_kinds(used: dict[bool, Route], agreed: Agreed) -> dict[tuple[int, ...], Route]:
+def _by_kinds(used: dict[bool, Route], kinds: tuple[int, ...]) -> dict[tuple[int, ...], Route]:
     """Return what routes() has selected by the kinds of memory of all ranks."""
-    host = (MemoryKind.CPU,) * len(agreed.kinds)
-    return {agreed.kinds if on_gpu else host: route for on_gpu, route in used.items()}
+    host = (MemoryKind.CPU,) * len(kinds)
+    return {kinds if on_gpu else host: route for on_gpu, route in used.items()}
 
 
 class Distribution:
@@ -275,7 +275,7 @@ class Distribution:
     """
 
     def __init__(self, team: Team, call: Call, kinds: tuple[int, ...]) -> None:
-        self._call = call
+        self._call, self._kinds = call, kinds
         self._contents = [Contents.of(tree.tensors) for tree in call.trees]
         self._texts = [encode(tree.spec, held) for tree, held in zip(call.trees, self._contents, strict=True)]
         schedule = json.dumps(_Schedule.of(call.trees, self._texts, self._contents)).encode() if call.trees else b""
@@ -300,8 +300,8 @@ class Distribution:
                 route.exchange(team, sends, recvs, longest)
         return header, buffers
 
-    def describe(self, team: Team, agreed: Agreed) -> Description:
-        """See Operation.describe: only the root knows the bytes of the parts."""
+    def describe(self, team: Team) -> Description:
+        """See Plannable.describe: only the root knows the bytes of the parts."""
         packed, sizes = sum(self._schedule.packed), [sum(held.nbytes) for held in self._contents]
         methods = [select.load("mpi").method(team, "scatterv", packed)] if packed else []
         methods += [
@@ -310,7 +310,7 @@ class Distribution:
         ]
         is_root = team.rank == self._call.root
         sent, received = (sum(sizes) - sizes[team.rank], 0) if is_root else (0, None)
-        return Description(_by_kinds(self._routes, agreed), methods, sent, received, "structure")
+        return Description(_by_kinds(self._routes, self._kinds), methods, sent, received, "structure")
 
     def finish(self, received: tuple[Header, dict[int, Tensor]], allow_pickle: bool) -> Any:
         """Rebuild this rank's structure."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist import activity
 from hpcdist.comm.team import HEADER, HeaderBuffers, Team
@@ -20,7 +20,7 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "disagree", "exchange", "leave"]
+__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "exchange", "leave"]
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
@@ -35,23 +35,21 @@ _EARLIER_CALLS = (_EARLIER.format("with"), _EARLIER.format("without"))
 
 
 class Agreed(NamedTuple):
-    """The headers of all ranks: each field has an entry for each rank.
+    """The headers of all ranks.
 
-    `inlines` is the size in bytes of the data that came behind a header, or -1; `inline` is whether all ranks sent
-    theirs so: see :class:`hpcdist.comm.team.HeaderBuffers`.
+    Attributes:
+        extents, out_extents, kinds: see :class:`hpcdist.validation.call.Call`; an entry for each rank.
+        inlines: for each rank, the size in bytes of the data that came behind its header, or -1.
+        inline: whether all ranks sent theirs so: see :class:`hpcdist.comm.team.HeaderBuffers`.
+        grad: whether any rank needs a gradient, so that all must take part in the backward pass.
     """
 
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
     kinds: tuple[int, ...]
-    grads: tuple[int, ...]
     inlines: tuple[int, ...]
     inline: bool
-
-    @property
-    def grad(self) -> bool:
-        """Whether any rank needs a gradient, so that all must take part in the backward pass."""
-        return 1 in self.grads
+    grad: bool
 
 
 def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
@@ -63,26 +61,31 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     Raises:
         RankError: on every rank, if the calls differ or a rank has a problem; the team remains usable.
     """
+    buffers = team.headers
+    if buffers is None:
+        buffers = team.headers = HeaderBuffers(team.inline, team.size)
     if not exchanged:
-        _exchange(team, call)
-    agreed = _compare(team)
+        _HEADER.pack_into(
+            buffers.own,
+            0,
+            _digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
+            call.extent,
+            call.out_extent,
+            call.kind,
+            call.grad,
+            call.problem is not None,
+            -1 if call.inline is None else buffers.put(call.inline),
+            0 if call.verb == LEAVE else team.calls[team.foreground is team],
+        )
+        allgather(team, buffers.send, buffers.recv)
+    headers = buffers.headers()
+    if headers != buffers.last:  # programs repeat their calls: no need to compare the headers again
+        buffers.last, buffers.agreed = headers, _compare(headers, call.root)
     activity.touch()
+    agreed: Agreed | None = buffers.agreed
     if agreed is None:
-        disagree(team, call)
-    if max(agreed.kinds) > MemoryKind.GPU:
-        root_on_gpu = agreed.kinds[call.root] == MemoryKind.GPU
-        on_gpu = (kind == MemoryKind.GPU or (kind == MemoryKind.FOLLOWS and root_on_gpu) for kind in agreed.kinds)
-        agreed = agreed._replace(kinds=tuple(MemoryKind.GPU if gpu else MemoryKind.CPU for gpu in on_gpu))
+        raise RankError(*_explain(team, call))
     return agreed
-
-
-def disagree(team: Team, call: Call) -> NoReturn:
-    """Raise the error of a call whose headers have shown that the ranks do not agree. Collective.
-
-    Raises:
-        RankError: on every rank.
-    """
-    raise RankError(*_explain(team, call))
 
 
 def allgather(team: Team, send: Any, recv: Any) -> None:
@@ -98,13 +101,12 @@ def leave(team: Team) -> None:
 
     Matches any verb of the other ranks: a rank that still calls one gets a RankError that names those that have left.
     """
-    call = Call(LEAVE)
     while True:
-        _exchange(team, call)
-        if _compare(team) is not None:
+        try:
+            exchange(team, Call(LEAVE))
             break
-        activity.touch()
-        _explain(team, call)
+        except RankError:
+            continue
     team.calls = {False: 0, True: 0}  # a rank that left early has made fewer
 
 
@@ -126,45 +128,18 @@ def check_out(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
     objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if agreed.grad else {})
 
 
-def _exchange(team: Team, call: Call) -> None:
-    """Exchange the headers of the call."""
-    buffers = team.headers
-    if buffers is None:
-        buffers = team.headers = HeaderBuffers(team.inline, team.size)
-    _HEADER.pack_into(
-        buffers.own,
-        0,
-        _digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
-        call.extent,
-        call.out_extent,
-        call.kind,
-        call.grad,
-        call.problem is not None,
-        -1 if call.inline is None else buffers.put(call.inline),
-        0 if call.verb == LEAVE else team.calls[team.foreground is team],
-    )
-    allgather(team, buffers.send, buffers.recv)
-
-
-def _compare(team: Team) -> Agreed | None:
-    """Compare the headers that were exchanged; return None if the ranks do not agree."""
-    buffers = team.headers
-    assert buffers is not None
-    headers = buffers.headers()
-    if headers == buffers.last:  # programs repeat their calls: no need to compare the headers again
-        known: Agreed = buffers.agreed
-        return known
+def _compare(headers: list[tuple[bytes]], root: int) -> Agreed | None:
+    """Return what the headers of a call from or to `root` agree on; None if they do not."""
     digests, extents, out_extents, kinds, grads, problems, inlines, calls = zip(
         *(_HEADER.unpack(header) for (header,) in headers), strict=True
     )
-    whats, tensors, counts = (
-        {digest[at : at + 8] for digest in digests if digest[at : at + 8] != _NONE} for at in (0, 8, 16)
-    )
-    if any(problems) or max(map(len, (whats, tensors, counts, set(calls)))) > 1:
+    parts = [{digest[at : at + 8] for digest in digests} - {_NONE} for at in (0, 8, 16)]
+    if any(problems) or max(map(len, (*parts, set(calls)))) > 1:
         return None
-    agreed = Agreed(extents, out_extents, kinds, grads, inlines, min(inlines) >= 0)
-    buffers.last, buffers.agreed = headers, agreed
-    return agreed
+    if max(kinds) > MemoryKind.GPU:
+        on_gpu = (MemoryKind.GPU, MemoryKind.FOLLOWS if kinds[root] == MemoryKind.GPU else MemoryKind.GPU)
+        kinds = tuple(MemoryKind.GPU if kind in on_gpu else MemoryKind.CPU for kind in kinds)
+    return Agreed(extents, out_extents, kinds, inlines, min(inlines) >= 0, any(grads))
 
 
 def _poll(request: MPI.Request) -> None:

@@ -513,7 +513,7 @@ def test_all_gather_tells_who_failed(world: hd.World) -> None:
 
 def _agreed(*out_extents: int, grad: bool = False) -> agree.Agreed:
     ones = (1,) * len(out_extents)
-    return agree.Agreed(ones, out_extents, ones, (grad,) * len(out_extents), ones, True)
+    return agree.Agreed(ones, out_extents, ones, ones, True, grad)
 
 
 def test_refuse_an_out_of_another_extent() -> None:
