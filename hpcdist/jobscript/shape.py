@@ -283,17 +283,13 @@ def _times(given: Shape, full: Shape) -> Rules:
 
 def seconds(time: str) -> int:
     """Return the seconds of a time limit in any of Slurm's notations, and raise an InputError for any other text."""
-    match = re.fullmatch(r"(?:(N)-)?(N)(?::(N))?(?::(N))?".replace("N", "[0-9]{1,9}"), time)
-    if match is None:
-        raise InputError(
-            "HD801", f"--time {time}: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds"
-        )
-    days = int(match[1] or 0)
-    given = [int(part) for part in match.groups()[1:] if part is not None]
-    if match[1] is None and len(given) < 3:
-        given.insert(0, 0)  # minutes, or minutes:seconds; otherwise hours come first
-    hours, minutes, seconds = [*given, 0, 0][:3]
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9}(?::[0-9]{1,9}){0,2})", time)
+    parts = [int(part) for part in match[2].split(":")] if match else []
+    days = match and match[1]
+    if days is None and len(parts) < 3:
+        parts.insert(0, 0)  # minutes, or minutes:seconds; otherwise hours come first
+    hours, minutes, seconds = [*parts, 0, 0, 0][:3]
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
-        raise InputError("HD801", f"--time {time}: expected more than 0 seconds")
+        raise _refusal("time", time, "expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, above 0")
     return total
