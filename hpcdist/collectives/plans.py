@@ -18,7 +18,6 @@ from hpcdist.collectives.small import BEHIND_HEADERS
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
-from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors.accelerator import MemoryKind
@@ -94,9 +93,10 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     op.name = f"plan of {name}"
     agreed = driver.plan(op, team)
     found = op.describe(team)
-    reasons = [select.reason(op.route, team, kinds) for kinds in found.routes]
+    routes = [team.routes[op.route, kinds] for kinds in found.kinds]
+    reasons = [reason for _, reason in routes]
     reasons += [method.reason for method in found.methods if method.reason]
-    if not found.routes:
+    if not routes:
         reasons.append("all tensors are small: packed, by MPI")
     elsewhere = any(method.shared or method.name == BEHIND_HEADERS.name for method in found.methods)
     may_be_inline = MemoryKind.GPU not in agreed.kinds and op.route in ("auto", "mpi")
@@ -107,7 +107,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
         kept = _Kept(op, name, team)
     return Plan(
         verb=name,
-        route=" and ".join(dict.fromkeys(route.name for route in found.routes.values())) or "mpi",
+        route=" and ".join(dict.fromkeys(route.name for route, _ in routes)) or "mpi",
         methods=tuple(dict.fromkeys(method.name for method in found.methods)),
         sent=found.sent,
         received=found.received,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -100,12 +100,12 @@ class Description(NamedTuple):
     """The actions of a planned operation on this rank: see :class:`hpcdist.runtime.plan.Plan`.
 
     Attributes:
-        routes: route of the data, for the kinds of memory of all ranks for which it was selected. Structures may have
-            several, or none if all their tensors are small. The same on all ranks.
+        kinds: the kinds of memory of all ranks for which a route was selected. Structures may have several routes, or
+            none if all their tensors are small. The same on all ranks.
         methods: how data move; the same on all ranks.
     """
 
-    routes: Mapping[tuple[int, ...], Route]
+    kinds: Sequence[tuple[int, ...]]
     methods: Sequence[Method]
     sent: int
     received: int | None
@@ -183,7 +183,7 @@ class Plannable(Operation):
 
     def describe(self, team: Team) -> Description:
         """Describe what forward() would do. Collective, after plan()."""
-        route = self.chosen(team)
+        self.chosen(team)
         parts, method = self.parts(team), self.method(team) if self.small is None else BEHIND_HEADERS
         box = parts.dests[team.rank]
         if self.shared:
@@ -196,7 +196,7 @@ class Plannable(Operation):
             result = "shared"
         else:
             result = "pool" if pool.holds(box.size() * parts.dtype.itemsize, parts.device) else "new"
-        return Description({self.agreed.kinds: route}, [method], *parts.traffic(team.rank), result)
+        return Description([self.agreed.kinds], [method], *parts.traffic(team.rank), result)
 
 
 _FIXED = frozenset({int, str, bool, type(None)})  # others may change in place, or have methods of their own

@@ -13,7 +13,7 @@ from hpcdist.tensors.accelerator import MemoryKind
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["ROUTES", "agreed", "best", "load", "reason"]
+__all__ = ["ROUTES", "agreed", "best", "load"]
 
 # name -> (module, attribute); the module is imported when the route is first selected
 ROUTES = {
@@ -45,12 +45,6 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
         team.routes[key] = _select(verb, name, team, [kind == MemoryKind.GPU for kind in kinds])
     route: Route = team.routes[key][0]
     return route
-
-
-def reason(name: str, team: Team, kinds: tuple[int, ...]) -> str:
-    """Return the reason of agreed() for its route."""
-    text: str = team.routes[name, kinds][1]
-    return text
 
 
 def best(team: Team, gpu: bool) -> str:
