@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from hpcdist.layout import Box, Layout, limits
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
 from hpcdist.validation import local as checks
@@ -131,7 +133,8 @@ class Redistribute(Plannable):
         moves: Transfer | None = team.plans.get(key)
         if moves is None:
             route = select.agreed(self.name, call.route, team, agreed.kinds)
-            moves = team.plans[key] = _make_transfer(self.name, team, route, self.src, self.dst, shapes, x)
+            on_host = MemoryKind.GPU not in agreed.kinds
+            moves = team.plans[key] = Transfer(self.name, team, route, self.src, self.dst, shapes, x, on_host)
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
@@ -207,42 +210,66 @@ class Side(Blocks):
 
 
 class Transfer:
-    """One rank's part in moving a tensor from one layout to another.
+    """One rank's part in moving a tensor from one layout to another. Planning it is collective; one small Allgather.
 
     In host memory over MPI, datatypes move the elements between their final places: the fastest of all measured
     methods, and without buffers (benchmarks/redistribute.py). Other routes pack messages that are not one run of
     memory.
 
     Args:
-        facts: of all ranks.
+        shapes: shapes of the parts of all ranks.
+        x: part of this rank.
+        on_host: whether the data of all ranks are in host memory.
 
     Attributes:
-        route: route of the data.
         shape: shape of the whole tensor.
         held, boxes: boxes of all ranks in the old layout, and in the new one.
         recvs: source and box of all that this rank receives, what it has itself included.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
         small: where its data lie behind the headers, if they fit there.
+
+    Raises:
+        RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
     """
 
     small: Small | None = None
 
     def __init__(
         self,
+        verb: str,
+        team: Team,
         route: Route,
-        shape: Shape,
-        held: Sequence[Box],
-        boxes: Sequence[Box],
-        recvs: Sequence[tuple[int, Box]],
-        sides: tuple[Side, Side],
-        facts: Sequence[Fact],
+        src: Layout,
+        dst: Layout,
+        shapes: Sequence[Shape],
+        x: Tensor,
+        on_host: bool,
     ) -> None:
-        self.route, self.shape, self.held, self.boxes, self.recvs = route, shape, held, boxes, recvs
-        self.source, self.dest = sides
-        self._longest, self._total = max(fact.longest for fact in facts), max(fact.total for fact in facts)
-        on_host = all(fact.on_host for fact in facts)
+        name, rank = "src", team.rank
+        try:
+            self.shape, self.held = src.held(shapes)
+            name = "dst"
+            self.boxes = dst.boxes(self.shape, team.size)
+        except ValueError as wrong:  # the same on all ranks
+            problem = coded("HD213", f"{name}: {wrong}")
+            raise RankError(verb, dict.fromkeys(range(team.size), problem)) from None
+        moves = layouts.overlaps(self.held, self.boxes, rank)
+        self.recvs = moves.recvs
+        self.source = Side(self.held[rank], moves.sends, rank, team.size, x.dtype)
+        self.dest = Side(self.boxes[rank], moves.recvs, rank, team.size, x.dtype)
+        sides = (self.source, self.dest)
+        longest = max(max(side.counts) for side in sides)
+        total = max(max(side.nbytes, x.itemsize * prod(side.shape)) for side in sides)
+        several = any(len(boxes) > 1 for side in sides for boxes in side.with_own(rank))
+        facts = objects.all_gather_object(team.comm, [longest, total, several, moves.missing])
+        longests, totals, severals, missing = zip(*facts, strict=True)
+        text = "src: no rank holds {} of the {} elements of its new part"
+        lacking = {one: text.format(n, self.boxes[one].size()) for one, n in enumerate(missing) if n}
+        objects.raise_problems(verb, lacking)
+        self._longest, self._total = max(longests), max(totals)  # of both directions: see Alltoall
+        self.route = route
         self._mpi: Any = route if on_host and route.name == "mpi" else None  # which sends strided views
-        self._at_once = all(fact.single for fact in facts) and self._total <= AT_ONCE
+        self._at_once = not any(severals) and self._total <= AT_ONCE
         self._types: Any = None  # of the views in Alltoallw, made once
 
     def method(self, team: Team) -> Method:
@@ -302,58 +329,6 @@ class Transfer:
         out = source.pack(x)
         counts = source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y)
         self.route.alltoallv(team, out, into, Alltoall(*counts, self._longest, self._total))
-
-
-class Fact(NamedTuple):
-    """Facts about one rank's part in a transfer, for all ranks.
-
-    Attributes:
-        longest, total: see :class:`hpcdist.comm.route.Alltoall`; the maximum of both directions.
-        on_host: whether its data are in host memory.
-        single: whether it exchanges at most one box with each rank in each direction.
-        missing: number of elements of its new part that no rank holds.
-    """
-
-    longest: int
-    total: int
-    on_host: bool
-    single: bool
-    missing: int
-
-
-def _make_transfer(
-    verb: str, team: Team, route: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor
-) -> Transfer:
-    """Plan the transfer. Collective; one small Allgather.
-
-    Args:
-        shapes: the shapes of the parts of all ranks.
-        x: this rank's part.
-
-    Raises:
-        RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
-    """
-    name = "src"
-    try:
-        shape, source = src.held(shapes)
-        name = "dst"
-        dest = dst.boxes(shape, team.size)
-    except ValueError as wrong:  # the same on all ranks
-        raise RankError(verb, dict.fromkeys(range(team.size), coded("HD213", f"{name}: {wrong}"))) from None
-    moves = layouts.overlaps(source, dest, team.rank)
-    sides = (
-        Side(source[team.rank], moves.sends, team.rank, team.size, x.dtype),
-        Side(dest[team.rank], moves.recvs, team.rank, team.size, x.dtype),
-    )
-    longest = max(max(side.counts) for side in sides)
-    total = max(max(side.nbytes, x.itemsize * layouts.whole(side.shape).size()) for side in sides)
-    single = all(len(boxes) <= 1 for side in sides for boxes in side.with_own(team.rank))
-    mine = Fact(longest, total, x.is_cpu, single, moves.missing)
-    facts = [Fact(*fact) for fact in objects.all_gather_object(team.comm, list(mine))]
-    text = "src: no rank holds {} of the {} elements of its new part"
-    missing = {rank: fact.missing for rank, fact in enumerate(facts) if fact.missing}
-    objects.raise_problems(verb, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
-    return Transfer(route, shape, source, dest, moves.recvs, sides, facts)
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:
