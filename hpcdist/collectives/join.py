@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, S, SharedKeywords, StructureKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["Join", "concat", "concatenation", "gather", "gathering"]
+__all__ = ["Join", "concat", "gather", "joining"]
 
 
 # fmt: off
@@ -93,7 +93,7 @@ def gather(
         tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
     """
 
-    return run(gathering(x, dim, root, route, out, allow_pickle), world.team_of(group), async_op)
+    return run(joining("gather", x, dim, route, out, allow_pickle, root), world.team_of(group), async_op)
 
 
 # fmt: off
@@ -177,7 +177,7 @@ def concat(
         {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
     """
 
-    return run(concatenation(x, dim, route, out, allow_pickle, shared), world.team_of(group), async_op)
+    return run(joining("concat", x, dim, route, out, allow_pickle, shared=shared), world.team_of(group), async_op)
 
 
 class Join(Plannable):
@@ -253,15 +253,10 @@ class Join(Plannable):
         return added.to(x.dtype)
 
 
-def gathering(x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any) -> Join | JoinStructures:
-    """Return the operation of a call of gather, whose arguments are not validated."""
-    if isinstance(x, Tensor):
-        return Join("gather", x, dim, root, route, out)
-    return JoinStructures("gather", x, dim, root, route, out, allow_pickle)
-
-
-def concatenation(x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, shared: Any) -> Join | JoinStructures:
-    """Return the operation of a call of concat, whose arguments are not validated."""
+def joining(
+    name: str, x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, root: Any = None, shared: Any = False
+) -> Join | JoinStructures:
+    """Return the operation of a call of gather or concat, whose arguments are not validated."""
     if isinstance(x, Tensor) or shared:
-        return Join("concat", x, dim, None, route, out, shared)
-    return JoinStructures("concat", x, dim, None, route, out, allow_pickle)
+        return Join(name, x, dim, root, route, out, shared)
+    return JoinStructures(name, x, dim, root, route, out, allow_pickle)

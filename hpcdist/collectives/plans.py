@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _OPERATIONS: dict[Any, Callable[..., Plannable | structures.JoinStructures]] = {
-    join.gather: join.gathering,
-    join.concat: join.concatenation,
+    join.gather: partial(join.joining, "gather"),
+    join.concat: partial(join.joining, "concat"),
     split.split: split.Scatter,
     redistribute.redistribute: redistribute.Redistribute,
 }
