@@ -106,7 +106,7 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
                     if row is None:
                         reader.read(box, pool.empty(box.shape, stored.dtype, "cpu", fixed=True), WINDOW)
                     else:
-                        reader.check(row, WINDOW)
+                        reader.check(row)
                 except FileError as error:
                     damaged.append(str(error))
                 bar.update(box.size() * stored.dtype.itemsize)

@@ -25,7 +25,16 @@ from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, Listed
 from hpcdist.runtime import world
-from hpcdist.staging.arguments import agreed, check_attrs, flatten, positive, shape_and_dtype, target_path
+from hpcdist.staging.arguments import (
+    agreed,
+    check_attrs,
+    check_inside,
+    check_out,
+    flatten,
+    positive,
+    shape_and_dtype,
+    target_path,
+)
 from hpcdist.staging.pieces import MOST_PIECES, PIECE
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
@@ -161,10 +170,10 @@ class ReadFile:
             raise refusal(ValueError, "HD219", f"read(): {untraceable}")
         stored = self._stored(name)
         start = tuple(index(o) for o in offset) if offset is not None else (0,) * len(stored.shape)
-        _check_inside(Box(start, (0,) * len(start)), stored.shape)
+        check_inside(Box(start, (0,) * len(start)), stored.shape)
         rest = (extent - o for extent, o in zip(stored.shape, start, strict=True))
         box = Box(start, tuple(index(n) for n in (rest if shape is None else shape)))
-        _check_inside(box, stored.shape)
+        check_inside(box, stored.shape)
         if out is None:
             target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
         else:
@@ -172,9 +181,7 @@ class ReadFile:
                 local.tensor(out, 0, "out")
             except local.ArgumentError as error:
                 raise refusal(ValueError, "HD202", str(error)) from error
-            if out.dtype != stored.dtype or tuple(out.shape) != box.shape:
-                what = f"{out.dtype} of shape {tuple(out.shape)}"
-                raise refusal(ValueError, "HD208", f"out is {what}, expected {stored.dtype} of {box.shape}")
+            check_out(out, box.shape, stored.dtype, name)
             target = written(out, out.detach())
         assert self._files is not None  # or _stored() has raised
         try:
@@ -260,7 +267,7 @@ class WriteFile:
         i = self._index[name]
         dataset = self._file.datasets[i]
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))
-        _check_inside(box, dataset.shape)
+        check_inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise refusal(ValueError, "HD419", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
         try:
@@ -359,9 +366,3 @@ def _odd(pieces: Listed) -> str:
         return f"elements at {twice.offset} were written twice"
     missing = prod(pieces.shape) - int(pieces.sizes.sum())
     return f"{missing:,} elements were not written" if missing > 0 else "elements were written twice"
-
-
-def _check_inside(box: Box, shape: Sequence[int]) -> None:
-    if not box.is_in(shape):
-        what = f"box (offset {box.offset}, shape {box.shape}) is not in shape {tuple(shape)}"
-        raise refusal(ValueError, "HD213", what)
