@@ -24,7 +24,8 @@ from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.activity import callsite
-from hpcdist.backend.host_copies import address, gpu_events, is_plain, pieces, readable, scratch
+from hpcdist.backend.host_copies import address, gpu_events, is_plain, readable, scratch
+from hpcdist.comm.mpi import pieces
 from hpcdist.comm.team import Team
 from hpcdist.comm.worker import note_failure
 from hpcdist.errors import refusal
@@ -273,7 +274,7 @@ class Transfer(Finished):
             if self._later:
                 comm, source, tag = self._team.side_comm, self._status.Get_source(), self._status.Get_tag()
                 assert comm is not None
-                self._requests = [comm.Irecv([piece, MPI.BYTE], source, tag) for piece in self._later]
+                self._requests = [comm.Irecv(piece, source, tag) for piece in self._later]
                 self._later = ()
         if self._out is not None:
             self._finish(self._out)
@@ -346,7 +347,7 @@ def send(team: Team, x: Tensor, dest: int, tag: int, limit: float | None) -> Tra
     """Begin to send a tensor to a rank of the group."""
     assert team.side_comm is not None
     memory = readable(x)
-    requests = [team.side_comm.Isend([piece, MPI.BYTE], dest, tag) for piece in pieces(address(memory))]
+    requests = [team.side_comm.Isend(piece, dest, tag) for piece in pieces(address(memory))]
     return Transfer(team, "send", dest, limit, requests, memory)
 
 
@@ -356,7 +357,7 @@ def recv(team: Team, x: Tensor, source: int | None, tag: int, limit: float | Non
     memory = x if is_plain(x) else scratch(x.numel(), x.dtype)
     blocks = pieces(address(memory))
     if source is None:
-        requests = [team.side_comm.Irecv([blocks[0], MPI.BYTE], MPI.ANY_SOURCE, tag)]
+        requests = [team.side_comm.Irecv(blocks[0], MPI.ANY_SOURCE, tag)]
         return Transfer(team, "recv from any rank", activity.ANYBODY, limit, requests, memory, x, blocks[1:])
-    requests = [team.side_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in blocks]
+    requests = [team.side_comm.Irecv(piece, source, tag) for piece in blocks]
     return Transfer(team, "recv", source, limit, requests, memory, x)
