@@ -105,7 +105,7 @@ def all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: 
         send = readable(x)
         if overlap(whole, send):
             send = send.clone()
-        ours, theirs = _parts(whole, recvs, team.size), _parts(send, sends, team.size)
+        ours, theirs = _parts(whole, recvs), _parts(send, sends)
         ours[team.rank][:] = theirs[team.rank]
         # As fast as Alltoall, which only all ranks together could use: equal parts may be given as splits, or not.
         others = [rank for rank in range(team.size) if rank != team.rank]
@@ -114,10 +114,10 @@ def all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: 
         MPI.Request.Waitall(requests)
 
 
-def _parts(x: Tensor, counts: Counts, size: int) -> list[Any]:
+def _parts(x: Tensor, counts: Counts) -> list[Any]:
     """Cut the memory of a tensor into the elements of each rank."""
     memory = address(x)
-    lengths = [x.itemsize * count for count in ([counts] * size if isinstance(counts, int) else counts.values())]
+    lengths = [x.itemsize * count for count in counts.values()]
     return [memory[start : start + length] for start, length in zip(layout.displs(lengths), lengths, strict=True)]
 
 

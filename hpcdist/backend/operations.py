@@ -346,7 +346,7 @@ def _rows(name: str, x: Tensor, splits: Sequence[int], size: int) -> Counts:
     """Return how many elements of the rows of a tensor belong to each rank; equal parts without splits."""
     if not splits:
         if x.dim() and x.shape[0] % size == 0:
-            return x.numel() // size
+            return dict.fromkeys(range(size), x.numel() // size)
         text = f"the {name} of shape {tuple(x.shape)} does not divide equally across group size {size}"
     elif len(splits) == size and min(splits) >= 0 and sum(splits) == x.shape[0]:
         row = x.shape[1:].numel()

@@ -235,8 +235,7 @@ class Team:
         calls: number of verbs begun, in the foreground and (True) with async_op; in a background team, those of the
             foreground before the current one.
         torch_groups: torch backends by name, see :mod:`hpcdist.routes.c10d`.
-        side_comm: communicator of the team in the background of this one, or of the messages of a process group; None
-            in a background team.
+        side_comm: communicator of the team in the background of this one, or of the messages of a process group.
         worker: thread of asynchronous calls: of a process group, or of the verbs of a background team.
         stream: the worker's stream on a GPU, after its first use.
         headers: memory for headers, after its first use.
@@ -263,7 +262,7 @@ class Team:
         self._begun = 0
         self.torch_groups: dict[str, Any] = {}
         self.number: int = _agree_on_keys(comm, group) if foreground is None else foreground.number + 1
-        self.side_comm = comm.Dup() if foreground is None else None
+        self.side_comm = comm.Dup() if foreground is None else comm
         self._background: Team | None = None
         self.worker = Worker("hpcdist")
         self.stream: Any = None
@@ -284,7 +283,6 @@ class Team:
     def background(self) -> Team:
         """The team of these ranks whose worker runs the verbs with async_op. Nothing is communicated."""
         if self._background is None:
-            assert self.side_comm is not None
             self._background = Team(self.side_comm, self.group, self.settings, foreground=self)
         return self._background
 
@@ -349,8 +347,7 @@ class Team:
         self.repeats.clear()
         for number in (self.number, self.number + 1):
             activity.peers.pop(number, None)
-        if self.side_comm is not None:
-            self.side_comm.Free()
+        self.side_comm.Free()
         self.comm.Free()
         return left
 
