@@ -6,7 +6,6 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -311,7 +310,8 @@ class WriteFile:
                 what = f"was written in {count:,} boxes, {MOST_PIECES:,} at most are possible"
                 file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             elif dataset.nbytes() and not pieces.tile():
-                file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {_odd(pieces)}"))
+                what = f"{int(pieces.sizes.sum()):,} elements were written, expected {prod(dataset.shape):,}, each once"
+                file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             datasets.append(replace(dataset, pieces=pieces))
         return datasets
 
@@ -355,14 +355,3 @@ def _joined(one: Box, other: Box, shape: Sequence[int]) -> Box | None:
     if not ends_there or one.offset[0] + one.shape[0] != other.offset[0]:
         return None
     return Box(one.offset, (one.shape[0] + other.shape[0], *one.shape[1:]))
-
-
-def _odd(pieces: Listed) -> str:
-    """Describe the error of boxes that do not hold each element of the tensor once."""
-    order = np.lexsort(pieces.offsets.T[::-1])
-    boxes = [pieces[i] for i in order.tolist()]
-    twice = next((b for a, b in pairwise(boxes) if a.intersect(b).size()), None)
-    if twice is not None:
-        return f"elements at {twice.offset} were written twice"
-    missing = prod(pieces.shape) - int(pieces.sizes.sum())
-    return f"{missing:,} elements were not written" if missing > 0 else "elements were written twice"
