@@ -121,11 +121,11 @@ class Redistribute(Plannable):
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         x = call.x
-        assert x is not None and team.headers is not None
+        assert x is not None
         ndim = x.dim()
         if agreed.inline:
-            places = [team.headers.place(rank, 0, 8 * (1 + 2 * ndim)) for rank in range(team.size)]
-            rows: list[Sequence[int]] = [array("q", bytes(team.headers.all[place])) for place in places]
+            nbytes = 8 * (1 + 2 * ndim)
+            rows: list[Sequence[int]] = [array("q", team.headers.data(r, 0, nbytes)) for r in range(team.size)]
         else:
             rows = objects.all_gather_object(team.comm, _shapes(call))
         shapes = tuple(tuple(row[1 : 1 + ndim]) for row in rows)

@@ -75,7 +75,6 @@ class Small:
 
     def __init__(self, team: Team, parts: Parts, prefix: int = 0) -> None:
         buffers = team.headers
-        assert buffers is not None
         sends = parts.sources[team.rank] is not None
         self._buffers, self._headers = buffers, buffers.last
         self._header = bytes(buffers.own[: HEADER + prefix * sends])
@@ -88,7 +87,7 @@ class Small:
         for source, box in parts.recvs:
             held = parts.sources[source]
             assert held is not None
-            start = buffers.place(source, prefix, 0).start // parts.dtype.itemsize
+            start = (buffers.starts[source] + prefix) // parts.dtype.itemsize
             view = messages.narrow(0, start, held.size())
             view = view if len(held.shape) == 1 else view.view(held.shape)
             view = view if box == held else view[box.slices(held.offset)]

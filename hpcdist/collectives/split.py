@@ -144,11 +144,8 @@ class Scatter(Plannable):
             call.inline = (header, row_major(call.x)) if fits else (header,)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        buffers = team.headers
-        assert buffers is not None
         if agreed.inline:
-            nbytes = agreed.inlines[call.root] // 8 * 8
-            header = bytes(buffers.all[buffers.place(call.root, 0, nbytes)])
+            header = team.headers.data(call.root, 0, agreed.inlines[call.root] // 8 * 8)
         else:
             header = objects.broadcast_bytes(team.comm, _encoded(call, team.size), call.root)
         if not header:

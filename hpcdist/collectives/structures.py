@@ -110,7 +110,7 @@ class JoinStructures(Operation):
         buffers, messages = results.allocate(self.name, team, sizes, make)
         if self._agreed.inline:
             behind = zip(self._agreed.extents, packed, strict=True)
-            small = [_behind(team, rank, length, nbytes) for rank, (length, nbytes) in enumerate(behind)]
+            small = [of_bytes(team.headers.data(rank, length, nbytes)) for rank, (length, nbytes) in enumerate(behind)]
         else:
             self._gather_small(team, messages, packed)
             small = list(torch.split(messages, packed)) if receives else []
@@ -169,17 +169,11 @@ def _buffer(header: Header, parts: Buffers, i: int, device: torch.device) -> Ten
     return header.recv_buffer(i, device)
 
 
-def _behind(team: Team, rank: int, start: int, nbytes: int) -> Tensor:
-    """Return a part of what came behind the header of a rank."""
-    assert team.headers is not None
-    return of_bytes(team.headers.all[team.headers.place(rank, start, nbytes)])
-
-
 def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
     """Gather the structures' headers of all ranks, unless they came behind those of the call."""
     lengths = agreed.extents
     if agreed.inline:
-        return [_behind(team, rank, 0, length).numpy().tobytes() for rank, length in enumerate(lengths)]
+        return [team.headers.data(rank, 0, length) for rank, length in enumerate(lengths)]
     starts = layout.displs(lengths)
     texts = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
     select.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)

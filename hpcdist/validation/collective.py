@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist import activity
-from hpcdist.comm.team import HEADER, HeaderBuffers, Team
+from hpcdist.comm.team import HEADER, Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError, coded
 from hpcdist.tensors.accelerator import MemoryKind
@@ -62,8 +62,6 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
         RankError: on every rank, if the calls differ or a rank has a problem; the team remains usable.
     """
     buffers = team.headers
-    if buffers is None:
-        buffers = team.headers = HeaderBuffers(team.inline, team.size)
     if not exchanged:
         _HEADER.pack_into(
             buffers.own,
@@ -160,40 +158,38 @@ def _digests(*parts: object) -> bytes:
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     """Return the verb and the problem of each wrong rank, the same on every rank. Collective, after a disagreement."""
-    facts = objects.all_gather_object(team.comm, _facts(team, call))
+    mine = [call.verb, call.problem, team.calls[False], _options(team, call)]
+    verbs, problems, calls, options = zip(*objects.all_gather_object(team.comm, mine), strict=True)
     if team.foreground is team:  # ranks that disagreed may have made different numbers of calls, and may go on
-        team.calls[False] = max(fact["calls"] for fact in facts)
-    verbs = [fact["verb"] for fact in facts]
+        team.calls[False] = max(calls)
     if len(set(verbs)) > 1:
-        wrong = _deviations("verb", [_verb_text(verb) for verb in verbs])
+        wrong = _deviations("", [_verb_text(verb) for verb in verbs])
         return verbs[0], {rank: coded("HD301", text) for rank, text in wrong.items()}
-    problems: dict[int, list[str]] = {}
-    for rank, fact in enumerate(facts):
-        if fact["problem"]:
-            problems.setdefault(rank, []).append(fact["problem"])
-    options = [name for name in facts[0] if name not in ("verb", "problem", "calls")]
-    for name in options:
-        values = [None if fact["problem"] else fact.get(name) for fact in facts]
-        for rank, text in _deviations(name, values, _of_root(name, call, facts, values)).items():
-            problems.setdefault(rank, []).append(coded("HD301" if name in _EARLIER_CALLS else "HD303", text))
+    found = {rank: [problem] for rank, problem in enumerate(problems) if problem}
+    for name in options[0]:
+        values = [None if problem else given.get(name) for problem, given in zip(problems, options, strict=True)]
+        expected = None
+        if call.root_decides and name in ("dtype", "number of dims", "shape", "counts"):
+            # The memory for split's parts must match the root's tensor.
+            expected = values[call.root] if all(given["root"] == call.root >= 0 for given in options) else None
+        for rank, text in _deviations(name, values, expected).items():
+            found.setdefault(rank, []).append(coded("HD301" if name in _EARLIER_CALLS else "HD303", text))
         if name == "number of dims" and len({v for v in values if v is not None}) > 1:
             break  # the shapes would only repeat the difference
-    if not problems:
-        raise HpcdistError("HD901", f"the ranks' headers differ, but not their calls: {facts}")
-    return verbs[0], {rank: "; ".join(texts) for rank, texts in problems.items()}
+    if not found:
+        raise HpcdistError("HD901", f"the ranks' headers differ, but not their calls: {options}")
+    return verbs[0], {rank: "; ".join(texts) for rank, texts in found.items()}
 
 
 def _verb_text(verb: str) -> str:
     return "called finalize(), or reached the end of its program" if verb == LEAVE else f"called {verb}()"
 
 
-def _facts(team: Team, call: Call) -> dict[str, Any]:
+def _options(team: Team, call: Call) -> dict[str, Any]:
+    """Return what the ranks compare, by the names that messages give it."""
     dtype, ndim, shape = call.tensor or (None, None, None)
     kind = "with" if team.foreground is team else "without"
     return {
-        "verb": call.verb,
-        "problem": call.problem,
-        "calls": team.calls[False],
         "route": call.route,
         "root": call.root,
         "dim": call.dim_arg,
@@ -206,15 +202,7 @@ def _facts(team: Team, call: Call) -> dict[str, Any]:
     }
 
 
-def _of_root(name: str, call: Call, facts: list[dict[str, Any]], values: list[Any]) -> Any:
-    """Return the root's value if it decides: the memory for split's parts must match its tensor."""
-    root = call.root
-    if name in ("dtype", "number of dims", "shape", "counts") and call.root_decides:
-        return values[root] if all(fact["root"] == root >= 0 for fact in facts) else None
-    return None
-
-
-def _deviations(name: str, values: list[Any], expected: Any = None) -> dict[int, str]:
+def _deviations(name: str, values: Sequence[Any], expected: Any = None) -> dict[int, str]:
     """Describe the values other than `expected`: by default the most common one (of several, the lowest rank's)."""
     known = [value for value in values if value is not None]
     if len(set(known)) < 2:
@@ -222,7 +210,7 @@ def _deviations(name: str, values: list[Any], expected: Any = None) -> dict[int,
     if expected is None:
         expected = Counter(known).most_common(1)[0][0]  # of equally common ones, the first
     where = _ranks([rank for rank, value in enumerate(values) if value == expected])
-    is_, has = ("", "") if name == "verb" else (f"{name} is ", "has " if values.count(expected) == 1 else "have ")
+    is_, has = (f"{name} is ", "has " if values.count(expected) == 1 else "have ") if name else ("", "")
     return {
         rank: f"{is_}{value}, where {where} {has}{expected}"
         for rank, value in enumerate(values)
