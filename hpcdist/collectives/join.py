@@ -31,12 +31,6 @@ __all__ = ["Join", "concat", "gather", "joining"]
 
 # fmt: off
 @overload
-def gather(x: Tensor, dim: int = 0, root: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor | None: ...
-@overload
-def gather(x: Tensor, dim: int = 0, root: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor | None]: ...
-@overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
            async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S | None: ...
 @overload
@@ -97,12 +91,6 @@ def gather(
 
 
 # fmt: off
-@overload
-def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> Tensor: ...
-@overload
-def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[Tensor]: ...
 @overload
 def concat(x: S, dim: int = 0, *,
            async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
