@@ -185,7 +185,9 @@ class Join(Plannable):
         assert call.x is not None
         self._root, self._dim = call.root, call.dim
         self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
-        collective.check_out(self.name, agreed, [self._blocks.shape[call.dim]] * team.size)
+        if agreed.outs:
+            expected = [self._blocks.shape[call.dim]] * team.size
+            collective.check_out(self.name, agreed.outs, expected, agreed.grad)
         self.bind(team, call.x, call.out, agreed)
 
     def parts(self, team: Team) -> Parts:

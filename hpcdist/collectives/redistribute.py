@@ -25,8 +25,9 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
+from hpcdist.validation import collective
 from hpcdist.validation import local as checks
-from hpcdist.validation.call import LOSES_GRADIENT, Call
+from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class Redistribute(Plannable):
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
-        self._check_out({rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]})
+        outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
+        collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
         self.small = moves.small
         self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim))
         moves.small = self.small
@@ -149,13 +151,6 @@ class Redistribute(Plannable):
 
     def method(self, team: Team) -> Method:
         return self.moves.method(team)
-
-    def _check_out(self, outs: dict[int, Shape]) -> None:
-        expected = [box.shape for box in self.moves.boxes]
-        odd = {r: got for r, got in outs.items() if got != expected[r]}
-        wrong = {r: coded("HD208", f"out has shape {got}, expected {expected[r]}") for r, got in odd.items()}
-        objects.raise_problems(self.name, wrong)
-        objects.raise_problems(self.name, dict.fromkeys(outs, LOSES_GRADIENT) if self.grad else {})
 
     def move(self, team: Team) -> Tensor:
         shard, dest, moves = self.sent, self.dest, self.moves

@@ -66,8 +66,8 @@ def everywhere(verb: str, team: Team, nbytes: int, make: Callable[[], T]) -> T:
 def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collective.Agreed | None) -> None:
     """Raise a RankError on every rank, if the results on a node exceed its memory."""
     if agreed is not None:
-        ranks = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
-        nbytes = [0 if extent >= 0 or kind == MemoryKind.GPU else size for size, extent, kind in ranks]
+        ranks = enumerate(zip(nbytes, agreed.kinds, strict=True))
+        nbytes = [0 if rank in agreed.outs or kind == MemoryKind.GPU else size for rank, (size, kind) in ranks]
     settings = team.settings
     needed: dict[int, int] = {}
     for peer, size in zip(team.peers, nbytes, strict=True):

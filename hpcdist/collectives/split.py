@@ -150,13 +150,14 @@ class Scatter(Plannable):
             header = objects.broadcast_bytes(team.comm, _encoded(call, team.size), call.root)
         if not header:
             problem = coded("HD211", "out is given, but the root has no tensor")
-            ranks = [rank for rank, extent in enumerate(agreed.out_extents) if extent >= 0]
-            objects.raise_problems(self.name, dict.fromkeys(ranks, problem))
+            objects.raise_problems(self.name, dict.fromkeys(agreed.outs, problem))
             self._structure = Distribution(team, call, agreed.kinds)
             return
         self._blocks = cut = _decoded(header, call.dim_arg, team.size)
         self._root = call.root
-        collective.check_out(self.name, agreed, [box.shape[call.dim_arg] for (box,) in cut.boxes])
+        if agreed.outs:
+            expected = [box.shape[call.dim_arg] for (box,) in cut.boxes]
+            collective.check_out(self.name, agreed.outs, expected, agreed.grad)
         on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device

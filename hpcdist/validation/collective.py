@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpcdist import activity
 from hpcdist.comm.team import HEADER, Team
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["LEAVE", "Agreed", "allgather", "check_out", "exchange", "leave"]
+
+T = TypeVar("T")
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
@@ -38,14 +40,15 @@ class Agreed(NamedTuple):
     """The headers of all ranks.
 
     Attributes:
-        extents, out_extents, kinds: see :class:`hpcdist.validation.call.Call`; an entry for each rank.
+        extents, kinds: see :class:`hpcdist.validation.call.Call`; an entry for each rank.
+        outs: extent along dim of `out` on the ranks that passed one.
         inlines: for each rank, the size in bytes of the data that came behind its header, or -1.
         inline: whether all ranks sent theirs so: see :class:`hpcdist.comm.team.HeaderBuffers`.
         grad: whether any rank needs a gradient, so that all must take part in the backward pass.
     """
 
     extents: tuple[int, ...]
-    out_extents: tuple[int, ...]
+    outs: dict[int, int]
     kinds: tuple[int, ...]
     inlines: tuple[int, ...]
     inline: bool
@@ -108,22 +111,23 @@ def leave(team: Team) -> None:
     team.calls = {False: 0, True: 0}  # a rank that left early has made fewer
 
 
-def check_out(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
-    """Check the extent of every `out` along dim, and that none would lose a gradient.
+def check_out(
+    verb: str, outs: Mapping[int, T], expected: Sequence[T], grad: bool, what: str = "extent {} along dim"
+) -> None:
+    """Check the memory for results, and that none would lose a gradient.
+
+    Args:
+        outs: what is known of the memory of the ranks that passed some.
+        expected: the same of the results of all ranks.
 
     Raises:
         RankError: on every rank, if a rank's `out` does not match its result.
     """
-    if max(agreed.out_extents) < 0:
-        return
-    outs = {rank: extent for rank, extent in enumerate(agreed.out_extents) if extent >= 0}
-    wrong = {
-        r: coded("HD208", f"out has extent {got} along dim, expected {expected[r]}")
-        for r, got in outs.items()
-        if got != expected[r]
-    }
-    objects.raise_problems(verb, wrong)
-    objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if agreed.grad else {})
+    wrong = {rank: (what.format(got), expected[rank]) for rank, got in outs.items() if got != expected[rank]}
+    objects.raise_problems(
+        verb, {rank: coded("HD208", f"out has {got}, expected {want}") for rank, (got, want) in wrong.items()}
+    )
+    objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if grad else {})
 
 
 def _compare(headers: list[tuple[bytes]], root: int) -> Agreed | None:
@@ -137,7 +141,8 @@ def _compare(headers: list[tuple[bytes]], root: int) -> Agreed | None:
     if max(kinds) > MemoryKind.GPU:
         on_gpu = (MemoryKind.GPU, MemoryKind.FOLLOWS if kinds[root] == MemoryKind.GPU else MemoryKind.GPU)
         kinds = tuple(MemoryKind.GPU if kind in on_gpu else MemoryKind.CPU for kind in kinds)
-    return Agreed(extents, out_extents, kinds, inlines, min(inlines) >= 0, any(grads))
+    outs = {rank: extent for rank, extent in enumerate(out_extents) if extent >= 0}
+    return Agreed(extents, outs, kinds, inlines, min(inlines) >= 0, any(grads))
 
 
 def _poll(request: MPI.Request) -> None:
