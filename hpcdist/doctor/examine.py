@@ -84,15 +84,15 @@ Steps = Generator[
 
 def launch(environ: Mapping[str, str]) -> Facts:
     """Return what is known without MPI; the rank is the launcher's number."""
-    kept = sorted(name for name in environ if name in launcher.VARIABLES or name.startswith(_KEPT))
     return {
         "rank": launcher.number(environ),
         "node": 0,
         "host": socket.gethostname(),
         "id": secrets.token_hex(8),  # of this rank alone: host and pid are the same in several containers
-        "pid": os.getpid(),
         "start": time.time() - psutil.Process().create_time(),
-        "environ": {name: environ[name] for name in kept},
+        "environ": {
+            name: text for name, text in environ.items() if name in launcher.VARIABLES or name.startswith(_KEPT)
+        },
     }
 
 
@@ -171,20 +171,20 @@ def cores() -> Facts:
     "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
     physical cores.
     """
-    mine, system = sorted(os.sched_getaffinity(0)), _SYS / "devices" / "system" / "cpu"
-    siblings = {core: _read(system / f"cpu{core}/topology/thread_siblings_list") for core in mine}  # "0,64"
+    mine, cpu = sorted(os.sched_getaffinity(0)), f"{_SYS}/devices/system/cpu/cpu"
+    siblings = (_read(Path(f"{cpu}{core}/topology/thread_siblings_list")) or str(core) for core in mine)  # "0,64"
     return {
         "cores": mine,
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
-        "physical": sorted({int(re.split("[,-]", siblings[core])[0] or core) for core in mine}),
+        "physical": sorted({int(re.split("[,-]", those)[0]) for those in siblings}),
     }
 
 
 def _read(path: Path) -> str:
     """Return a file of the kernel; "" if this system, or this container, does not have it."""
     with suppress(OSError):
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     return ""
 
 
@@ -374,7 +374,7 @@ def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], folder: str | None, li
     here = world.current()
     if all(other["sees"] and not known(other, "staging.error") for other in everyone):
         yield "HDF5 file", TOGETHER
-        facts["file"] = _tried(lambda: _try_file(here))
+        facts["file"] = _tried(lambda: _try_file(here, f"{_PREFIX}{everyone[0]['id']}.h5"))
     facts["routes"] = {}
     for name in select.ROUTES:
         yield f"route {name}", TOGETHER
@@ -382,7 +382,7 @@ def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], folder: str | None, li
         if name == "gloo":  # else it fails or hangs in its first call
             absent = absent or next(filter(None, map(socket_problem, everyone)), None)
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
-    facts["nccl_network"] = read_nccl_log(nccl_log)
+    facts["nccl_network"] = nccl_log and read_nccl_log(nccl_log)
     yield from _share(comm, ranks)
     yield "hpcdist.finalize()", TOGETHER
     here.finalize()
@@ -438,24 +438,21 @@ def try_staging(comm: MPI.Intracomm, facts: Facts, folder: str) -> Steps[None]:
         yield "staging folder", ALONE
 
 
-def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> str | None:
+def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> Path:
     """Have NCCL write to a file which network it uses, unless the user reads its messages; return the file.
 
     NCCL says it nowhere else. It reads the environment when it is first used.
     """
-    if "NCCL_DEBUG" in environ:
-        return None
-    path = os.path.join(tempfile.gettempdir(), f"{_PREFIX}nccl-{facts['id']}.log")
-    environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=path)
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}nccl-{facts['id']}.log")
+    if "NCCL_DEBUG" not in environ:
+        environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
     return path
 
 
-def read_nccl_log(path: str | None) -> str | None:
+def read_nccl_log(path: Path) -> str | None:
     """Return the network that NCCL uses ("IB", "Socket", a plugin's name) and remove the file; None if unknown."""
-    found = None
-    if path and os.path.exists(path):  # else NCCL was not used
-        found = re.search(r"Using network (.+)", Path(path).read_text(errors="replace"))
-        os.unlink(path)
+    found = re.search(r"Using network (.+)", _read(path))
+    path.unlink(missing_ok=True)
     return found[1].strip() if found else None
 
 
@@ -468,9 +465,8 @@ def _tried(step: Callable[[], Facts]) -> Facts:
         return {"error": str(error) or type(error).__name__}
 
 
-def _try_file(here: World) -> Facts:
+def _try_file(here: World, name: str) -> Facts:
     """Write an HDF5 file with all ranks and read it again. Collective."""
-    name = objects.all_gather_object(here.comm, f"{_PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
     shard = torch.arange(1000, device="cpu") + 1000 * here.rank
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -137,14 +136,13 @@ def test_the_network_in_ncclss_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     environ: dict[str, str] = {}
     path = examine.log_nccl(environ, {"id": "a7"})
-    assert path is not None
-    assert environ["NCCL_DEBUG_FILE"] == path
+    assert environ["NCCL_DEBUG_FILE"] == str(path)
     assert examine.read_nccl_log(path) is None
-    Path(path).write_text("vm:7:7 [0] NCCL INFO NET/IB : No device found.\nvm:7:7 [0] NCCL INFO Using network Socket\n")
+    path.write_text("vm:7:7 [0] NCCL INFO NET/IB : No device found.\nvm:7:7 [0] NCCL INFO Using network Socket\n")
     assert examine.read_nccl_log(path) == "Socket"
-    assert not os.path.exists(path)
+    assert not path.exists()
     asked = {"NCCL_DEBUG": "WARN"}  # by the user, who reads it
-    assert examine.log_nccl(asked, {"id": "a7"}) is None
+    assert examine.read_nccl_log(examine.log_nccl(asked, {"id": "a7"})) is None
     assert asked == {"NCCL_DEBUG": "WARN"}
 
 
