@@ -26,11 +26,11 @@ from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
 from hpcdist.process import abort, forks, streams
 from hpcdist.process.host_memory import capacity
-from hpcdist.runtime import background, default_group, registration
+from hpcdist.runtime import background, registration
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
-from hpcdist.watch.deadlines import first_meeting
+from hpcdist.watch.deadlines import deadline, first_meeting
 from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch
 
@@ -300,7 +300,7 @@ def _make(
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = default_group.agree_on(private, backend, timeout, env_timeout, env_cache)
+                limit = _agree_on(private, backend, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
         undo.callback(watch.stop)
@@ -322,8 +322,8 @@ def _make(
             )
             registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
-            name = None if implicit else backend or default_group.default_backend(own_gpus)
-            owns_group = default_group.start(private, meeting, name, limit, chosen)
+            name = None if implicit else backend or registration.default_backend(own_gpus)
+            owns_group = registration.start(private, meeting, name, limit, chosen)
         undo.pop_all()
     if comm.size > 1:
         abort.install()  # again: torch has set a hook of its own
@@ -343,6 +343,26 @@ def _make(
         _implicit=implicit,
         _asked=(comm, device, backend, timeout, staging),
     )
+
+
+def _agree_on(
+    comm: MPI.Intracomm, backend: object, timeout: object, env_timeout: str | None, env_cache: str | None
+) -> timedelta:
+    """Check the arguments and variables of init() on all ranks, and return the deadline. Collective over `comm`."""
+
+    def check() -> tuple[str | None, float]:
+        if backend is not None and not isinstance(backend, str):
+            raise refusal(TypeError, "HD114", f"backend must be a string, got {type(backend).__name__}")
+        if backend is not None:
+            dist.BackendConfig(dist.Backend(backend))
+        pool.limit_of(env_cache, 0)
+        return backend, deadline(timeout, env_timeout)
+
+    given = objects.run_on_all(comm, "init", check)
+    names = [name for name, _ in given]
+    odd = {r: f"backend is {n!r}, where rank 0 has {names[0]!r}" for r, n in enumerate(names) if n != names[0]}
+    objects.raise_problems("init", {rank: coded("HD303", text) for rank, text in odd.items()})
+    return timedelta(seconds=given[0][1])
 
 
 def staging_folder(nodes: int) -> str:

@@ -201,18 +201,6 @@ def test_n_worlds_of_one_for_real() -> None:
     assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
 
 
-def test_mpich_under_pmix_for_real() -> None:
-    """As under ``srun --mpi=pmix``: init() refuses before MPI_Init aborts. Open MPI looks for the server, and ends."""
-    from mpi4py import MPI
-
-    environ = {"PMIX_NAMESPACE": "none", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    done = run([*python(), "-c", "import hpcdist; hpcdist.init()"], env=environ)
-    assert done.status != 0
-    if MPI.get_vendor()[0] == "MPICH":
-        assert "srun started this process with PMIx, which its MPI library was built without: MPICH" in done.err
-        assert "unsupported PMI version" not in done.err
-
-
 @pytest.mark.once
 def test_too_few_files_are_refused_before_mpi_starts() -> None:
     """Also where MPI runs already; a command says it in one line."""
@@ -272,7 +260,7 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
 GPUS = """
     from types import SimpleNamespace
     from hpcdist.comm import rendezvous
-    from hpcdist.runtime import background, default_group
+    from hpcdist.runtime import background, registration
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     uuid, node, count = "", f"node{rank % 2}", 2
     def properties(index):
@@ -299,7 +287,7 @@ def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
         3,
         GPUS
         + """
-    default_group.BINDS, uuid = True, f"GPU-{rank}"
+    registration.BINDS, uuid = True, f"GPU-{rank}"
     def check(index, backend=None, **device):
         with hd.init(backend=backend, **device) as world:
             assert world.device == current[-1] == torch.device("cuda", index), world.device
@@ -312,7 +300,7 @@ def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
     check([2, 3, 1][rank], device=f"cuda:{[2, 3, 1][rank]}")
     check([0, 0, 1][rank], backend="cpu:gloo,cuda:nccl")
     check([0, 0, 1][rank], backend="gloo")
-    default_group.BINDS = False  # torch takes the GPU of the tensors, and would hang in new_group(..., backend="gloo")
+    registration.BINDS = False  # torch takes the GPU of the tensors, and would hang in new_group(..., backend="gloo")
     with hd.init(): assert bound.pop()[1] is None
     say("ok")
     """,
