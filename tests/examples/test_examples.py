@@ -59,14 +59,6 @@ WORKED = [
         marks=pytest.mark.once,
     ),
     pytest.param(
-        3,
-        "several_tensors",
-        """\
-        from rank 1: {'words': [1], 'scaled': [[0.125, 0.375, 0.625]], 'sum': 1.125}
-        from rank 2: {'words': [1, 3], 'scaled': [[0.125, 0.375, 0.625], [0.875, 1.125, 1.375]], 'sum': 4.5}
-        """,
-    ),
-    pytest.param(
         2,
         "train_ddp",
         """\
@@ -75,14 +67,6 @@ WORKED = [
         epoch 1: loss 0.0737
         epoch 2: loss 0.0731
         one process learns the same weights
-        """,
-    ),
-    pytest.param(
-        2,
-        "through_a_file --mib 3",
-        """\
-        rank 0: saved (384, 1024), loaded (768, 512)
-        rank 1: saved (384, 1024), loaded (768, 512)
         """,
     ),
 ]
