@@ -19,8 +19,8 @@ def tables() -> dict[str, str]:
     """Return the table of each section, and that of the steps of the examination."""
     rows: dict[str, list[tuple[str, str, str]]] = {"steps": [(name, *STEPS[name]) for name in STEPS]}
     for row in CHECKS:
-        fixes = (row.fix, row.alike[1] if row.alike else "")
-        rows.setdefault(row.section, []).append((row.name, row.meaning, "; ".join(filter(None, fixes))))
+        meaning, fix = " ".join((row.judge.__doc__ or "").split()), "; ".join(filter(None, (row.fix, row.alike)))
+        rows.setdefault(row.section, []).append((row.name, meaning, fix))
     return {
         name: _HEAD + "".join(f"| `{name}` | {meaning} | {fix} |\n" for name, meaning, fix in of_section)
         for name, of_section in rows.items()

@@ -91,3 +91,10 @@ def test_the_import_ends_with_that_line(module: str, tmp_path: Path) -> None:
     assert done.status == 1
     wanted = "ImportError: hpcdist needs torch 2.11 or later, and this is 2.7.0: pip install 'torch>=2.11'"
     assert done.err.splitlines()[-2:] == [f"{wanted} [HD102]", "python -m hpcdist explain HD102"]
+
+
+def test_a_command_without_what_it_needs_ends_with_one_line() -> None:
+    done = run([sys.executable, "-S", "-m", "hpcdist", "ls", "x.h5"], env={"PYTHONPATH": str(ROOT)})
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1), done.err
+    assert done.err.startswith("hpcdist: error: hpcdist needs torch 2.11 or later, and it is missing; mpi4py ")
+    assert done.err.endswith(" [HD102] (see python -m hpcdist explain HD102)\n")

@@ -13,7 +13,7 @@ All ranks have the same numbers, so all find the same. Only if these differ, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import zip_longest
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Counts", "checked", "sizes"]
 
 Sizes = tuple[tuple[int, dtype], ...]  # elements and dtype of tensors
-Counts = int | Mapping[int, int]  # elements for each rank: the same for all, or by rank
+Counts = Mapping[int, int]  # elements by rank
 
+_NONE: Counts = {}
 _HEADER = Struct("<QQ")  # digest, balance
 _RANGE = 2**64
 
@@ -54,8 +55,8 @@ class Call(NamedTuple):
     verb: str
     sizes: Sizes = ()
     rest: tuple[Any, ...] = ()
-    sends: Counts = 0
-    recvs: Counts = 0
+    sends: Counts = _NONE
+    recvs: Counts = _NONE
 
 
 def sizes(*tensors: Tensor) -> Sizes:
@@ -83,12 +84,9 @@ def _compare(team: Team, call: Call) -> None:
     verb, sizes, rest, sends, recvs = call
     digest, balance, size = _digest(verb, sizes, rest), 0, team.size
     if sends or recvs:
-        to, of, all_to, all_of = _keys(team.rank, size)
-        if isinstance(sends, int) and isinstance(recvs, int):
-            balance = all_to * sends - all_of * recvs
-        else:
-            balance = sum([to[rank] * count for rank, count in _by_rank(sends, size)])
-            balance -= sum([of[rank] * count for rank, count in _by_rank(recvs, size)])
+        to, of = _keys(team.rank, size)
+        balance = sum([to[rank] * count for rank, count in sends.items()])
+        balance -= sum([of[rank] * count for rank, count in recvs.items()])
     mine = _HEADER.pack(digest, balance % _RANGE)
     found = bytearray(_HEADER.size * size)
     team.comm.Allgather([mine, MPI.BYTE], [found, _HEADER.size, MPI.BYTE])
@@ -98,10 +96,6 @@ def _compare(team: Team, call: Call) -> None:
             _raise_difference(team, call)
 
 
-def _by_rank(counts: Counts, size: int) -> Iterable[tuple[int, int]]:
-    return enumerate([counts] * size) if isinstance(counts, int) else counts.items()
-
-
 @lru_cache(maxsize=1024)  # a program repeats its calls
 def _digest(verb: str, sizes: Sizes, rest: tuple[Any, ...]) -> int:
     text = repr((verb, [(count, str(kind)) for count, kind in sizes], list(map(str, rest))))
@@ -109,10 +103,9 @@ def _digest(verb: str, sizes: Sizes, rest: tuple[Any, ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _keys(rank: int, size: int) -> tuple[list[int], list[int], int, int]:
-    """Return the keys of messages to each rank, and from each rank, and the sums of both."""
-    to, of = [_key(rank, other) for other in range(size)], [_key(other, rank) for other in range(size)]
-    return to, of, sum(to), sum(of)
+def _keys(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the keys of messages to each rank, and from each rank."""
+    return [_key(rank, other) for other in range(size)], [_key(other, rank) for other in range(size)]
 
 
 def _key(source: int, dest: int) -> int:
@@ -124,31 +117,27 @@ def _key(source: int, dest: int) -> int:
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others of its call: a Call as text, with its messages by rank, and where it is made."""
+    """What a rank tells the others of its call: the tensors and what else must be the same as text, where it is made,
+    and its messages."""
 
     verb: str
-    tensors: list[str]
-    rest: list[str]
+    parts: list[str]
     place: str
-    sends: list[int]
-    recvs: list[int]
+    sends: Counts
+    recvs: Counts
 
     def shown(self, first: int) -> str:
         """Describe the call, with the tensors from number `first` on."""
-        tensors = [listed(self.tensors[first:])] if self.tensors else []
-        of = ", ".join([*([f"{first} tensors"] if first else []), *tensors, *self.rest])
-        return " ".join(filter(None, [f"{self.verb}()", of and f"of {of}", self.place and f"at {self.place}"]))
+        skipped = f"{first} tensors, " if first else ""
+        of = f"of {skipped}{listed(self.parts[first:])}" if self.parts else ""
+        return " ".join(filter(None, [f"{self.verb}()", of, self.place and f"at {self.place}"]))
 
 
 def _raise_difference(team: Team, call: Call) -> None:
     """Raise the same RankError on every rank."""
-    tensors = [f"{count} x {kind}" for count, kind in call.sizes]
-    rest = [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]
-    messages = [
-        [dict(_by_rank(counts, team.size)).get(rank, 0) for rank in range(team.size)]
-        for counts in (call.sends, call.recvs)
-    ]
-    told = _Told(call.verb, tensors, rest, _place(), *messages)
+    parts = [f"{count} x {kind}" for count, kind in call.sizes]
+    parts += [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]
+    told = _Told(call.verb, parts, _place(), call.sends, call.recvs)
     every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
     problems = dict(_other_calls(every)) or dict(_unmatched(every))
     group = "" if team.peers == list(range(team.size)) else f"; in the group of world ranks {listed(team.peers)}"
@@ -166,8 +155,8 @@ def _other_calls(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:
     """(rank, problem) for each rank whose call is not that of rank 0."""
     first = every[0]
     for rank, other in enumerate(every):
-        if other[:3] != first[:3]:
-            pairs = enumerate(zip_longest(first.tensors, other.tensors))
+        if other[:2] != first[:2]:
+            pairs = enumerate(zip_longest(first.parts, other.parts))
             at = next((i for i, (one, another) in pairs if one != another), 0)
             at = at if at >= SHOWN else 0  # of a long list, show where it differs
             yield rank, f"is in {other.shown(at)}, and rank 0 in {first.shown(at)}"
@@ -177,7 +166,8 @@ def _unmatched(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:
     """(rank, problem) for each rank that does not expect what another one sends to it."""
     for rank, told in enumerate(every):
         for source, other in enumerate(every):
-            if other.sends[rank] != told.recvs[source]:
-                sent, expected = (f"{count} x {told.rest[0]}" for count in (other.sends[rank], told.recvs[source]))
-                text = f"expects {expected} from rank {source}, which sends {sent}"
+            sent, expected = other.sends.get(rank, 0), told.recvs.get(source, 0)
+            if sent != expected:
+                kind = told.parts[0]
+                text = f"expects {expected} x {kind} from rank {source}, which sends {sent} x {kind}"
                 yield rank, f"{text}; they are at {told.place} and {other.place}"

@@ -22,6 +22,7 @@ from mpi4py import MPI
 from torch import Tensor, split
 
 from hpcdist import activity, layout
+from hpcdist.backend.agreement import Counts
 from hpcdist.backend.host_copies import (
     address,
     bytes_of,
@@ -29,7 +30,6 @@ from hpcdist.backend.host_copies import (
     is_plain,
     nbytes,
     packed,
-    pieces,
     readable,
     scratch,
     share_memory,
@@ -37,7 +37,7 @@ from hpcdist.backend.host_copies import (
     writable,
 )
 from hpcdist.backend.reductions import Reduction
-from hpcdist.comm.mpi import MPI_ROUTE
+from hpcdist.comm.mpi import MPI_ROUTE, pieces
 from hpcdist.comm.team import Team
 from hpcdist.comm.windows import by_node
 from hpcdist.errors import refusal
@@ -45,9 +45,8 @@ from hpcdist.layout import limits
 from hpcdist.tensors.storage import overlap
 
 __all__ = [
-    *("all_gather", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
-    *("coalesced", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single", "scatter"),
-    "sparse_all_reduce",
+    *("all_gather", "all_gather_single", "all_reduce", "all_to_all_single", "barrier", "broadcast", "coalesced"),
+    *("exchange", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single", "sparse_all_reduce"),
 ]
 
 LEAST = 2**19  # bytes of a tensor to reduce through shared memory; below, MPI's own Allreduce has less latency
@@ -71,7 +70,7 @@ def broadcast(team: Team, x: Tensor, root: int) -> None:
         memory = address(whole)
         if len(memory) < PIPELINED or not _broadcast_shared(team, whole, root):
             for piece in pieces(memory):
-                team.comm.Bcast([piece, MPI.BYTE], root)
+                team.comm.Bcast(piece, root)
 
 
 def all_gather_single(team: Team, out: Tensor, x: Tensor) -> None:
@@ -97,46 +96,29 @@ def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
         MPI_ROUTE.allgatherv(team, bytes_of(readable(x)), bytes_of(whole), counts, layout.displs(counts))
         unpack(whole, outs)
     else:
-        sends = [x] * team.size
-        all_to_all(team, outs, sends)
+        exchange(team, dict.fromkeys(range(team.size), x), dict(enumerate(outs)))
 
 
-def gather(team: Team, outs: Sequence[Tensor], x: Tensor, root: int) -> None:
-    """Gather the tensor of rank i into ``outs[i]`` of the root; `outs` is empty elsewhere."""
-    exchange(team, {root: x}, dict(enumerate(outs)))
-
-
-def scatter(team: Team, out: Tensor, xs: Sequence[Tensor], root: int) -> None:
-    """Scatter ``xs[i]`` of the root into `out` of rank i; `xs` is empty elsewhere."""
-    exchange(team, dict(enumerate(xs)), {root: out})
-
-
-def all_to_all(team: Team, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Send ``xs[i]`` to rank i, into its ``outs`` at this rank."""
-    exchange(team, dict(enumerate(xs)), dict(enumerate(outs)))
-
-
-def all_to_all_single(team: Team, out: Tensor, x: Tensor, out_splits: Sequence[int], splits: Sequence[int]) -> None:
-    """Send consecutive rows of `x` to the ranks, and receive rows of `out`; equal parts without splits."""
+def all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
+    """Send consecutive parts of `x` to the ranks, and receive parts of `out`, given their numbers of elements."""
     with writable(out, read=False) as whole:
         send = readable(x)
         if overlap(whole, send):
             send = send.clone()
-        sends, recvs = _parts(send, splits, team.size), _parts(whole, out_splits, team.size)
-        recvs[team.rank][:] = sends[team.rank]
+        ours, theirs = _parts(whole, recvs), _parts(send, sends)
+        ours[team.rank][:] = theirs[team.rank]
         # As fast as Alltoall, which only all ranks together could use: equal parts may be given as splits, or not.
         others = [rank for rank in range(team.size) if rank != team.rank]
-        requests = [team.comm.Irecv([piece, MPI.BYTE], rank) for rank in others for piece in pieces(recvs[rank])]
-        requests += [team.comm.Isend([piece, MPI.BYTE], rank) for rank in others for piece in pieces(sends[rank])]
+        requests = [team.comm.Irecv(piece, rank) for rank in others for piece in pieces(ours[rank])]
+        requests += [team.comm.Isend(piece, rank) for rank in others for piece in pieces(theirs[rank])]
         MPI.Request.Waitall(requests)
 
 
-def _parts(x: Tensor, splits: Sequence[int], size: int) -> list[Any]:
-    """Cut the memory of a tensor into the rows of each rank."""
+def _parts(x: Tensor, counts: Counts) -> list[Any]:
+    """Cut the memory of a tensor into the elements of each rank."""
     memory = address(x)
-    row = x.nbytes // max(1, x.shape[0])
-    counts = [row * split for split in splits] if splits else [x.nbytes // size] * size
-    return [memory[start : start + count] for start, count in zip(layout.displs(counts), counts, strict=True)]
+    lengths = [x.itemsize * count for count in counts.values()]
+    return [memory[start : start + length] for start, length in zip(layout.displs(lengths), lengths, strict=True)]
 
 
 def copyto(out: Tensor, x: Tensor) -> None:
@@ -190,7 +172,7 @@ def all_reduce(team: Team, x: Tensor, op: Reduction) -> None:
         if size >= LEAST and _all_reduce_shared(team, mine, out, op):
             return
         if op.mpi is None:
-            _reduce_with_torch(team, mine, out, op)
+            _reduce_with_torch(team, out, op)
             return
         if mine is not out:
             out.copy_(mine)
@@ -206,29 +188,18 @@ def _allreduce(team: Team, x: Tensor, op: MPI.Op, kind: MPI.Datatype) -> None:
         team.comm.Allreduce(MPI.IN_PLACE, [piece, length, kind], op)
 
 
-def _reduce_with_torch(team: Team, x: Tensor, out: Tensor, op: Reduction) -> None:
-    """Reduce flat tensors: each rank a part of them, which it sends to all; small ones whole on every rank."""
+def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
+    """Reduce a flat tensor in place: each rank a part of it, which it sends to all; a small one whole on every rank."""
     size, numel = team.size, x.numel()
     if x.nbytes * size <= PACKED:
         whole = scratch(numel * size, x.dtype)
-        _allgather(team, whole, x)
-        op.of(list(split(whole, numel)) if numel else [whole], out)
+        _allgather(team, whole, op.scaled(x))
+        op.of(list(split(whole, numel)) if numel else [whole], x)
         return
-    ranges = layout.block_ranges(numel, size, size)
-    lengths = [end - start for start, end in ranges]
-    mine = scratch(lengths[team.rank] * size, x.dtype)
-    received = list(split(mine, lengths[team.rank])) if lengths[team.rank] else [mine] * size
-    all_to_all(team, received, list(split(x, lengths)))
-    op.of(received, received[0])
-    outs = list(split(out, lengths))
-    copyto(outs[team.rank], received[0])
-    MPI_ROUTE.allgatherv(
-        team,
-        bytes_of(received[0]),
-        bytes_of(out),
-        [length * out.itemsize for length in lengths],
-        [start * out.itemsize for start, _ in ranges],
-    )
+    lengths = [end - start for start, end in layout.block_ranges(numel, size, size)]
+    parts, counts = list(split(x, lengths)), [length * x.itemsize for length in lengths]
+    reduce_scatter(team, parts[team.rank], parts, op)
+    MPI_ROUTE.allgatherv(team, bytes_of(parts[team.rank]), bytes_of(x), counts, layout.displs(counts))
 
 
 def reduce(team: Team, x: Tensor, op: Reduction, root: int) -> None:
@@ -244,7 +215,8 @@ def reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction)
     numel = out.numel()
     memory = scratch(numel * team.size, out.dtype)
     received = list(split(memory, numel)) if numel else [memory] * team.size
-    all_to_all(team, received, [op.scaled(flat(readable(x))) for x in xs])
+    sends = [op.scaled(flat(readable(x))) for x in xs]
+    exchange(team, dict(enumerate(sends)), dict(enumerate(received)))
     with writable(out, read=False) as whole:
         op.of(received, flat(whole))
 
@@ -369,11 +341,11 @@ def monitored_barrier(team: Team, number: int, timeout: timedelta, wait_all_rank
     Raises:
         RuntimeError: on rank 0, if a rank has not reached it in time; on the others, if rank 0 has not let them go on.
     """
-    end, tag = time.monotonic() + timeout.total_seconds(), 1 + number % _TAGS
+    end, tag, comm = time.monotonic() + timeout.total_seconds(), 1 + number % _TAGS, team.comm
     text = f"monitoredBarrier in {1000 * timeout.total_seconds():g} ms"  # the errors are worded as gloo's
     if team.rank:
-        sent = team.comm.Isend([b"", MPI.BYTE], 0, tag)
-        if _missing({0: team.comm.Irecv([bytearray(0), MPI.BYTE], 0, tag)}, end, True):
+        sent = comm.Isend(_SIGN, 0, tag)
+        if _missing({0: comm.Irecv(_SIGN, 0, tag)}, end):
             raise refusal(
                 RuntimeError,
                 "HD601",
@@ -385,27 +357,21 @@ def monitored_barrier(team: Team, number: int, timeout: timedelta, wait_all_rank
     if not timeout:
         raise refusal(RuntimeError, "HD601", "Rank 0 timed out in monitoredBarrier after 0 ms")
     others = range(1, team.size)
-    missing = _missing({r: team.comm.Irecv([bytearray(0), MPI.BYTE], r, tag) for r in others}, end, wait_all_ranks)
+    missing = _missing({rank: comm.Irecv(_SIGN, rank, tag) for rank in others}, end)
     if missing:
-        names = ", ".join(map(str, missing))
-        raise refusal(
-            RuntimeError,
-            "HD601",
-            f"Rank {names} failed to pass {text}" if len(missing) == 1 else f"Ranks {names} failed to pass {text}",
-        )
+        names = ", ".join(map(str, missing if wait_all_ranks else missing[:1]))
+        raise refusal(RuntimeError, "HD601", f"Rank{'s' * (',' in names)} {names} failed to pass {text}")
     for rank in others:
-        team.comm.Isend([b"", MPI.BYTE], rank, tag).Wait()
+        comm.Send(_SIGN, rank, tag)
 
 
-def _missing(requests: dict[int, MPI.Request], end: float, all_: bool) -> Sequence[int]:
-    """Wait for messages until `end`; return the ranks of those that have not come, the first or all of them."""
-    while requests:
-        requests = {rank: request for rank, request in requests.items() if not request.Test()}
+def _missing(requests: dict[int, MPI.Request], end: float) -> list[int]:
+    """Wait for messages until `end`; return the ranks of those that have not arrived."""
+    while requests := {rank: request for rank, request in requests.items() if not request.Test()}:
         if time.monotonic() > end:
             break
-        if requests:
-            time.sleep(_LOOK)
+        time.sleep(_LOOK)
     for request in requests.values():
         request.Cancel()
         request.Wait()
-    return sorted(requests) if all_ else sorted(requests)[:1]
+    return sorted(requests)

@@ -6,23 +6,19 @@ torch.distributed.ProcessGroup: one object serves all devices there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import Tensor
 from torch._C._distributed_c10d import Backend
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from hpcdist.backend.agreement import Call
 from hpcdist.backend.operations import Operations
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Group, Team, create_group
 from hpcdist.errors import refusal
-from hpcdist.tensors import eager
 
 __all__ = ["MpiBackend", "MpiProcessGroup", "team_of"]
 
@@ -106,16 +102,6 @@ class MpiBackend(Operations, Backend):
         _alive.discard(self)
 
 
-def _own(x: Any) -> Any:
-    """Return tensors that have memory: a functional collective's result stands for one that it waits for first.
-
-    torch's dispatcher does so for C++ groups, and calls one in Python without.
-    """
-    if isinstance(x, list):
-        return [_own(part) for part in x] if any(isinstance(part, AsyncCollectiveTensor) for part in x) else x
-    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[no-untyped-call]
-
-
 class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     """A process group on a communicator.
 
@@ -129,14 +115,6 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         self._start(team, timeout)
         self._backend_name = name
         self._group_name = self._group_desc = ""
-
-    def _run(
-        self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any, writes: bool = True
-    ) -> dist.Work:
-        return super()._run(call, opts, tensors, step, *map(_own, args), writes=writes)
-
-    def send(self, tensors: list[Tensor], dest: int, tag: int = 0) -> dist.Work:
-        return super().send(_own(tensors), dest, tag)
 
     def rank(self) -> int:
         return self._team.rank
@@ -181,6 +159,3 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._group_name!r}: rank {self._team.rank} of {self._team.size}>"
-
-
-eager.not_compiled([MpiProcessGroup._run, MpiProcessGroup.send])  # not the names, which a graph may ask for

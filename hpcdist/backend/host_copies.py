@@ -10,14 +10,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout
 from hpcdist.errors import refusal
-from hpcdist.layout import limits
 from hpcdist.tensors import accelerator, pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem, span
 
 __all__ = [
-    *("UnusableError", "address", "flat", "packed", "pieces", "readable", "scratch", "share_memory", "writable"),
+    *("UnusableError", "address", "flat", "packed", "readable", "scratch", "share_memory", "tensors_in", "writable"),
 ]
 
 _from_address = MPI.buffer.fromaddress
@@ -47,11 +45,6 @@ def address(x: Tensor) -> Any:
     if not start and nbytes:
         raise refusal(UnusableError, "HD202", f"the tensor {problem(x)}")
     return _from_address(start, nbytes)
-
-
-def pieces(memory: Any) -> list[Any]:
-    """Cut an MPI buffer into what one message may hold; an empty one is one piece."""
-    return [memory[start : start + length] for start, length in layout.pieces(len(memory), limits.PIECE)] or [memory]
 
 
 def scratch(numel: int, dtype: torch.dtype) -> Tensor:
@@ -88,22 +81,26 @@ def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
         copyable(x.detach()).copy_(copyable(copy))
 
 
-def gpu_events(args: Iterable[Any]) -> list[torch.Event]:
-    """Record what the current streams of the GPUs of tensors, also in nested lists, have been given to do so far.
+def tensors_in(items: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments: in nested lists, and in dicts."""
+    found: list[Tensor] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += tensors_in(item)
+        elif isinstance(item, dict):
+            found += tensors_in(item.values())
+    return found
+
+
+def gpu_events(tensors: Iterable[Tensor]) -> list[torch.Event]:
+    """Record what the current streams of the GPUs of tensors have been given to do so far.
 
     Another thread has other streams: it waits for these events before it touches the tensors.
     """
-    return [accelerator.event(device) for device in sorted(_gpus(args), key=str)]
-
-
-def _gpus(args: Iterable[Any]) -> set[torch.device]:
-    found: set[torch.device] = set()
-    for arg in args:
-        if isinstance(arg, (list, tuple)):
-            found |= _gpus(arg)
-        elif isinstance(arg, Tensor) and accelerator.holds(arg):
-            found.add(arg.device)
-    return found
+    devices = {x.device for x in tensors if accelerator.holds(x)}
+    return [accelerator.event(device) for device in sorted(devices, key=str)]
 
 
 def is_plain(x: Tensor) -> bool:

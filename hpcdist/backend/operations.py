@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from hpcdist import activity
 from hpcdist.backend import agreement, collectives
 from hpcdist.backend.agreement import Call, Counts, sizes
-from hpcdist.backend.host_copies import gpu_events, share_memory
-from hpcdist.backend.reductions import reduction
+from hpcdist.backend.host_copies import gpu_events, share_memory, tensors_in
+from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
 from hpcdist.comm.team import Team
 from hpcdist.errors import refusal
@@ -42,6 +43,33 @@ def finish() -> None:
     """Finish the asynchronous calls of all groups: the program ends."""
     for team in list(_open):
         team.worker.stop()
+
+
+def _op(opts: Any, x: Tensor) -> Reduction:
+    return reduction(_SUM if opts is None else opts.reduceOp, x.dtype)
+
+
+def _blocks(name: str, single: bool = False, reduces: bool = False) -> Callable[..., dist.Work]:
+    """Make a method: a collective on pairs of tensors, of which one has the size of the other on each rank.
+
+    Args:
+        single: whether it takes one pair; else lists of both.
+        reduces: whether the larger one is the input, and what reduces it follows the pair.
+    """
+    step, verb = getattr(collectives, name), name if single else f"{name}_coalesced"
+
+    def method(self: Operations, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        whole, part = (input, output) if reduces else (output, input)
+        pairs = [(whole, part)] if single else list(zip(whole, part, strict=True))
+        for one in pairs:
+            _check_multiple(verb, *one, self._team.size)
+        ops = [_op(opts, x) for _, x in pairs] if reduces else []
+        call = Call(verb, sizes(*[x for x, _ in pairs]), (ops[0].name,) if ops else ())
+        if single:
+            return self._run(call, opts, output, step, output, input, *ops)
+        return self._run(call, opts, output, _each, step, output, input, *([ops] if reduces else []))
+
+    return method
 
 
 class Operations:
@@ -102,7 +130,10 @@ class Operations:
         if writes:
             _check_writable(verb, tensors)
         self._calls += 1
-        if _holds_inference(args):
+        found = tensors_in(args)
+        if AsyncCollectiveTensor in map(type, found):
+            args = _own(args)
+        if any(map(Tensor.is_inference, found)):
             step, args = _on_inference, (step, *args)
         blocks, limit = opts is not None and not opts.asyncOp, self._limit
         if opts is not None and opts.timeout > _NOTHING:
@@ -112,13 +143,13 @@ class Operations:
         work: Finished = DONE
         # A callback of a future (of a hook of DDP) runs before the next call of the worker, and so do its own calls.
         if ((blocks or team.size == 1) and worker.idle) or worker.inside:
-            with activity.InCall(verb, team, limit=limit, tensors=args), worker.running:
+            with activity.InCall(verb, team, limit=limit, tensors=found), worker.running:
                 agreement.checked(team, call, step, *args)
             if blocks:
                 return work
             work = Finished(tensors)
         else:
-            events = gpu_events(args)
+            events = gpu_events(found)
             if events:
                 step, args = _after, (events, step, *args)
             work = Queued(verb, team, limit, agreement.checked, (call, step, *args), tensors)
@@ -139,115 +170,83 @@ class Operations:
             call = Call("all_reduce", sizes(x), (f"sparse SUM of {x.sparse_dim()} dims",))
             return self._run(call, opts, tensors, collectives.sparse_all_reduce, x)
         x = _single("all_reduce", tensors)
-        op = reduction(_SUM if opts is None else opts.reduceOp, x.dtype)
+        op = _op(opts, x)
         return self._run(Call("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         _check_alike("all_reduce_coalesced", tensors)
-        op = reduction(_SUM if opts is None else opts.reduceOp, tensors[0].dtype)
+        op = _op(opts, tensors[0])
         call = Call("all_reduce_coalesced", sizes(*tensors), (op.name,))
         return self._run(call, opts, tensors, collectives.coalesced, tensors, op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         x, root = _single("reduce", tensors), opts.rootRank
         _check_rank("reduce", root, self._team.size)
-        op = reduction(opts.reduceOp, x.dtype)
+        op = _op(opts, x)
         call, writes = Call("reduce", sizes(x), (op.name, root)), self._team.rank == root
         return self._run(call, opts, tensors, collectives.reduce, x, op, root, writes=writes)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        outs, x = outputs[0], _single("all_gather", inputs)
-        _check_gathered("all_gather", outs, x, self._team)
-        return self._run(Call("all_gather", sizes(*outs)), opts, outputs, collectives.all_gather, outs, x)
+    def allgather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, verb: str = "all_gather"
+    ) -> dist.Work:
+        for outs, x in zip(outputs, inputs, strict=True):
+            _check_gathered(verb, outs, x, self._team)
+        call = Call(verb, sizes(*chain.from_iterable(outputs)))
+        return self._run(call, opts, outputs, _each, collectives.all_gather, outputs, inputs)
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        if len(output_lists) != self._team.size:
-            text = f"{len(output_lists)} output lists for {self._team.size} ranks"
-            raise _refusal("all_gather_coalesced", text)
         columns = [list(column) for column in zip(*output_lists, strict=True)]
-        for outs, x in zip(columns, inputs, strict=True):
-            _check_gathered("all_gather_coalesced", outs, x, self._team)
-        call = Call("all_gather_coalesced", sizes(*(out for outs in columns for out in outs)))
-        return self._run(call, opts, output_lists, _each, collectives.all_gather, columns, inputs)
+        return self.allgather(columns, inputs, opts, "all_gather_coalesced")
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        _check_multiple("all_gather_single", output, input, self._team.size)
-        call = Call("all_gather_single", sizes(output))
-        return self._run(call, opts, output, collectives.all_gather_single, output, input)
-
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        verb = "all_gather_single_coalesced"
-        for output, x in zip(outputs, inputs, strict=True):
-            _check_multiple(verb, output, x, self._team.size)
-        call = Call(verb, sizes(*outputs))
-        return self._run(call, opts, outputs, _each, collectives.all_gather_single, outputs, inputs)
+    all_gather_single = _allgather_base = _blocks("all_gather_single", single=True)
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _blocks("all_gather_single")
+    reduce_scatter_single = _reduce_scatter_base = _blocks("reduce_scatter_single", single=True, reduces=True)
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _blocks("reduce_scatter_single", reduces=True)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        x, root = _single("gather", inputs), opts.rootRank
-        outs = self._rooted("gather", outputs, root)
-        if outs:
-            _check_gathered("gather", outs, x, self._team)
-        call = Call("gather", (), (x.dtype, root), {root: x.numel()}, _counts(outs))
-        return self._run(call, opts, outputs, collectives.gather, outs, x, root)
+        return self._rooted("gather", opts, outputs, inputs, outputs)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        out, root = _single("scatter", outputs), opts.rootRank
-        xs = self._rooted("scatter", inputs, root)
-        if xs:
-            _check_gathered("scatter", xs, out, self._team)
-        call = Call("scatter", (), (out.dtype, root), _counts(xs), {root: out.numel()})
-        return self._run(call, opts, outputs, collectives.scatter, out, xs, root)
+        return self._rooted("scatter", opts, outputs, outputs, inputs)
+
+    def _rooted(self, verb: str, opts: Any, result: Any, tensors: Tensors, lists: list[Tensors]) -> dist.Work:
+        """Gather, or scatter: each rank has one tensor, and the root alone a list of them, checked by torch."""
+        team, root, x = self._team, opts.rootRank, _single(verb, tensors)
+        _check_rank(verb, root, team.size)
+        here, there = {}, {root: x}
+        if team.rank == root:
+            _check_gathered(verb, lists[0], x, team)
+            here = dict(enumerate(lists[0]))
+        sends, recvs = (there, here) if verb == "gather" else (here, there)
+        call = Call(verb, (), (x.dtype, root), _counts(sends), _counts(recvs))
+        return self._run(call, opts, result, collectives.exchange, sends, recvs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
-        out, xs = _single("reduce_scatter", outputs), inputs[0]
+        out, xs = outputs[0], inputs[0]
         _check_gathered("reduce_scatter", xs, out, self._team)
-        op = reduction(_SUM if opts is None else opts.reduceOp, out.dtype)
+        op = _op(opts, out)
         call = Call("reduce_scatter", sizes(*xs), (op.name,))
         return self._run(call, opts, outputs, collectives.reduce_scatter, out, xs, op)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        _check_multiple("reduce_scatter_single", input, output, self._team.size)
-        op = reduction(_SUM if opts is None else opts.reduceOp, output.dtype)
-        call = Call("reduce_scatter_single", sizes(input), (op.name,))
-        return self._run(call, opts, output, collectives.reduce_scatter_single, output, input, op)
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        verb = "reduce_scatter_single_coalesced"
-        for output, x in zip(outputs, inputs, strict=True):
-            _check_multiple(verb, x, output, self._team.size)
-        kind = _SUM if opts is None else opts.reduceOp
-        ops = [reduction(kind, output.dtype) for output in outputs]
-        call = Call(verb, sizes(*inputs), tuple(op.name for op in ops[:1]))
-        return self._run(call, opts, outputs, _each, collectives.reduce_scatter_single, outputs, inputs, ops)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         if len(inputs) != self._team.size:
             raise _refusal("all_to_all", f"expected {self._team.size} tensors, one for each rank, got {len(inputs)}")
         _check_gathered("all_to_all", outputs, inputs[self._team.rank], self._team)
         _check_alike("all_to_all", [*outputs, *inputs])
-        call = Call("all_to_all", (), (inputs[0].dtype,), _counts(inputs), _counts(outputs))
-        return self._run(call, opts, outputs, collectives.all_to_all, outputs, inputs)
+        sends, recvs = dict(enumerate(inputs)), dict(enumerate(outputs))
+        call = Call("all_to_all", (), (inputs[0].dtype,), _counts(sends), _counts(recvs))
+        return self._run(call, opts, outputs, collectives.exchange, sends, recvs)
 
     def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         _check_alike("all_to_all_single", [output, input])
-        for name, x, rows in zip(("output", "input"), (output, input), splits, strict=True):
-            _check_splits("all_to_all_single", name, x, rows, self._team.size)
-        recvs, sends = (self._row_counts(x, rows) for x, rows in zip((output, input), splits, strict=True))
+        recvs = _rows("output", output, output_splits, self._team.size)
+        sends = _rows("input", input, input_splits, self._team.size)
         call = Call("all_to_all_single", (), (input.dtype,), sends, recvs)
-        return self._run(call, opts, output, collectives.all_to_all_single, output, input, *splits)
+        return self._run(call, opts, output, collectives.all_to_all_single, output, input, recvs, sends)
 
-    def _row_counts(self, x: Tensor, splits: Sequence[int]) -> Counts:
-        """Return the elements of the rows of each rank; equal parts without splits."""
-        row = x.shape[1:].numel()
-        return {rank: row * rows for rank, rows in enumerate(splits)} if splits else x.numel() // self._team.size
+    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run(Call("barrier"), opts, [], collectives.barrier)
@@ -280,19 +279,7 @@ class Operations:
         if not 0 <= tag <= self._most_tag:
             text = f"tag {tag} is not within 0 to {self._most_tag}, which this MPI allows"
             raise _refusal(verb, text, "HD204")
-        return _single(verb, tensors)
-
-    def _rooted(self, verb: str, lists: Sequence[Tensors], root: int) -> Tensors:
-        """Return the list that the root alone has, checked by torch; an empty one elsewhere."""
-        _check_rank(verb, root, self._team.size)
-        return list(lists[0]) if self._team.rank == root else []
-
-    # The names of older and newer versions of torch.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+        return _single(verb, _own(tensors))
 
 
 def _refusal(verb: str, text: str, code: str = "HD701", kind: type[ValueError] = ValueError) -> Exception:
@@ -326,10 +313,10 @@ def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:
     """Check that tensors have one dtype and device."""
     if not tensors:
         raise _refusal(verb, "requires a non-empty list of tensors")
-    first = tensors[0]
+    dtype, device = tensors[0].dtype, tensors[0].device
     for x in tensors:
-        if (x.dtype, x.device, x.layout) != (first.dtype, first.device, torch.strided):
-            text = f"got {x.dtype} on {x.device}, {x.layout}, and {first.dtype} on {first.device}"
+        if x.dtype != dtype or x.device != device or x.layout is not torch.strided:
+            text = f"got {x.dtype} on {x.device}, {x.layout}, and {dtype} on {device}"
             raise _refusal(verb, f"tensors must be dense and have the same dtype and device, {text}")
 
 
@@ -355,25 +342,30 @@ class SplitsError(ValueError, RuntimeError):
     """Split sizes that do not fit: a RuntimeError as well, as from torch's own backends."""
 
 
-def _check_splits(verb: str, name: str, x: Tensor, sizes: Sequence[int], size: int) -> None:
-    """Check how the rows of a tensor of an all_to_all_single are split; equally without sizes."""
-    problem = None
-    if not sizes:
-        if x.dim() == 0 or x.shape[0] % size:
-            problem = f"the {name} of shape {tuple(x.shape)} does not divide equally across group size {size}"
-    elif len(sizes) != size or min(sizes) < 0 or sum(sizes) != x.shape[0]:
-        text = f"{name}_split_sizes {list(sizes)} are not {size} that add up to dim 0 of {tuple(x.shape)}"
-        problem = text
-    if problem is not None:
-        raise _refusal(verb, problem, kind=SplitsError)
+def _rows(name: str, x: Tensor, splits: Sequence[int], size: int) -> Counts:
+    """Return how many elements of the rows of a tensor belong to each rank; equal parts without splits."""
+    if not splits:
+        if x.dim() and x.shape[0] % size == 0:
+            return dict.fromkeys(range(size), x.numel() // size)
+        text = f"the {name} of shape {tuple(x.shape)} does not divide equally across group size {size}"
+    elif len(splits) == size and min(splits) >= 0 and sum(splits) == x.shape[0]:
+        row = x.shape[1:].numel()
+        return {rank: row * rows for rank, rows in enumerate(splits)}
+    else:
+        text = f"{name}_split_sizes {list(splits)} are not {size} that add up to dim 0 of {tuple(x.shape)}"
+    raise _refusal("all_to_all_single", text, kind=SplitsError)
 
 
-def _holds_inference(args: Sequence[Any]) -> bool:
-    """Whether there are tensors of torch.inference_mode() among nested lists."""
-    for arg in args:
-        if arg.is_inference() if isinstance(arg, Tensor) else isinstance(arg, (list, tuple)) and _holds_inference(arg):
-            return True
-    return False
+def _own(x: Any) -> Any:
+    """Return tensors that have memory: a functional collective's result stands for one that it waits for first.
+
+    torch's dispatcher does so for C++ groups, and calls one in Python without.
+    """
+    if isinstance(x, dict):
+        return {rank: _own(part) for rank, part in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_own(part) for part in x]
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[no-untyped-call]
 
 
 def _on_inference(team: Team, step: Callable[..., None], *args: Any) -> None:
@@ -391,15 +383,17 @@ def _after(team: Team, events: Sequence[torch.Event], step: Callable[..., None],
         accelerator.synchronize(event.device)
 
 
-def _counts(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Return the number of elements of the tensor of each rank."""
-    return {rank: x.numel() for rank, x in enumerate(tensors)}
+def _counts(tensors: dict[int, Tensor]) -> Counts:
+    return {rank: x.numel() for rank, x in tensors.items()}
 
 
 def _each(
     team: Team, step: Callable[..., None], outputs: Sequence[Any], inputs: Tensors, *columns: Sequence[Any]
 ) -> None:
     """Run a collective once for each input, as if all inputs had been copied before the first one writes its output."""
+    if len(inputs) == 1:
+        step(team, outputs[0], inputs[0], *(column[0] for column in columns))
+        return
     flat = chain.from_iterable(output if isinstance(output, list) else [output] for output in outputs)
     if share_memory([*flat, *inputs]):
         inputs = [x.detach().clone() for x in inputs]

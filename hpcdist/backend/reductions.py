@@ -42,8 +42,6 @@ _FLOATS = {
 }
 _OPS: dict[str, tuple[MPI.Op, Callable[..., Tensor], np.ufunc]] = {
     "SUM": (MPI.SUM, torch.add, np.add),
-    "AVG": (MPI.SUM, torch.add, np.add),
-    "PREMUL_SUM": (MPI.SUM, torch.add, np.add),
     "PRODUCT": (MPI.PROD, torch.mul, np.multiply),
     "MIN": (MPI.MIN, torch.minimum, np.minimum),
     "MAX": (MPI.MAX, torch.maximum, np.maximum),
@@ -51,6 +49,7 @@ _OPS: dict[str, tuple[MPI.Op, Callable[..., Tensor], np.ufunc]] = {
     "BOR": (MPI.BOR, torch.bitwise_or, np.bitwise_or),
     "BXOR": (MPI.BXOR, torch.bitwise_xor, np.bitwise_xor),
 }
+_OPS["AVG"] = _OPS["PREMUL_SUM"] = _OPS["SUM"]
 _OF_BOOLS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}  # as NCCL has it
 _NARROW = {torch.float16, torch.bfloat16}
 

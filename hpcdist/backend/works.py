@@ -24,7 +24,8 @@ from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.activity import callsite
-from hpcdist.backend.host_copies import address, gpu_events, is_plain, pieces, readable, scratch
+from hpcdist.backend.host_copies import address, gpu_events, is_plain, readable, scratch, tensors_in
+from hpcdist.comm.mpi import pieces
 from hpcdist.comm.team import Team
 from hpcdist.comm.worker import note_failure
 from hpcdist.errors import refusal
@@ -76,13 +77,9 @@ def _seconds(timeout: timedelta | None) -> float | None:
 
 def _forget(tensors: Any) -> None:
     """Remove finished work from torch's register of work in flight, as wait() of torch's own backends does."""
-    if not _registered():
-        return
-    if isinstance(tensors, Tensor):
-        torch.ops._c10d_functional.wait_tensor(tensors)  # calls wait() again, of work that is in the register no longer
-    elif isinstance(tensors, (list, tuple)):
-        for part in tensors:
-            _forget(part)
+    if _registered():
+        for x in tensors_in([tensors]):
+            torch.ops._c10d_functional.wait_tensor(x)  # calls wait() again, of work that is in the register no longer
 
 
 class Finished(dist.Work):
@@ -110,7 +107,7 @@ class Finished(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -122,8 +119,7 @@ class Finished(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
@@ -195,9 +191,6 @@ class Queued(Finished):
 
     def exception(self) -> BaseException | None:
         return self._done.exception() if self._done.done() else None
-
-    def is_success(self) -> bool:
-        return self._done.done() and self._done.exception() is None
 
     def _fill(self, future: Future[Any]) -> None:
         self._heard.append(None)
@@ -272,8 +265,7 @@ class Transfer(Finished):
                 self._received += self._status.Get_count(MPI.BYTE)
             if self._later:
                 comm, source, tag = self._team.side_comm, self._status.Get_source(), self._status.Get_tag()
-                assert comm is not None
-                self._requests = [comm.Irecv([piece, MPI.BYTE], source, tag) for piece in self._later]
+                self._requests = [comm.Irecv(piece, source, tag) for piece in self._later]
                 self._later = ()
         if self._out is not None:
             self._finish(self._out)
@@ -344,19 +336,17 @@ def forget_done(most: int | None = None) -> None:
 
 def send(team: Team, x: Tensor, dest: int, tag: int, limit: float | None) -> Transfer:
     """Begin to send a tensor to a rank of the group."""
-    assert team.side_comm is not None
     memory = readable(x)
-    requests = [team.side_comm.Isend([piece, MPI.BYTE], dest, tag) for piece in pieces(address(memory))]
+    requests = [team.side_comm.Isend(piece, dest, tag) for piece in pieces(address(memory))]
     return Transfer(team, "send", dest, limit, requests, memory)
 
 
 def recv(team: Team, x: Tensor, source: int | None, tag: int, limit: float | None) -> Transfer:
     """Begin to receive a tensor from a rank of the group; None for any one."""
-    assert team.side_comm is not None
     memory = x if is_plain(x) else scratch(x.numel(), x.dtype)
     blocks = pieces(address(memory))
     if source is None:
-        requests = [team.side_comm.Irecv([blocks[0], MPI.BYTE], MPI.ANY_SOURCE, tag)]
+        requests = [team.side_comm.Irecv(blocks[0], MPI.ANY_SOURCE, tag)]
         return Transfer(team, "recv from any rank", activity.ANYBODY, limit, requests, memory, x, blocks[1:])
-    requests = [team.side_comm.Irecv([piece, MPI.BYTE], source, tag) for piece in blocks]
+    requests = [team.side_comm.Irecv(piece, source, tag) for piece in blocks]
     return Transfer(team, "recv", source, limit, requests, memory, x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,29 +22,20 @@ __all__ = ["attach", "count"]
 _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
 
 
-class Differentiable(Protocol):
-    """An operation with a backward pass; see :class:`hpcdist.collectives.run.Operation`."""
-
-    name: str
-    x: Any
-    which: str
-
-    def backward(self, team: Team, grad: Tensor) -> Tensor | None: ...
-
-
 def count(team: Team) -> str:
     """Count a result of the team that has a gradient on any rank; return its number as text."""
     team.results += 1
     return f"number {team.results}" + ("" if team is team.foreground else " of those in the background")
 
 
-def attach(op: Differentiable, team: Team, result: Tensor) -> Tensor:
+def attach(op: Any, team: Team, result: Tensor) -> Tensor:
     """Attach the result to the graph, so that its gradient flows back to ``op.x`` on every rank.
 
     The backward pass is collective: every rank of the team must call backward on its result. torch traverses a graph
     in the reverse order of the creation of its nodes, which it numbers per thread.
 
     Args:
+        op: see :class:`hpcdist.collectives.run.Operation`.
         team: the foreground team of the ranks that took part; backward passes never run in the background.
     """
     backward = _Backward(op, team)
@@ -60,7 +51,7 @@ class _Backward:
         graph_input: tensor to which the gradient flows: ``op.x``, or an empty one if that needs no gradient.
     """
 
-    def __init__(self, op: Differentiable, team: Team) -> None:
+    def __init__(self, op: Any, team: Team) -> None:
         self._op, self._team = op, team
         self._needs_grad = isinstance(op.x, Tensor) and op.x.requires_grad
         self.graph_input = op.x if self._needs_grad else torch.empty(0, requires_grad=True, device="cpu")
@@ -77,7 +68,7 @@ class _Backward:
         with activity.InCall(what, team), abort.InStep(what, team.size):
             collective.exchange(team, Call(what, options=options, problem=_NO_DOUBLE if create_graph else None))
             with abort.InTransfer(op.name, team.size):
-                found = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
+                found: Tensor | None = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
         return found.view(self.graph_input.shape) if self._needs_grad and found is not None else None
 
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Plannable, Steps, run
+from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.small import Parts
 from hpcdist.collectives.structures import JoinStructures
 from hpcdist.comm.route import Alltoall, Method
 from hpcdist.comm.team import Team
-from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import blocks
@@ -27,16 +26,10 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, S, SharedKeywords, StructureKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["Join", "concat", "concatenation", "gather", "gathering"]
+__all__ = ["Join", "concat", "gather", "joining"]
 
 
 # fmt: off
-@overload
-def gather(x: Tensor, dim: int = 0, root: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> Tensor | None: ...
-@overload
-def gather(x: Tensor, dim: int = 0, root: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[Tensor | None]: ...
 @overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
            async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S | None: ...
@@ -94,16 +87,10 @@ def gather(
         tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
     """
 
-    return run(gathering(x, dim, root, route, out, allow_pickle), world.team_of(group), async_op)
+    return run(joining("gather", x, dim, route, out, allow_pickle, root), world.team_of(group), async_op)
 
 
 # fmt: off
-@overload
-def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> Tensor: ...
-@overload
-def concat(x: Tensor, dim: int = 0, *,
-           async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[Tensor]: ...
 @overload
 def concat(x: S, dim: int = 0, *,
            async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
@@ -178,13 +165,14 @@ def concat(
         {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
     """
 
-    return run(concatenation(x, dim, route, out, allow_pickle, shared), world.team_of(group), async_op)
+    return run(joining("concat", x, dim, route, out, allow_pickle, shared=shared), world.team_of(group), async_op)
 
 
 class Join(Plannable):
     """Join shards on the root, or on every rank in a concat."""
 
     sent: Tensor
+    validate = local.check_shard
 
     def __init__(self, name: str, x: Any, dim: Any, root: Any, route: Any, out: Any, shared: Any = False) -> None:
         self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
@@ -193,28 +181,24 @@ class Join(Plannable):
     def arguments(self) -> tuple[Any, ...]:
         return self.dim, self.root, self.route
 
-    def validate(self, team: Team) -> Call:
-        call = local.shard_call(self, team)
-        return call if self.rooted else results.check_shared(call, self.shared, self.x)
-
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        collective.check_out(self.name, agreed, [sum(agreed.extents)] * team.size)
-        self._route = select.agreed(self.name, call.route, team, agreed.kinds)
         assert call.x is not None
         self._root, self._dim = call.root, call.dim
         self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
-        self.bind(call.x, call.out, agreed)
-        self.keep(team)
+        if agreed.outs:
+            expected = [self._blocks.shape[call.dim]] * team.size
+            collective.check_out(self.name, agreed.outs, expected, agreed.grad)
+        self.bind(team, call.x, call.out, agreed)
 
     def parts(self, team: Team) -> Parts:
         cut, whole = self._blocks, layout.whole(self._blocks.shape)
         sources = [box for (box,) in cut.boxes]
         dests = [whole if self._root in (-1, rank) else None for rank in range(team.size)]
         recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
-        return Parts(self._route, cut.shape, cut.dtype, self.sent.device, sources, dests, recvs)
+        return Parts(cut.shape, cut.dtype, self.sent.device, sources, dests, recvs)
 
     def method(self, team: Team) -> Method:
-        return self._route.method(team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes)
+        return self.chosen(team).method(team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes)
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.routes import window  # which imports MPI
@@ -222,7 +206,7 @@ class Join(Plannable):
         return window.concat(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.shape, self._dim)
 
     def move(self, team: Team) -> Tensor | None:
-        cut, shard, receives = self._blocks, self.sent, self._root in (-1, team.rank)
+        cut, shard, receives, route = self._blocks, self.sent, self._root in (-1, team.rank), self.chosen(team)
         sizes = [cut.nbytes if self._root in (-1, rank) else 0 for rank in range(team.size)]
 
         def take() -> tuple[Tensor, Tensor, Tensor]:
@@ -231,20 +215,20 @@ class Join(Plannable):
 
         whole, buffer, mine = results.allocate(self.name, team, sizes, take, self.agreed)
         if self.rooted:
-            self._route.gatherv(team, mine, buffer if receives else None, cut.counts, cut.displs, self._root)
+            route.gatherv(team, mine, buffer if receives else None, cut.counts, cut.displs, self._root)
         else:
-            self._route.allgatherv(team, mine, buffer, cut.counts, cut.displs)
+            route.allgatherv(team, mine, buffer, cut.counts, cut.displs)
         if not receives:
             return None
         cut.unpack(buffer, whole)
         return whole
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
-        cut, x, size = self._blocks, self.sent, team.size
+        cut, x, size, route = self._blocks, self.sent, team.size, self.chosen(team)
         if self.rooted:
             part = cut.empty_part(team.rank, x.device)
             messages = cut.pack(grad) if team.rank == self._root else None
-            self._route.scatterv(team, messages, part, cut.counts, cut.displs, self._root)
+            route.scatterv(team, messages, part, cut.counts, cut.displs, self._root)
             return part
         # Every rank has a gradient for every shard: exchange them, and add them up in rank order.
         mine, longest = cut.counts[team.rank], max(cut.counts)
@@ -252,22 +236,17 @@ class Join(Plannable):
         recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
         total = max(cut.nbytes, longest * size)
         what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
-        self._route.alltoallv(team, cut.pack(grad), parts, what)
+        route.alltoallv(team, cut.pack(grad), parts, what)
         parts = parts.to(sum_dtype(parts.dtype))
         added = pool.empty(x.shape, parts.dtype, parts.device)
         torch.sum(parts, 0, out=added)
         return added.to(x.dtype)
 
 
-def gathering(x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any) -> Steps:
-    """Return the operation of a call of gather, whose arguments are not validated."""
-    if isinstance(x, Tensor):
-        return Join("gather", x, dim, root, route, out)
-    return JoinStructures("gather", x, dim, root, route, out, allow_pickle)
-
-
-def concatenation(x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, shared: Any) -> Steps:
-    """Return the operation of a call of concat, whose arguments are not validated."""
+def joining(
+    name: str, x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, root: Any = None, shared: Any = False
+) -> Join | JoinStructures:
+    """Return the operation of a call of gather or concat, whose arguments are not validated."""
     if isinstance(x, Tensor) or shared:
-        return Join("concat", x, dim, None, route, out, shared)
-    return JoinStructures("concat", x, dim, None, route, out, allow_pickle)
+        return Join(name, x, dim, root, route, out, shared)
+    return JoinStructures(name, x, dim, root, route, out, allow_pickle)

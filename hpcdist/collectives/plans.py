@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcdist.collectives import autograd, join, redistribute, split
+from hpcdist.collectives import join, redistribute, split, structures
 from hpcdist.collectives import run as driver
-from hpcdist.collectives.run import Operation, Plannable, Steps
-from hpcdist.collectives.small import BEHIND_HEADERS, Small, came
+from hpcdist.collectives.run import Operation, Plannable, repeatable
+from hpcdist.collectives.small import BEHIND_HEADERS
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
-from hpcdist.process import abort
-from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.storage import row_major
-from hpcdist.validation import collective, local
+from hpcdist.validation import local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
 
@@ -33,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_OPERATIONS: dict[Any, Callable[..., Steps]] = {
-    join.gather: join.gathering,
-    join.concat: join.concatenation,
+_OPERATIONS: dict[Any, Callable[..., Plannable | structures.JoinStructures]] = {
+    join.gather: partial(join.joining, "gather"),
+    join.concat: partial(join.joining, "concat"),
     split.split: split.Scatter,
     redistribute.redistribute: redistribute.Redistribute,
 }
@@ -51,8 +49,8 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     A plan does not foresee that the node will have no memory for a shared result or for a window.
 
     Args:
-        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`,
-            :func:`hpcdist.staging.load` or :func:`hpcdist.staging.save` itself. Must agree.
+        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`
+            or :func:`hpcdist.staging.load` itself. Must agree.
         args, group, options: the arguments of the verb, `x` first, as in the verb. Of tensors, only shape, dtype,
             device, and whether they need a gradient are used. `async_op` makes no difference.
 
@@ -74,14 +72,11 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
         >>> join(x).shape
         torch.Size([1024])
     """
-    try:
-        make, other = _OPERATIONS.get(verb), planners.get(verb)
-    except TypeError:
-        make = other = None
-    bound = None if make is None and other is None else inspect.signature(verb).bind(*args, **options)
-    if bound is None:
+    make, other = (_OPERATIONS.get(verb), planners.get(verb)) if callable(verb) else (None, None)
+    if make is None and other is None:
         names = ", ".join(f.__name__ for f in (*_OPERATIONS, *planners))
         raise refusal(TypeError, "HD201", f"plan(): verb is {verb!r}, expected one of {names}")
+    bound = inspect.signature(verb).bind(*args, **options)
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("group", "async_op")}
     if make is None:
@@ -97,155 +92,121 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     op = make(**arguments)
     op.name = f"plan of {name}"
     agreed = driver.plan(op, team)
-    found = op.describe(team, agreed)
-    reasons = [select.reason(op.route, team, kinds) for kinds in found.routes]
+    found = op.describe(team)
+    routes = [team.routes[op.route, kinds] for kinds in found.kinds]
+    reasons = [reason for _, reason in routes]
     reasons += [method.reason for method in found.methods if method.reason]
-    if not found.routes:
+    if not routes:
         reasons.append("all tensors are small: packed, by MPI")
     elsewhere = any(method.shared or method.name == BEHIND_HEADERS.name for method in found.methods)
     may_be_inline = MemoryKind.GPU not in agreed.kinds and op.route in ("auto", "mpi")
     if may_be_inline and not elsewhere and (name, found.result) != ("split", "structure"):
         reasons.append(f"the data of a rank are more than the {team.inline} bytes that travel behind a header")
     kept = None
-    if isinstance(op, Plannable) and found.result != "structure" and not arguments.get("shared"):
-        kept = _Kept(op, name, team, agreed)
+    if isinstance(op, Plannable) and found.result != "structure" and not op.shared:
+        kept = _Kept(op, name, team)
     return Plan(
         verb=name,
-        route=" and ".join(dict.fromkeys(route.name for route in found.routes.values())) or "mpi",
+        route=" and ".join(dict.fromkeys(route.name for route, _ in routes)) or "mpi",
         methods=tuple(dict.fromkeys(method.name for method in found.methods)),
         sent=found.sent,
         received=found.received,
         result=found.result,
         reasons=tuple(dict.fromkeys(reasons)),
-        shape=None if kept is None else kept.shape,
+        shape=None if kept is None else kept.parts.shape,
         box=None if kept is None else kept.box,
         _call=again if kept is None else kept,
     )
 
 
 class _Kept:
-    """An operation on tensors, kept after its plan.
+    """An operation on tensors, kept after its plan, without the tensors.
 
     Attributes:
-        shape: shape of the whole tensor.
-        box: box of the whole tensor that this rank receives; of size 0 if it receives none.
+        number: of the plan among those of the team, the same on all ranks.
+        parts: what moves.
+        source, dest: box that this rank sends, and the one that it receives; None for no tensor.
+        box: the latter, of size 0 for no tensor.
+        is_inline: whether the data of all ranks travel behind the headers.
     """
 
-    def __init__(self, op: Plannable, verb: str, team: Team, agreed: Agreed) -> None:
-        self._team, self._agreed = team, agreed
+    def __init__(self, op: Plannable, verb: str, team: Team) -> None:
         team.plans_made += 1
-        self._number = team.plans_made  # the same on all ranks
-        self._parts = parts = op.parts(team)
-        self._source, self._dest = parts.sources[team.rank], parts.dests[team.rank]
-        self._dtype, self._device = parts.dtype, parts.device
-        self._x_shape = None if self._source is None else op.x.shape
-        self._kind = MemoryKind(agreed.kinds[team.rank])
-        nothing = Box((0,) * len(parts.shape), (0,) * len(parts.shape))
-        self.shape, self.box = parts.shape, self._dest or nothing
-        on_host = all(kind == MemoryKind.CPU for kind in agreed.kinds)
-        fits = max(parts.sizes()) <= team.inline
-        self._is_inline = on_host and fits and isinstance(parts.route, type(select.load("mpi")))
-        self._small: dict[bool, Small] = {}  # of the team, and (True) of the team in its background
-        # Kept for calls, without the tensors.
+        self.op, self.team, self.number, self.parts = op, team, team.plans_made, op.parts(team)
+        self.source, self.dest = self.parts.sources[team.rank], self.parts.dests[team.rank]
+        nothing = (0,) * len(self.parts.shape)
+        self.box = self.dest or Box(nothing, nothing)
+        self.x_shape = None if self.source is None else op.x.shape
+        self.kind = MemoryKind(op.agreed.kinds[team.rank])
+        fit = all(box is None or box.size() * self.parts.dtype.itemsize <= team.inline for box in self.parts.sources)
+        self.is_inline = fit and op.route in ("auto", "mpi") and MemoryKind.GPU not in op.agreed.kinds
         op.name, op.x, op.out, op.small = f"a plan of {verb}", None, None, None
-        op.bind(None if self._source is None else torch.empty(0, device="cpu"), None, agreed)
-        self._op = op
+        op.sent, op.dest = None if self.source is None else torch.empty(0, device="cpu"), None
 
     def __call__(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
-        if self._team.freed or self._team.group.ended:
+        if self.team.freed or self.team.group.ended:
             raise HpcdistError("HD112", "the world of this plan has ended, or its group was freed: make a new plan")
-        return driver.run(_Execution(self, x, out), self._team, async_op)
+        return driver.run(_Execution(self, x, out), self.team, async_op)
 
-    def _execute(self, call: _Execution, team: Team) -> Any:
-        problem, x, out = self._check(call.x, call.out)
-        grad, background = self._op.grad and torch.is_grad_enabled(), team.foreground is not team
-        small, exchanged = self._small.get(background), False
-        if small is not None and not (problem or grad) and small.calls == team.calls[not background]:
-            if small.exchange(team, x if x is None else row_major(x)) and not self._op.grad:
-                result = small.take(out)
-                return result if call.out is None else call.out
-            exchanged = True
-        agreed = collective.exchange(team, self._call(x, out, problem, grad), exchanged)
-        if self._op.grad:
-            call.which = autograd.count(team)
-            # Also on a rank that calls within torch.no_grad(): the backward pass of the others needs it.
-            call.grad = agreed.grad
-        call.op = op = copy(self._op)
-        op.out, op.grad = call.out, call.grad
-        op.bind(x, out, agreed)
-        if self._is_inline and came(self._parts, agreed, 0):
-            op.small = Small(team, self._parts)
-            if not agreed.grad:
-                self._small[background] = op.small
-        with abort.InTransfer(op.name, team.size):
-            return op.forward(team)
-
-    def _check(self, x: Any, out: Any) -> tuple[str | None, Tensor | None, Tensor | None]:
-        """Return (the problem of the tensors, both tensors ready to be moved)."""
-        try:
-            local.refuse_tracing()
-            sent = self._ready("x", x, self._x_shape, self._source)
-            dest = None if out is None else self._ready("out", out, self.box.shape, self._dest)
-            if torch.is_grad_enabled():
-                if x is not None and x.requires_grad and not self._op.grad:
-                    raise local.ArgumentError(
-                        "HD303", "x requires a gradient, but the plan was made for tensors that do not"
-                    )
-                if dest is not None and self._op.grad:
-                    raise local.ArgumentError(LOSES_GRADIENT)
-        except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
-            return local.problem_of(error), None, None
-        return None, sent, dest
-
-    def _ready(self, name: str, value: Any, shape: tuple[int, ...] | None, box: Box | None) -> Tensor | None:
+    def ready(self, name: str, value: Any, shape: tuple[int, ...] | None, box: Box | None) -> Tensor | None:
+        """Return a tensor of a call ready to be moved; raise an ArgumentError if the plan is for another one."""
         if box is None:
             if value is not None:
                 raise local.ArgumentError("HD211", f"{name} is given, but in this plan this rank {_WITHOUT[name]}")
             return None
-        x = local.ready(value, name)
-        if x.shape != shape or x.dtype is not self._dtype or x.device != self._device:
-            got, planned = _show(x.shape, x.dtype, x.device), _show(shape or (), self._dtype, self._device)
+        x, parts = local.ready(value, name), self.parts
+        if x.shape != shape or x.dtype is not parts.dtype or x.device != parts.device:
+            got, planned = _show(x.shape, x.dtype, x.device), _show(shape or (), parts.dtype, parts.device)
             raise local.ArgumentError("HD303", f"{name} is {got}, but the plan was made for {planned}")
         return x if shape else x.view(box.shape)  # a shard of 0 dims is a row
-
-    def _call(self, x: Tensor | None, out: Tensor | None, problem: str | None, grad: bool) -> Call:
-        has_out = -1 if out is None else 0  # for the memory that results need
-        inline = () if x is None else (row_major(x),)
-        options = (("the plan", self._number),)
-        name, kind = self._op.name, self._kind
-        return Call(
-            name,
-            x=x,
-            out=out,
-            out_extent=has_out,
-            kind=kind,
-            grad=grad,
-            options=options,
-            problem=problem,
-            inline=inline if self._is_inline else None,
-        )
 
 
 _WITHOUT = {"x": "sends no tensor: pass None", "out": "receives no result"}
 
 
 class _Execution(Operation):
-    """One call of a plan.
-
-    Attributes:
-        op: the planned operation with the tensors of this call, if it has a gradient.
-    """
-
-    op: Plannable
+    """One call of a plan."""
 
     def __init__(self, plan: _Kept, x: Any, out: Any) -> None:
-        self.name, self.x, self.out, self._plan = plan._op.name, x, out, plan
+        self.name, self.x, self.out, self._plan = plan.op.name, x, out, plan
 
-    def execute(self, team: Team) -> Any:
-        return self._plan._execute(self, team)
+    def key(self) -> Hashable:
+        plan, x, out = self._plan, self.x, self.out
+        known = plan.is_inline and not plan.op.grad and (x is None) == (plan.source is None) and repeatable(x, out)
+        if not known or (x is not None and (x.shape != plan.x_shape or x.dtype is not plan.parts.dtype)):
+            return None
+        if out is not None and (plan.dest is None or out.shape != plan.dest.shape or out.dtype is not plan.parts.dtype):
+            return None
+        return plan.number
+
+    def validate(self, team: Team, call: Call) -> None:
+        plan = self._plan
+        call.kind, call.options = plan.kind, (("the plan", plan.number),)
+        call.grad = plan.op.grad and torch.is_grad_enabled()
+        call.x = plan.ready("x", self.x, plan.x_shape, plan.source)
+        call.out = None if self.out is None else plan.ready("out", self.out, plan.box.shape, plan.dest)
+        call.out_extent = -1 if call.out is None else 0  # for the memory that results need
+        if torch.is_grad_enabled():
+            if self.x is not None and self.x.requires_grad and not plan.op.grad:
+                raise local.ArgumentError(
+                    "HD303", "x requires a gradient, but the plan was made for tensors that do not"
+                )
+            if call.out is not None and plan.op.grad:
+                raise local.ArgumentError(LOSES_GRADIENT)
+        if plan.is_inline:
+            call.inline = () if call.x is None else (row_major(call.x),)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        self._op = op = copy(self._plan.op)
+        op.out, op.grad = self.out, agreed.grad
+        op.bind(team, call.x, call.out, agreed)
+        self.small = op.small
+
+    def forward(self, team: Team) -> Tensor | None:
+        return self._op.forward(team)
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
-        return self.op.backward(team, grad)
+        return self._op.backward(team, grad)
 
 
 def _show(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,10 +22,12 @@ from hpcdist.layout import Box, Layout, limits
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
+from hpcdist.validation import collective
 from hpcdist.validation import local as checks
-from hpcdist.validation.call import LOSES_GRADIENT, Call
+from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
@@ -110,21 +113,20 @@ class Redistribute(Plannable):
     def arguments(self) -> None:
         """Repeat no call: a rank that has forgotten it would plan a transfer, which is collective."""
 
-    def validate(self, team: Team) -> Call:
-        call = checks.layout_call(self)
+    def validate(self, team: Team, call: Call) -> None:
+        checks.check_layouts(self, call)
         if checks.may_be_inline(call) and call.x is not None:
             header = encode(_shapes(call))
             fits = len(header) + call.x.nbytes <= team.inline
             call.inline = (header, row_major(call.x)) if fits else (header,)
-        return call
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         x = call.x
-        assert x is not None and team.headers is not None
+        assert x is not None
         ndim = x.dim()
         if agreed.inline:
-            places = [team.headers.place(rank, 0, 8 * (1 + 2 * ndim)) for rank in range(team.size)]
-            rows: list[Sequence[int]] = [array("q", bytes(team.headers.all[place])) for place in places]
+            nbytes = 8 * (1 + 2 * ndim)
+            rows: list[Sequence[int]] = [array("q", team.headers.data(r, 0, nbytes)) for r in range(team.size)]
         else:
             rows = objects.all_gather_object(team.comm, _shapes(call))
         shapes = tuple(tuple(row[1 : 1 + ndim]) for row in rows)
@@ -132,30 +134,23 @@ class Redistribute(Plannable):
         moves: Transfer | None = team.plans.get(key)
         if moves is None:
             route = select.agreed(self.name, call.route, team, agreed.kinds)
-            moves = team.plans[key] = _make_transfer(self.name, team, route, self.src, self.dst, shapes, x)
+            on_host = MemoryKind.GPU not in agreed.kinds
+            moves = team.plans[key] = Transfer(self.name, team, route, self.src, self.dst, shapes, x, on_host)
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
-        self.bind(x, call.out, agreed)
-        self._check_out({rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]})
-        if moves.small is None:
-            self.keep(team, prefix_of(1 + 2 * ndim))
-            moves.small = self.small
+        outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
+        collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
         self.small = moves.small
+        self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim))
+        moves.small = self.small
 
     def parts(self, team: Team) -> Parts:
         moves, x = self.moves, self.sent
-        return Parts(moves.route, moves.shape, x.dtype, x.device, moves.held, moves.boxes, moves.recvs)
+        return Parts(moves.shape, x.dtype, x.device, moves.held, moves.boxes, moves.recvs)
 
     def method(self, team: Team) -> Method:
         return self.moves.method(team)
-
-    def _check_out(self, outs: dict[int, Shape]) -> None:
-        expected = [box.shape for box in self.moves.boxes]
-        odd = {r: got for r, got in outs.items() if got != expected[r]}
-        wrong = {r: coded("HD208", f"out has shape {got}, expected {expected[r]}") for r, got in odd.items()}
-        objects.raise_problems(self.name, wrong)
-        objects.raise_problems(self.name, dict.fromkeys(outs, LOSES_GRADIENT) if self.grad else {})
 
     def move(self, team: Team) -> Tensor:
         shard, dest, moves = self.sent, self.dest, self.moves
@@ -210,42 +205,66 @@ class Side(Blocks):
 
 
 class Transfer:
-    """One rank's part in moving a tensor from one layout to another.
+    """One rank's part in moving a tensor from one layout to another. Planning it is collective; one small Allgather.
 
     In host memory over MPI, datatypes move the elements between their final places: the fastest of all measured
     methods, and without buffers (benchmarks/redistribute.py). Other routes pack messages that are not one run of
     memory.
 
     Args:
-        facts: of all ranks.
+        shapes: shapes of the parts of all ranks.
+        x: part of this rank.
+        on_host: whether the data of all ranks are in host memory.
 
     Attributes:
-        route: route of the data.
         shape: shape of the whole tensor.
         held, boxes: boxes of all ranks in the old layout, and in the new one.
         recvs: source and box of all that this rank receives, what it has itself included.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
         small: where its data lie behind the headers, if they fit there.
+
+    Raises:
+        RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
     """
 
     small: Small | None = None
 
     def __init__(
         self,
+        verb: str,
+        team: Team,
         route: Route,
-        shape: Shape,
-        held: Sequence[Box],
-        boxes: Sequence[Box],
-        recvs: Sequence[tuple[int, Box]],
-        sides: tuple[Side, Side],
-        facts: Sequence[Fact],
+        src: Layout,
+        dst: Layout,
+        shapes: Sequence[Shape],
+        x: Tensor,
+        on_host: bool,
     ) -> None:
-        self.route, self.shape, self.held, self.boxes, self.recvs = route, shape, held, boxes, recvs
-        self.source, self.dest = sides
-        self._longest, self._total = max(fact.longest for fact in facts), max(fact.total for fact in facts)
-        on_host = all(fact.on_host for fact in facts)
+        name, rank = "src", team.rank
+        try:
+            self.shape, self.held = src.held(shapes)
+            name = "dst"
+            self.boxes = dst.boxes(self.shape, team.size)
+        except ValueError as wrong:  # the same on all ranks
+            problem = coded("HD213", f"{name}: {wrong}")
+            raise RankError(verb, dict.fromkeys(range(team.size), problem)) from None
+        moves = layouts.overlaps(self.held, self.boxes, rank)
+        self.recvs = moves.recvs
+        self.source = Side(self.held[rank], moves.sends, rank, team.size, x.dtype)
+        self.dest = Side(self.boxes[rank], moves.recvs, rank, team.size, x.dtype)
+        sides = (self.source, self.dest)
+        longest = max(max(side.counts) for side in sides)
+        total = max(max(side.nbytes, x.itemsize * prod(side.shape)) for side in sides)
+        several = any(len(boxes) > 1 for side in sides for boxes in side.with_own(rank))
+        facts = objects.all_gather_object(team.comm, [longest, total, several, moves.missing])
+        longests, totals, severals, missing = zip(*facts, strict=True)
+        text = "src: no rank holds {} of the {} elements of its new part"
+        lacking = {one: text.format(n, self.boxes[one].size()) for one, n in enumerate(missing) if n}
+        objects.raise_problems(verb, lacking)
+        self._longest, self._total = max(longests), max(totals)  # of both directions: see Alltoall
+        self.route = route
         self._mpi: Any = route if on_host and route.name == "mpi" else None  # which sends strided views
-        self._at_once = all(fact.single for fact in facts) and self._total <= AT_ONCE
+        self._at_once = not any(severals) and self._total <= AT_ONCE
         self._types: Any = None  # of the views in Alltoallw, made once
 
     def method(self, team: Team) -> Method:
@@ -305,58 +324,6 @@ class Transfer:
         out = source.pack(x)
         counts = source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y)
         self.route.alltoallv(team, out, into, Alltoall(*counts, self._longest, self._total))
-
-
-class Fact(NamedTuple):
-    """Facts about one rank's part in a transfer, for all ranks.
-
-    Attributes:
-        longest, total: see :class:`hpcdist.comm.route.Alltoall`; the maximum of both directions.
-        on_host: whether its data are in host memory.
-        single: whether it exchanges at most one box with each rank in each direction.
-        missing: number of elements of its new part that no rank holds.
-    """
-
-    longest: int
-    total: int
-    on_host: bool
-    single: bool
-    missing: int
-
-
-def _make_transfer(
-    verb: str, team: Team, route: Route, src: Layout, dst: Layout, shapes: Sequence[Shape], x: Tensor
-) -> Transfer:
-    """Plan the transfer. Collective; one small Allgather.
-
-    Args:
-        shapes: the shapes of the parts of all ranks.
-        x: this rank's part.
-
-    Raises:
-        RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
-    """
-    name = "src"
-    try:
-        shape, source = src.held(shapes)
-        name = "dst"
-        dest = dst.boxes(shape, team.size)
-    except ValueError as wrong:  # the same on all ranks
-        raise RankError(verb, dict.fromkeys(range(team.size), coded("HD213", f"{name}: {wrong}"))) from None
-    moves = layouts.overlaps(source, dest, team.rank)
-    sides = (
-        Side(source[team.rank], moves.sends, team.rank, team.size, x.dtype),
-        Side(dest[team.rank], moves.recvs, team.rank, team.size, x.dtype),
-    )
-    longest = max(max(side.counts) for side in sides)
-    total = max(max(side.nbytes, x.itemsize * layouts.whole(side.shape).size()) for side in sides)
-    single = all(len(boxes) <= 1 for side in sides for boxes in side.with_own(team.rank))
-    mine = Fact(longest, total, x.is_cpu, single, moves.missing)
-    facts = [Fact(*fact) for fact in objects.all_gather_object(team.comm, list(mine))]
-    text = "src: no rank holds {} of the {} elements of its new part"
-    missing = {rank: fact.missing for rank, fact in enumerate(facts) if fact.missing}
-    objects.raise_problems(verb, {rank: text.format(n, dest[rank].size()) for rank, n in missing.items()})
-    return Transfer(route, shape, source, dest, moves.recvs, sides, facts)
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:

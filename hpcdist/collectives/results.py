@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import TypeVar
 
 from hpcdist.comm.route import Method
 from hpcdist.comm.team import Team
@@ -13,9 +11,8 @@ from hpcdist.control import objects
 from hpcdist.errors import coded
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective
-from hpcdist.validation.call import Call
 
-__all__ = ["allocate", "check_shared", "everywhere", "method"]
+__all__ = ["allocate", "everywhere", "method"]
 
 T = TypeVar("T")
 
@@ -69,8 +66,8 @@ def everywhere(verb: str, team: Team, nbytes: int, make: Callable[[], T]) -> T:
 def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collective.Agreed | None) -> None:
     """Raise a RankError on every rank, if the results on a node exceed its memory."""
     if agreed is not None:
-        ranks = zip(nbytes, agreed.out_extents, agreed.kinds, strict=True)
-        nbytes = [0 if extent >= 0 or kind == MemoryKind.GPU else size for size, extent, kind in ranks]
+        ranks = enumerate(zip(nbytes, agreed.kinds, strict=True))
+        nbytes = [0 if rank in agreed.outs or kind == MemoryKind.GPU else size for rank, (size, kind) in ranks]
     settings = team.settings
     needed: dict[int, int] = {}
     for peer, size in zip(team.peers, nbytes, strict=True):
@@ -85,28 +82,6 @@ def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collecti
             together = f"its result has {size:,} bytes, and the results on its node have {on_node:,} bytes"
             problems[rank] = f"{together}, more than the {host:,} bytes of memory there"
     objects.raise_problems(verb, {rank: coded("HD310", text) for rank, text in problems.items()})
-
-
-def check_shared(call: Call, shared: bool, x: Any) -> Call:
-    """Add the argument `shared` to a call, to be compared, and what is wrong with it.
-
-    Args:
-        x: tensor that this rank sends, if any.
-    """
-    call.options += (("shared", shared),)
-    if shared and x is not None and not isinstance(x, Tensor):
-        call.problem = coded("HD211", "shared=True takes a tensor, not a structure: call it for each tensor")
-    elif shared and call.problem is None:
-        if call.out is not None:
-            call.problem = coded(
-                "HD211", "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
-            )
-        elif call.kind == MemoryKind.GPU:
-            where = getattr(x, "device", "a GPU")
-            call.problem = coded("HD211", f"x is on {where}, but shared=True is for host memory: pass x.cpu()")
-        elif call.route not in ("auto", "mpi"):
-            call.problem = coded("HD211", f"route is {call.route!r}, but shared=True moves data by route auto or mpi")
-    return call
 
 
 def method(team: Team, nbytes: int, otherwise: Method) -> Method:

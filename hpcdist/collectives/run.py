@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.collectives import autograd, results
-from hpcdist.collectives.small import BEHIND_HEADERS, Parts, Small, came, remember
+from hpcdist.collectives.small import BEHIND_HEADERS, Parts, Small, remember
 from hpcdist.comm.route import Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.process import abort
+from hpcdist.routes import select
 from hpcdist.runtime import background
 from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
@@ -24,12 +26,13 @@ from hpcdist.tensors.storage import is_plain, written
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
+from hpcdist.validation.local import call_of
 
-__all__ = ["Description", "Operation", "Plannable", "Steps", "plan", "run"]
+__all__ = ["Description", "Operation", "Plannable", "plan", "repeatable", "run"]
 
 
 class Operation(ABC):
-    """One collective call.
+    """One collective call: the part of each step that is specific to the operation.
 
     Attributes:
         name: name of the operation as the user called it.
@@ -37,6 +40,7 @@ class Operation(ABC):
         route: name of the route that the caller passed; unvalidated.
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
+        small: the call, if its data have come behind the headers.
     """
 
     name: str
@@ -45,10 +49,47 @@ class Operation(ABC):
     route: Any = "auto"
     grad = False
     which = ""
+    small: Small | None = None
 
-    @abstractmethod
     def execute(self, team: Team) -> Any:
         """Agree with the other ranks, move the data, and return the caller's result. Collective over the team."""
+        key, exchanged = self.key(), False
+        known = None if key is None else team.repeats.get(key)
+        if known is not None and known.calls == team.calls[team.foreground is team]:
+            if known.exchange(team, self.x):
+                return known.take(self.out)
+            exchanged = True  # another rank's call is not the same as before
+        call = call_of(self.name, self.validate, team)
+        agreed = collective.exchange(team, call, exchanged)
+        self.grad = agreed.grad
+        with abort.InTransfer(self.name, team.size):
+            self.plan(team, call, agreed)
+            if self.grad:
+                self.which = autograd.count(team)
+            result = self.forward(team)
+        if key is not None and self.small is not None and not self.grad:
+            remember(team, key, self.small)
+        return self.finish(result)
+
+    def key(self) -> Hashable:
+        """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
+        return None
+
+    @abstractmethod
+    def validate(self, team: Team, call: Call) -> None:
+        """Validate the arguments on this rank alone, and describe them in the call. Errors do not leave this rank."""
+
+    @abstractmethod
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        """Compute counts and boxes from the agreed headers. Collective; raises the same on all ranks."""
+
+    @abstractmethod
+    def forward(self, team: Team) -> Any:
+        """Move the data. Collective. An error here aborts the job, except for a RankError, which all ranks raise."""
+
+    def finish(self, result: Any) -> Any:
+        """Convert what forward returned to the caller's result, on this rank alone."""
+        return result
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         """Compute the gradient of `x` from that of this rank's result: the transpose of the call. Collective."""
@@ -59,73 +100,31 @@ class Description(NamedTuple):
     """The actions of a planned operation on this rank: see :class:`hpcdist.runtime.plan.Plan`.
 
     Attributes:
-        routes: route of the data, for the kinds of memory of all ranks for which it was selected. Structures may have
-            several, or none if all their tensors are small. The same on all ranks.
+        kinds: the kinds of memory of all ranks for which a route was selected. Structures may have several routes, or
+            none if all their tensors are small. The same on all ranks.
         methods: how data move; the same on all ranks.
     """
 
-    routes: Mapping[tuple[int, ...], Route]
+    kinds: Sequence[tuple[int, ...]]
     methods: Sequence[Method]
     sent: int
     received: int | None
     result: str
 
 
-class Steps(Operation):
-    """One call of a verb: the part of each step that is specific to the operation."""
-
-    def execute(self, team: Team, exchanged: bool = False) -> Any:
-        call, agreed = self.agree(team, exchanged)
-        with abort.InTransfer(self.name, team.size):
-            self.plan(team, call, agreed)
-            if self.grad:
-                self.which = autograd.count(team)
-            result = self.forward(team)
-        return self.finish(result)
-
-    def agree(self, team: Team, exchanged: bool = False) -> tuple[Call, Agreed]:
-        """Validate the arguments, and compare them on all ranks. Collective."""
-        call = self.validate(team)
-        agreed = collective.exchange(team, call, exchanged)
-        self.grad = agreed.grad
-        return call, agreed
-
-    @abstractmethod
-    def validate(self, team: Team) -> Call:
-        """Validate the arguments on this rank alone. Errors are not raised, but recorded in the call."""
-
-    @abstractmethod
-    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        """Choose route, counts and displacements from the agreed headers. Collective; raises the same on all ranks."""
-
-    @abstractmethod
-    def forward(self, team: Team) -> Any:
-        """Move the data. Collective. An error here aborts the job, except for a RankError, which all ranks raise."""
-
-    @abstractmethod
-    def describe(self, team: Team, agreed: Agreed) -> Description:
-        """Describe what forward() would do. Collective, after plan()."""
-
-    def finish(self, result: Any) -> Any:
-        """Convert what forward returned to the caller's result, on this rank alone."""
-        return result
-
-
-class Plannable(Steps):
+class Plannable(Operation):
     """An operation on one tensor, which can be kept after its plan, to be executed with other ones.
 
     Attributes:
         shared: whether the ranks of a node are to share the result.
         sent, dest, agreed: tensor that this rank sends, and memory for its result if there is some, validated and
             detached; headers of all ranks.
-        small: the call, if its data have come behind the headers.
     """
 
     shared = False
     sent: Tensor | None
     dest: Tensor | None
     agreed: Agreed
-    small: Small | None = None
 
     @abstractmethod
     def arguments(self) -> tuple[Any, ...] | None:
@@ -150,44 +149,45 @@ class Plannable(Steps):
         """Move the data to a result that the ranks of a node share; None on all ranks if it cannot be. Collective."""
         raise NotImplementedError
 
-    def execute(self, team: Team, exchanged: bool = False) -> Any:
-        key = _key(self)
-        known = None if key is None else team.repeats.get(key)
-        if known is not None and known.calls == team.calls[team.foreground is team]:
-            if known.exchange(team, self.x):
-                return known.take(self.out)
-            exchanged = True  # another rank's call is not the same as before
-        result = super().execute(team, exchanged)
-        if key is not None and self.small is not None and not self.grad:
-            remember(team, key, self.small)
-        return result
+    def key(self) -> Hashable:
+        x, out, given = self.x, self.out, self.arguments()
+        if given is None or self.shared or not _FIXED.issuperset(map(type, given)) or not repeatable(x, out):
+            return None
+        return (  # with the types: 1.0 is no dim, although it equals 1
+            self.name,
+            given,
+            *map(type, given),
+            x is not None and (x.dtype, x.shape),
+            out is not None and (out.dtype, out.shape),
+        )
 
-    def bind(self, x: Tensor | None, out: Tensor | None, agreed: Agreed) -> None:
-        """Take the tensors that forward() moves: of the shape, dtype and device of the plan."""
+    def bind(self, team: Team, x: Tensor | None, out: Tensor | None, agreed: Agreed, prefix: int = 0) -> None:
+        """Take the tensors that forward() moves, of the shape, dtype and device of the plan; see Small for `prefix`."""
         self.sent, self.dest, self.agreed = x, out, agreed
-
-    def keep(self, team: Team, prefix: int = 0) -> None:
-        """Keep the call, if its data have come: see :class:`hpcdist.collectives.small.Small`."""
-        if self.agreed.inline and came(parts := self.parts(team), self.agreed, prefix):
+        if agreed.inline and self.small is None and (parts := self.parts(team)).came(agreed, prefix):
             self.small = Small(team, parts, prefix)
+
+    def chosen(self, team: Team) -> Route:
+        """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
+        return select.agreed(self.name, self.route, team, self.agreed.kinds)
 
     def forward(self, team: Team) -> Tensor | None:
         result = self.in_window(team) if self.shared else None
         if result is None:
             result = self.move(team) if self.small is None else self.small.take(self.dest)
-        if result is None:
-            return (
-                torch.empty(0, dtype=self.sent.dtype, device=self.sent.device)
-                if self.grad and self.sent is not None
-                else None
-            )
-        return result if self.out is None else self.out
+        if result is not None:
+            return result if self.out is None else self.out
+        if self.grad and self.sent is not None:
+            return torch.empty(0, dtype=self.sent.dtype, device=self.sent.device)
+        return None
 
-    def describe(self, team: Team, agreed: Agreed) -> Description:
+    def describe(self, team: Team) -> Description:
+        """Describe what forward() would do. Collective, after plan()."""
+        self.chosen(team)
         parts, method = self.parts(team), self.method(team) if self.small is None else BEHIND_HEADERS
         box = parts.dests[team.rank]
         if self.shared:
-            method = results.method(team, layout.whole(parts.shape).size() * parts.dtype.itemsize, method)
+            method = results.method(team, prod(parts.shape) * parts.dtype.itemsize, method)
         if box is None:
             result = "none"
         elif self.out is not None:
@@ -196,28 +196,18 @@ class Plannable(Steps):
             result = "shared"
         else:
             result = "pool" if pool.holds(box.size() * parts.dtype.itemsize, parts.device) else "new"
-        return Description({agreed.kinds: parts.route}, [method], *parts.traffic(team.rank), result)
+        return Description([self.agreed.kinds], [method], *parts.traffic(team.rank), result)
 
 
 _FIXED = frozenset({int, str, bool, type(None)})  # others may change in place, or have methods of their own
 
 
-def _key(op: Plannable) -> tuple[Any, ...] | None:
-    """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
-    x, out = op.x, op.out
-    if op.shared or recorded() is not None or not (x is None or is_plain(x)):
-        return None
-    if out is not None and (not is_plain(out) or not out.dim() or out.is_inference()):
-        return None
-    given = op.arguments()
-    if given is None or not _FIXED.issuperset(map(type, given)):
-        return None
-    return (  # with the types: 1.0 is no dim, although it equals 1
-        op.name,
-        given,
-        *map(type, given),
-        x is not None and (x.dtype, x.shape),
-        out is not None and (out.dtype, out.shape),
+def repeatable(x: Any, out: Any) -> bool:
+    """Return whether a call with these tensors, or None, can be repeated without other checks than of their shapes."""
+    return (
+        recorded() is None  # asked first: a tracer's tensors may have no memory to ask for
+        and (x is None or is_plain(x))
+        and (out is None or (is_plain(out) and out.dim() > 0 and not out.is_inference()))
     )
 
 
@@ -241,10 +231,12 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     return result if op.out is None else written(op.out, result)
 
 
-def plan(op: Steps, team: Team) -> Agreed:
+def plan(op: Operation, team: Team) -> Agreed:
     """Run an operation up to its plan, to be executed later. Collective over the team."""
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-        call, agreed = op.agree(team)
+        call = call_of(op.name, op.validate, team)
+        agreed = collective.exchange(team, call)
+        op.grad = agreed.grad
         with abort.InTransfer(op.name, team.size):
             op.plan(team, call, agreed)
     return agreed

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm.route import Method, Route
+from hpcdist.comm.route import Method
 from hpcdist.comm.team import HEADER, Team
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["BEHIND_HEADERS", "Parts", "Small", "came", "encode", "prefix_of", "remember"]
+__all__ = ["BEHIND_HEADERS", "Parts", "Small", "encode", "prefix_of", "remember"]
 
 BEHIND_HEADERS = Method("behind the headers by which the ranks agree", "the data of every rank fit there")
 _MOST = 256  # calls that a team keeps
@@ -28,13 +28,11 @@ class Parts(NamedTuple):
     """What moves in a planned operation: the parts of one tensor, in rank order.
 
     Attributes:
-        route: route that moves them.
         shape, dtype, device: those of the whole tensor; the device is that of this rank's parts.
         sources, dests: box that each rank sends, and box that it receives; None for a rank that sends or receives none.
         recvs: (source, box) pairs that make up this rank's part of the result.
     """
 
-    route: Route
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -50,9 +48,12 @@ class Parts(NamedTuple):
         sent, received = (sum(box.size() for peer, box in of if peer != rank) for of in (moves.sends, moves.recvs))
         return self.dtype.itemsize * sent, self.dtype.itemsize * received
 
-    def sizes(self) -> list[int]:
-        """Return the bytes that each rank sends, 0 for a rank that sends none."""
-        return [0 if box is None else self.dtype.itemsize * box.size() for box in self.sources]
+    def came(self, agreed: Agreed, prefix: int) -> bool:
+        """Return whether the data of all ranks have come behind the headers. The same on all ranks."""
+        for nbytes, box in zip(agreed.inlines, self.sources, strict=True):
+            if box is not None and nbytes != prefix + self.dtype.itemsize * box.size():
+                return False
+        return agreed.inline
 
 
 class Small:
@@ -74,7 +75,6 @@ class Small:
 
     def __init__(self, team: Team, parts: Parts, prefix: int = 0) -> None:
         buffers = team.headers
-        assert buffers is not None
         sends = parts.sources[team.rank] is not None
         self._buffers, self._headers = buffers, buffers.last
         self._header = bytes(buffers.own[: HEADER + prefix * sends])
@@ -87,7 +87,7 @@ class Small:
         for source, box in parts.recvs:
             held = parts.sources[source]
             assert held is not None
-            start = buffers.place(source, prefix, 0).start // parts.dtype.itemsize
+            start = (buffers.starts[source] + prefix) // parts.dtype.itemsize
             view = messages.narrow(0, start, held.size())
             view = view if len(held.shape) == 1 else view.view(held.shape)
             view = view if box == held else view[box.slices(held.offset)]
@@ -123,12 +123,6 @@ class Small:
             for view, box in zip(self._views, self._boxes, strict=True):
                 whole[box.slices()].copy_(view)
         return out
-
-
-def came(parts: Parts, agreed: Agreed, prefix: int) -> bool:
-    """Return whether the data of all ranks have come behind the headers. The same on all ranks."""
-    sources = zip(agreed.inlines, parts.sources, parts.sizes(), strict=True)
-    return agreed.inline and all(box is None or nbytes == prefix + size for nbytes, box, size in sources)
 
 
 def remember(team: Team, key: object, small: Small) -> None:

@@ -18,7 +18,6 @@ from hpcdist.comm.route import Method
 from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
-from hpcdist.routes import select
 from hpcdist.runtime import background, world
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
@@ -135,51 +134,46 @@ class Scatter(Plannable):
         counts = self.counts if listed else (self.counts,)
         return self.dim, self.root, self.route, self.allow_pickle, listed, *counts
 
-    def validate(self, team: Team) -> Call:
-        call = local.split_call(self, team.rank, team.size, team.settings.device.type != "cpu")
+    def validate(self, team: Team, call: Call) -> None:
+        local.check_split(self, team.rank, team.size, team.settings.device.type != "cpu", call)
         if team.rank != call.root:
             call.inline = ()
         elif call.x is not None and local.may_be_inline(call):
             header = _encoded(call, team.size)
             fits = len(header) + call.x.nbytes <= team.inline
             call.inline = (header, row_major(call.x)) if fits else (header,)
-        return results.check_shared(call, self.shared, self.x)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        buffers = team.headers
-        assert buffers is not None
         if agreed.inline:
-            nbytes = agreed.inlines[call.root] // 8 * 8
-            header = bytes(buffers.all[buffers.place(call.root, 0, nbytes)])
+            header = team.headers.data(call.root, 0, agreed.inlines[call.root] // 8 * 8)
         else:
             header = objects.broadcast_bytes(team.comm, _encoded(call, team.size), call.root)
         if not header:
             problem = coded("HD211", "out is given, but the root has no tensor")
-            ranks = [rank for rank, extent in enumerate(agreed.out_extents) if extent >= 0]
-            objects.raise_problems(self.name, dict.fromkeys(ranks, problem))
+            objects.raise_problems(self.name, dict.fromkeys(agreed.outs, problem))
             self._structure = Distribution(team, call, agreed.kinds)
             return
         self._blocks = cut = _decoded(header, call.dim_arg, team.size)
         self._root = call.root
-        collective.check_out(self.name, agreed, [box.shape[call.dim_arg] for (box,) in cut.boxes])
-        self._route = select.agreed(self.name, call.route, team, agreed.kinds)
+        if agreed.outs:
+            expected = [box.shape[call.dim_arg] for (box,) in cut.boxes]
+            collective.check_out(self.name, agreed.outs, expected, agreed.grad)
         on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
-        self.bind(call.x, call.out, agreed)
-        self.keep(team, _prefix(len(cut.shape), team.size))
+        self.bind(team, call.x, call.out, agreed, prefix_of(2 + len(cut.shape) + team.size))
 
     def parts(self, team: Team) -> Parts:
         cut, whole = self._blocks, layout.whole(self._blocks.shape)
         sources = [whole if rank == self._root else None for rank in range(team.size)]
         dests = [box for (box,) in cut.boxes]
-        return Parts(self._route, cut.shape, cut.dtype, self._device, sources, dests, [(self._root, dests[team.rank])])
+        return Parts(cut.shape, cut.dtype, self._device, sources, dests, [(self._root, dests[team.rank])])
 
     def method(self, team: Team) -> Method:
-        return self._route.method(team, "scatterv", self._blocks.nbytes)
+        return self.chosen(team).method(team, "scatterv", self._blocks.nbytes)
 
-    def describe(self, team: Team, agreed: Agreed) -> Description:
-        return super().describe(team, agreed) if self._structure is None else self._structure.describe(team, agreed)
+    def describe(self, team: Team) -> Description:
+        return super().describe(team) if self._structure is None else self._structure.describe(team)
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.routes import window  # which imports MPI
@@ -191,7 +185,7 @@ class Scatter(Plannable):
         return super().forward(team) if self._structure is None else self._structure.forward(team)
 
     def move(self, team: Team) -> Tensor:
-        cut, dest = self._blocks, self.dest
+        cut, dest, route = self._blocks, self.dest, self.chosen(team)
 
         def take() -> tuple[Tensor, Tensor, Tensor | None]:
             part = cut.empty_part(team.rank, self._device) if dest is None else dest
@@ -199,7 +193,7 @@ class Scatter(Plannable):
             return part, buffer, None if self.sent is None else row_major(cut.pack(self.sent), dest)
 
         part, buffer, messages = results.allocate(self.name, team, cut.counts, take, self.agreed)
-        self._route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
+        route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
         if buffer is not part:
             copyable(part).copy_(copyable(buffer))
         return part
@@ -208,17 +202,13 @@ class Scatter(Plannable):
         cut, total, buffer = self._blocks, None, None
         if self.sent is not None:
             total, buffer = cut.recv_buffer(None, self._device)
-        self._route.gatherv(team, grad, buffer, cut.counts, cut.displs, self._root)
+        self.chosen(team).gatherv(team, grad, buffer, cut.counts, cut.displs, self._root)
         if total is not None and buffer is not None:
             cut.unpack(buffer, total)
         return total
 
     def finish(self, result: Any) -> Any:
         return result if self._structure is None else self._structure.finish(result, self.allow_pickle)
-
-
-def _prefix(ndim: int, size: int) -> int:
-    return prefix_of(2 + ndim + size)
 
 
 def _encoded(call: Call, size: int) -> bytes:
@@ -238,7 +228,8 @@ def _decoded(header: bytes, dim: int, size: int) -> Blocks:
 def _local(op: Scatter, group: Group) -> Any:
     """Return this rank's part of a tensor or structure that every rank holds: views."""
     rank, size = group.rank, group.size
-    call = local.split_call(Scatter(op.x, op.dim, rank, op.counts, "auto", None, True), rank, size, False)
+    own = Scatter(op.x, op.dim, rank, op.counts, "auto", None, True)
+    call = local.call_of("split", local.check_split, own, rank, size, False)
     if call.problem is None and op.out is not None:
         call.problem = coded("HD211", "out is given, but with root=None each part is a view of x: copy it with copy_()")
     if call.problem is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("GIVEN", "VARIABLES", "Launcher", "alone", "has_rank", "is_given", "job", "nearest", "number", "on_node"),
-    *("unsupported", "without_launcher"),
+    "without_launcher",
 ]
 
 _OWN_MPIRUN = (
@@ -243,26 +243,6 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
     )
 
 
-def unsupported(environ: Mapping[str, str], library: str, libraries: str) -> str | None:
-    """Find a launch of MPICH that ends in MPI_Init, with "unsupported PMI version PMIx": one by PMIx alone.
-
-    Args:
-        environ: variables of this process.
-        library: the MPI library as it calls itself.
-        libraries: the libraries that are loaded, as /proc/self/maps has them. An MPICH built for PMIx loads libpmix.
-
-    Returns:
-        The problem and its fix, or None.
-    """
-    if not library.startswith("MPICH") or "PMIX_NAMESPACE" not in environ or "libpmix" in libraries:
-        return None
-    if any(name in environ for name in ("PMI_FD", "PMI_PORT")):  # a Hydra inside a step of PMIx
-        return None
-    found = nearest(environ)
-    name, fix = (found[0].name, found[0].fix) if found is not None else ("prterun", _OWN_MPIRUN)
-    return f"{name} started this process with PMIx, which its MPI library was built without: {library}. {fix}."
-
-
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a child process that runs MPI on its own, outside the job.
 
@@ -288,14 +268,11 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
     """
     _check_files()
     try:
-        misfit = _start(environ)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             "HD101", f"mpi4py finds no MPI library ({error}); pip install mpich, or load your MPI"
         ) from error
-    if misfit is not None:
-        raise LaunchError("HD106", misfit)
     if MPI.Is_finalized():
         raise LaunchError("HD112", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
     if not MPI.Is_initialized():  # mpi4py.rc.initialize is false
@@ -336,37 +313,5 @@ def _end() -> None:
         MPI.Finalize()
 
 
-def _start(environ: Mapping[str, str]) -> str | None:
-    """Start MPI as importing mpi4py does, unless MPI_Init would abort for "unsupported PMI version PMIx".
-
-    Returns:
-        The problem and its fix in that case, else None.
-    """
-    import mpi4py
-
-    rc = mpi4py.rc
-    if "PMIX_NAMESPACE" not in environ or "mpi4py.MPI" in sys.modules or not rc.initialize or not rc.threads:
-        return None
-    before, rc.initialize = rc.finalize, False
-    rc.finalize = before is None or before  # as None means where mpi4py itself starts MPI
-    try:
-        from mpi4py import MPI
-    finally:
-        rc.initialize, rc.finalize = True, before
-    misfit = unsupported(environ, _library(MPI.Get_library_version()), _maps())
-    if misfit is None and not MPI.Is_initialized():
-        level = environ.get("MPI4PY_RC_THREAD_LEVEL", rc.thread_level)
-        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
-    return misfit
-
-
 def _library(version: str) -> str:
     return " ".join(version.split("\n")[0].strip("\0 ").split())
-
-
-def _maps() -> str:
-    try:
-        with open("/proc/self/maps", errors="surrogateescape") as maps:
-            return maps.read()
-    except OSError:
-        return ""

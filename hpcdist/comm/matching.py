@@ -10,16 +10,17 @@ import struct
 import threading
 from bisect import insort
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm.mpi import memory
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import of_bytes
 
-__all__ = ["INLINE", "Envelope", "Unexpected", "bytes_of", "conflict", "with_envelope"]
+__all__ = ["INLINE", "Envelope", "Unexpected", "conflict", "with_envelope"]
 
 _HEAD = struct.Struct("<qqqq")  # the group's key, the tag, the message's number, the bytes of its content
 _NOT_YET = 0xFF  # each byte of a head that has not arrived: as a number of bytes it is invalid
@@ -112,7 +113,7 @@ class Unexpected:
             content[: _HEAD.size] = _NOT_YET
             self._count += 1
             self._coming = content, status.Get_source(), self._count
-            self._comm.Recv([bytes_of(content), MPI.BYTE], status.Get_source(), 0)
+            self._comm.Recv([memory(content), MPI.BYTE], status.Get_source(), 0)
             self._keep()
 
     def _keep(self) -> None:
@@ -142,11 +143,6 @@ def _opened(message: Tensor, source: int, serial: int) -> Envelope:
             "HD901", f"a message of rank {source} is damaged: {content.numel()} bytes, {nbytes} announced"
         )
     return Envelope(key, tag, number, source, nbytes, serial, content if nbytes <= INLINE else None)
-
-
-def bytes_of(x: Tensor) -> Any:
-    """Return the bytes of a tensor in host memory as mpi4py takes them; a request keeps them alive."""
-    return x.numpy()
 
 
 def conflict(one: Sequence[int | None], other: Sequence[int | None]) -> bool:

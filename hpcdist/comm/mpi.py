@@ -11,7 +11,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 from torch import Tensor
@@ -24,7 +24,7 @@ from hpcdist.tensors import accelerator
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "Mpi", "Views"]
+__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "Mpi", "Views", "memory", "pieces"]
 
 LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
 # Total bytes from which sends and receives replace an Allgatherv. MPICH pipelines it in pieces of 32 KiB around a
@@ -58,47 +58,38 @@ class Mpi(Route):
         if displs[-1] + counts[-1] > _limit("gatherv"):
             super().gatherv(team, send, recv, counts, displs, root)
         else:
-            spec = None if recv is None else [_memory(recv), counts, displs, MPI.BYTE]
-            team.comm.Gatherv([_memory(send), counts[team.rank], MPI.BYTE], spec, root)
+            spec = None if recv is None else [memory(recv), counts, displs, MPI.BYTE]
+            team.comm.Gatherv([memory(send), counts[team.rank], MPI.BYTE], spec, root)
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         if displs[-1] + counts[-1] > _limit("scatterv"):
             super().scatterv(team, send, recv, counts, displs, root)
         else:
-            spec = None if send is None else [_memory(send), counts, displs, MPI.BYTE]
-            team.comm.Scatterv(spec, [_memory(recv), counts[team.rank], MPI.BYTE], root)
+            spec = None if send is None else [memory(send), counts, displs, MPI.BYTE]
+            team.comm.Scatterv(spec, [memory(recv), counts[team.rank], MPI.BYTE], root)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         if displs[-1] + counts[-1] > _limit("allgatherv"):
             super().allgatherv(team, send, recv, counts, displs)
         else:
-            memory, count = _memory(send), counts[team.rank]
             in_place = send.data_ptr() == recv.data_ptr() + displs[team.rank]  # MPI requires it
-            spec = MPI.IN_PLACE if in_place else [memory, count, MPI.BYTE]
-            team.comm.Allgatherv(spec, [_memory(recv), counts, displs, MPI.BYTE])
+            spec = MPI.IN_PLACE if in_place else [memory(send), counts[team.rank], MPI.BYTE]
+            team.comm.Allgatherv(spec, [memory(recv), counts, displs, MPI.BYTE])
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         if what.total > _limit("alltoallv"):
             super().alltoallv(team, send, recv, what)
         else:
             team.comm.Alltoallv(
-                [_memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
-                [_memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
+                [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
+                [memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
             )
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # MPI keeps the order of messages between two ranks: pieces need no tags.
         comm = team.comm
-        requests = [
-            comm.Irecv([_memory(block[start : start + length]), MPI.BYTE], source)
-            for source, block in recvs
-            for start, length in layout.pieces(block.numel(), limits.PIECE)
-        ]
-        requests += [
-            comm.Isend([_memory(block[start : start + length]), MPI.BYTE], dest)
-            for dest, block in sends
-            for start, length in layout.pieces(block.numel(), limits.PIECE)
-        ]
+        requests = [comm.Irecv(piece, source) for source, block in recvs for piece in pieces(memory(block))]
+        requests += [comm.Isend(piece, dest) for dest, block in sends for piece in pieces(memory(block))]
         for request in requests:
             request.Wait()
 
@@ -127,7 +118,7 @@ class Mpi(Route):
 
     def alltoallw(self, team: Team, send: Tensor, sends: Views, recv: Tensor, recvs: Views) -> None:
         """Send rank i's view of `send` for rank j into rank j's view of `recv` for rank i; both in host memory."""
-        team.comm.Alltoallw([_memory(send), *sends], [_memory(recv), *recvs])
+        team.comm.Alltoallw([memory(send), *sends], [memory(recv), *recvs])
 
 
 def _limit(operation: str) -> int:
@@ -135,11 +126,17 @@ def _limit(operation: str) -> int:
     return min(DIRECT, LIMIT) if operation == "allgatherv" else LIMIT
 
 
-def _memory(message: Tensor) -> object:
+def memory(message: Tensor) -> Any:
     """Return the memory of a message as an mpi4py buffer; on a GPU, after pending work on it."""
     if not message.is_cpu:
         accelerator.synchronize(message.device)
     return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)
+
+
+def pieces(memory: Any) -> list[list[Any]]:
+    """Cut an mpi4py buffer into what one message may hold; an empty one is one piece."""
+    ranges = layout.pieces(len(memory), limits.PIECE) or [(0, 0)]
+    return [[memory[start : start + length], MPI.BYTE] for start, length in ranges]
 
 
 # Both sides of a message have items of the same size; their meaning does not matter.

@@ -53,8 +53,8 @@ class Settings:
 GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
 """What a caller may pass as ``group=``."""
 
-S = TypeVar("S", list[Any], tuple[Any, ...], dict[Any, Any])
-"""A structure: what comes is of the same kind as what was passed."""
+S = TypeVar("S", "Tensor", list[Any], tuple[Any, ...], dict[Any, Any])
+"""A tensor or structure: the result is of the same kind as the argument."""
 
 
 class Keywords(TypedDict, total=False):

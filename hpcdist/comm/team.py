@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -160,6 +161,7 @@ class HeaderBuffers:
         own, all: this rank's header and data, and those of all ranks one after the other.
         messages: `all` as a tensor.
         send, recv: the same, as mpi4py takes them.
+        starts: where the data of each rank begin in `all`.
         last, agreed: headers that were last agreed on, and what was agreed.
     """
 
@@ -176,7 +178,7 @@ class HeaderBuffers:
         self.last: list[tuple[bytes]] = []
         self.agreed: Any = None
         self._capacity, self._memory = capacity, MPI.buffer.fromaddress
-        self._starts = range(HEADER, HEADER + stride * size, stride)
+        self.starts = range(HEADER, HEADER + stride * size, stride)
         self._parts = struct.Struct(f"{HEADER}s{capacity}x")
 
     def headers(self) -> list[tuple[bytes]]:
@@ -204,10 +206,10 @@ class HeaderBuffers:
             memory: Any = self._memory(x.data_ptr(), nbytes)
             self.own[start : start + nbytes] = memory
 
-    def place(self, rank: int, start: int, nbytes: int) -> slice:
-        """Return where a part of the data of a rank lies in `all`."""
-        start += self._starts[rank]
-        return slice(start, start + nbytes)
+    def data(self, rank: int, start: int, nbytes: int) -> bytes:
+        """Return a part of the data behind the header of a rank."""
+        start += self.starts[rank]
+        return bytes(self.all[start : start + nbytes])
 
 
 def inline_capacity(size: int) -> int:
@@ -235,11 +237,9 @@ class Team:
         calls: number of verbs begun, in the foreground and (True) with async_op; in a background team, those of the
             foreground before the current one.
         torch_groups: torch backends by name, see :mod:`hpcdist.routes.c10d`.
-        side_comm: communicator of the team in the background of this one, or of the messages of a process group; None
-            in a background team.
+        side_comm: communicator of the team in the background of this one, or of the messages of a process group.
         worker: thread of asynchronous calls: of a process group, or of the verbs of a background team.
         stream: the worker's stream on a GPU, after its first use.
-        headers: memory for headers, after its first use.
         inline: bytes of data that may travel behind a rank's header.
         routes: routes chosen so far and why, by name and the kinds of memory of all ranks.
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
@@ -263,11 +263,10 @@ class Team:
         self._begun = 0
         self.torch_groups: dict[str, Any] = {}
         self.number: int = _agree_on_keys(comm, group) if foreground is None else foreground.number + 1
-        self.side_comm = comm.Dup() if foreground is None else None
+        self.side_comm = comm.Dup() if foreground is None else comm
         self._background: Team | None = None
         self.worker = Worker("hpcdist")
         self.stream: Any = None
-        self.headers: HeaderBuffers | None = None
         self.inline = inline_capacity(self.size)
         self.routes: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.cuda_aware: bool | None = None
@@ -284,9 +283,13 @@ class Team:
     def background(self) -> Team:
         """The team of these ranks whose worker runs the verbs with async_op. Nothing is communicated."""
         if self._background is None:
-            assert self.side_comm is not None
             self._background = Team(self.side_comm, self.group, self.settings, foreground=self)
         return self._background
+
+    @cached_property
+    def headers(self) -> HeaderBuffers:
+        """Memory for headers."""
+        return HeaderBuffers(self.inline, self.size)
 
     @property
     def node_of(self) -> list[int]:
@@ -349,8 +352,7 @@ class Team:
         self.repeats.clear()
         for number in (self.number, self.number + 1):
             activity.peers.pop(number, None)
-        if self.side_comm is not None:
-            self.side_comm.Free()
+        self.side_comm.Free()
         self.comm.Free()
         return left
 

@@ -106,7 +106,7 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
                     if row is None:
                         reader.read(box, pool.empty(box.shape, stored.dtype, "cpu", fixed=True), WINDOW)
                     else:
-                        reader.check(row, WINDOW)
+                        reader.check(row)
                 except FileError as error:
                     damaged.append(str(error))
                 bar.update(box.size() * stored.dtype.itemsize)
@@ -124,9 +124,9 @@ def _verdict(contents: Contents, pieces: int, damaged: list[str]) -> str:
     name, damaged = shown(contents.path), [shown(text) for text in damaged]
     if not damaged:
         checked = "all as they were written" if contents.checked else "all can be read; there are no checksums"
-        return f"{name}: {pieces} pieces, {show_bytes(contents.nbytes())}: {checked}"
+        return f"{name}: {plural(pieces, 'piece')}, {show_bytes(contents.nbytes())}: {checked}"
     more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
-    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{name}: {len(damaged)} of {pieces} pieces are DAMAGED"])
+    return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{name}: DAMAGED: {len(damaged)} of {plural(pieces, 'piece')}"])
 
 
 _ABOUT = {

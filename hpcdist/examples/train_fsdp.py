@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
@@ -31,44 +30,32 @@ import hpcdist as hd
 from hpcdist import staging
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
-__all__ = ["main"]
-
-BATCH = 24  # samples of all ranks together: 1, 2, 3, 4, 6, 8, 12 or 24 ranks can share them
+STEPS, SAVE_EVERY = 12, 3
+BATCH = 24  # samples of all ranks together
+CHECKPOINT, WEIGHTS = "checkpoint.h5", "weights.safetensors"
 
 
 def main() -> None:
     """Train from the checkpoint if there is one, and write the weights. Collective over all ranks of the job."""
-    asked = options()
+    parser = argparse.ArgumentParser(prog="python -m hpcdist.examples.train_fsdp")
+    parser.add_argument("--die-after", type=int, default=0, help="kill the last rank after so many steps")
+    die_after = parser.parse_args().die_after
     with hd.init() as world:
-        if BATCH % world.world_size:
-            raise ValueError(f"a batch of {BATCH} samples cannot be shared equally by {world.world_size} ranks")
-        mesh = init_device_mesh(world.device.type, (world.world_size,))
         model = network().to(world.device)
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for module in (*model, model):
+            fully_shard(module)
         optimizer = optimizer_of(model)
-        first = resume(model, optimizer, asked.checkpoint)
+        first = resume(model, optimizer)
         if world.rank == 0:
             print(f"{world.world_size} ranks, from step {first}", flush=True)
-        train(model, optimizer, first, asked, world)
+        train(model, optimizer, first, die_after, world)
 
         # Every rank writes its rows of each weight, at their place in the file.
         weights: dict[str, Any] = model.state_dict()
-        staging.save(asked.weights, {name: x.to_local() for name, x in weights.items()}, dim=0)
+        staging.save(WEIGHTS, {name: x.to_local() for name, x in weights.items()}, dim=0)
         if world.rank == 0:
-            compare(asked.weights, asked.steps)
-            print(f"{asked.weights}: one process has learnt the same weights")
-
-
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="steps of the whole training (default 12)")
-    parser.add_argument("--every", type=int, default=3, help="steps between two saves (default 3)")
-    parser.add_argument("--die-after", type=int, default=0, help="kill the last rank after so many steps")
-    parser.add_argument("--checkpoint", default="checkpoint.h5", help="(default checkpoint.h5)")
-    parser.add_argument("--weights", default="weights.safetensors", help="(default weights.safetensors)")
-    return parser.parse_args()
+            compare()
+            print(f"{WEIGHTS}: one process has learnt the same weights")
 
 
 def network() -> nn.Sequential:
@@ -87,14 +74,23 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, (3 * x).sin().mean(1, keepdim=True).expand(-1, 5)
 
 
-def resume(model: nn.Module, optimizer: Optimizer, path: str) -> int:
+def learn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, ranks: int = 1) -> None:
+    """Take a step with this rank's share of a batch. FSDP2 averages the gradients of all ranks: the sum of the loss
+    over the share, times the number of ranks, is right also if the shares differ."""
+    optimizer.zero_grad()
+    loss = functional.mse_loss(model(x), y, reduction="sum") * ranks / BATCH
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def resume(model: nn.Module, optimizer: Optimizer) -> int:
     """Load the checkpoint, which any number of ranks may have saved, and return the next step."""
-    there = [os.path.exists(path)]
+    there = [os.path.exists(CHECKPOINT)]
     dist.broadcast_object_list(there)  # rank 0's answer, for all
     if not there[0]:
         return 0
     state = state_of(model, optimizer, 0)
-    dcp.load(state, storage_reader=HDF5Reader(path))  # type: ignore[attr-defined]
+    dcp.load(state, storage_reader=HDF5Reader(CHECKPOINT))  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return int(state["step"])
 
@@ -104,41 +100,32 @@ def state_of(model: nn.Module, optimizer: Optimizer, step: int) -> dict[str, Any
     return {"model": weights, "optimizer": moments, "step": step}
 
 
-def train(model: nn.Module, optimizer: Optimizer, first: int, asked: argparse.Namespace, world: hd.World) -> None:
+def train(model: nn.Module, optimizer: Optimizer, first: int, die_after: int, world: hd.World) -> None:
     """Train from step `first` on. Saves use a separate group, so they run beside the training's messages."""
     saves = dist.new_group()
     saving: Any = None
-    for step in range(first, asked.steps):
+    for step in range(first, STEPS):
         x, y = (hd.local(part, hd.Split(0)).to(world.device) for part in batch(step))
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]  # FSDP2 averages the gradients of all ranks
-        optimizer.step()
-        if (step + 1) % asked.every == 0:
+        learn(model, optimizer, x, y, world.world_size)
+        if (step + 1) % SAVE_EVERY == 0:
             if saving is not None:
                 saving.result()  # one save at a time; raises if it failed
-            state, writer = state_of(model, optimizer, step + 1), HDF5Writer(asked.checkpoint)
+            state, writer = state_of(model, optimizer, step + 1), HDF5Writer(CHECKPOINT)
             # Returns when the values have been copied. The next steps may change them.
             saving = dcp.async_save(state, storage_writer=writer, process_group=saves)  # type: ignore[attr-defined]
-        if step + 1 == asked.die_after and world.rank == world.world_size - 1:
+        if step + 1 == die_after and world.rank == world.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
     if saving is not None:
         saving.result()
 
 
-def compare(path: str, steps: int) -> None:
+def compare() -> None:
     """Raise an AssertionError unless whole batches on this process alone give the weights in the file."""
     alone = network()
     optimizer = optimizer_of(alone)
-    for x, y in map(batch, range(steps)):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(alone(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    found = load_file(path)
-    assert found.keys() == alone.state_dict().keys(), found.keys()
-    for name, want in alone.state_dict().items():
-        torch.testing.assert_close(found[name], want, rtol=1e-4, atol=1e-5)
+    for x, y in map(batch, range(STEPS)):
+        learn(alone, optimizer, x, y)
+    torch.testing.assert_close(load_file(WEIGHTS), {**alone.state_dict()}, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

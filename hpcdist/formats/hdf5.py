@@ -186,6 +186,8 @@ def _seal(parts: Mapping[str, bytes]) -> bytes:
 
 
 def _set(file: Any, name: str, attrs: Mapping[str, Any]) -> None:
+    if odd := [key for key in attrs if not key or "\0" in key]:
+        raise refusal(ValueError, "HD418", f"an attribute's name cannot be empty or hold NUL: {odd[0]!r}")
     if attrs:  # h5py takes a while to open an object
         file[name].attrs.update({key: _fixed_length(value) for key, value in attrs.items()})
 

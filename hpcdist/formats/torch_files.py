@@ -17,9 +17,9 @@ import re
 import struct
 import warnings
 import zipfile
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from mmap import MAP_PRIVATE, PROT_READ, mmap
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -40,7 +40,7 @@ __all__ = ["DCP", "METADATA", "PT", "part_of"]
 
 METADATA = ".metadata"  # of a folder
 
-_MOST_NAMES = 2**18
+_MOST_NAMES, _DEEPEST = 2**18, 100  # of dicts that are in a file more than once; of dicts within each other
 _LOCAL, _LENGTHS = 30, 26  # bytes of a member's own header; where the lengths of its name and its extra field are
 _ALIGNMENT = 64  # bytes, of what torch.save writes
 _NUMBER = re.compile(r"/data/(\d+)$")
@@ -55,8 +55,8 @@ class _Pt(Format):
         if members is not None:
             with suppress(NotImplementedError):  # of a tensor that cannot be on "meta"
                 held = _load(path, map_location="meta")
-        found = _tensors(path, _whole(path, members is not None) if held is None else held)
-        tensors, others = {}, {}
+        found, others = _tensors(path, _whole(path, members is not None) if held is None else held)
+        tensors = {}
         for key, x in found.items():
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
             if kind != "strided":
@@ -70,7 +70,7 @@ class _Pt(Format):
         mapped = _members_of(path) is not None
 
         def find() -> Tensor:
-            return _tensors(path, _whole(path, mapped))[stored.name]
+            return _tensors(path, _whole(path, mapped))[0][stored.name]
 
         x = None if mapped else find()
 
@@ -81,12 +81,14 @@ class _Pt(Format):
         return read
 
     def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         (array,) = datasets
         os.truncate(path, array.nbytes())  # raises, if the file system has a limit on the size of files
-        with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):  # all but the data
-            torch.save(torch.empty(array.shape, dtype=array.dtype, device="cpu"), path)
+        with warnings.catch_warnings(), torch.serialization.skip_data():  # all but the data
+            warnings.simplefilter("ignore")  # of memory that cannot be written
+            x = torch.empty(0, dtype=array.dtype, device="cpu")
+            if array.nbytes():  # memory that is never touched; the system counts none that cannot be written
+                x = torch.frombuffer(mmap(-1, array.nbytes(), MAP_PRIVATE, PROT_READ), dtype=array.dtype)
+            torch.save(x.view(array.shape), path)
         made = _load(str(path), map_location="meta")
         return FileMap.of(path, [made.untyped_storage()._checkpoint_offset or 0])
 
@@ -182,29 +184,40 @@ def _raw_of(path: str, x: Tensor, members: Mapping[int, int], base: int = 0) -> 
     return Raw(path, base + start + first, tuple(x.shape), x.dtype)
 
 
-def _tensors(path: str, held: object) -> dict[str, Tensor]:
-    """The tensors of nested dicts by their path: ``{"model": {"w": x}}`` -> ``{"model/w": x}``; of one alone, by ""."""
+def _tensors(path: str, held: object) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of nested dicts by their path: ``{"model": {"w": x}}`` -> ``{"model/w": x}``; of one alone, by "".
+
+    Returns:
+        Them; and what else the dicts hold: a description by its path.
+    """
     if isinstance(held, Tensor):
-        return {"": held.detach()}
+        return {"": held.detach()}, {}
     if not isinstance(held, dict):
         raise FileError("HD408", f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
     found: dict[str, Tensor] = {}
-    seen = set()
-    left: deque[tuple[str, dict[Any, Any]]] = deque([("", held)])
-    while left:
-        if len(found) + len(left) > _MOST_NAMES:  # a forged one may hold the next dict twice, and so on
+    others: dict[str, str] = {}
+    seen, repeated = set[int](), 0
+
+    def add(prefix: str, part: dict[Any, Any], above: frozenset[int]) -> None:
+        nonlocal repeated
+        repeated += len(part) if id(part) in seen else 0
+        if repeated > _MOST_NAMES or len(above) > _DEEPEST:  # a forged one: each dict twice in the one above
             raise FileError("HD402", f"{path}: cannot be read: it holds more than {_MOST_NAMES:,} dicts and tensors")
-        prefix, part = left.popleft()
         seen.add(id(part))
+        within = above | {id(part)}
         for key, value in part.items():
             name = f"{prefix}{key}"
             if isinstance(value, Tensor):
                 if name in found:
                     raise FileError("HD402", f"{path}: cannot be read: two of its tensors have the name {name!r}")
                 found[name] = value.detach()
-            elif isinstance(value, dict) and id(value) not in seen:  # a forged one may hold itself
-                left.append((f"{name}/", value))
-    return found
+            elif not isinstance(value, dict):
+                others[name] = f"a value: {type(value).__name__}"
+            elif id(value) not in within:  # a forged one may hold itself
+                add(f"{name}/", value, within)
+
+    add("", held, frozenset())
+    return found, others
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"

@@ -6,13 +6,14 @@ The texts are the templates in templates/. The scripts in jobscripts/ are exactl
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import Field, fields
+from typing import Any
 
 import jinja2
 
 from hpcdist.jobscript.shape import OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape, check, completed, gpus, seconds
 
-__all__ = ["write"]
+__all__ = ["option", "write"]
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hpcdist.jobscript"),
@@ -61,16 +62,18 @@ def write(shape: Shape) -> str:
     return _TEMPLATES.get_template("plain.j2" if shape.plain else f"kinds/{shape.kind}.j2").render(values)
 
 
+def option(field: Field[Any]) -> str:
+    """Return the option for a field of a shape. That of several values is in the singular, and may be repeated."""
+    name = field.name.removesuffix("s") if field.default == () else field.name
+    return f"--{name.replace('_', '-')}"
+
+
 def _written_by(shape: Shape) -> str:
     """Return the command line that writes this script."""
     words = ["python", "-m", "hpcdist.jobscript", "--kind", shape.kind]
     for field in fields(shape):
         value = getattr(shape, field.name)
-        if field.name in ("kind", "command") or value == field.default:
-            continue
-        option = f"--{field.name.replace('_', '-')}"
-        if isinstance(value, tuple):  # may be repeated, under a name in the singular
-            words += [word for text in value for word in (option.removesuffix("s"), text)]
-        else:
-            words += [option] if value is True else [option, str(value)]
+        if field.name not in ("kind", "command") and value != field.default:
+            for one in value if isinstance(value, tuple) else [value]:
+                words += [option(field)] if one is True else [option(field), str(one)]
     return shlex.join([*words, *(["--", *shape.command] if shape.command else [])])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from hpcdist.errors import InputError, reason
-from hpcdist.jobscript import write
+from hpcdist.jobscript import option, write
 from hpcdist.jobscript.shape import BINDINGS, KINDS, LAUNCHERS, OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape
 from hpcdist.process.streams import pass_bytes_on, printing
 from hpcdist.runtime.cli import Parser, path
@@ -22,12 +23,11 @@ _VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; 
 def main(words: list[str]) -> None:
     """Write the script to the file that is named, or to standard output."""
     p = parser()
-    given = {name: value for name, value in vars(p.parse_args(words)).items() if value is not None}
+    given = vars(p.parse_args(words))
     script = given.pop("script", None)
     given.setdefault("kind", "gpu" if given.get("gpus_per_node") else "cpu")
-    for several in ("modules", "mounts", "directives"):
-        given[several] = tuple(given[several])
-    given["command"] = tuple(given["command"]) or None
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    given["command"] = given.get("command") or None
     shape = Shape(**given)
     if shape.plain and (shape.scheduler, shape.mpi) == ("slurm", "auto"):
         shape = replace(shape, mpi=pmi(shape))
@@ -65,80 +65,67 @@ def _printed(command: list[str]) -> str:
     return done.stdout + done.stderr if done.returncode == 0 else ""
 
 
+# What --help says of each option: of each field of Shape.
+_HELP = {
+    "kind": "kind of job (default gpu with --gpus-per-node, else cpu)",
+    "scheduler": "scheduler of the cluster (default slurm)",
+    "plain": "minimal; everything is decided when it is written",
+    "nodes": "number of nodes (default 2)",
+    "ntasks_per_node": "ranks per node (default one per GPU, or 4)",
+    "gpus_per_node": "GPUs per node, for Slurm also their type (default 4 for kind gpu, else none)",
+    "cpus_per_task": "cores per rank (default 8 with a GPU, else 1)",
+    "mem": "memory per node, such as 64G (default the cluster's; not with Flux, jsrun)",
+    "time": "time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)",
+    "partition": "partition or queue of the cluster (default the cluster's)",
+    "account": "account, project or bank to charge (default yours)",
+    "qos": "quality of service (Slurm)",
+    "constraint": "required features of the nodes, in the scheduler's words",
+    "exclusive": "do not share the nodes with other jobs",
+    "output": "file for the job's output, with the scheduler's patterns",
+    "name": "name of the job (default hpcdist-KIND)",
+    "array": "for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)",
+    "warning": "for kind requeue: seconds before the limit (default 120)",
+    "launcher": "launcher of the ranks (default the scheduler's first)",
+    "mpi": "PMI of srun: pmix, pmi2, ..., or default for the cluster's (default auto)",
+    "bind": "bind each rank to the cores beside its GPU, to its own cores, or not (default gpu with a GPU per rank)",
+    "modules": "module to load; may be repeated",
+    "venv": "virtual environment to activate",
+    "conda": "conda environment to activate, by name or folder",
+    "stage_env": "first copy the environment to every node's own disk",
+    "apptainer": "Apptainer or Singularity image in which the ranks run",
+    "pyxis": "image in which the ranks run, for Slurm with Pyxis",
+    "mounts": "folder to mount in the container, beside the current one; may be repeated",
+    "directives": "any other option of the scheduler, such as mail-type=END; may be repeated",
+}
+_CHOICES = {"kind": KINDS, "scheduler": SCHEDULERS, "launcher": LAUNCHERS, "bind": BINDINGS}
+_METAVARS = {"gpus_per_node": "[TYPE:]N", "mounts": "DIR[:INSIDE]", "directives": "KEY[=VALUE]", "venv": "DIR"}
+_ALSO = {"partition": "--queue", "directives": "--sbatch"}  # other names of options
+
+
 def parser() -> Parser:
     """Return the parser of python -m hpcdist.jobscript. It runs on login nodes, and does not ask MPI for the rank."""
     p = Parser(
         prog="hpcdist jobscript",
         description="Write a job script. Without options it is for Slurm, and 2 nodes with 4 CPU ranks each.",
         epilog="example: python -m hpcdist.jobscript --nodes 4 --gpus-per-node 8 -o job.sbatch -- python train.py",
+        argument_default=argparse.SUPPRESS,
         prints=lambda: True,
     )
-    _shape(p)
-    _requests(p)
-    _launch(p)
+    for field in fields(Shape):
+        if (text := _HELP.get(field.name)) is None:
+            continue
+        names = (option(field), *filter(None, [_ALSO.get(field.name)]))
+        if field.default is False:
+            p.add_argument(*names, action="store_true", help=text)
+            continue
+        number, several = "int" in str(field.type), field.default == ()
+        p.add_argument(
+            *names, dest=field.name, help=text, type=int if number else str, choices=_CHOICES.get(field.name),
+            action="append" if several else "store", metavar=_METAVARS.get(field.name, "N" if number else None),
+        )  # fmt: skip
     p.add_argument("-o", "--script", type=path, metavar="FILE", help="file to write (default standard output)")
     p.add_argument("command", nargs="*", metavar="COMMAND", help="each rank's program, after -- (default the kind's)")
     return p
-
-
-def _shape(p: Parser) -> None:
-    p.add_argument("--kind", choices=KINDS, help="kind of job (default gpu with --gpus-per-node, else cpu)")
-    p.add_argument("--scheduler", choices=SCHEDULERS, help="scheduler of the cluster (default slurm)")
-    p.add_argument("--plain", action="store_true", help="minimal; everything is decided when it is written")
-    p.add_argument("--nodes", type=int, help="number of nodes (default 2)")
-    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks per node (default one per GPU, or 4)")
-    p.add_argument(
-        *("--gpus-per-node", "--gpus"),
-        metavar="[TYPE:]N",
-        help="GPUs per node, for Slurm also their type (default 4 for kind gpu, else none)",
-    )
-    p.add_argument("--cpus-per-task", type=int, metavar="N", help="cores per rank (default 8 with a GPU, else 1)")
-    p.add_argument("--array", metavar="INDICES", help="for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)")
-    p.add_argument("--warning", type=int, metavar="SECONDS", help="for kind requeue: before the limit (default 120)")
-
-
-def _requests(p: Parser) -> None:
-    p.add_argument("--mem", help="memory per node, such as 64G (default the cluster's; not with Flux, jsrun)")
-    p.add_argument("--time", help="time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)")
-    p.add_argument("--partition", "--queue", help="partition or queue of the cluster (default the cluster's)")
-    p.add_argument("--account", help="account, project or bank to charge (default yours)")
-    p.add_argument("--qos", help="quality of service (Slurm)")
-    p.add_argument("--constraint", help="required features of the nodes, in the scheduler's words")
-    p.add_argument("--exclusive", action="store_true", help="do not share the nodes with other jobs")
-    p.add_argument("--output", metavar="FILE", help="file for the job's output, with the scheduler's patterns")
-    p.add_argument("--name", help="name of the job (default hpcdist-KIND)")
-    p.add_argument(
-        *("--directive", "--sbatch"),
-        dest="directives",
-        action="append",
-        default=[],
-        metavar="KEY[=VALUE]",
-        help="any other option of the scheduler, such as mail-type=END; may be repeated",
-    )
-
-
-def _launch(p: Parser) -> None:
-    p.add_argument("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default the scheduler's first)")
-    p.add_argument("--mpi", help="PMI of srun: pmix, pmi2, ..., or default for the cluster's (default auto)")
-    p.add_argument(
-        *("--bind",),
-        choices=BINDINGS,
-        help="bind each rank to the cores beside its GPU, to its own cores, or not (default gpu with a GPU per rank)",
-    )
-    p.add_argument("--module", dest="modules", action="append", default=[], help="module to load; may be repeated")
-    p.add_argument("--venv", metavar="DIR", help="virtual environment to activate")
-    p.add_argument("--conda", metavar="ENV", help="conda environment to activate, by name or folder")
-    p.add_argument("--stage-env", action="store_true", help="first copy the environment to every node's own disk")
-    p.add_argument("--apptainer", metavar="IMAGE", help="Apptainer or Singularity image in which the ranks run")
-    p.add_argument("--pyxis", metavar="IMAGE", help="image in which the ranks run, for Slurm with Pyxis")
-    p.add_argument(
-        *("--mount",),
-        dest="mounts",
-        action="append",
-        default=[],
-        metavar="DIR[:INSIDE]",
-        help="folder to mount in the container, beside the current one; may be repeated",
-    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hpcdist.errors import InputError
 
@@ -162,19 +163,18 @@ def gpus(shape: Shape) -> int:
 def completed(shape: Shape) -> Shape:
     """Return the shape with the kind's and the scheduler's defaults in the place of None."""
     count = gpus(shape)
-    ranks = (count or 4) if shape.ntasks_per_node is None else shape.ntasks_per_node
-    own_gpu = count == ranks and not shape.plain
-    return replace(
-        shape,
-        gpus_per_node=shape.gpus_per_node or str(count),
-        ntasks_per_node=ranks,
-        cpus_per_task=(8 if count else 1) if shape.cpus_per_task is None else shape.cpus_per_task,
-        name=f"hpcdist-{shape.kind}" if shape.name is None else shape.name,
-        array=("1-4" if shape.scheduler == "lsf" else "0-3") if shape.array is None else shape.array,
-        warning=120 if shape.warning is None else shape.warning,
-        launcher=shape.launcher or SCHEDULERS[shape.scheduler].launchers[0],
-        bind=("gpu" if own_gpu else "none") if shape.bind is None else shape.bind,
-    )
+    ranks = count or 4 if shape.ntasks_per_node is None else shape.ntasks_per_node
+    defaults: dict[str, Any] = {
+        "ntasks_per_node": ranks,
+        "gpus_per_node": str(count),
+        "cpus_per_task": 8 if count else 1,
+        "name": f"hpcdist-{shape.kind}",
+        "array": "1-4" if shape.scheduler == "lsf" else "0-3",
+        "warning": 120,
+        "launcher": SCHEDULERS[shape.scheduler].launchers[0],
+        "bind": "gpu" if count == ranks and not shape.plain else "none",
+    }
+    return replace(shape, **{name: value for name, value in defaults.items() if getattr(shape, name) is None})
 
 
 def check(given: Shape, full: Shape) -> None:
@@ -200,8 +200,8 @@ def _launch(given: Shape, full: Shape) -> Rules:
     launchers = f"expected one of {', '.join(scheduler.launchers)}"
     yield full.launcher in scheduler.launchers, "launcher", full.launcher, launchers
     yield not full.pyxis or full.launcher == "srun", "launcher", full.launcher, "--pyxis is an option of srun"
-    by_srun = not full.plain or full.scheduler != "slurm" or full.launcher == "srun"
-    yield by_srun, "launcher", full.launcher, "with --plain srun starts the ranks"
+    by_srun = full.scheduler != "slurm" or full.launcher == "srun"
+    yield by_srun or not full.plain, "launcher", full.launcher, "with --plain srun starts the ranks"
     yield not full.plain or given.bind is None, "bind", full.bind, "--plain leaves it to the cluster"
 
 
@@ -224,21 +224,28 @@ def _numbers(full: Shape) -> Rules:
 
 def _texts(full: Shape) -> Rules:
     blank, no_spaces = (r"\n", "") if full.scheduler == "lsf" else (r"\s", " and spaces: a&b")  # LSF's line has quotes
-    for name, pattern, expected in (
-        *((name, r"[\w.,+@%-]+", "letters, digits and .,+@%-_") for name in ("partition", "account", "qos", "name")),
-        ("mpi", r"\w+", "auto, default, or a name that srun --mpi=list shows"),
-        ("mem", r"[1-9][0-9]*[KMGT]" + ("?|0" if full.scheduler == "slurm" else ""), "a number with K, M, G or T"),
-        ("constraint", rf"""[^{blank}"'\\$`#]+""", f"the scheduler's words, without quotes{no_spaces}"),
-        ("output", r"""[^\s"'\\#]+""", "a path without spaces, quotes and #"),
+    names = "letters, digits and .,+@%-_"
+    for option, values, pattern, expected in (
+        *((name, [getattr(full, name)], r"[\w.,+@%-]+", names) for name in ("partition", "account", "qos", "name")),
+        ("mpi", [full.mpi], r"\w+", "auto, default, or a name that srun --mpi=list shows"),
+        (
+            "mem",
+            [full.mem],
+            r"[1-9][0-9]*[KMGT]" + ("?|0" if full.scheduler == "slurm" else ""),
+            "a number with K, M, G or T",
+        ),
+        (
+            "constraint",
+            [full.constraint],
+            rf"""[^{blank}"'\\$`#]+""",
+            f"the scheduler's words, without quotes{no_spaces}",
+        ),
+        ("output", [full.output], r"""[^\s"'\\#]+""", "a path without spaces, quotes and #"),
+        ("directive", full.directives, r"[A-Za-z][\w-]*(=.+)?", "KEY=VALUE or KEY, KEY without dashes before it"),
+        ("mount", full.mounts, r"""[^\s"'\\$`,]+""", "FOLDER or FOLDER:INSIDE, without spaces, quotes and commas"),
     ):
-        value = getattr(full, name)
-        yield value is None or re.fullmatch(pattern, value), name, repr(value), f"expected {expected}"
-    for text in full.directives:
-        right = re.fullmatch(r"[A-Za-z][\w-]*(=.+)?", text)
-        yield right, "directive", repr(text), "expected KEY=VALUE or KEY, KEY without dashes before it"
-    for mount in full.mounts:
-        right = re.fullmatch(r"""[^\s"'\\$`,]+""", mount)
-        yield right, "mount", repr(mount), "expected FOLDER or FOLDER:INSIDE, without spaces, quotes and commas"
+        for text in values:
+            yield text is None or re.fullmatch(pattern, text), option, repr(text), f"expected {expected}"
     for text in filter(None, (*full.modules, *(full.command or ()), full.venv, full.conda, full.apptainer, full.pyxis)):
         if "\n" in text:
             raise InputError("HD801", f"{text!r}: a line break cannot be in a job script's line")
@@ -283,17 +290,13 @@ def _times(given: Shape, full: Shape) -> Rules:
 
 def seconds(time: str) -> int:
     """Return the seconds of a time limit in any of Slurm's notations, and raise an InputError for any other text."""
-    match = re.fullmatch(r"(?:(N)-)?(N)(?::(N))?(?::(N))?".replace("N", "[0-9]{1,9}"), time)
-    if match is None:
-        raise InputError(
-            "HD801", f"--time {time}: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds"
-        )
-    days = int(match[1] or 0)
-    given = [int(part) for part in match.groups()[1:] if part is not None]
-    if match[1] is None and len(given) < 3:
-        given.insert(0, 0)  # minutes, or minutes:seconds; otherwise hours come first
-    hours, minutes, seconds = [*given, 0, 0][:3]
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9}(?::[0-9]{1,9}){0,2})", time)
+    parts = [int(part) for part in match[2].split(":")] if match else []
+    days = match and match[1]
+    if days is None and len(parts) < 3:
+        parts.insert(0, 0)  # minutes, or minutes:seconds; otherwise hours come first
+    hours, minutes, seconds = [*parts, 0, 0, 0][:3]
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
-        raise InputError("HD801", f"--time {time}: expected more than 0 seconds")
+        raise _refusal("time", time, "expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, above 0")
     return total

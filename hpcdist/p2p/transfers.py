@@ -14,13 +14,13 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import activity
 from hpcdist.comm.context import Context
-from hpcdist.comm.matching import Envelope, bytes_of, conflict, with_envelope
+from hpcdist.comm.matching import Envelope, conflict, with_envelope
+from hpcdist.comm.mpi import memory, pieces
 from hpcdist.comm.team import Group
 from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError
-from hpcdist.layout import limits
 from hpcdist.process import abort
 from hpcdist.runtime.background import Handle, check_threads
 from hpcdist.tensors import accelerator, pool
@@ -129,11 +129,9 @@ class Outgoing(NamedTuple):
     def start(self, number: int) -> Requests:
         """Start sending all parts; MPI keeps the order of messages to one rank."""
         head, *rest = with_envelope(self.key, self.tag, number, self.parts[0])
-        requests = [self.context.header_comm.Isend([bytes_of(head), MPI.BYTE], self.dest, 0)]
-        for x in (*rest, *self.parts[1:]):
-            for start, length in layout.pieces(x.numel(), limits.PIECE):
-                memory = [bytes_of(x[start : start + length]), MPI.BYTE]
-                requests.append(self.context.data_comm.Isend(memory, self.dest, number))
+        comm, dest = self.context.data_comm, self.dest
+        requests = [self.context.header_comm.Isend([memory(head), MPI.BYTE], dest, 0)]
+        requests += [comm.Isend(x, dest, number) for part in (*rest, *self.parts[1:]) for x in pieces(memory(part))]
         return Requests(requests, [head, *rest, *self.parts])
 
 
@@ -146,9 +144,8 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
         raise HpcdistError("HD901", f"a message of rank {source} is damaged: its number is {envelope.number}")
 
     def incoming(parts: list[Tensor]) -> Requests:
-        pieces = [x[at : at + n] for x in parts for at, n in layout.pieces(x.numel(), limits.PIECE)]
         comm, sender, number = context.data_comm, envelope.source, envelope.number
-        return Requests([comm.Irecv([bytes_of(x), MPI.BYTE], sender, number) for x in pieces], parts)
+        return Requests([comm.Irecv(x, sender, number) for part in parts for x in pieces(memory(part))], parts)
 
     with abort.InTransfer("recv", group.size if envelope.content is None else 1):
         check_memory(envelope.nbytes)
@@ -164,8 +161,8 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
         yield incoming(list(large.values()))
     yield DONE
     tensors = header.unpack(packed, device)
-    for i, memory in large.items():
-        x = memory.view(header.metas[i].dtype).view(header.metas[i].shape)
+    for i, x in large.items():
+        x = x.view(header.metas[i].dtype).view(header.metas[i].shape)
         tensors[i] = x.to(device) if i in to_gpu else x
     return rebuild(header.spec, lambda kind, i: decode(kind, tensors[i], allow_pickle)), source
 

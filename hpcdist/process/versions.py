@@ -1,16 +1,18 @@
 """Check the versions of what hpcdist needs.
 
-It is imported before the rest of the package, and ends the import with one line if something is too old.
+It is imported before the rest of the package, and ends the import with one line if something is missing or too old.
 """
 
 from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections.abc import Callable
-from importlib import metadata
+from importlib import metadata, util
 
-from hpcdist.errors import refusal
+from hpcdist.errors import coded, hint, refusal
+from hpcdist.process.startup import COMMAND
 
 __all__ = ["OLDEST", "__version__", "problem", "require"]
 
@@ -33,10 +35,11 @@ OLDEST = {
 
 
 def problem(version: Callable[[str], str | None]) -> str | None:
-    """Return in one line what is too old for hpcdist; None if nothing is.
+    """Return in one line what is missing or too old for hpcdist; None if nothing is.
 
     Args:
-        version: returns the version of a package, or of "Python"; None if it is unknown, which is no problem.
+        version: returns the version of a package, or of "Python"; None if it is unknown, which is no
+            problem, and "" if it is missing.
 
     Example::
 
@@ -44,18 +47,25 @@ def problem(version: Callable[[str], str | None]) -> str | None:
         "hpcdist needs torch 2.11 or later, and this is 2.7.0: pip install 'torch>=2.11'"
     """
     found = {name: version(name) for name in OLDEST}
-    old = [name for name, known in found.items() if known and _number(known) < _number(OLDEST[name])]
+    old = [name for name, known in found.items() if known is not None and _number(known) < _number(OLDEST[name])]
     if not old:
         return None
-    needs = "; ".join(f"{name} {OLDEST[name]} or later, and this is {found[name]}" for name in old)
+    needs = "; ".join(
+        f"{name} {OLDEST[name]} or later, and " + (f"this is {found[name]}" if found[name] else "it is missing")
+        for name in old
+    )
     packages = " ".join(f"'{name}>={OLDEST[name]}'" for name in old if name != "Python")
     fix = f"an environment of Python {OLDEST['Python']} or later" if "Python" in old else f"pip install {packages}"
     return f"hpcdist needs {needs}: {fix}"
 
 
 def require(version: Callable[[str], str | None] | None = None) -> None:
-    """Raise an ImportError if :func:`problem` finds one among the installed packages."""
+    """Raise an ImportError if :func:`problem` finds one among the installed packages; a command ends with one line."""
     if what := problem(version or _installed):
+        if COMMAND and version is None:
+            text = coded("HD102", what)
+            sys.stderr.write(f"hpcdist: error: {text} (see {hint(text)})\n")
+            sys.exit(2)
         raise refusal(ImportError, "HD102", what)
 
 
@@ -64,8 +74,8 @@ def _installed(name: str) -> str | None:
         return platform.python_version()
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # built without pip: if it is missing, its import fails
-        return None
+    except metadata.PackageNotFoundError:
+        return None if util.find_spec(name) else ""  # built without pip
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -43,20 +43,10 @@ class _Hdf5(Route):
     def method(self, team: Team, operation: str, nbytes: int) -> Method:
         return Method("a file in the staging folder")
 
-    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        with _staged(team, counts) as file:
-            file.write([(file.starts[team.rank], as_bytes(send))])
-            file.read([] if recv is None else _parts(file, recv, counts, displs))
-
-    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        with _staged(team, counts) as file:
-            file.write([] if send is None else _parts(file, send, counts, displs))
-            file.read([(file.starts[team.rank], as_bytes(recv)[: counts[team.rank]])])
-
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         with _staged(team, counts) as file:
             file.write([(file.starts[team.rank], as_bytes(send))])
-            file.read(_parts(file, recv, counts, displs))
+            file.read(list(zip(file.starts, cut(recv, counts, displs), strict=True)))
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # In the file: the messages of rank 0, then those of rank 1, ...
@@ -71,19 +61,10 @@ class _Hdf5(Route):
                 file.read([(starts[source, team.rank], block) for source, block in recvs])
 
 
-def _parts(file: _File, x: Tensor, counts: Ints, displs: Ints) -> list[tuple[int, Tensor]]:
-    """Return (offset in the file, each rank's part of `x`)."""
-    return list(zip(file.starts, cut(x, counts, displs), strict=True))
-
-
 class Place(NamedTuple):
-    """The start of the messages of a file. The token is at the beginning of the page before.
-
-    It identifies the file, because caches of names may be some seconds out of date.
-    """
+    """A file, and the token that identifies it, because caches of names may be some seconds out of date."""
 
     path: str
-    start: int
     token_at: int
     token: str
 
@@ -159,7 +140,7 @@ class _File:
             fd = os.open(self._place.path, flags | os.O_CLOEXEC) if self.fd is None else self.fd
             try:
                 for offset, message in messages:
-                    step(fd, self._place.start + offset, plain.memory(message))
+                    step(fd, offset, plain.memory(message))
                 if self.fd is None and flags == os.O_WRONLY:
                     os.fsync(fd)
             finally:
@@ -180,10 +161,8 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
     file = None
 
     def make() -> tuple[Place, list[int]]:
-        page = page_size(Path(team.settings.staging)) if os.path.isdir(team.settings.staging) else 1
-        padded = [-(-n // page) * page for n in lengths]
-        held.append(Stage(team.settings.staging, sum(padded)))
-        return held[0].place, layout.displs(padded)
+        held.append(Stage(team.settings.staging, lengths))
+        return held[0].place, held[0].starts
 
     try:
         place, starts = objects.run_on_root(team.comm, VERB, make)
@@ -203,15 +182,18 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
 
 
 class Stage:
-    """A new file in the staging folder, on the rank that creates it.
+    """A new file in the staging folder for messages of these lengths, on the rank that creates it.
+
+    Attributes:
+        starts: offset of each message, on a page of its own. The page before the first one begins with the token.
 
     Raises:
         FileError: if the folder is missing, not writable or full.
     """
 
-    def __init__(self, folder: str, nbytes: int) -> None:
+    def __init__(self, folder: str, lengths: Ints) -> None:
         try:
-            check_folder(Path(folder), nbytes, "the staging folder")
+            check_folder(Path(folder), sum(lengths), "the staging folder")
         except FileError as error:
             raise FileError(
                 "HD410", f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))"
@@ -222,9 +204,11 @@ class Stage:
         try:
             lock(self._fd)  # keeps other processes from sweeping the file
             page = page_size(Path(folder))
-            dataset = Dataset("messages", (nbytes + 2 * page,), torch.uint8)
+            padded = [-(-n // page) * page for n in lengths]
+            dataset = Dataset("messages", (sum(padded) + 2 * page,), torch.uint8)
             first = -(-(HDF5.create(Path(self.path), [dataset], {}).data[0] or 0) // page) * page
-            self.place = Place(self.path, first + page, first, os.urandom(16).hex())
+            self.place = Place(self.path, first, os.urandom(16).hex())
+            self.starts = [first + page + start for start in layout.displs(padded)]
             with open(self.path, "r+b") as file:  # a client of a shared file system sends what it has when it closes
                 file.seek(first)
                 file.write(bytes.fromhex(self.place.token))

@@ -13,7 +13,7 @@ from hpcdist.tensors.accelerator import MemoryKind
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["ROUTES", "agreed", "best", "load", "reason"]
+__all__ = ["ROUTES", "agreed", "load"]
 
 # name -> (module, attribute); the module is imported when the route is first selected
 ROUTES = {
@@ -47,22 +47,11 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     return route
 
 
-def reason(name: str, team: Team, kinds: tuple[int, ...]) -> str:
-    """Return the reason of agreed() for its route."""
-    text: str = team.routes[name, kinds][1]
-    return text
-
-
-def best(team: Team, gpu: bool) -> str:
-    """Return the meaning of route="auto": nccl if all data are in GPU memory (`gpu`) and it can be used, else mpi."""
-    return "nccl" if gpu and load("nccl").missing(team) is None else "mpi"
-
-
 def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, str]:
     """Return the route and the reason."""
     why = f"route={name!r} was passed"
     if name == "auto":
-        name = best(team, all(gpu))
+        name = "nccl" if all(gpu) and load("nccl").missing(team) is None else "mpi"
         where = "on GPUs" if all(gpu) else "of which some are in host memory" if any(gpu) else "in host memory"
         why = f"route='auto' takes {name} for data {where}"
         if all(gpu) and name != "nccl":

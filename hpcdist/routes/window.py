@@ -64,7 +64,7 @@ def concat(team: Team, shard: Tensor, boxes: Sequence[Box], shape: tuple[int, ..
     copyable(whole)[boxes[team.rank].slices()].copy_(copyable(shard))
     if len(team.topology.nodes) > 1:
         team.topology.comm.Barrier()
-        MPI_ROUTE.exchange_views(team, *_messages(team.topology, team.rank, window.bytes, matrix), _nothing)
+        MPI_ROUTE.exchange_views(team, *_messages(team.topology, team.rank, window.bytes, matrix), lambda: None)
     team.topology.comm.Barrier()
     return window.tensor(shape, shard.dtype)
 
@@ -196,10 +196,6 @@ def _pieces(part: Tensor) -> list[Tensor]:
     """Cut a tensor into views that one message can carry."""
     box = Box((0,) * part.dim(), tuple(part.shape))
     return [part[piece.slices()] for piece in layout.boxes(box, limits.PIECE // part.itemsize)]
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Rounds:

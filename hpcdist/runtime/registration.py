@@ -38,12 +38,19 @@ if TYPE_CHECKING:
 
     from hpcdist.comm.settings import Settings
 
-__all__ = ["NAME", "PLUGINS", "Host", "host", "leave", "register"]
+__all__ = ["BINDS", "NAME", "PLUGINS", "Host", "default_backend", "host", "leave", "register", "start"]
 
 NAME = "mpi"
 PLUGINS = hasattr(
     torch._C._distributed_c10d, "PreHookArgs"
 )  # a class in Python may be one of several backends of a group
+BINDS = torch.__version__ >= "2.15.0a0"  # also of NVIDIA's containers
+"""Whether torch binds every group of NCCL to a GPU: without device_id to LOCAL_RANK, else to the global rank modulo the
+visible GPUs, which is another one where places are cyclic, ranks fewer than GPUs, or init(device=) says so.
+
+Earlier ones take the GPU of the tensors, and with a bound one hang in new_group(some_ranks, backend="gloo" or "mpi"):
+the other ranks split NCCL's communicator (pytorch#145376).
+"""
 torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # whose name is also a function's
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -162,6 +169,48 @@ def register() -> None:
         handlers["env"] = _rendezvous
 
 
+def start(
+    comm: MPI.Intracomm,
+    meeting: rendezvous.Meeting,
+    backend: str | None,
+    timeout: timedelta,
+    device: torch.device,
+) -> bool:
+    """Start torch.distributed, unless it runs. Collective over `comm`.
+
+    Args:
+        backend: torch's; None if torch is making the group itself.
+        device: this rank's; a GPU of its own, if the backend is NCCL's.
+
+    Returns:
+        Whether it was started here.
+    """
+    started = backend is not None and not dist.is_initialized()
+    if started:
+        dist.init_process_group(
+            backend,
+            store=rendezvous.open_store(comm, meeting, timeout),
+            rank=comm.rank,
+            world_size=comm.size,
+            timeout=timeout,
+            device_id=device if BINDS and "nccl" in str(backend) else None,
+        )
+    else:
+        meeting.close()
+    return started
+
+
+def default_backend(own_gpus: bool) -> str:
+    """Return torch's backend of a job: MPI for host memory, and NCCL where every rank has a GPU of its own.
+
+    Until torch 2.13 a backend in Python replaces the whole group, which torch treats as one without NCCL (it does not
+    coalesce messages, for example): jobs on GPUs keep gloo for host memory there.
+    """
+    if not own_gpus:
+        return NAME
+    return f"cpu:{NAME if PLUGINS else 'gloo'},{accelerator.KIND}:{accelerator.LIBRARY}"
+
+
 def leave() -> None:
     """Destroy torch's groups at the end of the program, if the default one has this backend and is left.
 
@@ -169,13 +218,12 @@ def leave() -> None:
     """
     if PLUGINS and dist.is_initialized():
         config = dist.distributed_c10d._world.pg_backend_config[dist.distributed_c10d._get_default_group()]
-        if _is_ours(str(config)):
+        if {NAME, "mpi4py"}.intersection(str(config).replace(",", ":").split(":")):
             dist.destroy_process_group()
 
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
-    """torch's rendezvous by the environment; by MPI if the variables there are hpcdist's, or for this package's backend
-    if there are none.
+    """torch's rendezvous by the environment; by MPI if the variables there are hpcdist's, or none.
 
     Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be read.
     """
@@ -184,7 +232,7 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
         known = [environ.get("RANK", ""), environ.get("WORLD_SIZE", "")]
         by_mpi = _place(told, known) == [str(host.comm.rank), str(host.comm.size)]
     else:
-        by_mpi = _is_ours(_asked_backend()) and not any(environ.get(name) for name in _VARIABLES)
+        by_mpi = not any(environ.get(name) for name in _VARIABLES)
     if not by_mpi:
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
         return
@@ -207,22 +255,6 @@ def _world(timeout: timedelta) -> MPI.Intracomm:
         host.begin(timeout)
     assert host.comm is not None
     return host.comm
-
-
-def _is_ours(backend: object) -> bool:
-    return isinstance(backend, str) and any(
-        part.split(":")[-1] in (NAME, "mpi4py") for part in backend.lower().split(",")
-    )
-
-
-def _asked_backend() -> object:
-    """Return the backend that init_process_group() was called with: torch tells it to no rendezvous."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
-            return frame.f_locals["backend"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def _create(name: str, options: Any, backend_options: Any = None) -> Any:

@@ -26,11 +26,11 @@ from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
 from hpcdist.process import abort, binding, forks, streams
 from hpcdist.process.host_memory import capacity
-from hpcdist.runtime import background, default_group, registration, torchrun
+from hpcdist.runtime import background, registration, torchrun
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
-from hpcdist.watch.deadlines import first_meeting
+from hpcdist.watch.deadlines import deadline, first_meeting
 from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch
 
@@ -322,7 +322,7 @@ def _make(
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = default_group.agree_on(private, backend, bind, timeout, env_timeout, env_cache)
+                limit = _agree_on(private, backend, bind, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
         undo.callback(watch.stop)
@@ -348,8 +348,8 @@ def _make(
             undo.callback(take_back)
             if bind:
                 _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else chosen)
-            name = None if implicit else backend or default_group.default_backend(own_gpus)
-            owns_group = default_group.start(private, meeting, name, limit, chosen)
+            name = None if implicit else backend or registration.default_backend(own_gpus)
+            owns_group = registration.start(private, meeting, name, limit, chosen)
         undo.pop_all()
     if comm.size > 1:
         abort.install()  # again: torch has set a hook of its own
@@ -382,6 +382,32 @@ def _bind(comm: MPI.Intracomm, nodes: rendezvous.Nodes, device: torch.device) ->
     binding.apply(mine)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(mine) // chosen.count(mine))))
+
+
+def _agree_on(
+    comm: MPI.Intracomm,
+    backend: object,
+    bind: object,
+    timeout: object,
+    env_timeout: str | None,
+    env_cache: str | None,
+) -> timedelta:
+    """Check the arguments and variables of init() on all ranks, and return the deadline. Collective over `comm`."""
+
+    def check() -> tuple[dict[str, Any], float]:
+        if backend is not None and not isinstance(backend, str):
+            raise refusal(TypeError, "HD114", f"backend must be a string, got {type(backend).__name__}")
+        if backend is not None:
+            dist.BackendConfig(dist.Backend(backend))
+        if bind not in (None, "numa"):
+            raise refusal(ValueError, "HD114", f"bind is {bind!r}, expected 'numa' or None")
+        pool.limit_of(env_cache, 0)
+        return {"backend": backend, "bind": bind}, deadline(timeout, env_timeout)
+
+    given = objects.run_on_all(comm, "init", check)
+    odd = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
+    objects.raise_problems("init", {rank: text for rank, text in odd.items() if text is not None})
+    return timedelta(seconds=given[0][1])
 
 
 def staging_folder(nodes: int) -> str:

@@ -47,20 +47,10 @@ class Source:
 
 
 class Entry(NamedTuple):
-    """A file, folder or symbolic link: its name in the copy, its path, its status; of a link, what it holds."""
+    """A file, folder or symbolic link: its path, and its header in the tar, with its name in the copy."""
 
-    name: str
     path: str
-    status: os.stat_result
-    target: str = ""
-
-    @property
-    def kind(self) -> int:
-        return stat.S_IFMT(self.status.st_mode)
-
-    @property
-    def size(self) -> int:
-        return 0 if self.kind == stat.S_IFDIR else self.status.st_size
+    info: tarfile.TarInfo
 
 
 class Packer:
@@ -86,11 +76,13 @@ class Packer:
             own = _own_paths(origin)
         except OSError as error:
             raise FileError("HD402", f"{error.filename or path}: {reason(error)}") from error
-        names = {entry.name for entry in self._entries}
-        self._held = {entry.name: self._in_copy(entry, names) for entry in self._entries if entry.target}
         moved = [(root, name) for root in own] + [pair for pair in self._roots if pair[1] != name]
-        nbytes = sum(entry.size + 1024 for entry in self._entries)
-        self.source = Source(name, self._digest(self._entries), tuple(moved if own else ()), len(names), nbytes)
+        digest, nbytes = self._digest(self._entries), sum(entry.info.size + 1024 for entry in self._entries)
+        self.source = Source(name, digest, tuple(moved if own else ()), len(self._entries), nbytes)
+        names = {entry.info.name for entry in self._entries}
+        for path, info in self._entries:
+            if info.issym():
+                info.linkname = self._in_copy(path, info, names)
 
     def _scan(self) -> list[Entry]:
         return [entry for tree in self._trees for entry in scan(*tree)]
@@ -98,28 +90,28 @@ class Packer:
     def _digest(self, entries: Iterable[Entry]) -> str:
         return xxhash.xxh3_128_hexdigest(ascii((self._roots, *lines(entries))).encode())
 
-    def _in_copy(self, entry: Entry, names: set[str]) -> str:
+    def _in_copy(self, path: str, info: tarfile.TarInfo, names: set[str]) -> str:
         """Return what a symbolic link holds in the copy: a relative path if that is copied, else an absolute one."""
         # From the real folder on, as the system follows it; the last name is not followed.
-        folder, _, last = os.path.join(os.path.dirname(entry.path), entry.target).rpartition("/")
+        folder, _, last = os.path.join(os.path.dirname(path), info.linkname).rpartition("/")
         leads = os.path.normpath(os.path.join(os.path.realpath(f"{folder}/"), last))
         for root, at in self._roots:
             name = at + leads[len(root) :]
-            if f"{leads}/".startswith(f"{root}/") and (name in names or entry.name.startswith(f"{at}/")):
-                return os.path.relpath(name, os.path.dirname(entry.name))
-        return entry.target if entry.target.startswith("/") else leads
+            if f"{leads}/".startswith(f"{root}/") and (name in names or info.name.startswith(f"{at}/")):
+                return os.path.relpath(name, os.path.dirname(info.name))
+        return info.linkname if info.linkname.startswith("/") else leads
 
     def tar(self) -> Iterator[bytes]:
         """Read the files, and yield the bytes of a tar of them; a FileError if one cannot be read, or was changed."""
-        first: dict[tuple[int, int], str] = {}  # name of each file that has several
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
                 for start in range(0, len(self._entries), _BATCH):
                     batch = self._entries[start : start + _BATCH]
-                    for entry, file in zip(batch, threads.map(_opened, batch), strict=True):
+                    for (path, info), file in zip(batch, threads.map(_opened, batch), strict=True):
                         if file is not None:
                             with file:
-                                yield from self._member(entry, file, first)
+                                yield info.tobuf(tarfile.GNU_FORMAT)
+                                yield from _contents(path, file, info.size)
             now = self._digest(self._scan())
         except OSError as error:
             raise FileError("HD402", f"{error.filename}: cannot be read: {reason(error)}") from error
@@ -127,37 +119,28 @@ class Packer:
             raise _changed(self._trees[0][0])
         yield bytes(2 * tarfile.BLOCKSIZE)
 
-    def _member(self, entry: Entry, file: IO[bytes], first: dict[tuple[int, int], str]) -> Iterator[bytes]:
-        info, status, left = tarfile.TarInfo(entry.name), entry.status, 0
-        info.mode, info.mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
-        info.type, info.linkname = _KINDS[entry.kind], self._held.get(entry.name, "")
-        if info.isreg():
-            name = first.setdefault((status.st_dev, status.st_ino), entry.name) if status.st_nlink > 1 else entry.name
-            if name == entry.name:
-                info.size = left = status.st_size
-            else:
-                info.type, info.linkname = tarfile.LNKTYPE, name
-        yield info.tobuf(tarfile.GNU_FORMAT)
-        while left:
-            data = file.read(min(left, _CHUNK))
-            if not data:
-                raise _changed(entry.path)
-            yield data
-            left -= len(data)
-        yield bytes(-info.size % tarfile.BLOCKSIZE)
+
+def _contents(path: str, file: IO[bytes], size: int) -> Iterator[bytes]:
+    for left in range(size, 0, -_CHUNK):
+        wanted = min(left, _CHUNK)
+        data = file.read(wanted)
+        if len(data) < wanted:
+            raise _changed(path)
+        yield data
+    yield bytes(-size % tarfile.BLOCKSIZE)
 
 
 def _opened(entry: Entry) -> IO[bytes] | None:
     """Open a file, and read its first bytes; None of one that Python has compiled anew meanwhile."""
-    if entry.kind != stat.S_IFREG:
+    if not entry.info.isreg():
         return io.BytesIO()
     with suppress(FileNotFoundError):
         file = open(entry.path, "rb", buffering=_AHEAD)  # noqa: SIM115
-        if os.fstat(file.fileno()).st_size == entry.size:
+        if os.fstat(file.fileno()).st_size == entry.info.size:
             file.peek()  # type: ignore[attr-defined]
             return file
         file.close()
-    if _compiled(entry.name):
+    if _compiled(entry.info.name):
         return None
     raise _changed(entry.path)
 
@@ -173,10 +156,11 @@ def scan(root: str, at: str) -> list[Entry]:
     """
     names: list[str] = []
     for folder, folders, files in os.walk(root, onerror=fail) if os.path.isdir(root) else ():
-        names += [os.path.join(folder, name)[len(root) + 1 :] for name in [*folders, *files]]
+        names += [os.path.join(folder, name)[len(root) :] for name in [*folders, *files]]
+    names.sort(reverse=True)
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda name: _entry(f"{at}/{name}", os.path.join(root, name)), sorted(names, reverse=True))
-        return [*filter(None, found), Entry(at, root, os.stat(root))]
+        paths = [*(root + name for name in names), os.path.realpath(root)]
+        return [*filter(None, threads.map(_entry, [*(at + name for name in names), at], paths))]
 
 
 def fail(error: Exception) -> NoReturn:
@@ -186,9 +170,12 @@ def fail(error: Exception) -> NoReturn:
 
 def _entry(name: str, path: str) -> Entry | None:
     with suppress(FileNotFoundError):  # gone since, as what Python compiles under a name for the moment
-        entry = Entry(name, path, os.lstat(path))
-        if entry.kind in _KINDS:
-            return entry if entry.kind != stat.S_IFLNK else entry._replace(target=os.readlink(path))
+        status, info = os.lstat(path), tarfile.TarInfo(name)
+        if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
+            info.type, info.mode, info.mtime = kind, stat.S_IMODE(status.st_mode), int(status.st_mtime)
+            info.size = status.st_size if info.isreg() else 0
+            info.linkname = os.readlink(path) if info.issym() else ""
+            return Entry(path, info)
     return None
 
 
@@ -197,9 +184,9 @@ def lines(entries: Iterable[Entry]) -> list[str]:
     client of a file system knows more. Compiled files and times of folders do not count: programs that run from it
     write them."""
     return [
-        ascii((e.name, e.status.st_mode, e.size, e.kind != stat.S_IFDIR and int(e.status.st_mtime), e.target))
-        for e in entries
-        if not _compiled(e.name)
+        ascii((info.name, info.type, info.mode, info.size, not info.isdir() and info.mtime, info.linkname))
+        for _, info in entries
+        if not _compiled(info.name)
     ]
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from hpcdist.control import objects
-from hpcdist.errors import FileError, HangError, InputError, RankError, coded, reason
+from hpcdist.errors import FileError, HangError, InputError, RankError, reason
 from hpcdist.formats.paths import lock, private_folder
 from hpcdist.process import abort
 from hpcdist.runtime.commandline import problem, show_bytes
@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 VERB = "stage_env"
 PIECE = 2**24  # bytes that are read, sent and unpacked at once
+_BLOCK = 2**16  # bytes that tarfile reads at once
 _TEXT = 2**20  # bytes: larger files are no scripts
 _HOST = socket.gethostname()
 
@@ -157,24 +158,25 @@ def _send(
 ) -> None:
     """Send a tar from rank 0, and unpack it where there is a `copy`, in bounded memory. Collective over `comm`. Each
     piece is in a context of `limit`. A RankError on all ranks if one of them cannot read, or unpack."""
-    checksum = xxhash.xxh3_128()
 
     def pieces() -> Generator[bytes, None, None]:
         """Yield the pieces of rank 0's tar, once all ranks agree that none has failed. A thread reads ahead."""
 
-        def size() -> int:
-            return len(ahead.result())
+        def head() -> tuple[int, bytes]:
+            return len(ahead.result()), xxhash.xxh3_128_digest(ahead.result())
 
         with ThreadPoolExecutor(1) as thread:
-            ahead, left = thread.submit(_joined, tar), True
-            while left:
+            ahead = thread.submit(_joined, tar)
+            while True:
                 with limit():
-                    left = objects.run_on_all(comm, VERB, size)[0] > 0
-                    if left:
-                        piece, ahead = ahead.result(), thread.submit(_joined, tar)
-                        piece = objects.broadcast_bytes(comm, piece, 0)
-                        checksum.update(piece)
-                        yield piece
+                    size, digest = objects.run_on_all(comm, VERB, head)[0]
+                    if not size:
+                        return
+                    piece, ahead = ahead.result(), thread.submit(_joined, tar)
+                    piece = objects.broadcast_bytes(comm, piece, 0)
+                    if xxhash.xxh3_128_digest(piece) != digest:
+                        raise FileError("HD404", f"{_HOST}: the data were damaged in transit")
+                    yield piece
 
     with closing(pieces()) as coming:
         try:
@@ -186,9 +188,6 @@ def _send(
             raise
         except Exception as error:
             objects.run_on_all(comm, VERB, partial(fail, error))  # in place of the next piece
-    sums = objects.all_gather_object(comm, checksum.hexdigest(), VERB)
-    text = coded("HD404", "the data were damaged in transit")
-    objects.raise_problems(VERB, {rank: text for rank, found in enumerate(sums) if found != sums[0]})
 
 
 def _joined(blocks: Iterator[bytes]) -> bytes:
@@ -313,20 +312,14 @@ def cleanup(path: str) -> None:
 def unpack(pieces: Iterator[bytes], root: str, corrected: Callable[[bytes], bytes], inside: str) -> None:
     """Unpack the pieces of a tar as they arrive into an empty folder; nothing outside of it is touched. `corrected` is
     for the texts in the folder `inside`. A FileError if something cannot be written, or must not be unpacked."""
-    rest, more = memoryview(b""), filter(None, pieces)
-
-    def read(size: int) -> bytes:  # fewer bytes at the end of a piece
-        nonlocal rest
-        rest = rest or memoryview(next(more, b""))
-        data, rest = bytes(rest[:size]), rest[size:]
-        return data
-
+    # Short ones: tarfile copies what it has not used yet at each read.
+    blocks = (piece[start : start + _BLOCK] for piece in pieces for start in range(0, len(piece), _BLOCK))
+    stream: Any = SimpleNamespace(read=lambda _: next(blocks, b""))
     try:
-        stream: Any = SimpleNamespace(read=read)
-        with tarfile.open(fileobj=stream, mode="r|", bufsize=2**16, errorlevel=2) as tar:
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, errorlevel=2) as tar:
             tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 and later
             while (member := tar.next()) is not None:
-                member.mode |= 0o700 * member.isdir()  # else it could not be removed
+                member.mode = member.mode & 0o755 | 0o700 * member.isdir()  # as tar_filter; a folder can be removed
                 tar.extract(member, root)
                 if member.isreg() and member.size <= _TEXT and member.name.startswith(f"{inside}/"):
                     path = Path(root, member.name)

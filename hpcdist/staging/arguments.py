@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.errors import listed, refusal
 from hpcdist.formats import safetensors
 from hpcdist.formats.hdf5 import DTYPE_ATTRIBUTE, GROUP
+from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.tensors.storage import DTYPES
@@ -24,7 +26,18 @@ from hpcdist.validation.call import Call
 from hpcdist.validation.local import ArgumentError
 
 __all__ = [
-    *("SINGLE", "agreed", "check_attrs", "check_safetensors", "count", "flatten", "nest", "positive"),
+    *(
+        "SINGLE",
+        "agreed",
+        "check_attrs",
+        "check_inside",
+        "check_out",
+        "check_safetensors",
+        "count",
+        "flatten",
+        "nest",
+        "positive",
+    ),
     *("shape_and_dtype", "shard_size", "target_path"),
 ]
 
@@ -168,6 +181,22 @@ def nest(flat: Mapping[str, Any], prefix: str = "") -> Any:
             raise refusal(ValueError, "HD408", what)
         branch[last] = tensor
     return tree
+
+
+def check_inside(box: Box, shape: Sequence[int], what: str = "") -> None:
+    """Raise a ValueError, with `what` before it, if a box is not in a tensor of this shape."""
+    if not box.is_in(shape):
+        text = f"{what}box is (offset {box.offset}, shape {box.shape}), which is not in shape {tuple(shape)}"
+        raise refusal(ValueError, "HD213", text)
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Raise a ValueError if memory does not fit what is read of a tensor."""
+    if out.dtype != dtype:
+        what = f"out has dtype {out.dtype}, expected {dtype}, that of {name!r} in the file"
+        raise refusal(ValueError, "HD208", what)
+    if tuple(out.shape) != shape:
+        raise refusal(ValueError, "HD208", f"out has shape {tuple(out.shape)}, expected {shape}")
 
 
 def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from hpcdist import layout as layouts
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
 from hpcdist.layout import Box, Layout
-from hpcdist.layout.box import disjoint
+from hpcdist.layout.box import Listed
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import agreed
 from hpcdist.validation import local
@@ -104,11 +104,8 @@ def _held(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int,
             f"the parts of the ranks have different numbers of dims: {sorted(set(map(len, shapes)))}",
         )
     whole, boxes = layout.held(shapes)
-    filled = [box for box in set(boxes) if box.size()]
-    if not disjoint(filled):  # dcp saves once what several ranks hold at the same offset
-        raise refusal(ValueError, "HD419", "boxes of different ranks overlap, but must be the same or have no overlap")
-    if sum(box.size() for box in filled) < prod(whole):
-        raise refusal(
-            ValueError, "HD419", f"the boxes leave gaps in a tensor of shape {whole}, which a checkpoint cannot have"
-        )
+    filled = [box for box in set(boxes) if box.size()]  # dcp saves once what several ranks hold at the same offset
+    if not Listed.of(filled, whole).tile():
+        what = "overlap, or leave gaps: those of different ranks must be the same or have no overlap"
+        raise refusal(ValueError, "HD419", f"boxes of a tensor of shape {whole} {what}")
     return whole, boxes

@@ -22,8 +22,8 @@ import threading
 import weakref
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +54,56 @@ from torch.futures import Future
 
 from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
-from hpcdist.formats.contents import Contents, Dataset, FileMap, Stored
+from hpcdist.formats.contents import Contents, Dataset, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
-from hpcdist.formats.plain import write_at
 from hpcdist.layout import Box
 from hpcdist.layout.box import Listed
-from hpcdist.staging.arguments import flatten
+from hpcdist.staging.arguments import flatten, shape_and_dtype
 from hpcdist.staging.drivers import Posix
-from hpcdist.staging.pieces import check_pieces, check_shape, outgoing, piece_limit
+from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, PartFile, RankWriter, SaveOptions, Target
 from hpcdist.tensors import accelerator
-from hpcdist.tensors.storage import DTYPES, written
+from hpcdist.tensors.storage import written
 from hpcdist.validation import local
 from hpcdist.validation.local import ArgumentError
 
 __all__ = ["HDF5Reader", "HDF5Writer", "plan_file"]
 
+_unfinished: dict[weakref.finalize[..., HDF5Writer], threading.Thread] = {}  # saves of this process, and their threads
 _ADVICE = "HDF5Reader(..., allow_pickle=True) loads it, which can run any code: only for files that you trust"
 
 
-class HDF5Reader(StorageReader):
+class _OneFile:
+    """The path of a file, which DCP calls checkpoint_id; and the bytes of host memory to be used."""
+
+    def __init__(self, path: str | os.PathLike[str], window: int) -> None:
+        super().__init__()
+        if window < 1:
+            raise refusal(ValueError, "HD419", f"window is {window}, expected a number of bytes >= 1")
+        self._path = os.fsdecode(path)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the file."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Path(os.fsdecode(checkpoint_id)).suffix in (".h5", ".hdf5")
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save or load, of another file if `checkpoint_id` is given."""
+        if checkpoint_id:
+            self._path = os.fsdecode(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._path)
+
+
+class HDF5Reader(_OneFile, StorageReader):
     """Read a checkpoint of ``torch.distributed.checkpoint`` from an HDF5 file, on any number of ranks.
 
     For ``dcp.load``. Every rank reads the boxes of its shards directly into their memory. The file may be one of
@@ -108,26 +135,9 @@ class HDF5Reader(StorageReader):
         window: int = WINDOW,
         allow_pickle: bool = False,
     ) -> None:
-        super().__init__()
-        if window < 1:
-            raise refusal(ValueError, "HD419", f"window is {window}, expected a number of bytes >= 1")
-        self._path = os.fsdecode(path)
+        super().__init__(path, window)
         self._verify, self._window, self._allow_pickle = verify, window, allow_pickle
         self._contents: Contents | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The path of the file."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(os.fsdecode(checkpoint_id)).suffix in (".h5", ".hdf5")
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._contents = None
-        if checkpoint_id:
-            self._path = os.fsdecode(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """List the tensors and values of the file. Every tensor is one chunk, of which any box can be read."""
@@ -139,7 +149,7 @@ class HDF5Reader(StorageReader):
         if "planner_data" in contents.checkpoint:
             held = self._value("planner_data", contents.checkpoint["planner_data"])
             planner_data = torch.load(held, weights_only=False)  # checked there
-        return Metadata(found, planner_data=planner_data, storage_meta=StorageMeta(checkpoint_id=self._path))
+        return Metadata(found, planner_data=planner_data, storage_meta=self.storage_meta())
 
     def _value(self, name: str, text: Any) -> io.BytesIO:
         """A value that is no tensor, as its planner made it; a FileError if it is a pickle that is not safe, unless
@@ -225,7 +235,7 @@ def _place(stored: Stored) -> int:
     return 0 if stored.raw is None else stored.raw.offset
 
 
-class HDF5Writer(StorageWriter):
+class HDF5Writer(_OneFile, StorageWriter):
     """Write a checkpoint of ``torch.distributed.checkpoint`` to one HDF5 file, which all ranks write at once.
 
     For ``dcp.save`` and ``dcp.async_save``. Each tensor of the state is one ordinary dataset, whole, under its name:
@@ -261,35 +271,20 @@ class HDF5Writer(StorageWriter):
         window: int = WINDOW,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__()
-        if window < 1:
-            raise refusal(ValueError, "HD419", f"window is {window}, expected a number of bytes >= 1")
-        self._path = os.fsdecode(path)
+        super().__init__(path, window)
         self._options = SaveOptions("posix", window, resume, progress=progress)
-        self._file: _File | None = None
+        self._target: Target | None = None
+        self._firsts: list[dict[MetadataIndex, int]] = []
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of ``AsyncCheckpointerType.PROCESS``, which begins the save."""
-        return {**vars(self), "_file": None, "_end": None}
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The path of the file."""
-        return self._path
-
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(os.fsdecode(checkpoint_id)).suffix in (".h5", ".hdf5")
+        return {**vars(self), "_target": None, "_end": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, to another file if `checkpoint_id` is given; discard a save that failed."""
         self._give_up()
-        if checkpoint_id:
-            self._path = os.fsdecode(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Wait for earlier saves to the same file."""
@@ -302,65 +297,104 @@ class HDF5Writer(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check this rank's tensors, and report their host to the coordinator."""
         for item in plan.items:
-            _check_item(item, self._options.window)
+            if (data := item.tensor_data) is not None:
+                name, properties = item.index.fqn, data.properties
+                try:
+                    if properties.layout is not torch.strided:
+                        kind = f"{properties.dtype} with layout {properties.layout}"
+                        raise ArgumentError("HD418", f"{name!r} is of {kind}, which cannot be stored")
+                    shape_and_dtype(name, (data.size, properties.dtype), self._options.window)
+                except ArgumentError as error:
+                    raise refusal(ValueError, "HD418", str(error)) from None
         return replace(plan, storage_data=_host())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lay out the file, on the coordinator, and return the place of each rank's data."""
-        if not all(plan.usable for plan in plans):
-            raise refusal(ValueError, "HD419", _CACHED)
+        """Lay out the file, on the coordinator, and return the place of each rank's data.
+
+        DCP does not tell the coordinator that another rank has failed. An unfinished file is removed when the writer is
+        used again or dropped, when this thread, or another after the end of this one, begins a save, or when the
+        program ends.
+        """
         self._give_up()
-        datasets, firsts = plan_file(plans, self._options.window)
-        self._file = _File(self._path, datasets, self._options)
-        self._end = weakref.finalize(self, self._file.discard)
-        laid, hosts = self._file.map, len({plan.storage_data for plan in plans})
-        works = [
-            _Work(replace(laid, data=[]), hosts, {at: (i, laid.data[i] or 0, row) for at, (i, row) in mine.items()})
-            for mine in firsts
-        ]
+        thread = threading.current_thread()
+        for end, owner in [*_unfinished.items()]:
+            if owner is thread or not owner.is_alive():  # a thread is in one save at a time
+                _unfinished.pop(end, None)
+                end()
+        datasets, self._firsts = plan_file(plans, self._options.window)
+        self._target = Target(self._path, datasets, self._options)
+        laid = self._target.lay_out()
+        self._end = weakref.finalize(self, self._target.discard)
+        _unfinished[self._end] = thread
+        starts = dict(zip((d.name for d in datasets), laid.data, strict=True))
+        # On one host, all ranks write into one cache. Clients of a shared file system may write back whole pages: of
+        # several hosts, only the coordinator writes pages that a run of an item does not fill.
+        page = laid.page if len({plan.storage_data for plan in plans}) > 1 else 1
+        laid = replace(laid, data=[], page=page)
+        works = [(laid, {index.fqn: starts[index.fqn] for index in mine}) for mine in self._firsts]
         return [replace(plan, storage_data=work) for plan, work in zip(plans, works, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors; send values and the list of written pieces to the coordinator."""
+        """Write this rank's tensors; send values, the checksums of pieces, and what is left of pages that other hosts
+        write, too, to the coordinator."""
         if getattr(planner, "_enable_plan_caching", False):
             raise refusal(ValueError, "HD419", _CACHED)
-        tensors, results = [], list[WriteResult]()
+        tensors, datasets, results = list[WriteItem](), list[Dataset](), list[WriteResult]()
         for item in plan.items:
-            if item.tensor_data is not None:
+            if (data := item.tensor_data) is not None:
                 tensors.append(item)
+                pieces = Listed.of(_pieces(data, self._options.window), data.size)
+                datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype, pieces))
             else:
                 value = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
                 results.append(WriteResult(item.index, len(value), b64encode(value).decode()))
-        with _RankFile(self._path, tensors, plan.storage_data, self._options) as file:
+        laid, starts = plan.storage_data
+        file = PartFile(self._path, laid, Posix(laid), self._options.window)
+        rank = RankWriter([file], datasets, [(file, starts[d.name]) for d in datasets], self._options)
+        with closing(rank):
+            file.open()
             for k, item in enumerate(tensors):
-                done = file.write(k, item, planner.resolve_data(item))
-                results.append(WriteResult(item.index, file.nbytes(k), done))
-        sync(Path(plan.storage_data.map.path))
+                assert item.tensor_data is not None
+                shard = _shard(item, planner.resolve_data(item))
+                origin = tuple(item.tensor_data.chunk.offsets)
+                for row, piece in enumerate(outgoing(shard, [box.relative_to(origin) for box in rank.pieces(k)])):
+                    rank.put(k, row, piece)
+                    if rank.problem is not None:
+                        raise FileError(rank.problem)
+                checksums = [rank.written[k, row] for row in range(len(rank.pieces(k)))]
+                results.append(WriteResult(item.index, shard.nbytes, (checksums, file.edges.take())))
+        sync(Path(laid.path))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the file its name, on the coordinator, complete and on the disk."""
-        assert self._file is not None
-        buffer = io.BytesIO()
+        assert self._target is not None
+        buffer, values = io.BytesIO(), {}
         torch.save(metadata.planner_data, buffer)
-        values = {of.index.fqn: of.storage_data for mine in results for of in mine if isinstance(of.storage_data, str)}
+        written, edges = [], []
+        numbers = {d.name: i for i, d in enumerate(self._target.datasets)}
+        for mine, firsts in zip(results, self._firsts, strict=True):
+            rows = list[tuple[int, int, int]]()
+            for of in mine:
+                if isinstance(of.storage_data, str):
+                    values[of.index.fqn] = of.storage_data
+                else:
+                    checksums, runs = of.storage_data
+                    rows += [(numbers[of.index.fqn], row, x) for row, x in enumerate(checksums, firsts[of.index])]
+                    edges += runs
+            written.append(np.array(rows, np.uint64).astype(np.int64).reshape(-1, 3))
         checkpoint = json.dumps({"values": values, "planner_data": b64encode(buffer.getbuffer()).decode()})
-        done = [[of.storage_data for of in mine if isinstance(of.storage_data, _Done)] for mine in results]
         try:
-            self._file.complete(done, checkpoint.encode())
-        except FileError:
-            raise
-        except Exception as error:  # each library has errors of its own
-            raise FileError("HD410", f"{self._path}: cannot be written: {reason(error)}") from error
+            self._target.complete(written, checkpoint.encode(), edges)
         finally:
             self._give_up()
         metadata.storage_meta = self.storage_meta()
 
     def _give_up(self) -> None:
         """Discard the file that is being written, unless it is complete; its name keeps the old one."""
-        end, self._end, self._file = self._end, None, None
+        end, self._end, self._target = self._end, None, None
         if end is not None:
             end()
 
@@ -376,189 +410,55 @@ _CACHED = (
 )
 
 
-def _check_item(item: WriteItem, window: int) -> None:
-    """Raise a ValueError if a tensor cannot be stored."""
-    data, name = item.tensor_data, item.index.fqn
-    if data is None:
-        return
-    if data.properties.layout is not torch.strided or data.properties.dtype not in DTYPES:
-        kind = f"{data.properties.dtype} with layout {data.properties.layout}"
-        raise refusal(ValueError, "HD418", f"{name!r} is of {kind}, which cannot be stored")
-    itemsize = data.properties.dtype.itemsize
-    try:
-        check_shape(data.size, itemsize)
-        check_pieces(data.size, itemsize, _limit(data, window))
-    except ArgumentError as error:
-        raise refusal(ValueError, "HD418", f"{name!r} {error}") from None
-
-
-def _limit(data: TensorWriteData, window: int) -> int:
-    return piece_limit(window, data.properties.dtype.itemsize)
-
-
 def _pieces(data: TensorWriteData, window: int) -> list[Box]:
     """The boxes of the whole tensor in which the data of an item are written."""
-    return list(layout.boxes(Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), _limit(data, window)))
+    limit = piece_limit(window, data.properties.dtype.itemsize)
+    return list(layout.boxes(Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), limit))
 
 
-def plan_file(
-    plans: Sequence[SavePlan], window: int
-) -> tuple[list[Dataset], list[dict[MetadataIndex, tuple[int, int]]]]:
+def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], list[dict[MetadataIndex, int]]]:
     """Plan a file for the items of all ranks.
 
     Returns:
-        The tensors of the file; and for each rank, by item, the number of its tensor, and of its first piece there.
+        The tensors of the file; and for each rank, by item, the number of its first piece among those of the tensor.
 
     Raises:
         ValueError: a name that a file cannot have; or shards that do not agree, overlap, or leave something out.
     """
-    datasets: list[Dataset] = []
-    pieces: list[list[Box]] = []
-    numbers: dict[str, int] = {}
-    firsts: list[dict[MetadataIndex, tuple[int, int]]] = []
+    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    pieces: dict[str, list[Box]] = {}
+    firsts: list[dict[MetadataIndex, int]] = []
     for plan in plans:
         firsts.append({})
         for item in plan.items:
-            index, data = item.index, item.tensor_data
-            if data is None:
+            if (data := item.tensor_data) is None:
                 continue
-            i = numbers.setdefault(index.fqn, len(datasets))
-            if i == len(datasets):
-                datasets.append(Dataset(index.fqn, tuple(data.size), data.properties.dtype))
-                pieces.append([])
-            dataset = datasets[i]
-            if dataset.shape != tuple(data.size) or dataset.dtype != data.properties.dtype:
-                what = "has different shapes or dtypes in the plans of the ranks"
-                raise refusal(ValueError, "HD419", f"{index.fqn!r} {what}")
-            firsts[-1][index] = i, len(pieces[i])
-            pieces[i] += _pieces(data, window)
-    flatten(dict.fromkeys(numbers))  # checks the names
-    listed = [Listed.of(of, d.shape) for of, d in zip(pieces, datasets, strict=True)]
-    for d, of in zip(datasets, listed, strict=True):
-        if not of.tile():
-            what = f"the shards of the ranks are not the tensor of shape {d.shape}, once"
-            raise refusal(ValueError, "HD213", f"{d.name!r}: {what}")
-    return [replace(d, pieces=of) for d, of in zip(datasets, listed, strict=True)], firsts
+            name, spec = item.index.fqn, (tuple(data.size), data.properties.dtype)
+            if specs.setdefault(name, spec) != spec:
+                raise refusal(ValueError, "HD419", f"{name!r} has different shapes or dtypes in the plans of the ranks")
+            held = pieces.setdefault(name, [])
+            firsts[-1][item.index] = len(held)
+            held += _pieces(data, window)
+    flatten(dict.fromkeys(specs))  # checks the names
+    datasets = []
+    for name, (shape, dtype) in specs.items():
+        listed = Listed.of(pieces[name], shape)
+        if not listed.tile():
+            what = f"the shards of the ranks are not the tensor of shape {shape}, once"
+            raise refusal(ValueError, "HD213", f"{name!r}: {what}")
+        datasets.append(Dataset(name, shape, dtype, listed))
+    return datasets, firsts
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The data about the file that a rank needs. They travel with DCP's plan.
-
-    Attributes:
-        map: the file; without the places of all tensors.
-        hosts: number of hosts that write.
-        places: by item the number of its tensor in the file, the first byte of the tensor there, and the number of the
-            item's first piece among those of the tensor.
-    """
-
-    map: FileMap
-    hosts: int
-    places: dict[MetadataIndex, tuple[int, int, int]]
-
-
-@dataclass
-class _Done:
-    """The pieces that a rank has written of one item.
-
-    Attributes:
-        pieces: number of the tensor, number of the piece, and checksum.
-        edges: position and bytes of data in pages that other hosts write, too: the coordinator writes these.
-    """
-
-    pieces: list[tuple[int, int, int]] = field(default_factory=list)
-    edges: list[tuple[int, bytes]] = field(default_factory=list)
-
-
-class _RankFile:
-    """This rank's items of a file, each of which is a dataset of its own here; for a ``with`` block.
-
-    On one host, all ranks write into one cache. Clients of a shared file system may write back whole pages: of several
-    hosts, only the coordinator writes pages that a run of an item does not fill.
-    """
-
-    def __init__(self, path: str, items: Sequence[WriteItem], work: _Work, options: SaveOptions) -> None:
-        self._places = [work.places[item.index] for item in items]
-        datasets, self._pieces = [], list[Listed]()
-        for item in items:
-            data = item.tensor_data
-            assert data is not None
-            self._pieces.append(Listed.of(_pieces(data, options.window), data.size))
-            datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype, self._pieces[-1]))
-        self._file = PartFile(path, work.map, Posix(work.map), options.window, work.hosts > 1)
-        self._rank = RankWriter([self._file], datasets, [(self._file, start) for _, start, _ in self._places], options)
-
-    def nbytes(self, k: int) -> int:
-        """The bytes of the k-th item."""
-        return int(self._pieces[k].sizes.sum()) * self._rank.datasets[k].dtype.itemsize
-
-    def write(self, k: int, item: WriteItem, x: Any) -> _Done:
-        """Write the k-th item, of which `x` is the tensor.
-
-        Raises:
-            ValueError: it is not what was planned; FileError: it cannot be written.
-        """
-        assert item.tensor_data is not None
-        rank, chunk, dataset = self._rank, item.tensor_data.chunk, self._rank.datasets[k]
-        try:
-            shard: Tensor = local.ready(x, repr(dataset.name))
-        except ArgumentError as error:
-            raise refusal(ValueError, "HD202", str(error)) from None
-        if (tuple(shard.shape), shard.dtype) != (tuple(chunk.sizes), dataset.dtype):
-            what = f"{shard.dtype} of shape {tuple(shard.shape)}"
-            planned = f"{dataset.dtype} of {tuple(chunk.sizes)}"
-            raise refusal(ValueError, "HD419", f"{dataset.name!r} is {what}, but was planned as {planned}")
-        parts = [box.relative_to(tuple(chunk.offsets)) for box in self._pieces[k]]
-        i, _, first = self._places[k]
-        done = _Done()
-        for row, piece in enumerate(outgoing(shard, parts)):
-            rank.put(k, row, piece)
-            if rank.problem is not None:
-                raise FileError(rank.problem)
-            done.pieces.append((i, first + row, rank.written[k, row]))
-        done.edges = self._file.edges.take()
-        return done
-
-    def __enter__(self) -> _RankFile:
-        self._file.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rank.close()
-
-
-class _File:
-    """The file of a save on the coordinator, from its layout to its name.
-
-    DCP does not tell the coordinator that another rank has failed. An unfinished file is removed when the writer is
-    used again or dropped, when this thread, or another after the end of this one, begins a save, or when the program
-    ends.
-
-    Attributes:
-        map: the file as it is laid out.
-    """
-
-    _open: set[_File] = set()  # noqa: RUF012  # of this process
-
-    def __init__(self, path: str, datasets: Sequence[Dataset], options: SaveOptions) -> None:
-        self._thread = threading.current_thread()
-        for other in list(_File._open):
-            if other._thread is self._thread or not other._thread.is_alive():  # a thread is in one save at a time
-                other.discard()
-        self._target = Target(path, datasets, options)
-        self.map = self._target.lay_out()
-        _File._open.add(self)
-
-    def complete(self, done: Sequence[Sequence[_Done]], checkpoint: bytes) -> None:
-        """Write the pages of several hosts, the tables and the state, and give the file its name."""
-        with open(self.map.path, "r+b", buffering=0) as file:
-            for place, data in (edge for mine in done for item in mine for edge in item.edges):
-                write_at(file.fileno(), place, memoryview(data))
-        rows = [[piece for item in mine for piece in item.pieces] for mine in done]
-        written = [np.array(mine, np.uint64).astype(np.int64).reshape(-1, 3) for mine in rows]
-        self._target.complete(written, checkpoint)
-
-    def discard(self) -> None:
-        """Discard the file, unless it is complete. A second call does nothing."""
-        self._target.discard()
-        _File._open.discard(self)
+def _shard(item: WriteItem, x: Any) -> Tensor:
+    """The tensor of an item, contiguous or not; a ValueError if it is not what was planned."""
+    assert item.tensor_data is not None
+    name, sizes, dtype = item.index.fqn, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype
+    try:
+        shard: Tensor = local.ready(x, repr(name))
+    except ArgumentError as error:
+        raise refusal(ValueError, "HD202", str(error)) from None
+    if (tuple(shard.shape), shard.dtype) != (sizes, dtype):
+        what = f"{shard.dtype} of shape {tuple(shard.shape)}, but was planned as {dtype} of {sizes}"
+        raise refusal(ValueError, "HD419", f"{name!r} is {what}")
+    return shard

@@ -9,25 +9,22 @@ from __future__ import annotations
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcdist import layout
-from hpcdist.comm.team import Team
-from hpcdist.control import codec
 from hpcdist.formats import plain
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import stored_dtype
 from hpcdist.formats.plain import Digest
 from hpcdist.layout import Box
-from hpcdist.staging.pieces import all_to_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Mpio", "Posix", "active", "missing", "takes_path", "write_filtered"]
+__all__ = ["NAMES", "Chunk", "Mpio", "Posix", "active", "filtered", "missing", "takes_path", "write_chunks"]
 
 NAMES = ("auto", "mpio", "posix")
 _AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
@@ -96,32 +93,20 @@ class Posix:
             self.fd = -1
 
 
-def write_filtered(team: Team, path: str, dataset: Dataset, box: Box | None, data: memoryview | None) -> None:
-    """Write a box of whole chunks, or nothing, into a compressed dataset. Collective."""
+# The offset of a chunk in the dataset, the mask of the filters that were skipped, and the filtered bytes.
+Chunk = tuple[tuple[int, ...], int, bytes]
+
+
+def write_chunks(path: str, name: str, chunks: Iterable[Chunk]) -> None:
+    """Write filtered chunks into a compressed dataset."""
     import h5py
 
-    chunks: list[_Chunk] = []
-    problem: Exception | None = None
-    try:
-        chunks = [] if box is None or data is None else list(_filtered(dataset, box, data))
-    except Exception as error:  # raised when no rank waits for this one
-        problem = error
-    nothing, mine = np.empty(0, np.uint8), np.frombuffer(bytearray(codec.encode(chunks)), np.uint8)
-    arrived, _ = all_to_all(team, [nothing if rank else mine for rank in range(team.size)])
-    if problem is not None:
-        raise problem
-    found = [chunk for block in arrived if len(block) for chunk in codec.decode(block.tobytes())]
-    if found:
-        with h5py.File(path, "r+", locking=False) as file:
-            for offset, mask, content in found:
-                file[dataset.name].id.write_direct_chunk(offset, content, mask)
+    with h5py.File(path, "r+", locking=False) as file:
+        for offset, mask, content in chunks:
+            file[name].id.write_direct_chunk(offset, content, mask)
 
 
-# The offset of a chunk in the dataset, the mask of the filters that were skipped, and the filtered bytes.
-_Chunk = tuple[tuple[int, ...], int, bytes]
-
-
-def _filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[_Chunk]:
+def filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[Chunk]:
     """Yield the chunks of a box as HDF5's own filters make them, by way of a file in memory."""
     import h5py
 

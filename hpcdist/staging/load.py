@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
 from math import prod
@@ -20,15 +20,15 @@ from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import coded, listed, reason, refusal
-from hpcdist.formats.contents import Contents, Stored
+from hpcdist.formats.contents import Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.plain import SHORT
 from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.staging.arguments import SINGLE, agreed, count, nest, positive
-from hpcdist.staging.pieces import PIECE, PiecePlan, block_bounds, deliver, piece_limit
+from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_out, count, nest, positive
+from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
 from hpcdist.staging.reader import OpenFiles, Part, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
@@ -120,49 +120,94 @@ def load(
     team = world.team_of(arguments.pop("group"))
     wait_for(path)
     with _planned(team, VERB, arguments) as call:
-        methods = {key: call.method(key) for key in call.tensors}
-        windows = {key: _window(team, call.tensors[key]) for key, how in methods.items() if how is _Method.SHARED}
+        windows = _windows(call)
         targets: dict[str, Tensor] = {}
-
-        def allocate() -> None:
-            if out is not None:
-                _check_out(call.tensors, out, call.wants, team.rank)
-            for key, stored in call.tensors.items():
-                want, memory = call.wants[key][team.rank], windows.get(key)
-                if out is not None:
-                    targets[key] = out.detach().view(want.shape)
-                elif memory is not None:
-                    targets[key] = memory.target(want.shape, stored.dtype)
-                else:
-                    targets[key] = pool.empty(want.shape, stored.dtype, call.device, fixed=True)
-
-        objects.run_on_all(team.comm, VERB, allocate)
+        objects.run_on_all(team.comm, VERB, lambda: targets.update(_targets(call, windows)))
         written(out, None)
         problems: list[str] = []
-        for key, how in methods.items():
-            if how is _Method.ALONE:
-                with kept(problems):
-                    call.reader(key).read(call.wants[key][team.rank], targets[key], call.same["window"])
-            elif windows.get(key) is None:
-                problems += _read_in_rounds(team, call, key, call.wants[key], targets[key])
-            else:
-                problems += _read_shared(team, call, key, targets[key])
+        for key, target in targets.items():
+            _read(call, key, target, problems)
         found = enumerate(objects.all_gather_object(team.comm, problems[:1], VERB))
         objects.raise_problems(VERB, {rank: texts[0] for rank, texts in found if texts})
         for key, memory in windows.items():
-            if memory is not None:
-                team.topology.comm.Barrier()  # all ranks of the node have written
-                targets[key] = memory.tensor(call.tensors[key].shape, call.tensors[key].dtype)
-    if out is not None:
-        return out
-    return nest(targets, call.same["name"])
+            team.topology.comm.Barrier()  # all ranks of the node have written
+            targets[key] = memory.tensor(call.tensors[key].shape, call.tensors[key].dtype)
+    return nest(targets, call.same["name"]) if out is None else out
 
 
-def _window(team: Team, stored: Stored) -> Window | None:
-    """Take memory of the node for a tensor; None on all ranks if it has none: see ``team.unshared``. Collective."""
+class _Method(Enum):
+    """How the ranks read a tensor."""
+
+    ALONE = "each rank reads its part"
+    ROUNDS = "each piece is read once, and its parts sent"
+    SHARED = "read once, into memory that the ranks of a node share"
+
+
+@dataclass
+class _Load:
+    """A call of load(), checked on this rank.
+
+    Attributes:
+        same: options that must agree.
+        box: box that this rank wants, if the caller gives one.
+        out: memory for it, if the caller passes any.
+        device: of the result, without `out`.
+        progress: called with the number of bytes just read.
+        files: the file, or the files of the folder, open on this rank.
+        wants: by name of the tensor, the box of each rank.
+        methods: by name of the tensor, how it is read; the same on all ranks.
+    """
+
+    team: Team
+    same: dict[str, Any]
+    box: Box | None
+    out: Tensor | None
+    device: torch.device
+    progress: Callable[[int], None] | None
+    files: OpenFiles = field(init=False)
+    wants: dict[str, BoxSequence] = field(init=False)
+    methods: dict[str, _Method] = field(init=False)
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The tensors by name, in the order of the files."""
+        return self.files.contents.tensors
+
+    def reader(self, key: str) -> TensorReader:
+        """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
+        return TensorReader(self.files, replace(self.tensors[key]), self.same["verify"], self.progress)
+
+
+def _windows(call: _Load) -> dict[str, Window]:
+    """Take memory of the node for shared tensors; of those for which it has none, see ``team.unshared``, each rank gets
+    its own. Collective."""
     from hpcdist.routes import window  # which imports MPI
 
-    return window.take(team, stored.nbytes(), stored.nbytes())
+    found = {}
+    for key, stored in call.tensors.items():
+        if call.methods[key] is _Method.SHARED:
+            memory = window.take(call.team, stored.nbytes(), stored.nbytes())
+            if memory is None:
+                call.methods[key] = _Method.ROUNDS
+            else:
+                found[key] = memory
+    return found
+
+
+def _targets(call: _Load, windows: Mapping[str, Window]) -> Iterator[tuple[str, Tensor]]:
+    """Yield memory for this rank's part of each tensor; a ValueError if `out` does not fit."""
+    if call.out is not None and len(call.tensors) != 1:
+        what = f"out is given for one tensor, but {len(call.tensors)} are read: {listed(call.tensors)}"
+        raise refusal(ValueError, "HD208", what)
+    for key, stored in call.tensors.items():
+        shape = call.wants[key][call.team.rank].shape
+        if call.out is not None:
+            check_out(call.out, shape, stored.dtype, key)
+            yield key, call.out.detach().view(shape)
+        elif key in windows:
+            yield key, windows[key].target(shape, stored.dtype)
+        else:
+            yield key, pool.empty(shape, stored.dtype, call.device, fixed=True)
 
 
 @contextmanager
@@ -174,123 +219,57 @@ def kept(problems: list[str]) -> Iterator[None]:
         problems.append(coded("HD402", reason(error)))
 
 
-def _read_in_rounds(team: Team, call: _Load, key: str, wants: BoxSequence, out: Tensor) -> list[str]:
-    """Read the pieces of a tensor, each on one rank, and send their parts to those that want them; return the errors of
-    this rank. Collective."""
-    reader, window = call.reader(key), call.same["window"]
-    stored, problems = reader.stored, list[str]()
-    plan, rows = plan_load(stored, wants, window, call.same["readers"] or team.size, reader.verify)
+def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
+    """Read a tensor, of which `out` is this rank's part; keep the errors of this rank. Collective."""
+    reader, window, me = call.reader(key), call.same["window"], call.team.rank
+    own = call.wants[key][me].offset
+    if (boxes := _in_place(call, key)) is not None:
+        with kept(problems):
+            for box in boxes:
+                reader.read(box, out[box.slices(own)], window)
+        return
+    wants, plan, rows = _rounds(call, key)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with kept(problems):
-            for number in range(team.rank, len(stored.boxes), team.size):
-                reader.check(number, window)
-    scratch = Scratch(pinned=not out.is_cpu)
+            for number in range(me, len(reader.stored.boxes), call.team.size):
+                reader.check(number)
+    out, scratch = out[wants[me].slices(own)], Scratch(pinned=not out.is_cpu)
     for round_ in plan.rounds:
         scratch.reset()
-        piece = None
-        row = plan.piece(team.rank, round_)
+        piece, row = None, plan.piece(me, round_)
         if row is not None:
             box = plan.pieces[row]
-            piece = scratch.take(box.shape, stored.dtype)
+            piece = scratch.take(box.shape, reader.stored.dtype)
             in_table = None if rows is None or reader.verify is False else int(rows[row])
             if (reader.verify and rows is not None) or len(wants.intersecting(box)):
                 with kept(problems):
                     reader.fill(box, in_table, piece, window)
-        deliver(team, plan, piece, out, round_, scratch)
-    return problems
+        deliver(call.team, plan, piece, out, round_, scratch)
 
 
-def _read_shared(team: Team, call: _Load, key: str, out: Tensor) -> list[str]:
-    """Read a tensor into memory that the ranks of a node share; return the errors of this rank. Collective."""
-    stored, problems, nodes = call.tensors[key], list[str](), team.topology.nodes
-    if len(nodes) == 1:
-        plan, _ = plan_load(stored, call.wants[key], call.same["window"], call.same["readers"] or team.size, None)
-        reader = call.reader(key)
-        with kept(problems):
-            for row in plan.rows(team.rank):
-                box = plan.pieces[row]
-                reader.read(box, out[box.slices()], call.same["window"])
-        return problems
-    receives = team.rank in {ranks[0] for ranks in nodes}
-    return _read_in_rounds(team, call, key, _receivers(team, stored), out if receives else out[out.shape[0] :])
+def _in_place(call: _Load, key: str) -> list[Box] | None:
+    """The boxes that this rank reads straight into the result; None if the ranks send each other what they read."""
+    me, how, wants = call.team.rank, call.methods[key], call.wants[key]
+    if how is _Method.ALONE:
+        return [wants[me]]
+    if how is _Method.ROUNDS or len(call.team.topology.nodes) > 1:
+        return None
+    plan, _ = plan_load(call.tensors[key], wants, call.same["window"], _readers(call), None)
+    return [plan.pieces[row] for row in plan.rows(me)]
 
 
-def _receivers(team: Team, stored: Stored) -> Listed:
-    """The whole tensor for one rank of each node, which receives it for all; nothing for the others."""
-    shapes = np.zeros((team.size, len(stored.shape)), np.int64)
-    shapes[[ranks[0] for ranks in team.topology.nodes]] = stored.shape
-    return Listed(np.zeros_like(shapes), shapes, stored.shape)
+def _rounds(call: _Load, key: str) -> tuple[BoxSequence, PiecePlan, Sequence[int] | Ints | None]:
+    """The box that each rank receives, of shared memory one rank of each node for all of them, and plan_load()."""
+    stored, wants = call.tensors[key], call.wants[key]
+    if call.methods[key] is _Method.SHARED:
+        shapes = np.zeros((call.team.size, len(stored.shape)), np.int64)
+        shapes[[ranks[0] for ranks in call.team.topology.nodes]] = stored.shape
+        wants = Listed(np.zeros_like(shapes), shapes, stored.shape)
+    return wants, *plan_load(stored, wants, call.same["window"], _readers(call), call.same["verify"])
 
 
-class _Method(Enum):
-    """How the ranks read a tensor."""
-
-    ALONE = "each rank reads its part"
-    ROUNDS = "each piece is read once, and its parts sent"
-    SHARED = "read once, into memory that the ranks of a node share"
-
-
-@dataclass(frozen=True)
-class _Load:
-    """The data that a call of load() reads on this rank.
-
-    Attributes:
-        files: the file, or the files of the folder, open on this rank.
-        same: options that are the same on all ranks.
-        wants: by name of the tensor, the box of each rank.
-        device: of this rank's results, without `out`.
-        progress: called with the number of bytes just read.
-        nodes: number of nodes of the ranks.
-    """
-
-    files: OpenFiles
-    same: Mapping[str, Any]
-    wants: Mapping[str, BoxSequence]
-    device: torch.device
-    progress: Callable[[int], None] | None
-    nodes: int
-
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """The tensors by name, in the order of the files."""
-        return self.files.contents.tensors
-
-    def method(self, key: str) -> _Method:
-        """Return how a tensor is read. What each rank wants whole, "auto" reads once a job on several nodes, and what
-        is compressed; the ranks of a node read the rest from the system's cache as fast as they could send it."""
-        stored, wants, same = self.tensors[key], self.wants[key], self.same
-        if isinstance(wants, Copies):
-            if same["shared"] and stored.nbytes() >= LEAST and stored.shape:
-                return _Method.SHARED
-            once = same["once_per"] == "job" or same["readers"] is not None
-            if same["once_per"] == "auto" and stored.nbytes() >= LEAST:
-                once = once or self.nodes > 1 or (stored.raw is None and stored.parts is None)
-            return _Method.ROUNDS if once and stored.nbytes() and len(wants) > 1 else _Method.ALONE
-        alone = same["readers"] is None and _reads_alone(stored, wants, same["verify"])
-        return _Method.ALONE if alone or stored.raw is None else _Method.ROUNDS
-
-    def reader(self, key: str) -> TensorReader:
-        """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
-        return TensorReader(self.files, replace(self.tensors[key]), self.same["verify"], self.progress)
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """One rank's request to load, checked on this rank.
-
-    Attributes:
-        same: options that must agree.
-        box: box that this rank wants, if the caller gives one.
-        out: memory for it, if the caller passes any.
-        device: of the result, without `out`.
-        progress: called with the number of bytes just read.
-    """
-
-    same: dict[str, Any]
-    box: Box | None
-    out: Tensor | None
-    device: torch.device
-    progress: Callable[[int], None] | None
+def _readers(call: _Load) -> int:
+    return int(call.same["readers"] or call.team.size)
 
 
 def _check(
@@ -309,7 +288,7 @@ def _check(
     once_per: Any,
     shared: Any,
     progress: Any,
-) -> _Ask:
+) -> _Load:
     """Check the arguments of load() on this rank."""
     if name is not None and not isinstance(name, str):
         raise ArgumentError("HD419", f"name must be a string or None, got {name!r}")
@@ -330,7 +309,7 @@ def _check(
         "window": positive("window", window), "readers": count("readers", readers, team.size), "verify": verify,
         "box": "not given" if box is None else "given", "once_per": once_per, "shared": bool(shared),
     }  # fmt: skip
-    return _Ask(same, mine, out, target, progress)
+    return _Load(team, same, mine, out, target, progress)
 
 
 def _check_shared(dim: Any, box: Any, out: Tensor | None, device: torch.device, once_per: str) -> None:
@@ -361,75 +340,55 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
     Raises:
         RankError: on every rank: see load().
     """
-    with agreed(team, verb, lambda: _check(team, **arguments)) as ask:
-        same, _ = objects.same(team.comm, verb, ask.same, ask.same, objects.first_difference)
-        with _opened(team, verb, str(same["path"]), same["name"]) as files:
-            tensors = files.contents.tensors
-            same["name"] = _prefix(same["name"], files.contents)
+    with agreed(team, verb, lambda: _check(team, **arguments)) as call:
+        same, _ = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
+        path, name = str(same["path"]), same["name"]
+        find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
+        with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
+            tensors = call.tensors
+            if name is None:
+                name = SINGLE if list(tensors) == [SINGLE] else ""
+            same["name"], call.same = call.files.contents.key(name), same
             boxes = list[Box]()
-            if (box := ask.box) is not None:
+            if (box := call.box) is not None:
                 boxes = objects.run_on_all(team.comm, verb, lambda: _inside(tensors, box))
             try:
                 nest(dict.fromkeys(tensors), same["name"])
-                _check_dims(same, tensors)
-                wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}
+                dim = same["dim"]
+                if isinstance(dim, dict) and not same["name"] and (odd := sorted(dim.keys() - tensors.keys())):
+                    what = f"dim names {odd[0]!r}, which is not there; it has: {listed(tensors)}"
+                    raise refusal(ValueError, "HD408", what)
+                call.wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}
             except ValueError as error:
                 objects.raise_problems(verb, dict.fromkeys(range(team.size), str(error)))
             nodes = len({team.settings.node_of[peer] for peer in team.peers})
-            yield _Load(files, same, wants, ask.device, ask.progress, nodes)
-
-
-def _opened(team: Team, verb: str, path: str, name: str | None) -> OpenFiles:
-    """Open what a file or folder holds of `name`, the same on every rank; a RankError everywhere if a rank cannot."""
-    find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
-    return open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees))
-
-
-def _prefix(name: str | None, contents: Contents) -> str:
-    """The common prefix of the names of these tensors, which are all of `name`."""
-    if name is None:
-        return SINGLE if list(contents.tensors) == [SINGLE] else ""
-    return contents.key(name)
-
-
-def _check_dims(same: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
-    """Raise a ValueError if `dim` names a tensor that does not exist."""
-    dim = same["dim"]
-    if isinstance(dim, dict) and not same["name"] and (odd := sorted(dim.keys() - tensors.keys())):
-        raise refusal(ValueError, "HD408", f"dim names {odd[0]!r}, which is not there; it has: {listed(tensors)}")
+            call.methods = {key: _method(tensors[key], wants, same, nodes) for key, wants in call.wants.items()}
+            yield call
 
 
 def _inside(tensors: Mapping[str, Stored], box: Box) -> Box:
     """The box that this rank wants; a ValueError if it is not in each tensor."""
     for key, stored in tensors.items():
-        if not box.is_in(stored.shape):
-            what = f"(offset {box.offset}, shape {box.shape}), which is not in shape {stored.shape}"
-            raise refusal(ValueError, "HD213", f"{key}: box is {what}")
+        check_inside(box, stored.shape, f"{key}: ")
     return box
 
 
 def _wants(stored: Stored, same: Mapping[str, Any], boxes: Sequence[Box], size: int) -> BoxSequence:
-    """The box of a tensor for each of `size` ranks."""
-    if boxes:
-        return Listed.of(boxes, stored.shape)
-    try:
-        return _along_dim(stored, same, size)
-    except ValueError as error:
-        raise refusal(ValueError, "HD213", f"{stored.name}: {error}") from None
-
-
-def _along_dim(stored: Stored, same: Mapping[str, Any], size: int) -> BoxSequence:
-    """The boxes of a tensor along the dim that was given; a ValueError if it has no such dim or counts."""
+    """The box of a tensor for each of `size` ranks; a ValueError if it has no such dim or counts."""
     shape, dim = stored.shape, same["dim"]
+    if boxes:
+        return Listed.of(boxes, shape)
     if isinstance(dim, dict):
         dim = dim.get(stored.name, 0)
     if dim is None or not shape:
         return Copies(shape, size)
     if not -len(shape) <= dim < len(shape):
         what = f"dim is {dim}, expected {-len(shape)} to {len(shape) - 1} for {len(shape)} dims"
-        raise refusal(ValueError, "HD204", what)
-    dim %= len(shape)
-    return Shards(shape, dim, _displs(same["counts"], shape[dim], size))
+        raise refusal(ValueError, "HD204", f"{stored.name}: {what}")
+    try:
+        return Shards(shape, dim % len(shape), _displs(same["counts"], shape[dim], size))
+    except ValueError as error:
+        raise refusal(ValueError, "HD213", f"{stored.name}: {error}") from None
 
 
 @lru_cache(maxsize=256)
@@ -439,36 +398,34 @@ def _displs(counts: str | tuple[int, ...] | None, extent: int, size: int) -> Int
     return found
 
 
-def _check_out(tensors: Mapping[str, Stored], out: Tensor, wants: Mapping[str, BoxSequence], rank: int) -> None:
-    """Raise a ValueError if `out` does not fit what a rank gets."""
-    if len(wants) != 1:
-        raise refusal(ValueError, "HD208", f"out is given for one tensor, but {len(wants)} are read: {listed(wants)}")
-    ((key, boxes),) = wants.items()
-    dtype, shape = tensors[key].dtype, boxes[rank].shape
-    if out.dtype != dtype:
-        what = f"out has dtype {out.dtype}, expected {dtype}, that of {key!r} in the file"
-        raise refusal(ValueError, "HD208", what)
-    if tuple(out.shape) != shape:
-        raise refusal(ValueError, "HD208", f"out has shape {tuple(out.shape)}, expected {shape}")
+def _method(stored: Stored, wants: BoxSequence, same: Mapping[str, Any], nodes: int) -> _Method:
+    """Choose how a tensor is read. What each rank wants whole, "auto" reads once a job on several nodes, and what is
+    compressed; the ranks of a node read the rest from the system's cache as fast as they could send it."""
+    if isinstance(wants, Copies):
+        if same["shared"] and stored.nbytes() >= LEAST and stored.shape:
+            return _Method.SHARED
+        once = same["once_per"] == "job" or same["readers"] is not None
+        if same["once_per"] == "auto" and stored.nbytes() >= LEAST:
+            once = once or nodes > 1 or (stored.raw is None and stored.parts is None)
+        return _Method.ROUNDS if once and stored.nbytes() and len(wants) > 1 else _Method.ALONE
+    alone = same["readers"] is None and _reads_alone(stored, wants, same["verify"])
+    return _Method.ALONE if alone or stored.raw is None else _Method.ROUNDS
 
 
 def _reads_alone(stored: Stored, wants: BoxSequence, verify: bool | None) -> bool:
     """Decide whether every rank reads on its own: long runs, or little in all; and whole pieces, if verified."""
-    size = stored.dtype.itemsize
     if isinstance(wants, Listed):
         if not verify and 2 * wants.sizes.sum(dtype=float) < prod(stored.shape):
             return True
-        lengths, counts = wants.run_lengths()
-        lengths = lengths[(counts > 1) & (wants.sizes > 0)]
-        return not len(lengths) or not (verify or int(lengths.min()) * size < SHORT)
-    if not isinstance(wants, Shards):
+    elif isinstance(wants, Shards):  # the narrowest has the shortest runs
+        extents = np.diff(wants.displs)
+        narrowest = int(np.where(extents, extents, extents.max()).argmin())
+        wants = Listed.of([wants[narrowest]], stored.shape)
+    else:
         return True  # the whole
-    extents = np.diff(wants.displs)
-    filled = extents[extents > 0]
-    if not len(filled) or not prod(stored.shape):
-        return True
-    length, count = layout.runs(wants[int(np.flatnonzero(extents == filled.min())[0])], stored.shape)
-    return count == 1 or not (verify or length * size < SHORT)
+    lengths, counts = wants.run_lengths()
+    lengths = lengths[(counts > 1) & (wants.sizes > 0)]
+    return not len(lengths) or not (verify or int(lengths.min()) * stored.dtype.itemsize < SHORT)
 
 
 def plan_load(
@@ -495,22 +452,26 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
     """Plan a call of load(). Collective: see :func:`hpcdist.plan`."""
     team = world.team_of(group)
     with _planned(team, _PLAN, arguments) as call:
-        methods = {key: call.method(key) for key in call.tensors}
-        traffic = [_traffic(call, team, key, how) for key, how in methods.items()]
-        read, sent, received = (sum(row[i] for row in traffic) for i in range(3))
-        result = _result(call, arguments["out"], set(methods.values()))
-    everywhere = objects.all_gather_object(
-        team.comm, (read, sent, list({how.value for how in methods.values()})), _PLAN
-    )
-    total_read, total_sent = (sum(row[i] for row in everywhere) for i in range(2))
+        traffic = [_traffic(call, key) for key in call.tensors]
+        read, sent, received = (sum(of) for of in zip((0, 0, 0), *traffic, strict=True))
+        nbytes = sum(stored.nbytes() for stored in call.tensors.values())
+    methods, result = set(call.methods.values()), "pool" if pool.holds(nbytes, call.device) else "new"
+    if call.out is not None:
+        result = "out"
+    elif methods == {_Method.SHARED}:
+        result = "shared"
+    elif len(call.wants) > 1:
+        result = "structure"
+    everywhere = objects.all_gather_object(team.comm, (read, sent), _PLAN)
+    total_read, total_sent = (sum(of) for of in zip(*everywhere, strict=True))
     return Plan(
         verb=VERB,
         route="mpi" if total_sent else "none",
-        methods=tuple(dict.fromkeys(how for *_, of in everywhere for how in of)),
+        methods=tuple(how.value for how in _Method if how in methods),
         sent=sent,
         received=received,
         result=result,
-        reasons=(f"once_per={call.same['once_per']!r}, on {call.nodes} node{'s' * (call.nodes > 1)}",),
+        reasons=(f"once_per={call.same['once_per']!r}",),
         file_bytes=read,
         file_bytes_of_all=total_read,
         sent_by_all=total_sent,
@@ -518,48 +479,29 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
     )
 
 
-def _result(call: _Load, out: Any, methods: set[_Method]) -> str:
-    if out is not None:
-        return "out"
-    if methods == {_Method.SHARED}:
-        return "shared"
-    if len(call.tensors) > 1:
-        return "structure"
-    (stored,) = call.tensors.values()
-    return "pool" if pool.holds(stored.nbytes(), call.device) else "new"
-
-
-def _traffic(call: _Load, team: Team, key: str, how: _Method) -> tuple[int, int, int]:
+def _traffic(call: _Load, key: str) -> tuple[int, int, int]:
     """The bytes of a tensor that this rank reads, sends and receives."""
-    reader, wants, same, me = call.reader(key), call.wants[key], call.same, team.rank
-    stored, verify = reader.stored, same["verify"]
-    if how is _Method.ALONE:
-        limit = max(1, min(PIECE, same["window"] // 2) // stored.dtype.itemsize)
-        return _read(reader, reader.parts(wants[me], limit)), 0, 0
-    shared = how is _Method.SHARED
-    if shared and len(team.topology.nodes) > 1:
-        wants = _receivers(team, stored)
-    plan, rows = plan_load(stored, wants, same["window"], same["readers"] or team.size, verify)
-    pieces, size = [plan.pieces[row] for row in plan.rows(me)], stored.dtype.itemsize
-    if shared and len(team.topology.nodes) == 1:
-        return _read(reader, [Part(box) for box in pieces]), 0, 0
-    pieces = [box for box in pieces if (verify and rows is not None) or len(wants.intersecting(box))]
-    own = sum(box.intersect(wants[me]).size() for box in pieces)
-    sent = sum(box.intersect(wants[dest]).size() for box in pieces for dest in wants.intersecting(box).tolist())
-    if verify and rows is None:
-        pieces += [stored.boxes[row] for row in range(me, len(stored.boxes), team.size)]
-    return _read(reader, [Part(box) for box in pieces]), (sent - own) * size, (wants[me].size() - own) * size
-
-
-def _read(reader: TensorReader, parts: list[Part]) -> int:
-    """Return the bytes that are read for some parts of a dataset."""
-    stored, elements = reader.stored, 0
-    checked = set[int]()
-    for box, _, checks in parts:
-        elements += sum(stored.boxes[piece].size() for piece in {*checks} - checked)
-        checked |= {*checks}
-        elements += box.size() if stored.raw is None or not box.size() else stored.raw.cover(box).size()
-    return elements * stored.dtype.itemsize
+    reader, me, verify, moved = call.reader(key), call.team.rank, call.same["verify"], (0, 0)
+    stored, size = reader.stored, reader.stored.dtype.itemsize
+    if (boxes := _in_place(call, key)) is not None:
+        limit = piece_limit(call.same["window"] // 2, size)
+        parts = [part for box in boxes for part in reader.parts(box, limit)]
+    else:
+        wants, plan, rows = _rounds(call, key)
+        pieces = [plan.pieces[row] for row in plan.rows(me)]
+        meets = [wants.intersecting(box).tolist() for box in pieces]
+        sent, own = 0, 0
+        for box, dests in zip(pieces, meets, strict=True):
+            sizes = {dest: box.intersect(wants[dest]).size() for dest in dests}
+            own += sizes.get(me, 0)
+            sent += sum(sizes.values())
+        moved = (sent - own) * size, (wants[me].size() - own) * size
+        parts = [Part(box) for box, dests in zip(pieces, meets, strict=True) if dests or (verify and rows is not None)]
+        if verify and rows is None:
+            parts += [Part(stored.boxes[row]) for row in range(me, len(stored.boxes), call.team.size)]
+    checked = {part.check for part in parts if part.check is not None}
+    covers = [part.box if stored.raw is None or not part.box.size() else stored.raw.cover(part.box) for part in parts]
+    return sum(box.size() for box in (*covers, *(stored.boxes[row] for row in checked))) * size, *moved
 
 
 planners[load] = _planned_load

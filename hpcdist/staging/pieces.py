@@ -3,12 +3,10 @@ it: over MPI in host memory, and from and to GPUs."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +23,18 @@ from hpcdist.tensors.storage import Scratch, as_bytes, bits
 from hpcdist.validation.local import ArgumentError
 
 __all__ = [
-    *("Bytes", "all_to_all", "collect", "deliver", "incoming", "outgoing"),
+    *("collect", "deliver", "incoming", "outgoing"),
     *("MOST_PIECES", "PIECE", "ROUND", "PiecePlan", "block_bounds", "check_pieces", "check_shape", "piece_limit"),
     *("plan_save", "shard_boxes"),
 ]
 
 ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
+_TOGETHER = 2**29  # bytes of all of these: rank 0 receives them, if they are compressed
 PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, and of resuming
 
 _MOST_BYTES = 2**63 - 1  # of a file
 _MOST_DIMS = 32  # of HDF5
 MOST_PIECES = 2**20  # of a tensor: each has a row in a table
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def check_shape(shape: Sequence[int], itemsize: int) -> None:
@@ -134,7 +131,7 @@ def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window
     own = joined and dim is not None and x.chunks is None and writers == size
     straight = dim is None and x.chunks is None
     if not (own or straight):
-        limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
+        limit = max(1, min(limit, min(ROUND, min(window, _TOGETHER) // size) // itemsize))
     check_pieces(x.shape, itemsize, limit)
     if isinstance(held, Shards) and own:
         pieces, bounds = _cut(held, limit)
@@ -170,27 +167,6 @@ def block_bounds(pieces: int, size: int, workers: int) -> Ints:
     return bounds
 
 
-def all_to_all(team: Team, blocks: Sequence[Bytes], more: bool = False) -> tuple[list[Bytes], bool]:
-    """Send `blocks[r]` to each rank r of the team; return the received blocks, by sender. Collective.
-
-    Args:
-        more: whether this rank will send more; the second result is whether any rank will.
-    """
-    from mpi4py import MPI
-
-    from hpcdist.comm.mpi import MPI_ROUTE
-
-    lengths, arriving = array("q", (2 * len(block) + more for block in blocks)), array("q", bytes(8 * team.size))
-    team.comm.Alltoall([lengths, MPI.INT64_T], [arriving, MPI.INT64_T])
-    got = [np.empty(n // 2, np.uint8) for n in arriving]
-    got[team.rank] = blocks[team.rank]
-    others = [rank for rank in range(team.size) if rank != team.rank]
-    sends = [(rank, torch.from_numpy(blocks[rank])) for rank in others if len(blocks[rank])]
-    recvs = [(rank, torch.from_numpy(got[rank])) for rank in others if len(got[rank])]
-    MPI_ROUTE.exchange(team, sends, recvs, 0)
-    return got, any(n % 2 for n in arriving)
-
-
 def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratch) -> Tensor | None:
     """Collect the pieces of one round from the shards `x` of all ranks. Collective over the team.
 
@@ -198,23 +174,12 @@ def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratc
         This rank's piece, in contiguous host memory of `scratch`; None if it has none in this round.
     """
     scratch.reset()
-    me, mine, copies = team.rank, plan.held[team.rank], isinstance(plan.held, Copies)
-    moves = _Moves(scratch)
-    row = plan.piece(me, round_)
-    piece = None if row is None else scratch.take(plan.pieces[row].shape, x.dtype)
-    for owner, met in plan.met(me, round_):
-        part = plan.pieces[met].intersect(mine)
-        block = x[part.slices(mine.offset)]
-        if owner == me and piece is not None:
-            moves.copy(piece[part.slices(plan.pieces[met].offset)], scratch.on_host(block) if not x.is_cpu else block)
-        elif not copies:  # else the owner has all of it itself
-            moves.send(block, owner)
-    if row is not None and piece is not None and not copies:
-        box = plan.pieces[row]
-        for source in plan.held.intersecting(box).tolist():
-            if source != me:
-                moves.recv(piece[box.intersect(plan.held[source]).slices(box.offset)], source)
-    moves.run(team, "staging.save")
+    mine, box, holders = _peers(plan, team.rank, round_)
+    piece = None if box is None else scratch.take(box.shape, x.dtype)
+    if isinstance(plan.held, Copies):  # each owner has all of it itself
+        mine, holders = ([of for of in peers if of[0] == team.rank] for peers in (mine, holders))
+    sends = _views(x, plan.held[team.rank], mine)
+    _exchange(team, "staging.save", sends, _views(piece, box, holders), scratch)
     return piece
 
 
@@ -225,21 +190,53 @@ def deliver(team: Team, plan: PiecePlan, piece: Tensor | None, out: Tensor, roun
     """
     if isinstance(plan.held, Copies) and _through_windows(team, plan, piece, out, round_, scratch):
         return
-    me, want, moves = team.rank, plan.held[team.rank], _Moves(scratch)
-    row = plan.piece(me, round_)
-    if row is not None and piece is not None:
-        box = plan.pieces[row]
-        for dest in plan.held.intersecting(box).tolist():
-            part = box.intersect(plan.held[dest])
-            block = piece[part.slices(box.offset)]
-            if dest == me:
-                moves.copy(out[part.slices(want.offset)], block)
-            else:
-                moves.send(block, dest)
-    for owner, met in plan.met(me, round_):
-        if owner != me:
-            moves.recv(out[plan.pieces[met].intersect(want).slices(want.offset)], owner)
-    moves.run(team, "staging.load")
+    mine, box, holders = _peers(plan, team.rank, round_)
+    recvs = _views(out, plan.held[team.rank], mine)
+    _exchange(team, "staging.load", _views(piece, box, holders), recvs, scratch)
+
+
+_Peers = list[tuple[int, Box]]
+
+
+def _peers(plan: PiecePlan, me: int, round_: int) -> tuple[_Peers, Box | None, _Peers]:
+    """The owners and boxes of pieces that meet what this rank holds; its own piece; and who holds what of that."""
+    met = [(owner, plan.pieces[row]) for owner, row in plan.met(me, round_)]
+    if (row := plan.piece(me, round_)) is None:
+        return met, None, []
+    box = plan.pieces[row]
+    return met, box, [(rank, plan.held[rank]) for rank in plan.held.intersecting(box).tolist()]
+
+
+def _views(x: Tensor | None, at: Box | None, peers: _Peers) -> list[tuple[int, Tensor]]:
+    """For each peer the part of `x`, the box `at` of the whole, that meets the peer's box."""
+    if x is None or at is None:
+        return []
+    return [(rank, x[at.intersect(box).slices(at.offset)]) for rank, box in peers]
+
+
+def _exchange(
+    team: Team, verb: str, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]], scratch: Scratch
+) -> None:
+    """Send parts of tensors to other ranks, and receive others in place; a part for this rank is copied. Collective."""
+    from hpcdist.comm.mpi import MPI_ROUTE
+
+    me, copies, arriving = team.rank, [], []
+    own = [block for dest, block in sends if dest == me]
+    messages = [(dest, as_bytes(scratch.on_host(block))) for dest, block in sends if dest != me]
+    for source, place in recvs:
+        if source == me:
+            block = own.pop()  # there is one at most
+            copies.append((place, block if block.is_cpu else scratch.on_host(block)))
+            continue
+        block = place
+        if not place.is_cpu or not place.is_contiguous():
+            block = scratch.take(place.shape, place.dtype)
+            copies.append((place, block))
+        arriving.append((source, as_bytes(block)))
+    with abort.InTransfer(verb, team.size):
+        MPI_ROUTE.exchange(team, messages, arriving, ROUND)
+    for place, block in copies:  # when all data have arrived
+        bits(place).copy_(bits(block))
 
 
 def _through_windows(
@@ -264,39 +261,6 @@ def _through_windows(
         if not ok:
             bits(place).copy_(bits(block))
     return True
-
-
-class _Moves:
-    """Parts of tensors that are exchanged at a time."""
-
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
-        self._sends: list[tuple[int, Tensor]] = []
-        self._recvs: list[tuple[int, Tensor]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def send(self, block: Tensor, dest: int) -> None:
-        self._sends.append((dest, as_bytes(self._scratch.on_host(block))))
-
-    def recv(self, place: Tensor, source: int) -> None:
-        block = place
-        if not place.is_cpu or not place.is_contiguous():
-            block = self._scratch.take(place.shape, place.dtype)
-            self.copy(place, block)
-        self._recvs.append((source, as_bytes(block)))
-
-    def copy(self, place: Tensor, block: Tensor) -> None:
-        """Copy on this rank, after all data have arrived."""
-        self._copies.append((place, block))
-
-    def run(self, team: Team, verb: str) -> None:
-        """Exchange with the other ranks, which also run their moves. Collective."""
-        from hpcdist.comm.mpi import MPI_ROUTE
-
-        with abort.InTransfer(verb, team.size):
-            MPI_ROUTE.exchange(team, self._sends, self._recvs, ROUND)
-        for place, block in self._copies:
-            bits(place).copy_(bits(block))
 
 
 def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:

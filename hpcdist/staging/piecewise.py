@@ -6,7 +6,6 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -25,7 +24,16 @@ from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, Listed
 from hpcdist.runtime import world
-from hpcdist.staging.arguments import agreed, check_attrs, flatten, positive, shape_and_dtype, target_path
+from hpcdist.staging.arguments import (
+    agreed,
+    check_attrs,
+    check_inside,
+    check_out,
+    flatten,
+    positive,
+    shape_and_dtype,
+    target_path,
+)
 from hpcdist.staging.pieces import MOST_PIECES, PIECE
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
@@ -161,10 +169,10 @@ class ReadFile:
             raise refusal(ValueError, "HD219", f"read(): {untraceable}")
         stored = self._stored(name)
         start = tuple(index(o) for o in offset) if offset is not None else (0,) * len(stored.shape)
-        _check_inside(Box(start, (0,) * len(start)), stored.shape)
+        check_inside(Box(start, (0,) * len(start)), stored.shape)
         rest = (extent - o for extent, o in zip(stored.shape, start, strict=True))
         box = Box(start, tuple(index(n) for n in (rest if shape is None else shape)))
-        _check_inside(box, stored.shape)
+        check_inside(box, stored.shape)
         if out is None:
             target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
         else:
@@ -172,9 +180,7 @@ class ReadFile:
                 local.tensor(out, 0, "out")
             except local.ArgumentError as error:
                 raise refusal(ValueError, "HD202", str(error)) from error
-            if out.dtype != stored.dtype or tuple(out.shape) != box.shape:
-                what = f"{out.dtype} of shape {tuple(out.shape)}"
-                raise refusal(ValueError, "HD208", f"out is {what}, expected {stored.dtype} of {box.shape}")
+            check_out(out, box.shape, stored.dtype, name)
             target = written(out, out.detach())
         assert self._files is not None  # or _stored() has raised
         try:
@@ -260,7 +266,7 @@ class WriteFile:
         i = self._index[name]
         dataset = self._file.datasets[i]
         box = Box(tuple(index(o) for o in offset), tuple(x.shape))
-        _check_inside(box, dataset.shape)
+        check_inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise refusal(ValueError, "HD419", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
         try:
@@ -304,7 +310,8 @@ class WriteFile:
                 what = f"was written in {count:,} boxes, {MOST_PIECES:,} at most are possible"
                 file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             elif dataset.nbytes() and not pieces.tile():
-                file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {_odd(pieces)}"))
+                what = f"{int(pieces.sizes.sum()):,} elements were written, expected {prod(dataset.shape):,}, each once"
+                file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             datasets.append(replace(dataset, pieces=pieces))
         return datasets
 
@@ -348,20 +355,3 @@ def _joined(one: Box, other: Box, shape: Sequence[int]) -> Box | None:
     if not ends_there or one.offset[0] + one.shape[0] != other.offset[0]:
         return None
     return Box(one.offset, (one.shape[0] + other.shape[0], *one.shape[1:]))
-
-
-def _odd(pieces: Listed) -> str:
-    """Describe the error of boxes that do not hold each element of the tensor once."""
-    order = np.lexsort(pieces.offsets.T[::-1])
-    boxes = [pieces[i] for i in order.tolist()]
-    twice = next((b for a, b in pairwise(boxes) if a.intersect(b).size()), None)
-    if twice is not None:
-        return f"elements at {twice.offset} were written twice"
-    missing = prod(pieces.shape) - int(pieces.sizes.sum())
-    return f"{missing:,} elements were not written" if missing > 0 else "elements were written twice"
-
-
-def _check_inside(box: Box, shape: Sequence[int]) -> None:
-    if not box.is_in(shape):
-        what = f"box (offset {box.offset}, shape {box.shape}) is not in shape {tuple(shape)}"
-        raise refusal(ValueError, "HD213", what)

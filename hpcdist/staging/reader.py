@@ -20,12 +20,11 @@ from hpcdist.formats.paths import open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
 from hpcdist.staging.pieces import incoming, piece_limit
-from hpcdist.tensors import pool
 from hpcdist.tensors.storage import bits
 
-__all__ = ["OpenFiles", "Part", "TensorReader", "checksum_of", "open_files"]
+__all__ = ["OpenFiles", "Part", "TensorReader", "open_files"]
 
-_PART = 2**23  # bytes of a piece of many runs that are checked at a time
+_PART = 2**21  # bytes that are read at a time to be checked
 _MOST_OPEN = 32
 _NAPS = (3.2, 1.6, 0.8, 0.4, 0.2, 0.1, 0)  # seconds between attempts, the last one first
 
@@ -100,13 +99,13 @@ class Part(NamedTuple):
     """A box that is read at a time.
 
     Attributes:
-        row: piece that it is, whose checksum is compared.
-        checks: pieces that are read and compared first.
+        row: the piece that it is, whose checksum is compared.
+        check: a piece that is read and compared first.
     """
 
     box: Box
     row: int | None = None
-    checks: tuple[int, ...] = ()
+    check: int | None = None
 
 
 class TensorReader:
@@ -144,43 +143,25 @@ class TensorReader:
         parts = self.parts(want, piece_limit(window // 2, out.itemsize))
         local = [part.box.relative_to(want.offset) for part in parts]
         for part, target in zip(parts, incoming(out, local), strict=True):
-            for row in part.checks:
-                self.check(row, window)
+            if part.check is not None:
+                self.check(part.check)
             self.fill(part.box, part.row, target, window)
 
     def parts(self, want: Box, limit: int) -> list[Part]:
-        """Return the parts in which a box is read, of at most `limit` elements."""
-        stored, found = self.stored, []
-        rows: list[int] = []
-        if self.verify is not False and stored.pieces is not None:
-            rows = stored.boxes.intersecting(want).tolist()
-        if not rows or not self._in_pieces(want, rows):
-            boxes = list(layout.boxes(want, limit))
-            return [Part(box, checks=tuple(rows) if self.verify and not i else ()) for i, box in enumerate(boxes)]
-        for row in rows:
-            piece = stored.boxes[row]
-            box = piece.intersect(want)
-            if box == piece and box.size() <= limit:
+        """Return the parts in which a box is read, of at most `limit` elements: those of pieces, if any is checked."""
+        found, boxes = list[Part](), self.stored.boxes
+        rows = [] if self.verify is False else boxes.intersecting(want).tolist()
+        common = {row: boxes[row].intersect(want) for row in rows}
+        if not rows or not (self.verify or any(box == boxes[row] for row, box in common.items())):
+            return [Part(box) for box in layout.boxes(want, limit)]
+        for row, box in common.items():
+            is_whole = box == boxes[row]
+            if is_whole and box.size() <= limit:
                 found.append(Part(box, row))
-                continue
-            checks: tuple[int, ...] = (row,) if self.verify or box == piece else ()
-            for cut in layout.boxes(box, limit):
-                found.append(Part(cut, checks=checks))
-                checks = ()
+            else:
+                check = row if self.verify or is_whole else None
+                found += [Part(cut, check=check) for cut in layout.boxes(box, limit)]
         return found
-
-    def _in_pieces(self, want: Box, rows: Sequence[int]) -> bool:
-        """Decide whether a box is read piece by piece: if it is one run, or whole pieces of several runs each.
-
-        Args:
-            rows: the pieces of which it has a part.
-        """
-        stored = self.stored
-        if stored.raw is None or layout.runs(want, stored.shape)[1] == 1:
-            return True
-        pieces = [stored.boxes[row] for row in rows]
-        whole = all(piece.intersect(want) == piece for piece in pieces)
-        return whole and any(layout.runs(piece, stored.shape)[1] > 1 for piece in pieces)
 
     def fill(self, part: Box, row: int | None, target: Tensor, window: int) -> None:
         """Read a box into contiguous host memory; if it is the piece `row`, check it."""
@@ -193,17 +174,20 @@ class TensorReader:
         if self.progress is not None:
             self.progress(target.nbytes)
 
-    def check(self, row: int, window: int) -> None:
+    def check(self, row: int) -> None:
         """Read a piece and compare its checksum, unless that was done before; a FileError if it is damaged."""
-        if row in self._checked:
-            return
-        where, box = self.stored.raw, self.stored.boxes[row]
-        if where is None:
-            buffer = pool.empty(box.shape, self.stored.dtype, "cpu", fixed=True)
-            self._prove(row, partial(self._read_piece, box, buffer, window))
-        else:
-            self._prove(row, lambda: checksum_of(self.fd, where, box))
-        self._checked.add(row)
+        if row not in self._checked:
+            self._prove(row, partial(self._checksum, self.stored.boxes[row]))
+            self._checked.add(row)
+
+    def _checksum(self, box: Box) -> int:
+        limit, digest = max(1, _PART // self.stored.dtype.itemsize), plain.digest()
+        buffer = torch.empty(min(limit, box.size()), dtype=self.stored.dtype, device="cpu")
+        for part in layout.boxes(box, limit):
+            x = buffer[: part.size()].view(part.shape)
+            self._read(part, x, 2 * _PART)
+            digest.update(memory(x))
+        return int(digest.intdigest())
 
     def _read(self, box: Box, out: Tensor, window: int) -> None:
         """Read a box into a CPU tensor, without checks."""
@@ -281,25 +265,3 @@ class TensorReader:
             yield
         except EOFError as error:
             raise FileError("HD404", f"{self.path}: {self.stored.name}: truncated: {error}") from error
-
-
-def checksum_of(fd: int, where: Raw, box: Box) -> int:
-    """The checksum of a piece in a file.
-
-    Raises:
-        OSError, EOFError: it cannot be read.
-    """
-    digest = plain.digest()
-    if layout.runs(box, where.shape)[1] > 1:
-        for part in layout.boxes(box, _PART // where.dtype.itemsize):
-            x = torch.empty(part.shape, dtype=where.dtype, device="cpu")
-            where.read(fd, part, x, 2 * _PART)
-            digest.update(memory(x))
-        return int(digest.intdigest())
-    buffer = memoryview(bytearray(plain.BLOCK))
-    start, left = where.place(box), box.size() * where.dtype.itemsize
-    while left:
-        block = buffer[: min(left, plain.BLOCK)]
-        plain.read_at(fd, start, block, digest)
-        start, left = start + len(block), left - len(block)
-    return int(digest.intdigest())

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from hpcdist.control import objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
-from hpcdist.layout.box import Copies
 from hpcdist.process import host_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
-from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
     agreed,
@@ -47,6 +45,22 @@ from hpcdist.validation.local import ArgumentError
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike
 
+    class _Options(TypedDict, total=False):
+        """The arguments of save() that do not change what it returns."""
+
+        attrs: Mapping[str, Mapping[str, Any]] | None
+        compression: str | int | Mapping[str, Any] | None
+        chunks: tuple[int, ...] | None
+        window: int
+        writer: str
+        writers: int | None
+        resume: bool
+        max_shard_size: int | str | None
+        progress: Callable[[int], None] | None
+        buffer: int | None
+        group: GroupLike | None
+
+
 __all__ = ["save", "wait_for"]
 
 VERB = "staging.save"
@@ -54,10 +68,9 @@ _CHUNK = 2**20  # bytes of a chunk, where the caller does not give its shape
 # Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the
 # caller's may go on.
 _HEAD_START = 1e-3
-_ALIGNMENT = 64  # bytes, of the copies that a save in the background writes
 _POLL = 0.5  # seconds; events tell earlier, unless a job has ended before its first step
 
-_flights: list[Flight] = []  # saves in the background, of this process, in the order of the calls
+_flights: list[_Flight] = []  # saves in the background, of this process, in the order of the calls
 
 
 @overload
@@ -66,18 +79,8 @@ def save(
     tensors: Tensor | Mapping[str, Any],
     dim: int | Mapping[str, int | None] | None = 0,
     *,
-    attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    compression: str | int | Mapping[str, Any] | None = None,
-    chunks: tuple[int, ...] | None = None,
-    window: int = WINDOW,
-    writer: str = "auto",
-    writers: int | None = None,
-    resume: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: Callable[[int], None] | None = None,
-    buffer: int | None = None,
     async_op: Literal[False] = False,
-    group: GroupLike | None = None,
+    **options: Unpack[_Options],
 ) -> None: ...
 @overload
 def save(
@@ -85,18 +88,8 @@ def save(
     tensors: Tensor | Mapping[str, Any],
     dim: int | Mapping[str, int | None] | None = 0,
     *,
-    attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    compression: str | int | Mapping[str, Any] | None = None,
-    chunks: tuple[int, ...] | None = None,
-    window: int = WINDOW,
-    writer: str = "auto",
-    writers: int | None = None,
-    resume: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: Callable[[int], None] | None = None,
-    buffer: int | None = None,
     async_op: Literal[True],
-    group: GroupLike | None = None,
+    **options: Unpack[_Options],
 ) -> Handle[None]: ...
 def save(
     path: str | os.PathLike[str],
@@ -192,7 +185,7 @@ def save(
 def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     """Copy the tensors, and save them in the background of the team."""
     check_threads()
-    flight = Flight(team, given["path"])
+    flight = _Flight(team, _place(given["path"]))
     wait_for(given["path"], after=team)
     held: list[SaveCall] = []  # freed when it is written
     copied, problem = True, None
@@ -200,11 +193,13 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
         local.refuse_tracing()
         if given["writer"] == "mpio":
             raise ArgumentError("HD419", "writer mpio does not write in the background; use auto or posix")
-        call = _check(team, **given | {"attrs": deepcopy(given["attrs"]), "writer": "posix"})
+        given |= {"attrs": deepcopy(given["attrs"]), "writer": "posix"}
+        given["path"] = os.path.abspath(target_path(given["path"]))  # of this time
+        call = _check(team, **given)
         copies = _copied(call.tensors, buffer_of(team, buffer))
         copied = copies is not call.tensors
         flight.nbytes = sum(x.nbytes for x in copies.values()) if copied else 0
-        held.append(replace(call, tensors=copies, path=os.path.abspath(call.path)))  # of this time
+        held.append(replace(call, tensors=copies))
     except Exception as error:  # raised by wait() on every rank
         problem = error
 
@@ -220,14 +215,16 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
         finally:
             flight.end()
 
-    def begin() -> Handle[None]:
+    _flights.append(flight)
+    try:
         team.calls[True] += 1
-        return submit(team, VERB, step)
-
-    handle = flight.start(begin)
+        flight.handle = submit(team, VERB, step)
+    except BaseException:
+        flight.end()
+        raise
     if not copied:
         flight.wait()
-    return handle
+    return flight.handle
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,6 @@ class SaveCall:
     """A call of save(), checked on this rank.
 
     Attributes:
-        path: of the file.
         tensors: by name, this rank's shards.
         shards: by name: dtype, dim, and the shape of the shard.
         same: options that must be the same on all ranks, by name.
@@ -243,7 +239,6 @@ class SaveCall:
         options: how the file is written.
     """
 
-    path: str
     tensors: Mapping[str, Tensor]
     shards: dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
     same: dict[str, Any]
@@ -288,7 +283,7 @@ def _check(
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs, {"compression": filters, "chunks": chunk})
         own, same["writer"] = {"format": "pt", **own}, "posix"
     options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
-    return SaveCall(same["path"], flat, shards, same, attrs, options)
+    return SaveCall(flat, shards, same, attrs, options)
 
 
 def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
@@ -341,7 +336,7 @@ def _save(team: Team, check: Callable[[], SaveCall]) -> None:
     """
     with agreed(team, VERB, check) as call:
         datasets, plans = _plan(team, call)
-        with FileWriter(team, VERB, call.path, datasets, call.options) as file:
+        with FileWriter(team, VERB, call.same["path"], datasets, call.options) as file:
             for i, plan in enumerate(plans):
                 _write(file, i, plan, call.tensors[datasets[i].name])
 
@@ -432,85 +427,34 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
             file.put(i, mine, collected)
 
 
-def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
-    """Plan a call of save(). Collective: see :func:`hpcdist.plan`."""
-    team = world.team_of(group)
-    name = "plan of staging.save"
-    with agreed(team, name, lambda: _check(team, **arguments)) as call:
-        datasets, plans = _plan(team, call)
-    traffic = [_traffic(plan, x.dtype.itemsize, team.rank) for x, plan in zip(datasets, plans, strict=True)]
-    written, sent, received = (sum(row[i] for row in traffic) for i in range(3))
-    everywhere = objects.all_gather_object(team.comm, (written, sent), name)
-    how = {True: "each rank writes its own data", False: "pieces are collected, and one rank writes each"}
-
-    def plan(tensors: Any, **options: Any) -> Any:
-        return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)
-
-    return Plan(
-        verb=VERB,
-        route="none" if all(plan.straight for plan in plans) else "mpi",
-        methods=tuple(dict.fromkeys(how[plan.straight] for plan in plans)),
-        sent=sent,
-        received=received,
-        result="file",
-        reasons=(f"writer={arguments['writer']!r} is {call.same['writer']}",),
-        file_bytes=written,
-        file_bytes_of_all=sum(of for of, _ in everywhere),
-        sent_by_all=sum(of for _, of in everywhere),
-        _call=plan,
-    )
-
-
-def _traffic(plan: PiecePlan, itemsize: int, me: int) -> tuple[int, int, int]:
-    """The bytes of a tensor that a rank writes, sends and receives."""
-    rows, held = plan.rows(me), plan.held[me]
-    written = int(plan.pieces.sizes[rows.start : rows.stop].sum())
-    if plan.straight or isinstance(plan.held, Copies):
-        return written * itemsize, 0, 0
-    own = sum(plan.pieces[row].intersect(held).size() for row in rows)
-    return written * itemsize, (held.size() - own) * itemsize, (written - own) * itemsize
-
-
-planners[save] = _planned_save
-
-
-class Flight:
+@dataclass(eq=False)
+class _Flight:
     """A save in flight.
 
-    Args:
-        team: the ranks that save.
-        path: of the file, as the caller has passed it.
-
     Attributes:
+        team: the ranks that save.
+        place: the file, as far as its name is known.
         nbytes: of the copies of its tensors.
+        ended: set when it is complete, or has failed.
     """
 
-    def __init__(self, team: Team, path: Any) -> None:
-        self.team, self.place, self.nbytes = team, _place(path), 0
-        self._ended = threading.Event()
-        self._handle: Handle[None] | None = None
-
-    def start(self, submit: Callable[[], Handle[None]]) -> Handle[None]:
-        """Submit the save."""
-        _flights.append(self)
-        try:
-            self._handle = submit()
-        except BaseException:
-            self.end()
-            raise
-        return self._handle
+    team: Team
+    place: str | None
+    nbytes: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
+    handle: Handle[None] | None = None
 
     def end(self) -> None:
         """The save is complete, or has failed."""
         with suppress(ValueError):  # another thread was first
             _flights.remove(self)
-        self._ended.set()
+        self.ended.set()
 
     def wait(self) -> None:
         """Wait for its end. An error is raised by wait() of its handle."""
         # No deadline: the save has one of its own.
-        with activity.InCall("staging.save", self.team, activity.NOBODY):
-            while not self._ended.wait(_POLL) and not (self._handle is not None and self._handle.done()):
+        with activity.InCall(VERB, self.team, activity.NOBODY):
+            while not self.ended.wait(_POLL) and not (self.handle is not None and self.handle.done()):
                 pass
         self.end()
 
@@ -559,10 +503,7 @@ def _place(path: Any) -> str | None:
 
 def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
     """Copy tensors to host memory, pinned for those on a GPU, once the copies of earlier saves leave room in `buffer`
-    bytes; return the tensors themselves if there is no memory for copies.
-
-    All copies lie in one block, which the next save uses again, and for which the pool searches once.
-    """
+    bytes; return the tensors themselves if there is no memory for copies."""
     needed = sum(x.nbytes for x in tensors.values())
     for flight in list(_flights):
         if needed + sum(flight.nbytes for flight in list(_flights)) <= buffer:
@@ -572,15 +513,10 @@ def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
         return tensors
     copies = {}
     try:
-        for pinned in (False, True):
-            mine = {name: x for name, x in tensors.items() if x.is_cpu != pinned}
-            sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in mine.values()]
-            if not mine:
-                continue
-            block = accelerator.host_buffer(sum(sizes), pinned)
-            for (name, x), part in zip(mine.items(), torch.split(block, sizes), strict=True):
-                copies[name] = part[: x.nbytes].view(x.dtype).view(x.shape)
-                copyable(copies[name]).copy_(copyable(x), non_blocking=pinned)
+        for name, x in tensors.items():
+            copy = accelerator.host_buffer(x.nbytes, not x.is_cpu).view(x.dtype).view(x.shape)
+            copyable(copy).copy_(copyable(x), non_blocking=not x.is_cpu)
+            copies[name] = copy
     except (MemoryError, RuntimeError):
         return tensors
     for device in {x.device for x in tensors.values() if not x.is_cpu}:

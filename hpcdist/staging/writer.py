@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
-from hpcdist.control import objects
+from hpcdist.control import codec, objects
 from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason, refusal
 from hpcdist.formats import plain, safetensors
 from hpcdist.formats.contents import Dataset, FileMap
@@ -28,14 +29,18 @@ from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import Commit, check_target, patiently, sync
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, run_starts, runs, summed
+from hpcdist.layout.box import Ints, Listed, run_starts, runs, summed
 from hpcdist.staging import drivers
-from hpcdist.staging.pieces import Bytes, all_to_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 __all__ = ["WINDOW", "FileWriter", "PartFile", "RankWriter", "SaveOptions", "Target"]
 
 WINDOW = 2**28  # bytes per rank, of what is not the caller's tensors
-_ROUND = 2**23  # bytes of edges that a rank sends at a time
+_ROUND = 2**20  # bytes of edges that a rank sends at a time
 _SHARE = 16  # consecutive pages that belong to one rank
 _COMPARED = 2**22  # bytes of a piece that are compared at a time
 
@@ -71,49 +76,63 @@ class Target:
         self._resume = options.resume and not any(d.chunks for d in datasets)  # HDF5 moves chunks when it writes them
         self._commit: Commit | None = None
 
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turn errors into FileErrors: each library has errors of its own."""
+        try:
+            yield
+        except FileError:
+            raise
+        except Exception as error:
+            raise FileError("HD410", f"{self.path}: cannot be written: {reason(error)}") from error
+
     def lay_out(self) -> FileMap:
         """Lay out the file, or its unfinished part to resume."""
-        try:
-            return self._lay_out()
-        except BaseException as error:
-            self.discard()
-            if isinstance(error, Exception) and not isinstance(error, FileError):  # each library has errors of its own
-                raise FileError("HD410", f"{self.path}: cannot be written: {reason(error)}") from error
-            raise
-
-    def _lay_out(self) -> FileMap:
-        commit = self._commit = Commit(self.path, self._resume)
-        there = 0 if commit.left is None else os.fstat(commit.left).st_blocks * 512
-        check_target(self.path, sum(d.nbytes() for d in self.datasets if d.chunks is None) - there)
-        made = self.format.create(commit.part, self.datasets, self._options.attrs)
-        if commit.left is not None:
-            places = zip(made.data, self.datasets, strict=True)
-            made = replace(made, resumed=commit.adopt((at, at + d.nbytes()) for at, d in places if at is not None))
-        sync(commit.part, forget=True)  # before another rank opens it, and writes there
+        with self._reporting(), ExitStack() as stack:
+            stack.callback(self.discard)
+            commit = self._commit = Commit(self.path, self._resume)
+            there = 0 if commit.left is None else os.fstat(commit.left).st_blocks * 512
+            check_target(self.path, sum(d.nbytes() for d in self.datasets if d.chunks is None) - there)
+            made = self.format.create(commit.part, self.datasets, self._options.attrs)
+            if commit.left is not None:
+                places = zip(made.data, self.datasets, strict=True)
+                made = replace(made, resumed=commit.adopt((at, at + d.nbytes()) for at, d in places if at is not None))
+            sync(commit.part, forget=True)  # before another rank opens it, and writes there
+            stack.pop_all()
         return made
 
-    def complete(self, written: Sequence[Ints], checkpoint: bytes | None = None) -> None:
+    def complete(
+        self,
+        written: Sequence[Ints],
+        checkpoint: bytes | None = None,
+        edges: Iterable[tuple[int, bytes]] = (),
+    ) -> None:
         """Write the tables of pieces, and give the file its name.
 
         Args:
             written: for each rank the rows (dataset, piece, bits of the checksum) that it has written.
             checkpoint: values of the file besides tensors.
+            edges: position and bytes of data that no rank has written.
         """
-        assert self._commit is not None
-        tables = []
-        if self.format.checksums:
-            rows = np.concatenate([np.empty((0, 3), np.int64), *written])
-            ranks = np.repeat(np.arange(len(written)), [len(of) for of in written])
-            order = np.argsort(rows[:, 0], kind="stable")
-            bounds = np.searchsorted(rows[order, 0], np.arange(len(self.datasets) + 1))
-            for i, dataset in enumerate(self.datasets):
-                of = order[bounds[i] : bounds[i + 1]]
-                if len(np.unique(rows[of, 1])) != len(dataset.pieces or ()):
-                    raise FileError("HD419", f"{self.path}: the ranks have not written all that was planned")
-                tables.append(table_of(dataset, rows[of, 1], rows[of, 2].view(np.uint64), ranks[of]))
-        self.format.complete(self._commit.part, self.datasets, tables, checkpoint)
-        self._commit.finish()
-        self._commit = None
+        commit, tables = self._commit, []
+        assert commit is not None
+        with self._reporting():
+            with commit.part.open("r+b") as file:
+                for place, data in edges:
+                    plain.write_at(file.fileno(), place, memoryview(data))
+            if self.format.checksums:
+                rows = np.concatenate([np.empty((0, 3), np.int64), *written])
+                ranks = np.repeat(np.arange(len(written)), [len(of) for of in written])
+                order = np.argsort(rows[:, 0], kind="stable")
+                bounds = np.searchsorted(rows[order, 0], np.arange(len(self.datasets) + 1))
+                for i, dataset in enumerate(self.datasets):
+                    of = order[bounds[i] : bounds[i + 1]]
+                    if len(np.unique(rows[of, 1])) != len(dataset.pieces or ()):
+                        raise FileError("HD419", f"{self.path}: the ranks have not written all that was planned")
+                    tables.append(table_of(dataset, rows[of, 1], rows[of, 2].view(np.uint64), ranks[of]))
+            self.format.complete(commit.part, self.datasets, tables, checkpoint)
+            commit.finish()
+            self._commit = None
 
     def discard(self) -> None:
         """Discard the save; the target is unchanged. The unfinished file stays if it may be resumed."""
@@ -191,14 +210,10 @@ class Edges:
         while more:
             end = int(np.searchsorted(at, at[first] + _ROUND, "right")) - 1
             data = np.frombuffer(self._data.read(int(at[end] - at[first])), np.uint8)
-            dests = owners[first:end]
-            mine, data = _sorted(rows[first:end], data, dests)
-            bounds = np.searchsorted(np.sort(dests), np.arange(1, team.size))
-            heads, more = all_to_all(team, np.split(mine.view(np.uint8).ravel(), 16 * bounds), end < len(rows))
-            blocks, _ = all_to_all(team, np.split(data, summed(mine[:, 1] - mine[:, 0])[bounds]))
-            first = end
+            arrived = _exchanged(team.comm, rows[first:end], data, owners[first:end])
+            more, first = not objects.everywhere(team.comm, end == len(rows)), end
             try:
-                _write_sorted(np.concatenate(heads).view(np.int64).reshape(-1, 2), np.concatenate(blocks), write)
+                _write_sorted(*arrived, write)
             except Exception as error:  # reported when no rank waits for this one
                 problem = problem or error
         self.close()
@@ -225,6 +240,20 @@ def _sorted(rows: Ints, data: Bytes, key: Ints) -> tuple[Ints, Bytes]:
     return rows[order], data[np.repeat(shifts, lengths) + np.arange(len(data))]
 
 
+def _exchanged(comm: MPI.Comm, rows: Ints, data: Bytes, dests: Ints) -> tuple[Ints, Bytes]:
+    """Send runs, whose bytes follow each other in `data`, to other ranks; return those that arrive. Collective."""
+    rows, data = _sorted(rows, data, dests)
+    borders = np.searchsorted(np.sort(dests), np.arange(comm.size + 1))
+    counts = np.diff([borders, summed(rows[:, 1] - rows[:, 0])[borders]]).T.copy()  # of runs and of bytes, by rank
+    arriving = np.empty_like(counts)
+    comm.Alltoall(counts, arriving)
+    runs, nbytes = arriving.sum(axis=0).tolist()
+    heads, blocks = np.empty((runs, 2), np.int64), np.empty(nbytes, np.uint8)
+    comm.Alltoallv([rows, (2 * counts[:, 0]).tolist()], [heads, (2 * arriving[:, 0]).tolist()])
+    comm.Alltoallv([data, counts[:, 1].tolist()], [blocks, arriving[:, 1].tolist()])
+    return heads, blocks
+
+
 def _write_sorted(rows: Ints, data: Bytes, write: Callable[[int, memoryview], object]) -> None:
     """Write runs in the order of the file; adjacent ones at once."""
     if not len(rows):
@@ -241,15 +270,12 @@ class PartFile:
 
     Args:
         name: the name that the file will have.
-        shared: whether processes on other hosts may write to its pages.
         window: bytes of memory for data in pages of other ranks.
     """
 
-    def __init__(
-        self, name: str, laid: FileMap, driver: drivers.Posix | drivers.Mpio, window: int, shared: bool = True
-    ) -> None:
+    def __init__(self, name: str, laid: FileMap, driver: drivers.Posix | drivers.Mpio, window: int) -> None:
         self.name, self.map, self.driver = name, laid, driver
-        self.edges = Edges(laid.page if shared else 1, Path(os.path.realpath(name)).parent, window)
+        self.edges = Edges(laid.page, Path(os.path.realpath(name)).parent, window)
         self.checksums = format_of(name).checksums
 
     def see(self) -> None:
@@ -306,17 +332,18 @@ class RankWriter:
             file.close()
             file.edges.close()
 
-    def _piece(self, i: int, row: int) -> Box:
+    def pieces(self, i: int) -> Listed:
+        """The pieces of a dataset."""
         pieces = self.datasets[i].pieces
         assert pieces is not None
-        return pieces[row]
+        return pieces
 
     def put(self, i: int, row: int, piece: Tensor) -> None:
         """Write a piece from contiguous host memory; keep a failure. Pieces of an earlier run are not written again."""
         if self.problem is None:
             try:
                 digest = plain.digest() if self._where[i][0].checksums else None
-                self.kept += self.write(i, self._piece(i, row), memory(piece), digest)
+                self.kept += self.write(i, self.pieces(i)[row], memory(piece), digest)
                 if digest is not None:
                     self.written[i, row] = digest.intdigest()
             except Exception as error:
@@ -429,14 +456,18 @@ class FileWriter(RankWriter):
 
     def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
         """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""
-        if self.problem is not None or row is None or piece is None:
-            row = piece = None
-        data = None if piece is None else memory(piece)
+        chunks, dataset = list[drivers.Chunk](), self.datasets[i]
+        if self.problem is None and row is not None and piece is not None:
+            try:
+                chunks += drivers.filtered(dataset, self.pieces(i)[row], memory(piece))
+                self.written[i, row] = plain.checksum(memory(piece))
+            except Exception as error:
+                self.fail(error)
+        found = objects.gather_bytes(self.team.comm, codec.encode(chunks))
         try:
-            box = None if row is None else self._piece(i, row)
-            drivers.write_filtered(self.team, self.files[0].map.path, self.datasets[i], box, data)
-            if row is not None and data is not None:
-                self.written[i, row] = plain.checksum(data)
+            if found:
+                arrived = (chunk for block in found for chunk in codec.decode(block))
+                drivers.write_chunks(self.files[0].map.path, dataset.name, arrived)
         except Exception as error:
             self.fail(error)
         self.report(0 if piece is None else piece.nbytes)

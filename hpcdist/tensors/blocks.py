@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ class Blocks:
     Attributes:
         counts, displs: size and offset in bytes of each message if all are packed in rank order.
         nbytes: total size of all messages.
-        in_place: offset in bytes of each message in a contiguous tensor if each is one run of its memory, else None.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Sequence[Box]], dtype: torch.dtype) -> None:
@@ -35,9 +34,10 @@ class Blocks:
         self.counts = [dtype.itemsize * sum(box.size() for box in of_one) for of_one in boxes]
         self.displs = layout.displs(self.counts)
         self.nbytes = sum(self.counts)
-        self.in_place = self._in_place_displs()
 
-    def _in_place_displs(self) -> list[int] | None:
+    @cached_property
+    def in_place(self) -> list[int] | None:
+        """Offset in bytes of each message in a contiguous tensor if each is one run of its memory, else None."""
         found = []
         for boxes, count in zip(self.boxes, self.counts, strict=True):
             if not count:

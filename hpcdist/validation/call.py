@@ -89,11 +89,7 @@ def show_shape(shape: Sequence[int]) -> str:
 
 def not_a_tensor(x: Any, name: str) -> str:
     """The message for an argument that should be a tensor; of a numpy array, also how it becomes one."""
-    hint = ""
-    if isinstance(x, np.ndarray):
-        hint = " (torch.from_numpy converts an array)"
-        if not x.dtype.isnative and x.dtype.names is None:  # from_numpy refuses it
-            hint = f" (torch.from_numpy(a.astype({x.dtype.name!r})) converts an array of swapped bytes)"
+    hint = " (torch.from_numpy converts an array)" if isinstance(x, np.ndarray) else ""
     return f"{name} must be a torch.Tensor, got {show(x)}{hint}"
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpcdist import activity
-from hpcdist.comm.team import HEADER, HeaderBuffers, Team
+from hpcdist.comm.team import HEADER, Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError, coded
 from hpcdist.tensors.accelerator import MemoryKind
@@ -20,7 +20,9 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "disagree", "exchange", "leave"]
+__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "exchange", "leave"]
+
+T = TypeVar("T")
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
@@ -35,23 +37,22 @@ _EARLIER_CALLS = (_EARLIER.format("with"), _EARLIER.format("without"))
 
 
 class Agreed(NamedTuple):
-    """The headers of all ranks: each field has an entry for each rank.
+    """The headers of all ranks.
 
-    `inlines` is the size in bytes of the data that came behind a header, or -1; `inline` is whether all ranks sent
-    theirs so: see :class:`hpcdist.comm.team.HeaderBuffers`.
+    Attributes:
+        extents, kinds: see :class:`hpcdist.validation.call.Call`; an entry for each rank.
+        outs: extent along dim of `out` on the ranks that passed one.
+        inlines: for each rank, the size in bytes of the data that came behind its header, or -1.
+        inline: whether all ranks sent theirs so: see :class:`hpcdist.comm.team.HeaderBuffers`.
+        grad: whether any rank needs a gradient, so that all must take part in the backward pass.
     """
 
     extents: tuple[int, ...]
-    out_extents: tuple[int, ...]
+    outs: dict[int, int]
     kinds: tuple[int, ...]
-    grads: tuple[int, ...]
     inlines: tuple[int, ...]
     inline: bool
-
-    @property
-    def grad(self) -> bool:
-        """Whether any rank needs a gradient, so that all must take part in the backward pass."""
-        return 1 in self.grads
+    grad: bool
 
 
 def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
@@ -63,26 +64,29 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     Raises:
         RankError: on every rank, if the calls differ or a rank has a problem; the team remains usable.
     """
+    buffers = team.headers
     if not exchanged:
-        _exchange(team, call)
-    agreed = _compare(team)
+        _HEADER.pack_into(
+            buffers.own,
+            0,
+            _digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
+            call.extent,
+            call.out_extent,
+            call.kind,
+            call.grad,
+            call.problem is not None,
+            -1 if call.inline is None else buffers.put(call.inline),
+            0 if call.verb == LEAVE else team.calls[team.foreground is team],
+        )
+        allgather(team, buffers.send, buffers.recv)
+    headers = buffers.headers()
+    if headers != buffers.last:  # programs repeat their calls: no need to compare the headers again
+        buffers.last, buffers.agreed = headers, _compare(headers, call.root)
     activity.touch()
+    agreed: Agreed | None = buffers.agreed
     if agreed is None:
-        disagree(team, call)
-    if max(agreed.kinds) > MemoryKind.GPU:
-        root_on_gpu = agreed.kinds[call.root] == MemoryKind.GPU
-        on_gpu = (kind == MemoryKind.GPU or (kind == MemoryKind.FOLLOWS and root_on_gpu) for kind in agreed.kinds)
-        agreed = agreed._replace(kinds=tuple(MemoryKind.GPU if gpu else MemoryKind.CPU for gpu in on_gpu))
+        raise RankError(*_explain(team, call))
     return agreed
-
-
-def disagree(team: Team, call: Call) -> NoReturn:
-    """Raise the error of a call whose headers have shown that the ranks do not agree. Collective.
-
-    Raises:
-        RankError: on every rank.
-    """
-    raise RankError(*_explain(team, call))
 
 
 def allgather(team: Team, send: Any, recv: Any) -> None:
@@ -98,73 +102,47 @@ def leave(team: Team) -> None:
 
     Matches any verb of the other ranks: a rank that still calls one gets a RankError that names those that have left.
     """
-    call = Call(LEAVE)
     while True:
-        _exchange(team, call)
-        if _compare(team) is not None:
+        try:
+            exchange(team, Call(LEAVE))
             break
-        activity.touch()
-        _explain(team, call)
+        except RankError:
+            continue
     team.calls = {False: 0, True: 0}  # a rank that left early has made fewer
 
 
-def check_out(verb: str, agreed: Agreed, expected: Sequence[int]) -> None:
-    """Check the extent of every `out` along dim, and that none would lose a gradient.
+def check_out(
+    verb: str, outs: Mapping[int, T], expected: Sequence[T], grad: bool, what: str = "extent {} along dim"
+) -> None:
+    """Check the memory for results, and that none would lose a gradient.
+
+    Args:
+        outs: what is known of the memory of the ranks that passed some.
+        expected: the same of the results of all ranks.
 
     Raises:
         RankError: on every rank, if a rank's `out` does not match its result.
     """
-    if max(agreed.out_extents) < 0:
-        return
-    outs = {rank: extent for rank, extent in enumerate(agreed.out_extents) if extent >= 0}
-    wrong = {
-        r: coded("HD208", f"out has extent {got} along dim, expected {expected[r]}")
-        for r, got in outs.items()
-        if got != expected[r]
-    }
-    objects.raise_problems(verb, wrong)
-    objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if agreed.grad else {})
-
-
-def _exchange(team: Team, call: Call) -> None:
-    """Exchange the headers of the call."""
-    buffers = team.headers
-    if buffers is None:
-        buffers = team.headers = HeaderBuffers(team.inline, team.size)
-    _HEADER.pack_into(
-        buffers.own,
-        0,
-        _digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
-        call.extent,
-        call.out_extent,
-        call.kind,
-        call.grad,
-        call.problem is not None,
-        -1 if call.inline is None else buffers.put(call.inline),
-        0 if call.verb == LEAVE else team.calls[team.foreground is team],
+    wrong = {rank: (what.format(got), expected[rank]) for rank, got in outs.items() if got != expected[rank]}
+    objects.raise_problems(
+        verb, {rank: coded("HD208", f"out has {got}, expected {want}") for rank, (got, want) in wrong.items()}
     )
-    allgather(team, buffers.send, buffers.recv)
+    objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if grad else {})
 
 
-def _compare(team: Team) -> Agreed | None:
-    """Compare the headers that were exchanged; return None if the ranks do not agree."""
-    buffers = team.headers
-    assert buffers is not None
-    headers = buffers.headers()
-    if headers == buffers.last:  # programs repeat their calls: no need to compare the headers again
-        known: Agreed = buffers.agreed
-        return known
+def _compare(headers: list[tuple[bytes]], root: int) -> Agreed | None:
+    """Return what the headers of a call from or to `root` agree on; None if they do not."""
     digests, extents, out_extents, kinds, grads, problems, inlines, calls = zip(
         *(_HEADER.unpack(header) for (header,) in headers), strict=True
     )
-    whats, tensors, counts = (
-        {digest[at : at + 8] for digest in digests if digest[at : at + 8] != _NONE} for at in (0, 8, 16)
-    )
-    if any(problems) or max(map(len, (whats, tensors, counts, set(calls)))) > 1:
+    parts = [{digest[at : at + 8] for digest in digests} - {_NONE} for at in (0, 8, 16)]
+    if any(problems) or max(map(len, (*parts, set(calls)))) > 1:
         return None
-    agreed = Agreed(extents, out_extents, kinds, grads, inlines, min(inlines) >= 0)
-    buffers.last, buffers.agreed = headers, agreed
-    return agreed
+    if max(kinds) > MemoryKind.GPU:
+        on_gpu = (MemoryKind.GPU, MemoryKind.FOLLOWS if kinds[root] == MemoryKind.GPU else MemoryKind.GPU)
+        kinds = tuple(MemoryKind.GPU if kind in on_gpu else MemoryKind.CPU for kind in kinds)
+    outs = {rank: extent for rank, extent in enumerate(out_extents) if extent >= 0}
+    return Agreed(extents, outs, kinds, inlines, min(inlines) >= 0, any(grads))
 
 
 def _poll(request: MPI.Request) -> None:
@@ -185,40 +163,38 @@ def _digests(*parts: object) -> bytes:
 
 def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     """Return the verb and the problem of each wrong rank, the same on every rank. Collective, after a disagreement."""
-    facts = objects.all_gather_object(team.comm, _facts(team, call))
+    mine = [call.verb, call.problem, team.calls[False], _options(team, call)]
+    verbs, problems, calls, options = zip(*objects.all_gather_object(team.comm, mine), strict=True)
     if team.foreground is team:  # ranks that disagreed may have made different numbers of calls, and may go on
-        team.calls[False] = max(fact["calls"] for fact in facts)
-    verbs = [fact["verb"] for fact in facts]
+        team.calls[False] = max(calls)
     if len(set(verbs)) > 1:
-        wrong = _deviations("verb", [_verb_text(verb) for verb in verbs])
+        wrong = _deviations("", [_verb_text(verb) for verb in verbs])
         return verbs[0], {rank: coded("HD301", text) for rank, text in wrong.items()}
-    problems: dict[int, list[str]] = {}
-    for rank, fact in enumerate(facts):
-        if fact["problem"]:
-            problems.setdefault(rank, []).append(fact["problem"])
-    options = [name for name in facts[0] if name not in ("verb", "problem", "calls")]
-    for name in options:
-        values = [None if fact["problem"] else fact.get(name) for fact in facts]
-        for rank, text in _deviations(name, values, _of_root(name, call, facts, values)).items():
-            problems.setdefault(rank, []).append(coded("HD301" if name in _EARLIER_CALLS else "HD303", text))
+    found = {rank: [problem] for rank, problem in enumerate(problems) if problem}
+    for name in options[0]:
+        values = [None if problem else given.get(name) for problem, given in zip(problems, options, strict=True)]
+        expected = None
+        if call.root_decides and name in ("dtype", "number of dims", "shape", "counts"):
+            # The memory for split's parts must match the root's tensor.
+            expected = values[call.root] if all(given["root"] == call.root >= 0 for given in options) else None
+        for rank, text in _deviations(name, values, expected).items():
+            found.setdefault(rank, []).append(coded("HD301" if name in _EARLIER_CALLS else "HD303", text))
         if name == "number of dims" and len({v for v in values if v is not None}) > 1:
             break  # the shapes would only repeat the difference
-    if not problems:
-        raise HpcdistError("HD901", f"the ranks' headers differ, but not their calls: {facts}")
-    return verbs[0], {rank: "; ".join(texts) for rank, texts in problems.items()}
+    if not found:
+        raise HpcdistError("HD901", f"the ranks' headers differ, but not their calls: {options}")
+    return verbs[0], {rank: "; ".join(texts) for rank, texts in found.items()}
 
 
 def _verb_text(verb: str) -> str:
     return "called finalize(), or reached the end of its program" if verb == LEAVE else f"called {verb}()"
 
 
-def _facts(team: Team, call: Call) -> dict[str, Any]:
+def _options(team: Team, call: Call) -> dict[str, Any]:
+    """Return what the ranks compare, by the names that messages give it."""
     dtype, ndim, shape = call.tensor or (None, None, None)
     kind = "with" if team.foreground is team else "without"
     return {
-        "verb": call.verb,
-        "problem": call.problem,
-        "calls": team.calls[False],
         "route": call.route,
         "root": call.root,
         "dim": call.dim_arg,
@@ -231,15 +207,7 @@ def _facts(team: Team, call: Call) -> dict[str, Any]:
     }
 
 
-def _of_root(name: str, call: Call, facts: list[dict[str, Any]], values: list[Any]) -> Any:
-    """Return the root's value if it decides: the memory for split's parts must match its tensor."""
-    root = call.root
-    if name in ("dtype", "number of dims", "shape", "counts") and call.root_decides:
-        return values[root] if all(fact["root"] == root >= 0 for fact in facts) else None
-    return None
-
-
-def _deviations(name: str, values: list[Any], expected: Any = None) -> dict[int, str]:
+def _deviations(name: str, values: Sequence[Any], expected: Any = None) -> dict[int, str]:
     """Describe the values other than `expected`: by default the most common one (of several, the lowest rank's)."""
     known = [value for value in values if value is not None]
     if len(set(known)) < 2:
@@ -247,7 +215,7 @@ def _deviations(name: str, values: list[Any], expected: Any = None) -> dict[int,
     if expected is None:
         expected = Counter(known).most_common(1)[0][0]  # of equally common ones, the first
     where = _ranks([rank for rank, value in enumerate(values) if value == expected])
-    is_, has = ("", "") if name == "verb" else (f"{name} is ", "has " if values.count(expected) == 1 else "have ")
+    is_, has = (f"{name} is ", "has " if values.count(expected) == 1 else "have ") if name else ("", "")
     return {
         rank: f"{is_}{value}, where {where} {has}{expected}"
         for rank, value in enumerate(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from operator import index
 from typing import Any
@@ -33,15 +34,16 @@ from hpcdist.validation.call import (
 
 __all__ = [
     "ArgumentError",
-    "layout_call",
+    "call_of",
+    "check_layouts",
+    "check_shard",
+    "check_split",
+    "check_structure",
     "may_be_inline",
     "overlaps_itself",
     "problem_of",
     "ready",
     "refuse_tracing",
-    "shard_call",
-    "split_call",
-    "structure_call",
     "tensor",
 ]
 
@@ -65,143 +67,137 @@ def problem_of(error: Exception) -> str:
     return coded("HD309", str(error)) if isinstance(error, ArgumentError) else described(error, "HD309")
 
 
-def shard_call(op: Any, team: Team) -> Call:
-    """Make the call of an operation in which every rank passes a shard."""
-    call = Call(op.name)
+def call_of(verb: str, check: Callable[..., None], *arguments: Any) -> Call:
+    """Make the call that `check` describes, its last argument. An error is recorded in the call, not raised."""
+    call = Call(verb)
     try:
         refuse_tracing()
-        call.options = (("x", "a tensor"),)
-        call.x, call.dim = tensor(op.x, op.dim, "x")
-        call.dim_arg = call.dim
-        call.grad = _needs_grad(op.x, op.out)
-        _describe(call, call.x, op.x.dim())
-        if op.rooted:
-            call.root = _root(op.root, team.size)
-        call.route = _route(op.route)
-        if op.out is not None:
-            if call.root not in (-1, team.rank):
-                raise ArgumentError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
-            _check_out(call, op.out)
-        if may_be_inline(call) and call.x.nbytes <= team.inline:
-            call.inline = (storage.row_major(call.x),)
+        check(*arguments, call)
     except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
         call.problem = problem_of(error)
     return call
+
+
+def check_shard(op: Any, team: Team, call: Call) -> None:
+    """Check an operation in which every rank passes a shard."""
+    call.options = (("x", "a tensor"), ("shared", op.shared))
+    if op.shared:
+        _check_shared(op)
+    call.x = _describe(call, op.x, op.dim, "x")
+    call.dim_arg = call.dim
+    call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+    if op.rooted:
+        call.root = _root(op.root, team.size)
+    call.route = _route(op.route)
+    if op.out is not None:
+        if call.root not in (-1, team.rank):
+            raise ArgumentError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
+        _check_out(call, op.out)
+    if may_be_inline(call) and call.x.nbytes <= team.inline:
+        call.inline = (storage.row_major(call.x),)
 
 
 def may_be_inline(call: Call) -> bool:
     """Return whether small data may travel behind the header: they are in host memory, and their route is MPI."""
-    return call.kind == MemoryKind.CPU and call.route in ("auto", "mpi") and call.problem is None
+    return call.kind == MemoryKind.CPU and call.route in ("auto", "mpi")
 
 
-def structure_call(op: Any, team: Team) -> Call:
-    """Make the call of gather or concat of a structure; the length of its header replaces the extent."""
-    on_gpu = team.settings.device.type != "cpu"
-    call = Call(op.name, kind=MemoryKind.GPU if on_gpu else MemoryKind.CPU)
-    try:
-        refuse_tracing()
-        call.options = (("x", "a structure"), ("allow_pickle", bool(op.allow_pickle)))
-        call.dim = call.dim_arg = _int(op.dim, "dim")
-        if op.rooted:
-            call.root = _root(op.root, team.size)
-        call.route = _route(op.route)
+def check_structure(op: Any, team: Team, call: Call) -> None:
+    """Check gather or concat of a structure; the length of its header replaces the extent."""
+    call.kind = MemoryKind.CPU if team.settings.device.type == "cpu" else MemoryKind.GPU
+    call.options = (("x", "a structure"), ("allow_pickle", bool(op.allow_pickle)))
+    call.dim = call.dim_arg = _int(op.dim, "dim")
+    if op.rooted:
+        call.root = _root(op.root, team.size)
+    call.route = _route(op.route)
+    call.tree = _tree(op)
+    contents = Contents.of(call.tree.tensors)
+    call.header = encode(call.tree.spec, contents)
+    call.extent = len(call.header)
+    fits = call.extent + contents.packed <= team.inline
+    if fits and not (contents.large or any(meta.on_gpu for meta in contents.metas)):
+        call.inline = (call.header, pack(call.tree.tensors, contents))
+
+
+def _tree(op: Any) -> Tree:
+    if op.out is not None:
+        raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
+    tree = flatten(op.x, bool(op.allow_pickle))
+    check_memory(sum(Contents.of(tree.tensors).nbytes))
+    return tree
+
+
+def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None:
+    """Check split: the root passes the whole tensor, the others at most memory for their part."""
+    call.kind, call.root_decides = MemoryKind.FOLLOWS if on_gpu else MemoryKind.FOLLOWS_CPU, True
+    call.options = (("allow_pickle", bool(op.allow_pickle)), ("shared", op.shared))
+    if op.shared:
+        _check_shared(op)
+    call.root = _root(op.root, size)
+    call.route = _route(op.route)
+    call.counts = _counts(op.counts)
+    call.dim_arg = _int(op.dim, "dim")
+    if rank != call.root:
+        if op.x is not None:
+            raise ArgumentError(
+                "HD211",
+                f"x is given, but split sends from the root (rank {call.root}): pass None "
+                "here, or root=None everywhere if all ranks hold the whole",
+            )
         if op.out is not None:
-            raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
-        call.tree, contents = _tree(op.x, op.allow_pickle)
-        call.header = encode(call.tree.spec, contents)
-        call.extent = len(call.header)
-        fits = call.extent + contents.packed <= team.inline
-        if fits and not (contents.large or any(meta.on_gpu for meta in contents.metas)):
-            call.inline = (call.header, pack(call.tree.tensors, contents))
-    except Exception as error:  # as above
-        call.problem = problem_of(error)
-    return call
-
-
-def _tree(x: Any, allow_pickle: Any) -> tuple[Tree, Contents]:
-    tree = flatten(x, bool(allow_pickle))
-    contents = Contents.of(tree.tensors)
-    check_memory(sum(contents.nbytes))
-    return tree, contents
-
-
-def split_call(op: Any, rank: int, size: int, on_gpu: bool) -> Call:
-    """Make the call of split: the root passes the whole tensor, the others at most memory for their part."""
-    call = Call(op.name, kind=MemoryKind.FOLLOWS if on_gpu else MemoryKind.FOLLOWS_CPU, root_decides=True)
-    try:
-        refuse_tracing()
-        call.root = _root(op.root, size)
-        call.route = _route(op.route)
-        call.counts = _counts(op.counts)
-        call.dim_arg = _int(op.dim, "dim")
-        call.options = (("allow_pickle", bool(op.allow_pickle)),)
-        if rank == call.root and not isinstance(op.x, Tensor) and op.x is not None:
-            if op.out is not None:
-                raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
-            call.kind = MemoryKind.GPU if on_gpu else MemoryKind.CPU
-            call.trees = cut(_tree(op.x, op.allow_pickle)[0], call.dim_arg, call.counts, size)
-            call.counts = "block" if call.counts is None else call.counts
-        elif rank == call.root:
-            if isinstance(op.x, Tensor) and op.x.dim() == 0:
-                raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
-            call.x, call.dim = tensor(op.x, op.dim, "x")
-            call.grad = _needs_grad(op.x, op.out)
-            _describe(call, call.x, call.x.dim())
-            call.counts = "block" if call.counts is None else call.counts
-            layout.counts_of(call.counts, call.extent, size)
-            if op.out is not None:
-                _check_out(call, op.out)
-        else:
-            if op.x is not None:
-                raise ArgumentError(
-                    "HD211",
-                    f"x is given, but split sends from the root (rank {call.root}): pass None "
-                    "here, or root=None everywhere if all ranks hold the whole",
-                )
-            if op.out is not None:
-                call.out, call.dim = tensor(op.out, op.dim, "out")
-                _describe(call, call.out, call.out.dim())
-                call.out_extent, call.extent = call.extent, -1
-    except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
-        call.problem = problem_of(error)
-    return call
-
-
-def layout_call(op: Any) -> Call:
-    """Make the call of redistribute: every rank passes a part of any shape; `out` is checked later."""
-    call = Call(op.name)
-    try:
-        refuse_tracing()
-        for name, value in (("src", op.src), ("dst", op.dst)):
-            if not isinstance(value, (layout.Split, layout.Block, layout.Replicate, layout.Boxes)):
-                raise ArgumentError(
-                    "HD213", f"{name} must be a layout (Split, Block, Replicate, Boxes), got {show(value)}"
-                )
-        call.x = _part(op.x, "x")
-        call.options = (("src", op.src), ("dst", op.dst))
-        call.grad = _needs_grad(op.x, op.out)
-        call.tensor = (op.x.dtype, op.x.dim(), ())
-        call.kind = MemoryKind.CPU if op.x.is_cpu else MemoryKind.GPU
-        call.route = _route(op.route)
+            call.out = _describe(call, op.out, op.dim, "out")
+            call.out_extent, call.extent = call.extent, -1
+        return
+    is_structure = op.x is not None and not isinstance(op.x, Tensor)
+    if not is_structure:
+        if op.x is not None and op.x.dim() == 0:
+            raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
+        call.x = _describe(call, op.x, op.dim, "x")
+        call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+        layout.counts_of(call.counts, call.extent, size)
         if op.out is not None:
-            if not isinstance(op.out, Tensor) or op.out.dim() != op.x.dim():
-                raise ArgumentError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {show(op.out)}")
-            call.out = _part(op.out, "out")
-            _check_like(call.out, call.x)
-    except Exception as error:  # as above
-        call.problem = problem_of(error)
-    return call
+            _check_out(call, op.out)
+    else:
+        call.kind = MemoryKind.GPU if on_gpu else MemoryKind.CPU
+        call.trees = cut(_tree(op), call.dim_arg, call.counts, size)
+    call.counts = "block" if call.counts is None else call.counts
 
 
-def _part(x: Any, name: str) -> Tensor:
-    """Return the tensor to send, which may be 0-d."""
-    checked, _ = tensor(x, 0, name)
-    return checked if x.dim() else checked.view(())
+def check_layouts(op: Any, call: Call) -> None:
+    """Check redistribute: every rank passes a part of any shape; `out` is checked later."""
+    for name, value in (("src", op.src), ("dst", op.dst)):
+        if not isinstance(value, (layout.Split, layout.Block, layout.Replicate, layout.Boxes)):
+            raise ArgumentError("HD213", f"{name} must be a layout (Split, Block, Replicate, Boxes), got {show(value)}")
+    call.x = ready(op.x, "x")
+    call.options = (("src", op.src), ("dst", op.dst))
+    call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+    call.tensor = (op.x.dtype, op.x.dim(), ())
+    call.kind = MemoryKind.CPU if op.x.is_cpu else MemoryKind.GPU
+    call.route = _route(op.route)
+    if op.out is not None:
+        if not isinstance(op.out, Tensor) or op.out.dim() != op.x.dim():
+            raise ArgumentError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {show(op.out)}")
+        call.out = ready(op.out, "out")
+        _check_like(call.out, call.x)
+
+
+def _check_shared(op: Any) -> None:
+    """Raise an ArgumentError if the ranks of a node cannot share the result."""
+    if op.x is not None and not isinstance(op.x, Tensor):
+        raise ArgumentError("HD211", "shared=True takes a tensor, not a structure: call it for each tensor")
+    if op.out is not None:
+        raise ArgumentError(
+            "HD211", "out is given, but shared=True returns memory that the ranks of a node share: omit one of them"
+        )
+    if op.x is not None and not op.x.is_cpu:
+        raise ArgumentError("HD211", f"x is on {op.x.device}, but shared=True is for host memory: pass x.cpu()")
+    if op.route not in ("auto", "mpi"):
+        raise ArgumentError("HD211", f"route is {op.route!r}, but shared=True moves data by route auto or mpi")
 
 
 def _needs_grad(x: Tensor, out: Any) -> bool:
-    """Return whether `x` needs a gradient; raise an ArgumentError if it would be lost."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    """Return whether `x`, which requires one, needs a gradient; raise an ArgumentError if it would be lost."""
+    if not torch.is_grad_enabled():
         return False
     if out is not None:
         raise ArgumentError(LOSES_GRADIENT)
@@ -212,11 +208,13 @@ def _needs_grad(x: Tensor, out: Any) -> bool:
     return True
 
 
-def _describe(call: Call, x: Tensor, ndim: int) -> None:
-    shape = x.shape
-    call.extent = shape[call.dim]
-    call.tensor = (x.dtype, ndim, except_dim(shape, call.dim))
+def _describe(call: Call, value: Any, dim: Any, name: str) -> Tensor:
+    """Describe a tensor in the call, and return it as tensor() does."""
+    x, call.dim = tensor(value, dim, name)
+    call.extent = x.shape[call.dim]
+    call.tensor = (x.dtype, value.dim() if name == "x" else x.dim(), except_dim(x.shape, call.dim))
     call.kind = MemoryKind.CPU if x.is_cpu else MemoryKind.GPU
+    return x
 
 
 def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
@@ -232,6 +230,8 @@ def ready(x: Any, name: str) -> Tensor:
     """Return `x` ready to be sent, or to be written if its name is "out"; raise an ArgumentError if it cannot be."""
     if not isinstance(x, Tensor):
         raise ArgumentError("HD201", not_a_tensor(x, name))
+    if name != "out" and storage.is_plain(x) and x.dtype in storage.DTYPES:  # as nearly all are
+        return x
     problem = storage.problem(x)
     if problem is not None:
         raise ArgumentError("HD202", f"{name} {problem}")

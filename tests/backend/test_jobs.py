@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import Job, mpirun
 
-from hpcdist.runtime.default_group import BINDS
+from hpcdist.runtime.registration import BINDS
 
 PROGRAM = str(Path(__file__).with_name("process_groups.py"))
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from launch import launcher, run
 
-from hpcdist.comm.launcher import VARIABLES, alone, has_rank, nearest, number, on_node, unsupported, without_launcher
+from hpcdist.comm.launcher import VARIABLES, alone, has_rank, nearest, number, on_node, without_launcher
 
 pytestmark = pytest.mark.once
 
@@ -133,33 +133,6 @@ def test_a_batch_script_without_srun_is_told_so() -> None:
     assert "started without srun" in problem
     assert "Write srun before python" in problem
     assert "without srun" not in (alone(STEP, 1, "some MPI") or "")
-
-
-PMIX = {"PMIX_NAMESPACE": "some", "PMIX_RANK": "3"}
-
-
-def test_mpich_that_would_abort_under_pmix() -> None:
-    problem = unsupported({**STEP, **PMIX}, "MPICH Version: 5.0.2", "libmpi.so.12") or ""
-    for part in ("srun started this process with PMIx", "MPICH Version: 5.0.2", "srun --mpi=pmi2 for MPICH"):
-        assert part in problem
-    problem = unsupported({**PMIX, "OMPI_COMM_WORLD_SIZE": "4"}, "MPICH Version: 5.0.2", "") or ""
-    assert "mpirun of Open MPI started" in problem
-    assert "the mpirun of the same installation" in problem
-    assert "prterun started" in (unsupported(PMIX | {"PMIX_RANK": "0"}, "MPICH Version: 5.0.2", "") or "")
-
-
-@pytest.mark.parametrize(
-    ("environ", "library", "libraries"),
-    [
-        ({**STEP, **PMIX}, "Open MPI v4.1.4", ""),
-        ({**STEP, **PMIX}, "Intel(R) MPI Library 2021.18", ""),
-        ({**STEP, **PMIX}, "MPICH Version: 4.0.2", "/usr/lib/libpmix.so.2"),  # built with PMIx
-        ({**STEP, **PMIX, "PMI_FD": "9"}, "MPICH Version: 4.0.2", ""),  # its own mpirun, in a step of srun
-        (STEP, "MPICH Version: 5.0.2", ""),
-    ],
-)
-def test_a_launch_that_mpi_init_survives(environ: dict[str, str], library: str, libraries: str) -> None:
-    assert unsupported(environ, library, libraries) is None
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,17 @@ def test_files_of_one_writer_and_index_and_strides() -> None:
     assert "LEFT OUT, 1 that are no tensors: old" in two.out
 
 
+def test_a_pt_file_names_what_is_left_out_and_repeats_what_is_in_it_twice() -> None:
+    weights: dict[str, Any] = {"w": torch.arange(3.0), "itself": {}}
+    weights["itself"] = weights
+    held = {"model": weights, "ema": {"model": weights}, "step": 3, "optimizer": {"groups": [{"lr": 0.1}]}}
+    torch.save(held, "x.pt")
+    (job,) = convert(1, "x.pt x.safetensors")
+    assert job.status == 0, job.err
+    assert_same("x.safetensors", dict.fromkeys(["model/w", "ema/model/w"], torch.arange(3.0)))
+    assert "LEFT OUT, 2 that are no tensors: step, optimizer/groups" in job.out
+
+
 class Boom:
     """Whose pickle makes a file named boom where it is loaded."""
 

@@ -1,4 +1,4 @@
-"""The example programs find what one process finds."""
+"""The example programs print what one process would find."""
 
 from __future__ import annotations
 
@@ -13,28 +13,25 @@ from launch import mpirun
 def test_one_rank_has_nobody_to_send_to() -> None:
     job = mpirun(1, "-m", "hpcdist.examples.primitives")
     assert job.status == 0, job.err
-    assert "send, recv          | [1]                | -\n" in job.out
+    assert "send, recv          | [1]                           | -\n" in job.out
 
 
-# The ranks, the module, and what rank 0 prints. That their results equal one process's, the programs see to themselves:
-# they fail if not. Those marked `once` rest on what other tests run under every MPI.
+# The ranks, the module, and what rank 0 prints. Some compare themselves with one process, and fail if they differ.
+# Those marked `once` rest on what other tests run under every MPI.
 WORKED = [
     pytest.param(
         3,
         "sequences",
         """\
-        rank 0: 2 texts, 10 tokens
-        rank 1: 3 texts, 7 tokens
-        rank 2: 2 texts, 12 tokens
-        text-0: 7 of 9 tokens: [0, 1, -1, 3, 4, -1, 6]
-        text-1: 1 of 1 tokens: [100]
-        text-2: 2 of 2 tokens: [200, 201]
-        text-3: 3 of 3 tokens: [300, 301, -1]
-        text-4: 2 of 2 tokens: [400, 401]
-        text-5: 6 of 8 tokens: [500, 501, -1, 503, 504, -1]
-        text-6: 3 of 4 tokens: [600, 601, -1]
+        texts and tokens of each rank: [2, 3, 2], [10, 7, 12]
+        text-0: [0, 1, -1, 3, 4, -1, 6]
+        text-1: [100]
+        text-2: [200, 201]
+        text-3: [300, 301, -1]
+        text-4: [400, 401]
+        text-5: [500, 501, -1, 503, 504, -1]
+        text-6: [600, 601, -1]
         accuracy 0.621, loss 0.0379 a token
-        the result of one process is the same
         """,
         marks=pytest.mark.once,
     ),
@@ -62,35 +59,14 @@ WORKED = [
         marks=pytest.mark.once,
     ),
     pytest.param(
-        4,
-        "several_tensors",
-        """\
-        to rank 1: 'task 1', float32 (1, 3), bfloat16 (3,), float64 (), int64 (2,), bool (2,)
-        from rank 1: int64 (1,) [1]
-        to rank 2: 'task 2', float32 (2, 3), bfloat16 (3,), float64 (), int64 (4,), bool (4,)
-        from rank 2: int64 (2,) [1, 3]
-        to rank 3: 'task 3', float32 (3, 3), bfloat16 (3,), float64 (), int64 (6,), bool (6,)
-        from rank 3: int64 (3,) [1, 3, 5]
-        3 answers, as on one process
-        """,
-    ),
-    pytest.param(
         2,
-        "train_ddp --epochs 2",
+        "train_ddp",
         """\
-        2 ranks, backend mpi: each has 12 of the 24 samples of a step
+        2 ranks, backend mpi: each has 12 samples of a step
         epoch 0: loss 0.2074
         epoch 1: loss 0.0737
+        epoch 2: loss 0.0731
         one process learns the same weights
-        """,
-    ),
-    pytest.param(
-        2,
-        "through_a_file --mib 3",
-        """\
-        saved: (384, 1024), (384, 1024)
-        loaded: (768, 512), (768, 512)
-        each part equals that of one process
         """,
     ),
 ]
@@ -142,6 +118,7 @@ def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Pa
         r"2 ranks, from step [36]\nweights.safetensors: one process has learnt the same weights\n", job.out
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.h5", "weights.safetensors"]
-    job = mpirun(1, "-m", "hpcdist.examples.train_fsdp", "--steps", "4", "--checkpoint", "other.h5", cwd=tmp_path)
+    (tmp_path / "checkpoint.h5").unlink()
+    job = mpirun(1, "-m", "hpcdist.examples.train_fsdp", cwd=tmp_path)
     assert job.status == 0, job.err
     assert job.out.startswith("1 ranks, from step 0\n")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import hpcdist as hd
-from hpcdist.runtime.default_group import BINDS
+from hpcdist.runtime.registration import BINDS
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 

@@ -189,7 +189,7 @@ MISTAKES = {
     "--nodes=--": "argument --nodes: invalid int value: '--'",
     "--output '#x'": "--output '#x': expected a path without spaces, quotes and #",
     "--time \u0663": "--time \u0663: expected minutes",
-    "--time 0:00": "--time 0:00: expected more than 0 seconds",
+    "--time 0:00": "--time 0:00: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, above 0",
     "--time 1-": "--time 1-: expected minutes",
     "--kind requeue --time 2": "--warning 120: expected 60 seconds at least, and less than the time limit of 120",
     "--kind requeue --warning 10": "--warning 10: expected 60 seconds at least",

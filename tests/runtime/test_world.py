@@ -152,8 +152,8 @@ def test_nothing_listens_beyond_loopback_on_one_node(start: str) -> None:
 
 
 def test_the_environment_is_the_users() -> None:
-    """In the program and in what it starts, while the world is there, but for torchrun's variables, and afterwards; what
-    the user has set stays."""
+    """In the program and in what it starts, while the world is there and afterwards, but for torchrun's variables in the
+    world; what the user has set stays."""
     lines = job(
         2,
         """
@@ -171,8 +171,8 @@ def test_the_environment_is_the_users() -> None:
             during = variables()
             assert before[0].items() <= during[0].items() and set(before[1]) <= set(during[1])
             assert during[0].keys() - before[0].keys() <= {
-                *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
-                *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+                *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+                *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
             }
             with registration.host.making():
                 assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
@@ -206,18 +206,6 @@ def test_n_worlds_of_one_for_real() -> None:
     done = run([*python(), "-c", "import hpcdist; hpcdist.init()"], env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert done.status == 1
     assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
-
-
-def test_mpich_under_pmix_for_real() -> None:
-    """As under ``srun --mpi=pmix``: init() refuses before MPI_Init aborts. Open MPI looks for the server, and ends."""
-    from mpi4py import MPI
-
-    environ = {"PMIX_NAMESPACE": "none", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    done = run([*python(), "-c", "import hpcdist; hpcdist.init()"], env=environ)
-    assert done.status != 0
-    if MPI.get_vendor()[0] == "MPICH":
-        assert "srun started this process with PMIx, which its MPI library was built without: MPICH" in done.err
-        assert "unsupported PMI version" not in done.err
 
 
 @pytest.mark.once
@@ -279,7 +267,7 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
 GPUS = """
     from types import SimpleNamespace
     from hpcdist.comm import rendezvous
-    from hpcdist.runtime import background, default_group
+    from hpcdist.runtime import background, registration
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     uuid, node, count = "", f"node{rank % 2}", 2
     def properties(index):
@@ -306,7 +294,7 @@ def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
         3,
         GPUS
         + """
-    default_group.BINDS, uuid = True, f"GPU-{rank}"
+    registration.BINDS, uuid = True, f"GPU-{rank}"
     def check(index, backend=None, **device):
         with hd.init(backend=backend, **device) as world:
             assert world.device == current[-1] == torch.device("cuda", index), world.device
@@ -319,7 +307,7 @@ def test_a_group_of_nccl_is_bound_to_the_gpu_of_its_rank() -> None:
     check([2, 3, 1][rank], device=f"cuda:{[2, 3, 1][rank]}")
     check([0, 0, 1][rank], backend="cpu:gloo,cuda:nccl")
     check([0, 0, 1][rank], backend="gloo")
-    default_group.BINDS = False  # torch takes the GPU of the tensors, and would hang in new_group(..., backend="gloo")
+    registration.BINDS = False  # torch takes the GPU of the tensors, and would hang in new_group(..., backend="gloo")
     with hd.init(): assert bound.pop()[1] is None
     say("ok")
     """,

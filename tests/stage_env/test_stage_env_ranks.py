@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(
     assert_on_all_ranks(comm, list(error.problems) == [0])
 
     def broken(entry: source.Entry) -> object:
-        if entry.name == f"data/{number}":
+        if entry.info.name == f"data/{number}":
             raise OSError(errno.EIO, os.strerror(errno.EIO), entry.path)
         return opened(entry)
 

@@ -106,12 +106,12 @@ def test_refusals(world: hd.World) -> None:
         ([1.0], hd.Split(0), "x must be a torch.Tensor"),
         (x, hd.Split(2), "dim 2 cannot be cut"),
         (x, hd.Split(0, [1] * size), "counts add up to"),
-        (x, hd.Boxes([((5, 0), (2, 3))] * size), "the boxes leave gaps"),
+        (x, hd.Boxes([((5, 0), (2, 3))] * size), "overlap, or leave gaps"),
         (torch.ones(2, 3, dtype=torch.complex64).conj(), hd.Split(0), "conjugate or negative"),
     ]
     if size > 1:
         wrong += [
-            (x, hd.Boxes([((min(rank, 1), 0), (2, 3)) for rank in range(size)]), "boxes of different ranks overlap"),
+            (x, hd.Boxes([((min(rank, 1), 0), (2, 3)) for rank in range(size)]), "overlap, or leave gaps"),
             (x, hd.Split(1 if last else 0), "layout is Split"),
             (x.double() if last else x, hd.Split(0), "dtype is torch.float64"),
             (x[0] if last else x, hd.Split(0), "different numbers of dims"),

@@ -109,7 +109,7 @@ def test_shards_must_be_the_tensor_once(chunks: list[tuple[tuple[int, int], tupl
         pieces, first = dataset.pieces, 0
         assert pieces is not None and pieces.tile()
         for (offset, shape), mine in zip(chunks, firsts, strict=True):
-            assert [*mine.values()] == [(0, first)]
+            assert [*mine.values()] == [first]
             while first < len(pieces) and pieces[first].intersect(Box(offset, shape)) == pieces[first]:
                 first += 1
         assert first == len(pieces)

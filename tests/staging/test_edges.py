@@ -59,9 +59,12 @@ def test_piecewise_with_a_hole_or_twice_at_one_place(world: hd.World, folder: Pa
     n = 2 * world.world_size
     one = torch.ones(1, dtype=torch.int8)
     cases = {
-        "1 elements were not written": (n + 1, lambda rank: [2 * rank, 2 * rank + 1]),
-        f"{n} elements were not written": (n, lambda rank: []),
-        "elements at (0,) were written twice": (n, lambda rank: [0, 2 * rank, 2 * rank + 1][rank > 0 :]),
+        f"{n} elements were written, expected {n + 1}, each once": (n + 1, lambda rank: [2 * rank, 2 * rank + 1]),
+        f"0 elements were written, expected {n}, each once": (n, lambda rank: []),
+        f"{n + 1} elements were written, expected {n}, each once": (
+            n,
+            lambda rank: [0, 2 * rank, 2 * rank + 1][rank > 0 :],
+        ),
     }
     for text, (extent, places) in cases.items():
 
@@ -318,5 +321,7 @@ def test_a_write_that_fails(again: bool, world: hd.World, folder: Path, monkeypa
         close()
         same(world, staging.load(folder / "x.h5", dim=None)["x"], torch.arange(n).expand(100, n))
     else:
-        refused(world, "100 elements were not written", close, ranks=list(range(n)))
+        refused(
+            world, f"{100 * (n - 1)} elements were written, expected {100 * n}, each once", close, ranks=list(range(n))
+        )
         holds(world, folder)

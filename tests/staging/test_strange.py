@@ -135,6 +135,7 @@ def test_sizes_and_values_that_nothing_can_have(world: hd.World, folder: Path) -
         (one.expand(2**44), {}, "no space for the output"),
         (one.view((1,) * 33), {}, "has 33 dims, and HDF5 has 32"),
         (X, {"attrs": {"data": {"a": "x\0y"}}}, "text cannot hold NUL"),
+        (X, {"attrs": {"data": {"a\0b": 1}}}, "name cannot be empty or hold NUL"),
         (X, {"attrs": {"data": {"a": object()}}}, "cannot be written: Object"),
         (X, {"attrs": {"data": 3}}, "must be a dict"),
     ]

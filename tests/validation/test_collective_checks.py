@@ -511,18 +511,13 @@ def test_all_gather_tells_who_failed(world: hd.World) -> None:
 # --- what the functions say ------------------------------------------------------------------------------------------
 
 
-def _agreed(*out_extents: int, grad: bool = False) -> agree.Agreed:
-    ones = (1,) * len(out_extents)
-    return agree.Agreed(ones, out_extents, ones, (grad,) * len(out_extents), ones, True)
-
-
 def test_refuse_an_out_of_another_extent() -> None:
-    agree.check_out("gather", _agreed(-1, 5, -1), (5, 5, 5))
+    agree.check_out("gather", {1: 5}, (5, 5, 5), False)
     with pytest.raises(hd.RankError) as caught:
-        agree.check_out("gather", _agreed(4, 5, -1), (5, 5, 5))
+        agree.check_out("gather", {0: 4, 1: 5}, (5, 5, 5), False)
     assert caught.value.problems == {0: "out has extent 4 along dim, expected 5 [HD208]"}
     with pytest.raises(hd.RankError, match="a gradient is needed"):
-        agree.check_out("gather", _agreed(-1, 5, grad=True), (5, 5))
+        agree.check_out("gather", {1: 5}, (5, 5), True)
 
 
 def test_many_ranks_with_a_mistake_are_not_all_listed() -> None:

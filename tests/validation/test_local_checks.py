@@ -1,4 +1,4 @@
-"""Is this argument right on this rank: what shard_call and split_call find, on one process."""
+"""Is this argument right on this rank: what check_shard and check_split find, on one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcdist.collectives.join import Join
 from hpcdist.collectives.split import Scatter
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation.call import Call, show_shape
-from hpcdist.validation.local import shard_call, split_call
+from hpcdist.validation.local import call_of, check_split
 
 
 class _Wrapper(torch.Tensor):
@@ -37,15 +37,15 @@ def _team(rank: int) -> Any:
 
 
 def _concat(x: Any, dim: Any = 0, route: Any = "auto", out: Any = None) -> Call:
-    return shard_call(Join("concat", x, dim, None, route, out), _team(0))
+    return call_of("concat", Join("concat", x, dim, None, route, out).validate, _team(0))
 
 
 def _gather(root: Any = 0, out: Any = None, rank: int = 0) -> Call:
-    return shard_call(Join("gather", torch.zeros(2, 3), 0, root, "auto", out), _team(rank))
+    return call_of("gather", Join("gather", torch.zeros(2, 3), 0, root, "auto", out).validate, _team(rank))
 
 
 def _split(x: Any, dim: Any = 0, root: Any = 0, counts: Any = None, out: Any = None, rank: int = 0) -> Call:
-    return split_call(Scatter(x, dim, root, counts, "auto", out, False), rank, 2, False)
+    return call_of("split", check_split, Scatter(x, dim, root, counts, "auto", out, False), rank, 2, False)
 
 
 def test_a_shard_is_described() -> None:
@@ -150,7 +150,8 @@ def test_a_receiver_of_split_follows_the_root() -> None:
     assert call.problem is None
     assert (call.tensor, call.extent, call.out_extent, call.dim_arg) == (None, -1, -1, -1)
     assert call.kind == MemoryKind.FOLLOWS_CPU
-    assert split_call(Scatter(None, 0, 0, None, "auto", None, False), 1, 2, True).kind == MemoryKind.FOLLOWS
+    with_gpu = call_of("split", check_split, Scatter(None, 0, 0, None, "auto", None, False), 1, 2, True)
+    assert with_gpu.kind == MemoryKind.FOLLOWS
 
 
 def test_counts_of_any_kind_of_integer_are_the_same_counts() -> None:
