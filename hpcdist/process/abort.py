@@ -249,8 +249,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         if isinstance(sys.stderr, io.StringIO):  # of torch's hook, which prints it after this one: too late
             from mpi4py import MPI
 
-            text = textwrap.indent(sys.stderr.getvalue().rstrip(), f"[rank{MPI.COMM_WORLD.rank}]: ")
-            print_error(text, sys.__stderr__)
+            text, prefix = sys.stderr.getvalue().rstrip(), f"[rank{MPI.COMM_WORLD.rank}]: "
+            print_error(text if text.startswith(prefix) else textwrap.indent(text, prefix), sys.__stderr__)
         if any(word in str(error).lower() for word in _LOST):
             explain()
         job(1)

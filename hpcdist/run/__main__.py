@@ -45,7 +45,7 @@ def _parser() -> Parser:
         "--rank-output", type=path, metavar="DIR", help="append the output of each rank to DIR/rank-N.txt"
     )
     parser.add_argument("script", metavar="SCRIPT", help="the program, a file of Python")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
     return parser
 
 
@@ -140,6 +140,10 @@ def main() -> None:
         objects.run_on_all(world.team_of().comm, "run", check)
     except HpcdistError as error:
         refuse(parser.prog, error)
+    from mpi4py import MPI
+
+    for name in ("Init", "Init_thread"):  # MPI runs: a program that starts it may go on
+        setattr(MPI, name, lambda *_: MPI.Query_thread())
     host.by_mpi = args.mpi
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by the package, for the time of the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)

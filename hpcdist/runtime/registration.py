@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdist.comm.settings import Settings
+    from hpcdist.comm.team import Team
 
 __all__ = ["BINDS", "NAME", "PLUGINS", "Host", "default_backend", "host", "leave", "register", "start"]
 
@@ -76,7 +77,7 @@ class Host:
     """What the groups of a job need of it.
 
     Attributes:
-        comm: communicator of all ranks, in torch's order; None while there is no world.
+        comm, team: communicator of all ranks, in torch's order, and their team; None while there is no world.
         settings: those of the world.
         begin: makes a world for a program that has called torch alone, given the deadline.
         variables: returns the environment.
@@ -84,6 +85,7 @@ class Host:
     """
 
     comm: MPI.Intracomm | None = None
+    team: Team | None = None
     by_mpi = False
     settings: Settings
     begin: Callable[[timedelta], None]
@@ -125,7 +127,7 @@ class Host:
 
     def close(self) -> None:
         """Let no more groups be made: the world ends."""
-        self.comm, self._interfaces = None, {}
+        self.comm, self.team, self._interfaces = None, None, {}
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -239,7 +241,7 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
     comm = _world(timeout)
     rank, size = map(int, _place(told, [str(comm.rank), str(comm.size)]))
     _check_place(rank, size, comm)
-    with activity.InCall("init_process_group", None):
+    with activity.InCall("init_process_group", host.team):
         store = rendezvous.open_store(comm, rendezvous.meet(comm, host.settings.nodes), timeout)
     yield store, comm.rank, comm.size
     raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")

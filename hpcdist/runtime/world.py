@@ -354,6 +354,7 @@ def _make(
     if comm.size > 1:
         abort.install()  # again: torch has set a hook of its own
     ours = Context(private, comm, settings)
+    registration.host.team = ours.team
     background.prepare(ours.team)
     pool.start(pool.limit_of(env_cache, settings.memory[private.rank][0] // nodes.local_size))
     return World(

@@ -152,8 +152,8 @@ def test_nothing_listens_beyond_loopback_on_one_node(start: str) -> None:
 
 
 def test_the_environment_is_the_users() -> None:
-    """In the program and in what it starts, while the world is there and afterwards, but for its torchrun variables; what
-    the user has set stays."""
+    """In the program and in what it starts, while the world is there, which adds torchrun's variables, and afterwards;
+    what the user has set stays."""
     lines = job(
         2,
         """
