@@ -185,6 +185,7 @@ _SLOW_START = 30.0  # seconds
 _SOCKET = 107  # characters of the path of a socket: linux/un.h, sun_path
 _LONGEST = len("/torch-shm-dir-123456/manager.sock")  # what torch and multiprocessing add to TMPDIR
 _COPY_ON_FORK = [5, 12]  # the first Linux in which a child does not take pages away that InfiniBand uses
+_NUMA = '`hpcdist.init(bind="numa")`, `python -m hpcdist.run --bind numa`, or cores of its own for each rank'
 _BIND = "`srun --cpus-per-task=N --cpu-bind=cores`, `mpirun --bind-to core --map-by slot:PE=N`"
 _LITTLE, _TOO_LITTLE = 2**30, 2**28  # bytes of memory a rank: torch alone takes about a quarter of a GiB
 _LOCKED = 2**26  # bytes; with less, InfiniBand registers no buffers
@@ -335,7 +336,7 @@ def _show(cores: Iterable[int]) -> str:
 )  # fmt: skip
 def _cores(ranks: Ranks) -> Verdict:
     """There are more ranks than cores, or ranks are bound to cores that overlap, or to hardware threads (SMT) of one
-    physical core."""
+    physical core. Or the ranks of a node share the cores of several NUMA domains."""
     groups = grouped(ranks, lambda facts: tuple(facts["cores"]))
     for group in groups:
         cores = group[0]["cores"]

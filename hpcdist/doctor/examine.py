@@ -36,7 +36,7 @@ from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.checks import Facts, known, socket_problem
 from hpcdist.errors import HpcdistError, reason
-from hpcdist.process import host_memory
+from hpcdist.process import binding, host_memory
 from hpcdist.process.versions import __version__
 from hpcdist.routes import select
 from hpcdist.runtime import world
@@ -169,13 +169,14 @@ def cores() -> Facts:
     """Return the cores of this process and of the machine, and the number of torch's threads.
 
     "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
-    physical cores.
+    physical cores. "domains" is the number of NUMA domains that have some.
     """
     mine, cpu = sorted(os.sched_getaffinity(0)), f"{_SYS}/devices/system/cpu/cpu"
     siblings = (_read(Path(f"{cpu}{core}/topology/thread_siblings_list")) or str(core) for core in mine)  # "0,64"
     return {
         "cores": mine,
         "cpus": os.cpu_count() or 1,
+        "domains": sum(bool(domain & {*mine}) for domain in binding.domains()),
         "threads": torch.get_num_threads(),
         "physical": sorted({int(re.split("[,-]", those)[0]) for those in siblings}),
     }

@@ -115,10 +115,12 @@ def _compiled(script: str, module: bool) -> CodeType | None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error as Python does, with the program's own part of the traceback."""
-    own = trace
-    while own is not None and own.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-        own = own.tb_next
-    _before(kind, error.with_traceback(own or trace), own or trace)
+    own, entry = trace, trace
+    while entry is not None:
+        name, entry = entry.tb_frame.f_code.co_filename, entry.tb_next
+        if name == __file__ or (name == "<frozen runpy>" and entry is not None and own is not trace):
+            own = entry
+    _before(kind, error.with_traceback(own), own)
 
 
 def main() -> None:

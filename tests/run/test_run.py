@@ -1,0 +1,226 @@
+"""``python -m hpcdist.run``: programs that are written for torchrun, as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from launch import Job, commands, mpirun, run
+
+RUN = ("-m", "hpcdist.run")
+SAY = """
+    import json, os, sys
+    import torch, torch.distributed as dist
+    def say(*what): os.write(1, (json.dumps(what) + "\\n").encode())  # one write a line: the ranks' lines do not mix
+"""
+NAMES = [
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "OMP_NUM_THREADS"),
+]
+
+
+def write(folder: Path, body: str, name: str = "program.py") -> str:
+    (folder / name).write_text(textwrap.dedent(SAY) + textwrap.dedent(body))
+    return name
+
+
+def job(np: int, folder: Path, body: str, *options: str, **env: str) -> Job:
+    return mpirun(np, *RUN, *options, write(folder, body), "--epochs", "3", "--mpi", cwd=folder, env=env)
+
+
+def lines(done: Job) -> list[list[object]]:
+    assert done.status == 0, done.err
+    return sorted(json.loads(line) for line in done.out.splitlines())
+
+
+@pytest.mark.parametrize("np", [0, 2, 4])
+def test_a_program_runs_as_it_is(np: int, tmp_path: Path) -> None:
+    """As python runs it: its arguments, folder and __main__; and its groups by env://, again after destroy."""
+    (tmp_path / "beside.py").write_text("x = 5")
+    done = job(
+        np,
+        tmp_path,
+        """
+    import beside, pickle
+    class Own: pass
+    assert type(pickle.loads(pickle.dumps(Own()))) is Own and __name__ == "__main__"
+    assert (sys.argv, __file__) == (["program.py", "--epochs", "3", "--mpi"], os.path.abspath("program.py"))
+    assert sys.path[0] == os.path.dirname(__file__) and "args" not in globals()
+    for backend in ("gloo", "mpi", None, "cpu:gloo"):
+        dist.init_process_group(backend)
+        assert (dist.get_rank(), dist.get_world_size()) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        x = torch.ones(1)
+        dist.all_reduce(x, group=dist.new_group())
+        dist.destroy_process_group()
+        say(backend or "", int(x), int(os.environ["RANK"]))
+    """,
+    )
+    size = max(np, 1)
+    assert lines(done) == sorted([b, size, rank] for b in ("gloo", "mpi", "", "cpu:gloo") for rank in range(size))
+
+
+@pytest.mark.once
+def test_the_variables_are_those_of_torchrun(tmp_path: Path) -> None:
+    body = f"say([os.environ.get(name) for name in {NAMES!r}])"
+    found = lines(mpirun(2, *RUN, write(tmp_path, body), cwd=tmp_path, env={"OMP_NUM_THREADS": ""}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    expected = lines(run(command, cwd=tmp_path, env={"OMP_NUM_THREADS": ""}))
+    address = NAMES.index("MASTER_ADDR")
+    for (values,) in [*found, *expected]:
+        values[address] = values[address] and "some"  # type: ignore[index]
+    assert found == expected
+
+
+def test_the_users_variables(tmp_path: Path) -> None:
+    """The address and the port are kept, and a group needs neither; a store listens at those that hpcdist has set."""
+    body = """
+    dist.init_process_group("gloo")
+    dist.barrier()
+    own = os.environ["MASTER_PORT"] == "1"
+    if not own:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set(os.environ["RANK"], "x")
+        assert store.get("0") == store.get("1") == b"x"
+    say(own, torch.get_num_threads())
+    """
+    assert lines(job(2, tmp_path, body, OMP_NUM_THREADS="2")) == [[False, 2]] * 2
+    assert lines(job(2, tmp_path, body, MASTER_ADDR="nowhere", MASTER_PORT="1")) == [[True, 1]] * 2
+
+
+def test_mpi_and_hpcdist_in_the_program(tmp_path: Path) -> None:
+    body = """
+    import hpcdist as hd
+    from mpi4py import MPI
+    MPI.Init()
+    assert MPI.COMM_WORLD.allreduce(1) == 2
+    dist.init_process_group("gloo")
+    with hd.init() as world:
+        assert hd.concat(torch.tensor(world.rank)).tolist() == [0, 1]
+    dist.barrier(dist.new_group([0, 1]))
+    say(int(os.environ["RANK"]), "TORCHELASTIC_RUN_ID" in os.environ)
+    """
+    assert lines(job(2, tmp_path, body)) == [[0, True], [1, True]]
+
+
+def test_workers_and_modules(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    write(
+        tmp_path,
+        """
+    from torch.utils.data import DataLoader
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        assert sys.argv[1:] == ["--x"] and sys.path[0] == os.getcwd()
+        for how in ("fork", "spawn"):
+            loader = DataLoader(range(4), batch_size=2, num_workers=1, multiprocessing_context=how)
+            say(how, [batch.tolist() for batch in loader])
+        dist.barrier()
+    """,
+        "package/train.py",
+    )
+    done = mpirun(2, *RUN, "-m", "package.train", "--x", cwd=tmp_path)
+    assert lines(done) == [[how, [[0, 1], [2, 3]]] for how in ("fork", "fork", "spawn", "spawn")]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "printed"),
+    [
+        ("raise KeyError('mine')", 1, "KeyError: 'mine'"),
+        ("sys.exit(7)", 7, ""),
+        ("raise SystemExit(5)", 5, ""),
+        ("os._exit(4)", 4, "os._exit(4) at"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(body: str, status: int, printed: str, tmp_path: Path) -> None:
+    """With its status; its own traceback is printed once, and no frame of hpcdist's."""
+    done = job(
+        2,
+        tmp_path,
+        f"""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank(): {body}
+    dist.all_reduce(torch.ones(1))
+    """,
+    )
+    assert done.status == status, done
+    assert done.err.count(printed) == 1 or not printed, done.err
+    assert "hpcdist/run" not in done.err and "runpy" not in done.err, done.err
+    if printed.startswith("Key"):
+        assert re.search(r"^\[rank1\]: +File .*program.py", done.err, re.MULTILINE), done.err
+
+
+def test_a_rank_that_does_not_reach_a_group_is_named(tmp_path: Path) -> None:
+    body = """
+    import time
+    if os.environ["RANK"] == "1": time.sleep(600)
+    dist.init_process_group("gloo")
+    """
+    done = job(2, tmp_path, body, HPCDIST_TIMEOUT="3")
+    assert done.status == 1
+    assert re.search(r"rank 1 \(.*\) has not reached this call: it is in Python, at program.py", done.err), done.err
+
+
+def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
+    """In one line, with a code and status 2."""
+    (tmp_path / "script.sh").write_text("if [ 1 ]; then srun python train.py; fi\n")
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "file").write_text("")
+    write(tmp_path, "")
+    cases = {
+        ("absent.py",): "absent.py: there is no such file, seen from .* .HD401.",
+        (".",): "there is no such file.* .HD401.",
+        ("script.sh",): "script.sh is not a program in Python: .*HD402.",
+        ("binary",): "binary is not a program in Python: .*HD402.",
+        ("-m", "absent"): "no module absent .*HD401.",
+        ("-m", "json"): "no module json that can run.*HD401.",
+        ("torchrun", "program.py"): "torchrun would start processes .*HD106.",
+        ("/usr/bin/python3.11", "program.py"): "would start processes .*HD106.",
+        ("accelerate", "launch", "program.py"): "would start processes .*HD106.",
+        ("-m", "torch.distributed.run", "program.py"): "would start processes .*HD106.",
+        ("--rank-output", "file", "program.py"): "--rank-output file: .*HD410.",
+        ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node",
+        (): "required: SCRIPT",
+    }
+    for case, done in zip(cases, commands(2, *[("hpcdist.run", *case) for case in cases], cwd=tmp_path), strict=True):
+        assert done.status == 2, (case, done)
+        assert re.fullmatch(rf"hpcdist run: error: .*{cases[case]}.*\n", done.err), (case, done)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_variable_that_contradicts_is_refused(name: str, tmp_path: Path) -> None:
+    done = job(2, tmp_path, "", **{name: "7"})
+    assert done.status == 2
+    assert done.err.count(f"{name}=7, but MPI says") == 1 and f"unset {name} [HD106]" in done.err, done.err
+
+
+@pytest.mark.once
+def test_under_torchrun_it_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*command, *RUN, write(tmp_path, "")], cwd=tmp_path)
+    assert done.status != 0 and "started 2 processes, without MPI" in done.err, done.err
+
+
+def test_the_options(tmp_path: Path) -> None:
+    """--mpi replaces gloo alone; lines are tagged, or go to one file per rank, to which another run adds."""
+    body = """
+    dist.init_process_group("gloo")
+    print(dist.get_backend(), dist.get_backend(dist.new_group(backend="gloo")))
+    print("wor", end="", flush=True)
+    print("se", file=sys.stderr)
+    print("ds")
+    """
+    done = job(2, tmp_path, body, "--mpi", "--tag-output", "--bind", "numa")
+    assert done.status == 0, done.err
+    assert sorted(done.out.splitlines()) == ["[0] mpi mpi", "[0] words", "[1] mpi mpi", "[1] words"]
+    assert sorted(line for line in done.err.splitlines() if "se" in line) == ["[0] se", "[1] se"]
+    for _ in range(2):
+        done = job(2, tmp_path, body, "--rank-output", "logs/1")
+        assert (done.status, done.out) == (0, ""), done
+    for rank in range(2):
+        written = (tmp_path / "logs" / "1" / f"rank-{rank}.txt").read_text()
+        assert written.count("gloo gloo") == 2 and written.count("se\n") == 2, written
