@@ -28,7 +28,6 @@ from hpcdist.backend.host_copies import (
     bytes_of,
     flat,
     is_plain,
-    nbytes,
     packed,
     readable,
     scratch,
@@ -90,7 +89,7 @@ def _allgather(team: Team, out: Tensor, x: Tensor) -> None:
 
 def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
     """Gather the tensor of rank i into ``outs[i]``; their sizes may differ."""
-    if nbytes(outs) <= PACKED:
+    if sum(out.nbytes for out in outs) <= PACKED:
         whole = scratch([sum(out.numel() for out in outs)], x.dtype)
         counts = [out.nbytes for out in outs]
         MPI_ROUTE.allgatherv(team, bytes_of(readable(x)), bytes_of(whole), counts, layout.displs(counts))
@@ -223,9 +222,6 @@ def reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction)
 
 def coalesced(team: Team, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce several tensors of one dtype on every rank."""
-    if len(xs) == 1:
-        all_reduce(team, xs[0], op)
-        return
     whole = packed(xs)
     all_reduce(team, whole, op)
     unpack(whole, xs)

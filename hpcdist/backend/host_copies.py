@@ -133,10 +133,6 @@ def unpack(whole: Tensor, tensors: Sequence[Tensor]) -> None:
         copyable(x.detach()).copy_(copyable(part))
 
 
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(x.nbytes for x in tensors)
-
-
 def bytes_of(x: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as flat uint8."""
     return as_bytes(x.detach())
