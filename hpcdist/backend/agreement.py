@@ -98,8 +98,7 @@ def _compare(team: Team, call: Call) -> None:
 
 @lru_cache(maxsize=1024)  # a program repeats its calls
 def _digest(verb: str, sizes: Sizes, rest: tuple[Any, ...]) -> int:
-    text = repr((verb, [(count, str(kind)) for count, kind in sizes], list(map(str, rest))))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(repr((verb, sizes, rest)).encode(), digest_size=8).digest(), "little")
 
 
 @lru_cache(maxsize=64)

@@ -28,7 +28,6 @@ from hpcdist.backend.host_copies import (
     bytes_of,
     flat,
     is_plain,
-    nbytes,
     packed,
     readable,
     scratch,
@@ -90,8 +89,8 @@ def _allgather(team: Team, out: Tensor, x: Tensor) -> None:
 
 def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
     """Gather the tensor of rank i into ``outs[i]``; their sizes may differ."""
-    if nbytes(outs) <= PACKED:
-        whole = scratch(sum(out.numel() for out in outs), x.dtype)
+    if sum(out.nbytes for out in outs) <= PACKED:
+        whole = scratch([sum(out.numel() for out in outs)], x.dtype)
         counts = [out.nbytes for out in outs]
         MPI_ROUTE.allgatherv(team, bytes_of(readable(x)), bytes_of(whole), counts, layout.displs(counts))
         unpack(whole, outs)
@@ -138,7 +137,7 @@ def exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> 
         xs = {key: x.detach().clone() for key, x in xs.items()}
     ready = {key: readable(x) for key, x in xs.items()}
     into = {
-        rank: out if direct and is_plain(out) else scratch(out.numel(), out.dtype)
+        rank: out if direct and is_plain(out) else scratch([out.numel()], out.dtype)
         for rank, out in recvs.items()
         if rank != me
     }
@@ -192,7 +191,7 @@ def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
     """Reduce a flat tensor in place: each rank a part of it, which it sends to all; a small one whole on every rank."""
     size, numel = team.size, x.numel()
     if x.nbytes * size <= PACKED:
-        whole = scratch(numel * size, x.dtype)
+        whole = scratch([numel * size], x.dtype)
         _allgather(team, whole, op.scaled(x))
         op.of(list(split(whole, numel)) if numel else [whole], x)
         return
@@ -213,7 +212,7 @@ def reduce(team: Team, x: Tensor, op: Reduction, root: int) -> None:
 def reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce ``xs[i]`` of all ranks into `out` of rank i; the sizes may differ from rank to rank."""
     numel = out.numel()
-    memory = scratch(numel * team.size, out.dtype)
+    memory = scratch([numel * team.size], out.dtype)
     received = list(split(memory, numel)) if numel else [memory] * team.size
     sends = [op.scaled(flat(readable(x))) for x in xs]
     exchange(team, dict(enumerate(sends)), dict(enumerate(received)))
@@ -223,9 +222,6 @@ def reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction)
 
 def coalesced(team: Team, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce several tensors of one dtype on every rank."""
-    if len(xs) == 1:
-        all_reduce(team, xs[0], op)
-        return
     whole = packed(xs)
     all_reduce(team, whole, op)
     unpack(whole, xs)

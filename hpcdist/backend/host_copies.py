@@ -47,9 +47,9 @@ def address(x: Tensor) -> Any:
     return _from_address(start, nbytes)
 
 
-def scratch(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a new flat tensor in host memory, from the pool if it is large."""
-    return pool.empty([numel], dtype, "cpu", fixed=True)
+def scratch(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a new tensor in host memory, from the pool if it is large."""
+    return pool.empty(shape, dtype, "cpu", fixed=True)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def readable(x: Tensor) -> Tensor:
         return x.cpu().contiguous()
     if x.is_contiguous():
         return x
-    copy = pool.empty(x.shape, x.dtype, "cpu", fixed=True)
+    copy = scratch(x.shape, x.dtype)
     copyable(copy).copy_(copyable(x.detach()))
     return copy
 
@@ -75,7 +75,7 @@ def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
     if is_plain(x):
         yield x
         return
-    copy = readable(x) if read else pool.empty(x.shape, x.dtype, "cpu", fixed=True)
+    copy = readable(x) if read else scratch(x.shape, x.dtype)
     yield copy
     if copy is not x:
         copyable(x.detach()).copy_(copyable(copy))
@@ -115,7 +115,7 @@ def flat(x: Tensor) -> Tensor:
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of tensors of one dtype, one tensor after the other."""
-    whole = scratch(sum(x.numel() for x in tensors), tensors[0].dtype)
+    whole = scratch([sum(x.numel() for x in tensors)], tensors[0].dtype)
     for part, x in zip(parts(whole, tensors), tensors, strict=True):
         copyable(part).copy_(copyable(x.detach()))
     return whole
@@ -131,10 +131,6 @@ def unpack(whole: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy what packed() returns back into the tensors."""
     for part, x in zip(parts(whole, tensors), tensors, strict=True):
         copyable(x.detach()).copy_(copyable(part))
-
-
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(x.nbytes for x in tensors)
 
 
 def bytes_of(x: Tensor) -> Tensor:

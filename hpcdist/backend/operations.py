@@ -192,6 +192,8 @@ class Operations:
         for outs, x in zip(outputs, inputs, strict=True):
             _check_gathered(verb, outs, x, self._team)
         call = Call(verb, sizes(*chain.from_iterable(outputs)))
+        if len(inputs) == 1:
+            return self._run(call, opts, outputs, collectives.all_gather, outputs[0], inputs[0])
         return self._run(call, opts, outputs, _each, collectives.all_gather, outputs, inputs)
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -391,9 +393,6 @@ def _each(
     team: Team, step: Callable[..., None], outputs: Sequence[Any], inputs: Tensors, *columns: Sequence[Any]
 ) -> None:
     """Run a collective once for each input, as if all inputs had been copied before the first one writes its output."""
-    if len(inputs) == 1:
-        step(team, outputs[0], inputs[0], *(column[0] for column in columns))
-        return
     flat = chain.from_iterable(output if isinstance(output, list) else [output] for output in outputs)
     if share_memory([*flat, *inputs]):
         inputs = [x.detach().clone() for x in inputs]

@@ -343,7 +343,7 @@ def send(team: Team, x: Tensor, dest: int, tag: int, limit: float | None) -> Tra
 
 def recv(team: Team, x: Tensor, source: int | None, tag: int, limit: float | None) -> Transfer:
     """Begin to receive a tensor from a rank of the group; None for any one."""
-    memory = x if is_plain(x) else scratch(x.numel(), x.dtype)
+    memory = x if is_plain(x) else scratch(x.shape, x.dtype)
     blocks = pieces(address(memory))
     if source is None:
         requests = [team.side_comm.Irecv(blocks[0], MPI.ANY_SOURCE, tag)]

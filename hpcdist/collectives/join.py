@@ -165,7 +165,7 @@ def concat(
         {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
     """
 
-    return run(joining("concat", x, dim, route, out, allow_pickle, shared=shared), world.team_of(group), async_op)
+    return run(joining("concat", x, dim, route, out, allow_pickle, None, shared), world.team_of(group), async_op)
 
 
 class Join(Plannable):

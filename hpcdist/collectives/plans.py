@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcdist.collectives import join, redistribute, split, structures
 from hpcdist.collectives import run as driver
-from hpcdist.collectives.run import Operation, Plannable, repeatable
+from hpcdist.collectives.run import Operation, Plannable, is_plain_out
 from hpcdist.collectives.small import BEHIND_HEADERS
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
@@ -21,7 +21,8 @@ from hpcdist.layout import Box
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors.accelerator import MemoryKind
-from hpcdist.tensors.storage import row_major
+from hpcdist.tensors.eager import recorded
+from hpcdist.tensors.storage import is_plain, row_major
 from hpcdist.validation import local
 from hpcdist.validation.call import LOSES_GRADIENT, Call
 from hpcdist.validation.collective import Agreed
@@ -172,10 +173,12 @@ class _Execution(Operation):
 
     def key(self) -> Hashable:
         plan, x, out = self._plan, self.x, self.out
-        known = plan.is_inline and not plan.op.grad and (x is None) == (plan.source is None) and repeatable(x, out)
-        if not known or (x is not None and (x.shape != plan.x_shape or x.dtype is not plan.parts.dtype)):
+        dtype, source, dest = plan.parts.dtype, plan.source, plan.dest
+        if not plan.is_inline or plan.op.grad or (x is None) != (source is None) or recorded() is not None:
             return None
-        if out is not None and (plan.dest is None or out.shape != plan.dest.shape or out.dtype is not plan.parts.dtype):
+        if x is not None and not (is_plain(x) and x.shape == plan.x_shape and x.dtype is dtype):
+            return None
+        if out is not None and not (dest and is_plain_out(out) and out.shape == dest.shape and out.dtype is dtype):
             return None
         return plan.number
 

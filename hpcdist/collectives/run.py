@@ -28,7 +28,7 @@ from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 from hpcdist.validation.local import call_of
 
-__all__ = ["Description", "Operation", "Plannable", "plan", "repeatable", "run"]
+__all__ = ["Description", "Operation", "Plannable", "is_plain_out", "plan", "run"]
 
 
 class Operation(ABC):
@@ -151,15 +151,16 @@ class Plannable(Operation):
 
     def key(self) -> Hashable:
         x, out, given = self.x, self.out, self.arguments()
-        if given is None or self.shared or not _FIXED.issuperset(map(type, given)) or not repeatable(x, out):
+        # A tracer's tensors may have no memory to ask for.
+        if given is None or self.shared or recorded() is not None or not (x is None or is_plain(x)):
             return None
-        return (  # with the types: 1.0 is no dim, although it equals 1
-            self.name,
-            given,
-            *map(type, given),
-            x is not None and (x.dtype, x.shape),
-            out is not None and (out.dtype, out.shape),
-        )
+        if out is not None and not is_plain_out(out):
+            return None
+        types = tuple(map(type, given))  # in the key, too: 1.0 is no dim, although it equals 1
+        if not _FIXED.issuperset(types):
+            return None
+        known_x, known_out = x is not None and (x.dtype, x.shape), out is not None and (out.dtype, out.shape)
+        return self.name, given, types, known_x, known_out
 
     def bind(self, team: Team, x: Tensor | None, out: Tensor | None, agreed: Agreed, prefix: int = 0) -> None:
         """Take the tensors that forward() moves, of the shape, dtype and device of the plan; see Small for `prefix`."""
@@ -202,13 +203,9 @@ class Plannable(Operation):
 _FIXED = frozenset({int, str, bool, type(None)})  # others may change in place, or have methods of their own
 
 
-def repeatable(x: Any, out: Any) -> bool:
-    """Return whether a call with these tensors, or None, can be repeated without other checks than of their shapes."""
-    return (
-        recorded() is None  # asked first: a tracer's tensors may have no memory to ask for
-        and (x is None or is_plain(x))
-        and (out is None or (is_plain(out) and out.dim() > 0 and not out.is_inference()))
-    )
+def is_plain_out(out: Any) -> bool:
+    """Return whether a small result may be written to `out`, memory of its shape, without further checks."""
+    return is_plain(out) and out.dim() > 0 and not out.is_inference()
 
 
 def run(op: Operation, team: Team, async_op: bool = False) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's own, with types
 
@@ -27,11 +26,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    *("Meeting", "Nodes", "answering", "in_torch_order", "interfaces", "local_address", "meet", "open_store"),
-    "variables",
+    *("Meeting", "Nodes", "in_torch_order", "interfaces", "meet", "open_store", "variables"),
 ]
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none was reached by all ranks
 
 
@@ -42,19 +39,15 @@ class Meeting:
     Attributes:
         host: address of rank 0's host that every rank has connected to.
         own: address of this host in the same network, "127.0.0.1" on one node.
-        listener: on rank 0, the socket that accepted these connections, if any.
         file: descriptor of a file without a name that all ranks have open; None on several nodes.
     """
 
     host: str
     own: str
-    listener: socket.socket | None
     file: int | None = None
 
     def close(self) -> None:
         """Close without a store."""
-        if self.listener is not None:
-            self.listener.close()
         if self.file is not None:
             os.close(self.file)
 
@@ -63,14 +56,15 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
     """Find an address of rank 0's host that all ranks reach. Collective over `comm`.
 
     On one node they open a file without a name, and nobody listens; where the system does not let them, as between
-    containers, rank 0 listens on the loopback interface, and on several nodes on all interfaces. The kernel picks the
-    port when rank 0 binds it, and the others get it over MPI: two jobs started at once on one host cannot collide.
+    containers, rank 0 listens on the loopback interface meanwhile, and on several nodes on all interfaces. The kernel
+    picks the port when rank 0 binds it, and the others get it over MPI: two jobs started at once on one host cannot
+    collide.
 
     Raises:
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
     """
     if nodes == 1 and (file := objects.node_file(comm)) is not None:
-        return Meeting("127.0.0.1", "127.0.0.1", None, file)
+        return Meeting("127.0.0.1", "127.0.0.1", file)
     listener: list[socket.socket] = []
 
     def serve() -> tuple[int, list[str], str]:
@@ -80,9 +74,9 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         return listener[0].getsockname()[1], addresses, secrets.token_hex()
 
     port, addresses, token = objects.run_on_root(comm, "init", serve)
-    with answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
+    with _answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
         for seconds in _CONNECT_SECONDS:
-            ask = partial(local_address, port=port, token=token, seconds=seconds)
+            ask = partial(_local_address, port=port, token=token, seconds=seconds)
             reached = list(threads.map(ask, addresses))
             everywhere = [
                 all(rank)
@@ -91,15 +85,13 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
             if any(everywhere):
                 break
     if not any(everywhere):
-        for socket_ in listener:
-            socket_.close()
         raise LaunchError(
             "HD107",
             f"no address of rank 0's host is reached by all {comm.size} ranks: tried {addresses}, port {port}. "
             "A firewall between the nodes, or no common network?",
         )
     chosen = everywhere.index(True)
-    return Meeting(addresses[chosen], reached[chosen] or "", listener[0] if listener else None)
+    return Meeting(addresses[chosen], reached[chosen] or "")
 
 
 def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
@@ -113,8 +105,6 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
         return _file_store(meeting.file, timeout)
 
     def serve() -> int:
-        assert meeting.listener is not None
-        meeting.listener.close()  # it may listen on all interfaces, which a store must not do
         listener = socket.create_server((meeting.host, 0), backlog=max(128, comm.size))
         port: int = listener.getsockname()[1]
         # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
@@ -242,29 +232,31 @@ def _addresses() -> list[str]:
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with suppress(OSError):  # an interface without an IPv4 address
-                found[name] = socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
-    return found
+    found = psutil.net_if_addrs()
+    return {
+        name: address.address
+        for name, addresses in found.items()
+        for address in reversed(addresses)  # the first one counts
+        if address.family == socket.AF_INET
+    }
 
 
 @contextmanager
-def answering(listener: list[socket.socket], token: str) -> Iterator[None]:
-    """A context in which rank 0 sends `token` to whoever connects: an address that several hosts have, such as that of
-    docker0, may lead elsewhere."""
+def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
+    """A context in which rank 0 sends `token` to whoever connects, and at whose end it closes its listener.
+
+    An address that several hosts have, such as that of docker0, may lead elsewhere.
+    """
     over = threading.Event()
 
     def answer(server: socket.socket) -> None:
         server.settimeout(0.01)
-        while not over.is_set():
-            with suppress(OSError):  # no connection, or one that was closed again
-                connection, _ = server.accept()
-                with connection:
-                    connection.sendall(token.encode())
-        server.settimeout(None)
+        with server:
+            while not over.is_set():
+                with suppress(OSError):  # no connection, or one that was closed again
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(token.encode())
 
     threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in listener]
     for thread in threads:
@@ -277,7 +269,7 @@ def answering(listener: list[socket.socket], token: str) -> Iterator[None]:
             thread.join()
 
 
-def local_address(address: str, port: int, token: str, seconds: float) -> str | None:
+def _local_address(address: str, port: int, token: str, seconds: float) -> str | None:
     """Return the address of this host from which `address` is reached; None if rank 0 does not answer there."""
     try:
         with socket.create_connection((address, port), seconds) as connection:

@@ -36,11 +36,11 @@ from hpcdist.formats.contents import Dataset, Slices
 from hpcdist.formats.known import FORMATS
 from hpcdist.formats.paths import shown
 from hpcdist.layout import Box
+from hpcdist.layout.box import Shards, summed
 from hpcdist.process import host_memory
 from hpcdist.runtime.cli import Parser, path, placed, plural, progress, table, timed
 from hpcdist.runtime.commandline import problem
 from hpcdist.runtime.world import World, team_of
-from hpcdist.staging.pieces import shard_boxes
 from hpcdist.staging.writer import WINDOW, SaveOptions
 from hpcdist.tensors.storage import as_bytes, row_major
 
@@ -90,7 +90,7 @@ def split_main(world: World, args: Namespace) -> int:
     data, report = _found(world, args)
     extents = layout.block(data.shape[data.dim], count)
     report |= {"parts": count, "extents": extents}
-    files = list(zip(names, shard_boxes(data.shape, data.dim, extents), strict=True))
+    files = list(zip(names, Shards(data.shape, data.dim, summed(extents)), strict=True))
     mine = [files[i] for i in layout.block_range(count, world.world_size, world.rank)]
     return _stream(world, args, data, report, f"{count} parts of {listed(extents)} rows", files, mine)
 

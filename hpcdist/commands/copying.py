@@ -27,11 +27,11 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, HpcdistError, InputError, listed, reason
+from hpcdist.errors import HpcdistError, InputError, listed
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Contents, Dataset, Format, Slices, Stored, identity
 from hpcdist.formats.known import FORMATS, describe
-from hpcdist.formats.paths import check_target, shown
+from hpcdist.formats.paths import check_target, file_errors, shown
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.layout.box import Shards, grid, summed
@@ -45,7 +45,7 @@ from hpcdist.validation.local import ArgumentError
 
 __all__ = [
     *("Inputs", "Read", "Report", "Source", "add_options", "check_output", "copied", "copy", "described", "find"),
-    *("finish", "in_pieces", "input_errors", "joined", "reading", "share"),
+    *("finish", "in_pieces", "joined", "reading", "share"),
 ]
 
 Report = dict[str, Any]
@@ -53,18 +53,6 @@ _NAMED = re.compile(r"(.+\.(?:npz|pt|safetensors|h5)):(.+)", re.DOTALL)
 _MOST_OPEN = 12  # input files kept open
 
 Read = Callable[[int, Box, Tensor], object]  # fills a tensor with a box of the i-th tensor
-
-
-@contextmanager
-def input_errors(what: str) -> Iterator[None]:
-    """Make an InputError about `what` of every error of a file, of the system or of a format's library."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # each library has errors of its own for a damaged file
-        text = str(error) if isinstance(error, FileError) else f"{what}: cannot be read: {reason(error)}"
-        raise InputError("HD402", text) from error
 
 
 class _SourceFile(Format):
@@ -101,36 +89,28 @@ class Source(NamedTuple):
 
 
 def described(spec: str) -> Source:
-    """Look up the array that `spec` names in its file, or the only one there; an InputError if it cannot be read."""
+    """Look up the array that `spec` names in its file, or the only one there.
+
+    Raises:
+        InputError, FileError: it does not exist, or cannot be read.
+    """
     path, name = _split(spec)
     suffix = Path(path).suffix
     if suffix not in _READ:
         expected = f"one of {', '.join(FORMATS)}; hpcdist convert copies all tensors of a folder"
         raise InputError("HD501", f"{path}: unknown suffix {suffix!r}; expected {expected}")
-    with input_errors(path):
-        contents = describe(path, _READ[suffix])
-        key = name and contents.key(name)
-        if key and "" in contents.tensors:
-            raise InputError("HD408", f"{path}: holds an array without a name, and no array {key!r}")
-        found = contents.chosen(key)
-    return Source(spec, _only(found, key), found)
-
-
-def _only(contents: Contents, name: str | None) -> str:
-    """Return the array that is named, or the only one.
-
-    Raises:
-        InputError: there are several, or none.
-    """
-    path, names = contents.path, list(contents.tensors)
-    if name in names:
-        return name
+    contents = describe(path, _READ[suffix])
+    key = name and contents.key(name)
+    if key and "" in contents.tensors:
+        raise InputError("HD408", f"{path}: holds an array without a name, and no array {key!r}")
+    found = contents.chosen(key)
+    names = list(found.tensors)
     if not names:
         raise InputError("HD408", f"{path}: holds no array")
     if len(names) > 1:
         one = f"name one as {path}:NAME; it has: {listed(names)}; hpcdist convert copies all"
         raise InputError("HD408", f"{path}: holds {len(names)} arrays; {one}")
-    return names[0]
+    return Source(spec, names[0], found)
 
 
 def _split(spec: str) -> tuple[str, str | None]:
@@ -197,7 +177,7 @@ class Inputs:
 def reading(tensors: Sequence[tuple[OpenFiles, Stored]], window: int, most: int) -> Iterator[Read]:
     """Read boxes of the tensors of files, for a ``with`` block, which closes the files.
 
-    Every piece of which something is read is compared with its checksum, once. What cannot be read is an InputError.
+    Every piece of which something is read is compared with its checksum, once. What cannot be read is a FileError.
 
     Args:
         tensors: each with its files.
@@ -211,7 +191,7 @@ def reading(tensors: Sequence[tuple[OpenFiles, Stored]], window: int, most: int)
         half = window // 2
         if stored.raw is not None and layout.runs(box, stored.shape)[1] == 1:
             half = max(half, 2 * out.nbytes)  # straight into `out`, a piece of any size at once
-        with input_errors(f"{files.contents.path}: {stored.name}".rstrip(": ")):
+        with file_errors(f"{files.contents.path}: {stored.name}".rstrip(": ")):
             if i not in opened:
                 if len(opened) >= most:
                     opened.pop(next(iter(opened))).files.close()
@@ -231,7 +211,7 @@ def find(world: World, given: Sequence[str], dim: int) -> Inputs:
     Collective.
 
     Raises:
-        RankError, InputError: on all ranks, if one of them cannot be read or they do not fit together along `dim`.
+        RankError, InputError: on all ranks, if an input cannot be read or they do not fit together along `dim`.
     """
     comm = team_of().comm
     specs = objects.run_on_root(comm, "inputs", (lambda: _expand(given)) if given else _standard_library)

@@ -215,15 +215,11 @@ def _launcher(ranks: Ranks) -> Verdict:
         many = value if variable == by.size else "several"
         return "broken", f"{many} worlds of one rank, instead of one of {many}: {alone}", by.fix
     text = f"{by.name}: {variable}={value}"
-    for local in [] if incomplete(ranks) else by_node(ranks):
-        for facts in local:
-            told, seen = launcher.on_node(facts["environ"]), (facts.get("local_rank"), len(local))
-            if any(None not in pair and pair[0] != pair[1] for pair in zip(told, seen, strict=True)):
-                number = " of ".join(str(one) for one in told if one is not None)
-                text += (
-                    f"; rank {facts['rank']} is number {number} on its node, but {seen[0]} of {seen[1]} as MPI sees it"
-                )
-                return "warning", f"{text}: a wrong GPU", _CONTAINERS
+    for facts in ranks:
+        number, seen = launcher.on_node(facts["environ"])[0], facts.get("local_rank")
+        if None not in (number, seen) and number != seen:
+            text += f"; rank {facts['rank']} is number {number} on its node, but {seen} as MPI sees it"
+            return "warning", f"{text}: a wrong GPU", _CONTAINERS
     return "ok", text
 
 

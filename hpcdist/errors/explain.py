@@ -69,54 +69,47 @@ def main(argv: Sequence[str]) -> int:
         "code", nargs="*", metavar="CODE", help="such as HD204; - finds the codes in a program's output"
     )
     given = parser.parse_args(argv).code
+    if given == ["-"]:
+        text = _of_log(sys.stdin.buffer.read().decode(errors="replace"))
+        if not text:
+            sys.stderr.write("hpcdist explain: no error code of hpcdist, such as [HD204], in the text\n")
+            return _NOT_FOUND
+    else:
+        wanted = [code.upper().strip("[]") for code in given]
+        for code in wanted:
+            if code not in titles():
+                what = "there is no such code" if _CODE.fullmatch(code) else "expected a code such as HD204, or - alone"
+                sys.stderr.write(f"hpcdist explain: error: {code}: {what}; without a code, all are listed\n")
+                return _BAD_INPUT
+        text = "\n\n".join(page(code).rstrip() for code in dict.fromkeys(wanted)) or _list()
     try:
-        if given == ["-"]:
-            return _explain_log(sys.stdin.buffer.read().decode(errors="replace"))
-        return _explain([code.upper().strip("[]") for code in given]) if given else _list()
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
     except BrokenPipeError:  # into head, or a pager that was left
         sys.stderr.close()  # else Python reports that standard output cannot be flushed
-        return 0
+    return 0
 
 
-def _list() -> int:
-    known = titles()
+def _list() -> str:
+    lines = []
     for group, what in GROUPS.items():
-        _print(f"{group}xx: {what}")
-        for code, title in known.items():
-            if code.startswith(group):
-                _print(f"  {code}  {title}")
-    _print("hpcdist explain CODE prints a page")
-    return 0
+        lines += [
+            f"{group}xx: {what}",
+            *(f"  {code}  {title}" for code, title in titles().items() if code[:3] == group),
+        ]
+    return "\n".join([*lines, "hpcdist explain CODE prints a page"])
 
 
-def _explain(wanted: Sequence[str]) -> int:
-    known = titles()
-    for code in wanted:
-        if code not in known:
-            what = "there is no such code" if _CODE.fullmatch(code) else "expected a code such as HD204, or - alone"
-            sys.stderr.write(f"hpcdist explain: error: {code}: {what}; without a code, all are listed\n")
-            return _BAD_INPUT
-    _print("\n\n".join(page(code).rstrip() for code in dict.fromkeys(wanted)))
-    return 0
-
-
-def _explain_log(text: str) -> int:
-    """Print the pages of the codes in a program's output, each after the first line that has it."""
-    known, first = titles(), dict[str, str]()
+def _of_log(text: str) -> str:
+    """Return the pages of the codes in a program's output, each after the first line that has it."""
+    first: dict[str, str] = {}
     for line in text.splitlines():
         for code in codes(line):
             first.setdefault(code, line.strip())
-    for code, line in first.items():
-        text = page(code).rstrip() if code in known else f"{code} is not a code of this hpcdist"
-        _print(f"> {line}\n\n{text}\n")
-    if not first:
-        sys.stderr.write("hpcdist explain: no error code of hpcdist, such as [HD204], in the text\n")
-        return _NOT_FOUND
-    return 0
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    return "\n\n".join(
+        f"> {line}\n\n{page(code).rstrip() if code in titles() else f'{code} is not a code of this hpcdist'}"
+        for code, line in first.items()
+    )
 
 
 if __name__ == "__main__":

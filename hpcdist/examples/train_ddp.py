@@ -8,6 +8,8 @@ mpirun -n 2 python -m hpcdist.examples.train_ddp
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import hpcdist as hd
 
-EPOCHS = 3
 SAMPLES, BATCH = 48, 12  # per rank
 
 Samples = Dataset[tuple[Tensor, ...]]
@@ -25,18 +26,21 @@ Samples = Dataset[tuple[Tensor, ...]]
 
 def main() -> None:
     """Train, and compare with one process. Collective over all ranks of the job."""
+    parser = argparse.ArgumentParser(prog="python -m hpcdist.examples.train_ddp")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the samples (default 3)")
+    epochs = parser.parse_args().epochs
     with hd.init() as world:  # in place of init_process_group() and torchrun's variables
         data = dataset(SAMPLES * world.world_size)
         model = DistributedDataParallel(network().to(world.device))
         sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=False)
-        losses = train(model, DataLoader(data, BATCH, sampler=sampler), world.device)
+        losses = train(model, DataLoader(data, BATCH, sampler=sampler), epochs, world.device)
         if world.rank == 0:
             print(f"{world.world_size} ranks, backend {dist.get_backend()}: each has {BATCH} samples of a step")
             for epoch, loss in enumerate(losses):
                 print(f"epoch {epoch}: loss {loss:.4f}")
 
         alone = network().to(world.device)
-        train(alone, DataLoader(data, BATCH * world.world_size), world.device)
+        train(alone, DataLoader(data, BATCH * world.world_size), epochs, world.device)
         for got, want in zip(model.module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         if world.rank == 0:
@@ -55,11 +59,11 @@ def dataset(samples: int) -> Samples:
     return TensorDataset(x, (3 * x).sin().mean(1, keepdim=True))
 
 
-def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device) -> list[float]:
+def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int, device: torch.device) -> list[float]:
     """Return the mean loss of each epoch, over all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     means = []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         total = torch.zeros((), device=device)
         for x, y in loader:
             optimizer.zero_grad()

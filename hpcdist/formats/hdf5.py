@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.errors import FileError, coded, listed, reason, refusal
+from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Slices, Stored, Table
-from hpcdist.formats.paths import check_regular
+from hpcdist.formats.paths import check_regular, file_errors
 from hpcdist.formats.plain import Raw, digest
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints
@@ -101,15 +101,8 @@ class _HDF5(Format):
 
     def describe(self, path: str) -> Contents:
         before = check_regular(path)
-        try:
-            with opened(path) as file:
-                contents = _contents(path, file, Identity.of(before))
-        except FileError:
-            raise
-        except OSError as error:
-            raise FileError(_why(path, error)) from error
-        except Exception as error:  # whatever h5py makes of a file that is damaged
-            raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+        with file_errors(path), opened(path) as file:
+            contents = _contents(path, file, Identity.of(before))
         for stored in contents.tensors.values():
             if stored.raw is not None and stored.raw.offset + stored.nbytes() > before.st_size:
                 raise FileError("HD404", f"{path}: truncated: {stored.name} ends after the end of the file")
@@ -232,28 +225,21 @@ def opened(path: str) -> Iterator[Any]:
     try:
         # HDF5 2.0 does not open a descriptor's path once the file has another name, or none; h5py reads one by Python.
         by_fd = path.startswith("/proc/self/fd/")
-        with (
-            open(path, "rb", buffering=0) if by_fd else nullcontext(path) as source,
-            h5py.File(source, "r", locking="best-effort") as file,
-        ):
-            yield file
+        with open(path, "rb", buffering=0) if by_fd else nullcontext(path) as source:
+            try:
+                file = h5py.File(source, "r", locking="best-effort")
+            except OSError as error:
+                text = reason(error)
+                if "truncated" in text:
+                    raise FileError("HD404", f"{path}: truncated ({text})") from error
+                if not h5py.is_hdf5(path):
+                    raise FileError("HD402", f"{path}: not an HDF5 file") from error
+                raise
+            with file:
+                yield file
     finally:
         if limit is not None:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _why(path: str, error: OSError) -> str:
-    """What keeps HDF5 from opening a file, in a few words."""
-    import h5py
-
-    if not os.access(path, os.R_OK):
-        return coded("HD402", f"{path}: cannot be read: Permission denied")
-    text = reason(error)
-    if "truncated" in text:
-        return coded("HD404", f"{path}: truncated ({text})")
-    if h5py.is_hdf5(path):
-        return coded("HD402", f"{path}: cannot be read ({text})")
-    return coded("HD402", f"{path}: not an HDF5 file")
 
 
 def _contents(path: str, file: Any, at: Identity) -> Contents:
@@ -459,20 +445,15 @@ def attributes(path: str, name: str) -> dict[str, Any]:
     """The attributes of a tensor or a group of a file; of the file itself for "". Text comes as text."""
     import h5py
 
-    try:
-        with opened(path) as file:
-            if name and not _is_hard(file, name):
-                raise FileError("HD408", f"{path}: holds no {name!r}")
-            held, found = file[name or "/"].attrs, {}
-            for key, value in held.items():
-                kind = h5py.check_string_dtype(held.get_id(key).dtype)
-                if kind is not None and kind.encoding == "utf-8" and kind.length is not None and np.size(value):
-                    value = np.char.decode(value, "utf-8", "surrogateescape").astype(object)[()]
-                found[key] = value
-    except FileError:
-        raise
-    except Exception as error:  # whatever h5py makes of a file that is damaged
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    with file_errors(path), opened(path) as file:
+        if name and not _is_hard(file, name):
+            raise FileError("HD408", f"{path}: holds no {name!r}")
+        held, found = file[name or "/"].attrs, {}
+        for key, value in held.items():
+            kind = h5py.check_string_dtype(held.get_id(key).dtype)
+            if kind is not None and kind.encoding == "utf-8" and kind.length is not None and np.size(value):
+                value = np.char.decode(value, "utf-8", "surrogateescape").astype(object)[()]
+            found[key] = value
     found.pop(DTYPE_ATTRIBUTE, None)
     return found
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices, Stored, identity
 from hpcdist.formats.hdf5 import NUMPY, stored_dtype
+from hpcdist.formats.paths import file_errors
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.process import host_memory
@@ -31,7 +31,7 @@ class _Npy(Format):
 
     def describe(self, path: str) -> Contents:
         at = identity(path)
-        with _errors(path), open(path, "rb") as file:
+        with file_errors(path), open(path, "rb") as file:
             stored, _ = _header(path, "", file)
             if stored.nbytes() > at.size - file.tell():
                 raise FileError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
@@ -58,7 +58,7 @@ class _Npy(Format):
 class _Npz(Format):
     def describe(self, path: str) -> Contents:
         at, tensors = identity(path), {}
-        with _errors(path), zipfile.ZipFile(path) as archive:
+        with file_errors(path), zipfile.ZipFile(path) as archive:
             for member in dict.fromkeys(archive.namelist()):
                 if member.endswith(".npy"):
                     key = member.removesuffix(".npy")
@@ -84,16 +84,6 @@ NPY, NPZ = _Npy(), _Npz()
 
 def _tensor(some: Any) -> Tensor:
     return torch.from_numpy(np.array(some, some.dtype.newbyteorder("="), order="C"))
-
-
-@contextmanager
-def _errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except FileError:
-        raise
-    except Exception as error:  # numpy's and zipfile's own for a damaged file
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
 
 
 def _header(path: str, name: str, file: IO[bytes]) -> tuple[Stored, int]:

@@ -38,7 +38,7 @@ __all__ = [
     "check_folder",
     "check_regular",
     "check_target",
-    "kind",
+    "file_errors",
     "lock",
     "open_regular",
     "patiently",
@@ -55,25 +55,30 @@ T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be out of date
 _NAP = 0.1  # seconds between two attempts
-_BLOCK = 2**20  # bytes that are copied at a time
 _GRACE = 60  # seconds in which the creator of a file may not have locked it yet
 _KEPT = ("user.", "system.posix_acl_access")  # extended attributes that a file takes over from the one that it replaces
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # no locks; NFS: open for reading only
 _UNSYNCABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)  # of a folder
 
-_KINDS = {
-    stat.S_IFDIR: "folder",
-    stat.S_IFIFO: "FIFO",
-    stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "device",
-    stat.S_IFBLK: "device",
-    stat.S_IFLNK: "symbolic link",
-}
+_KINDS = {"d": "folder", "p": "FIFO", "s": "socket", "c": "device", "b": "device"}
 
 
-def kind(mode: int) -> str | None:
-    """The kind of a file that is not regular, in one or two words; None of a regular file."""
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "special file")
+def _kind(found: os.stat_result) -> str | None:
+    """The kind of a file that is not regular, in a word; None of a regular file."""
+    return _KINDS.get(stat.filemode(found.st_mode)[0])
+
+
+@contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """Make a FileError about `what`, such as a path, of every error of the system or of a format's library."""
+    try:
+        yield
+    except FileError:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileError("HD401", f"{what}: no such file") from None
+    except Exception as error:  # each library has errors of its own for a damaged file
+        raise FileError("HD402", f"{what}: cannot be read: {reason(error)}") from error
 
 
 def check_regular(path: str) -> os.stat_result:
@@ -82,13 +87,10 @@ def check_regular(path: str) -> os.stat_result:
     Raises:
         FileError: no such file, or something that is not a regular file.
     """
-    try:
+    with file_errors(path):
         found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileError("HD401", f"{path}: no such file") from None
-    except OSError as error:
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
-    _require(path, found.st_mode)
+    if (what := _kind(found)) is not None:
+        raise FileError("HD401", f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
     return found
 
 
@@ -104,7 +106,7 @@ def status_of_old(target: Path) -> os.stat_result | None:
         return None
     except OSError as error:
         raise FileError("HD410", f"{target}: cannot be written: {reason(error)}") from error
-    if (what := kind(old.st_mode)) is not None:
+    if (what := _kind(old)) is not None:
         more = "" if what == "folder" else ": only a regular file is replaced"
         raise FileError("HD401", f"{target}: is a {what}{more}")
     return old
@@ -118,12 +120,9 @@ def open_regular(path: str) -> Iterator[int]:
         FileError: no such file, not a regular file, or it may not be read.
     """
     check_regular(path)  # before it is opened, which waits if it is a FIFO
-    try:
+    with file_errors(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     try:
-        _require(path, os.fstat(fd).st_mode)  # it may have been replaced meanwhile
         yield fd
     finally:
         os.close(fd)
@@ -137,12 +136,6 @@ def utf8_path(path: str) -> Iterator[str]:
     else:
         with open_regular(path) as fd:
             yield f"/proc/self/fd/{fd}"
-
-
-def _require(path: str, mode: int) -> None:
-    what = kind(mode)
-    if what is not None:
-        raise FileError("HD401", f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
 
 
 def shown(text: str) -> str:
@@ -340,12 +333,13 @@ class Commit:
             os.fchmod(left, stat.S_IMODE(os.fstat(made).st_mode))
             os.truncate(left, size)
             at = 0
-            for start, end in (*sorted(spans), (size, size)):
-                for place in range(at, start, _BLOCK):
-                    block = os.pread(made, min(_BLOCK, start - place), place)
-                    if os.pread(left, len(block), place) != block:  # most are holes
-                        _write_at(left, place, memoryview(block))
-                at = max(at, end)
+            with open(left, "r+b", closefd=False) as file:
+                for start, end in (*sorted(spans), (size, size)):
+                    block = os.pread(made, max(0, start - at), at)
+                    if os.pread(left, len(block), at) != block:  # most are holes
+                        file.seek(at)
+                        file.write(block)
+                    at = max(at, end)
         finally:
             os.close(made)
         return True
@@ -382,12 +376,6 @@ class Commit:
         if self.left is not None:
             os.close(self.left)
             self.left = None
-
-
-def _write_at(fd: int, place: int, data: memoryview) -> None:
-    while data:
-        done = os.pwrite(fd, data, place)
-        place, data = place + done, data[done:]
 
 
 def _part_name(name: str) -> str:
@@ -448,16 +436,13 @@ def _is_dead(part: Path, fd: int) -> bool:
 
 def _look_like(fd: int, old: os.stat_result, path: Path) -> None:
     """Copy mode, owner and group, ACL and attributes of a file to the open one that replaces it."""
-    mine, mode, kept = os.fstat(fd), stat.S_IMODE(old.st_mode) & ~(stat.S_ISUID | stat.S_ISGID), list(_KEPT)
-    if (mine.st_uid, mine.st_gid) != (old.st_uid, old.st_gid):
-        try:
-            os.fchown(fd, old.st_uid, old.st_gid)
-        except OSError:  # another user's file: the group at least; a group that differs gets the rights of all others
-            try:
-                os.fchown(fd, -1, old.st_gid)
-            except OSError:
-                mode &= ~0o070 | (mode & 0o007) << 3
-                kept = kept[:1]
+    mode, kept = old.st_mode & 0o777, list(_KEPT)
+    with suppress(OSError):
+        os.fchown(fd, -1, old.st_gid)
+    with suppress(OSError):  # another user's file
+        os.fchown(fd, old.st_uid, -1)
+    if os.fstat(fd).st_gid != old.st_gid:  # a group that differs gets the rights of all others
+        mode, kept = mode & (~0o070 | (mode & 0o007) << 3), kept[:1]
     os.fchmod(fd, mode)
     with suppress(OSError):  # gone by now, or a file system without attributes
         names = [name for name in os.listxattr(path) if name.startswith(tuple(kept))]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Slices, Stored, identity
-from hpcdist.formats.paths import sync, utf8_path, write_text
+from hpcdist.formats.paths import file_errors, sync, utf8_path, write_text
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES
@@ -111,12 +111,9 @@ def _header(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
     """The place of each tensor of a file, by name in the order of the data; and the file's own text, by name."""
     from safetensors import safe_open
 
-    try:
-        with utf8_path(path) as known, safe_open(known, framework="pt"), open(path, "rb") as file:  # checks the header
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-    except Exception as error:  # the library's own
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    with file_errors(path), utf8_path(path) as known, safe_open(known, framework="pt"), open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")  # of the header, which the library has checked
+        header = json.loads(file.read(size))
     text = header.pop(METADATA, {})
     dtypes, found = {name: dtype for dtype, name in _names_of_dtypes(SAFETENSORS.dtypes).items()}, {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -164,10 +161,8 @@ def _files(path: str) -> tuple[list[str], dict[str, str] | None, dict[str, Ident
 def _read_index(path: str) -> tuple[list[str], dict[str, str], dict[str, Identity]]:
     """The files that an index names, the path of the one that holds each tensor, and the identity of the index."""
     at = identity(path)
-    try:
+    with file_errors(path):
         where = {str(name): str(file) for name, file in json.loads(Path(path).read_bytes())["weight_map"].items()}
-    except Exception as error:
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
     odd = next((file for file in where.values() if os.path.basename(file) != file), None)
     if odd is not None:
         raise FileError("HD510", f"{path}: names a file outside the folder: {odd}")

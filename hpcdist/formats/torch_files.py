@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.errors import FileError, reason
+from hpcdist.errors import FileError
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Parts, Slices, Stored, identity
-from hpcdist.formats.paths import check_regular, utf8_path
+from hpcdist.formats.paths import check_regular, file_errors, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.process import host_memory
@@ -53,7 +53,7 @@ class _Pt(Format):
         at, members = identity(path), _members_of(path)
         held = None
         if members is not None:
-            with suppress(NotImplementedError):  # of a tensor that cannot be on "meta"
+            with suppress(FileError):  # damaged, or with a tensor that cannot be on "meta"
                 held = _load(path, map_location="meta")
         found, others = _tensors(path, _whole(path, members is not None) if held is None else held)
         tensors = {}
@@ -102,20 +102,16 @@ def _load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
     Args:
         file: what is read in its place.
     """
-    try:
-        with warnings.catch_warnings(), utf8_path(path) as known:
-            warnings.simplefilter("ignore")  # of a pickle that torch did not write
-            if file is not None:
-                file.seek(0)
+    with file_errors(path), warnings.catch_warnings(), utf8_path(path) as known:
+        warnings.simplefilter("ignore")  # of a pickle that torch did not write
+        if file is not None:
+            file.seek(0)
+        try:
             return torch.load(file or known, weights_only=True, **how)
-    except (NotImplementedError, FileError):
-        raise
-    except UnpicklingError as error:  # torch advises to run the code
-        found = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
-        what = f"it holds Python objects ({found[1]}), which are not loaded" if found else "its description is damaged"
-        raise FileError("HD402", f"{path}: cannot be read: {what}") from error
-    except Exception as error:  # torch has many for a damaged file
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+        except UnpicklingError as error:  # torch advises to run the code
+            found = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
+            what = f"it holds Python objects ({found[1]}), which are not loaded" if found else "its pickle is damaged"
+            raise FileError("HD402", f"{path}: cannot be read: {what}") from error
 
 
 def _whole(path: str, mapped: bool) -> Any:
@@ -142,23 +138,18 @@ def _members(path: str, file: IO[bytes]) -> dict[int, int] | None:
         FileError: not an archive of torch.save, or truncated.
     """
     places, numbers = {}, []
-    try:
-        with zipfile.ZipFile(file) as archive:
-            infos = archive.infolist()
-            if any(info.compress_type or info.flag_bits & 1 for info in infos):
-                return None
-            texts = {info.filename: archive.read(info) for info in infos if "/data/" not in info.filename}
-            for info in infos:
-                file.seek(info.header_offset + _LENGTHS)
-                start = info.header_offset + _LOCAL + sum(struct.unpack("<HH", file.read(4)))
-                if start + info.file_size > archive.start_dir:
-                    raise FileError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
-                places[start] = info.file_size
-                numbers += [(start, int(found[1]))] if (found := _NUMBER.search(info.filename)) else []
-    except FileError:
-        raise
-    except Exception as error:  # zipfile's own
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    with file_errors(path), zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        if any(info.compress_type or info.flag_bits & 1 for info in infos):
+            return None
+        texts = {info.filename: archive.read(info) for info in infos if "/data/" not in info.filename}
+        for info in infos:
+            file.seek(info.header_offset + _LENGTHS)
+            start = info.header_offset + _LOCAL + sum(struct.unpack("<HH", file.read(4)))
+            if start + info.file_size > archive.start_dir:
+                raise FileError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
+            places[start] = info.file_size
+            numbers += [(start, int(found[1]))] if (found := _NUMBER.search(info.filename)) else []
     ends = {name.rpartition("/")[2]: text for name, text in texts.items()}
     # With this member, torch calculates places from what torch.save writes, which is wrong if the archive was packed
     # again; it finds a wrong one, or none, only if some are not aligned, or in another order.
@@ -261,11 +252,8 @@ def _metadata(path: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
     check_regular(str(path))
-    try:
-        with path.open("rb") as file:
-            held = _Unpickler(file).load()
-    except Exception as error:  # whatever a damaged pickle makes of it
-        raise FileError("HD402", f"{path}: cannot be read: {reason(error)}") from error
+    with file_errors(str(path)), path.open("rb") as file:
+        held = _Unpickler(file).load()
     if not isinstance(held, Metadata):
         raise FileError("HD402", f"{path}: cannot be read: a pickle that torch.distributed.checkpoint did not write")
     return held

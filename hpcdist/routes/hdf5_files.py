@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,11 +62,17 @@ class _Hdf5(Route):
 
 
 class Place(NamedTuple):
-    """A file, and the token that identifies it, because caches of names may be some seconds out of date."""
+    """A file for messages.
+
+    Attributes:
+        token_at, token: offset of a token, and the token: caches of names may be some seconds out of date.
+        starts: offset of each message, on a page of its own, since two ranks must not write to the same page.
+    """
 
     path: str
     token_at: int
     token: str
+    starts: list[int]
 
 
 def _check_visible(place: Place) -> None:
@@ -96,16 +102,15 @@ class _File:
     """The file of one call.
 
     Attributes:
-        starts: offset of each message, on a page of its own, since two ranks must not write to the same page.
+        starts: those of its place.
         fd: descriptor of the file if all ranks share the page cache of one system. The file then has no name, and
             vanishes with the last process that has it open. Otherwise None: the file is opened by name for each step,
             and written data are synced to the disk, so that other ranks see them.
     """
 
-    def __init__(self, team: Team, place: Place, starts: list[int]) -> None:
-        self.starts = starts
+    def __init__(self, team: Team, place: Place) -> None:
         self.fd: int | None = None
-        self._team, self._place = team, place
+        self.starts, self._team, self._place = place.starts, team, place
 
     def find(self) -> None:
         """Find the file on this rank, and verify that it is the right one. Collective."""
@@ -157,75 +162,52 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
     Raises:
         RankError: on every rank, if it cannot be created, or a rank does not see it. Nothing has been written.
     """
-    held: list[Stage] = []
-    file = None
-
-    def make() -> tuple[Place, list[int]]:
-        held.append(Stage(team.settings.staging, lengths))
-        return held[0].place, held[0].starts
-
-    try:
-        place, starts = objects.run_on_root(team.comm, VERB, make)
+    with ExitStack() as cleanup:
+        place = objects.run_on_root(team.comm, VERB, lambda: _create(team.settings.staging, lengths, cleanup))
         abort.temp_files.add(place.path)
-        file = _File(team, place, starts)
+        cleanup.callback(abort.temp_files.discard, place.path)
+        file = _File(team, place)
+        cleanup.callback(file.close)
         file.find()
-        if file.fd is not None:
-            for stage in held:
-                stage.unname()
+        if file.fd is not None and team.rank == 0:
+            _unname(place.path)
         yield file
-    finally:
-        for stage in held:
-            stage.remove()
-        if file is not None:
-            abort.temp_files.discard(place.path)
-            file.close()
 
 
-class Stage:
-    """A new file in the staging folder for messages of these lengths, on the rank that creates it.
-
-    Attributes:
-        starts: offset of each message, on a page of its own. The page before the first one begins with the token.
+def _create(folder: str, lengths: Ints, cleanup: ExitStack) -> Place:
+    """Create a file in the staging folder for messages of these lengths, until `cleanup` ends.
 
     Raises:
         FileError: if the folder is missing, not writable or full.
     """
+    try:
+        check_folder(Path(folder), sum(lengths), "the staging folder")
+    except FileError as error:
+        raise FileError("HD410", f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))") from error
+    sweep(Path(folder), PREFIX)
+    try:
+        fd, path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
+        cleanup.callback(os.close, fd)
+        cleanup.callback(_unname, path)
+        abort.temp_files.add(path)
+        lock(fd)  # keeps other processes from sweeping the file
+        page = page_size(Path(folder))
+        padded = [-(-n // page) * page for n in lengths]
+        dataset = Dataset("messages", (sum(padded) + 2 * page,), torch.uint8)
+        first = -(-(HDF5.create(Path(path), [dataset], {}).data[0] or 0) // page) * page
+        place = Place(path, first, os.urandom(16).hex(), [first + page + start for start in layout.displs(padded)])
+        with open(path, "r+b") as file:  # a client of a shared file system sends what it has when it closes
+            file.seek(first)
+            file.write(bytes.fromhex(place.token))
+        return place
+    except OSError as error:
+        raise FileError("HD410", f"{folder}: a staging file cannot be created: {reason(error)}") from error
 
-    def __init__(self, folder: str, lengths: Ints) -> None:
-        try:
-            check_folder(Path(folder), sum(lengths), "the staging folder")
-        except FileError as error:
-            raise FileError(
-                "HD410", f"{error} ({folder}; set another by HPCDIST_STAGING or init(staging=...))"
-            ) from error
-        sweep(Path(folder), PREFIX)
-        self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, suffix=".h5", dir=folder)
-        abort.temp_files.add(self.path)
-        try:
-            lock(self._fd)  # keeps other processes from sweeping the file
-            page = page_size(Path(folder))
-            padded = [-(-n // page) * page for n in lengths]
-            dataset = Dataset("messages", (sum(padded) + 2 * page,), torch.uint8)
-            first = -(-(HDF5.create(Path(self.path), [dataset], {}).data[0] or 0) // page) * page
-            self.place = Place(self.path, first, os.urandom(16).hex())
-            self.starts = [first + page + start for start in layout.displs(padded)]
-            with open(self.path, "r+b") as file:  # a client of a shared file system sends what it has when it closes
-                file.seek(first)
-                file.write(bytes.fromhex(self.place.token))
-        except BaseException as error:
-            self.remove()
-            if isinstance(error, OSError):
-                raise FileError("HD410", f"{folder}: a staging file cannot be created: {reason(error)}") from error
-            raise
 
-    def unname(self) -> None:
-        """Unlink the file: no rank needs its name any more."""
-        Path(self.path).unlink(missing_ok=True)
-        abort.temp_files.discard(self.path)
-
-    def remove(self) -> None:
-        self.unname()
-        os.close(self._fd)
+def _unname(path: str) -> None:
+    """Unlink the file: no rank needs its name any more."""
+    Path(path).unlink(missing_ok=True)
+    abort.temp_files.discard(path)
 
 
 HDF5_ROUTE = _Hdf5()

@@ -21,8 +21,8 @@ import os
 import threading
 import weakref
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,27 +185,22 @@ class HDF5Reader(_OneFile, StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 name = item.storage_index.fqn
                 planner.load_bytes(item, self._value(name, contents.checkpoint["values"][name]))
-        with self._opened(contents) as files:
+        with OpenFiles(contents) as files:
             readers = {
                 name: TensorReader(files, contents.tensors[name], self._verify)
                 for name in {item.storage_index.fqn for item in tensors}
             }
-            for item in sorted(tensors, key=lambda item: _place(readers[item.storage_index.fqn].stored)):
-                target = planner.resolve_tensor(item).detach()
-                self._read(readers[item.storage_index.fqn], item, target)
-                planner.commit_tensor(item, target)
+            try:
+                files.fd(self._path)
+                for item in sorted(tensors, key=lambda item: _place(readers[item.storage_index.fqn].stored)):
+                    target = planner.resolve_tensor(item).detach()
+                    self._read(readers[item.storage_index.fqn], item, target)
+                    planner.commit_tensor(item, target)
+            except OSError as error:
+                raise FileError("HD402", f"{self._path}: cannot be read: {reason(error)}") from error
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @contextmanager
-    def _opened(self, contents: Contents) -> Iterator[OpenFiles]:
-        with OpenFiles(contents) as files:
-            try:
-                files.fd(self._path)
-                yield files
-            except OSError as error:
-                raise FileError("HD402", f"{self._path}: cannot be read: {reason(error)}") from error
 
     def _read(self, reader: TensorReader, item: ReadItem, target: Tensor) -> None:
         """Read a box into a tensor of its shape, on any device and of any dtype."""

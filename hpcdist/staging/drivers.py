@@ -10,6 +10,7 @@ import errno
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,9 +128,8 @@ class Mpio:
 
     def __init__(self, comm: MPI.Intracomm, datasets: Sequence[Dataset], file_map: FileMap) -> None:
         self.path, self._comm = file_map.path, comm
-        held = sorted((at, d.nbytes(), d.name) for d, at in zip(datasets, file_map.data, strict=True) if at is not None)
-        self._held = [row for row in held if row[1]]
-        self._starts = [at for at, _, _ in self._held]
+        held = zip(datasets, file_map.data, strict=True)
+        self._held = sorted((at, at + d.nbytes(), d.name) for d, at in held if at is not None and d.nbytes())
         self.fd = -1
         self._file: Any = None
 
@@ -138,15 +138,14 @@ class Mpio:
 
         self._file = h5py.File(self.path, "r+", driver="mpio", comm=self._comm)  # first: no rank may wait for this one
         self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)  # to start the writeback of what MPI-IO has written
-        self._data = [(at + nbytes, self._file[name].id) for at, nbytes, name in self._held]
 
     def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
         begun, end = place, place + len(data)
         while place < end:
-            k = bisect_right(self._starts, place) - 1
-            stop, dataset = self._data[k]
+            start, stop, name = self._held[bisect_right(self._held, place, key=itemgetter(0)) - 1]
+            dataset = self._file[name].id
             size = dataset.dtype.itemsize
-            first, last = (place - self._starts[k]) // size, (min(end, stop) - self._starts[k]) // size
+            first, last = (place - start) // size, (min(end, stop) - start) // size
             for run in layout.run_boxes(dataset.shape, first, last):
                 for part in layout.boxes(run, max(1, _STEP // size)):
                     nbytes = part.size() * size

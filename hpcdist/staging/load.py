@@ -226,7 +226,7 @@ def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
     if (boxes := _in_place(call, key)) is not None:
         with kept(problems):
             for box in boxes:
-                reader.read(box, out[box.slices(own)], window)
+                reader.read(box, out if out.shape == box.shape else out[box.slices(own)], window)
         return
     wants, plan, rows = _rounds(call, key)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
@@ -25,7 +24,7 @@ from hpcdist.validation.local import ArgumentError
 __all__ = [
     *("collect", "deliver", "incoming", "outgoing"),
     *("MOST_PIECES", "PIECE", "ROUND", "PiecePlan", "block_bounds", "check_pieces", "check_shape", "piece_limit"),
-    *("plan_save", "shard_boxes"),
+    *("plan_save"),
 ]
 
 ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
@@ -104,14 +103,6 @@ class PiecePlan:
         rounds, owners, rows = self._met[rank]
         low, high = np.searchsorted(rounds, (round_, round_ + 1))
         return list(zip(owners[low:high].tolist(), rows[low:high].tolist(), strict=True))
-
-
-def shard_boxes(shape: Sequence[int], dim: int | None, extents: Sequence[int]) -> list[Box]:
-    """The box of each rank's shard of a tensor that is cut along `dim`; the whole for each if `dim` is None."""
-    if dim is None:
-        return [layout.whole(shape)] * len(extents)
-    starts = zip(layout.displs(extents), extents, strict=True)
-    return [layout.whole(shape).narrow(dim, start, start + extent) for start, extent in starts]
 
 
 def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window: int, writers: int) -> PiecePlan:
@@ -220,23 +211,28 @@ def _exchange(
     """Send parts of tensors to other ranks, and receive others in place; a part for this rank is copied. Collective."""
     from hpcdist.comm.mpi import MPI_ROUTE
 
-    me, copies, arriving = team.rank, [], []
+    me, copies, arriving = team.rank, list[tuple[Tensor, Tensor]](), []
     own = [block for dest, block in sends if dest == me]
     messages = [(dest, as_bytes(scratch.on_host(block))) for dest, block in sends if dest != me]
     for source, place in recvs:
         if source == me:
             block = own.pop()  # there is one at most
             copies.append((place, block if block.is_cpu else scratch.on_host(block)))
-            continue
-        block = place
-        if not place.is_cpu or not place.is_contiguous():
-            block = scratch.take(place.shape, place.dtype)
-            copies.append((place, block))
-        arriving.append((source, as_bytes(block)))
+        else:
+            arriving.append((source, _landing(place, scratch, copies)))
     with abort.InTransfer(verb, team.size):
         MPI_ROUTE.exchange(team, messages, arriving, ROUND)
     for place, block in copies:  # when all data have arrived
         bits(place).copy_(bits(block))
+
+
+def _landing(place: Tensor, scratch: Scratch, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The bytes of host memory in which data for `place` arrive; if it is another one, it is noted, to be copied."""
+    if place.is_cpu and place.is_contiguous():
+        return as_bytes(place)
+    block = scratch.take(place.shape, place.dtype)
+    copies.append((place, block))
+    return as_bytes(block)
 
 
 def _through_windows(
@@ -248,18 +244,15 @@ def _through_windows(
 
     if not window.helps(team):
         return False
-    rows = [plan.piece(rank, round_) for rank in range(team.size)]
-    places = [out[plan.pieces[row].slices()] for row in rows if row is not None]
-    direct = [place.is_cpu and place.is_contiguous() for place in places]
-    blocks = [place if ok else scratch.take(place.shape, place.dtype) for place, ok in zip(places, direct, strict=True)]
-    given = iter(blocks)
+    copies = list[tuple[Tensor, Tensor]]()
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-    recvs = [nothing if row is None else as_bytes(next(given)) for row in rows]
+    rows = [plan.piece(rank, round_) for rank in range(team.size)]
+    places = [nothing if row is None else out[plan.pieces[row].slices()] for row in rows]
+    recvs = [_landing(place, scratch, copies) for place in places]
     if not window.WINDOW_ROUTE.allgather(team, nothing if piece is None else as_bytes(piece), recvs):
         return False
-    for place, block, ok in zip(places, blocks, direct, strict=True):
-        if not ok:
-            bits(place).copy_(bits(block))
+    for place, block in copies:
+        bits(place).copy_(bits(block))
     return True
 
 

@@ -151,11 +151,11 @@ class TensorReader:
         """Return the parts in which a box is read, of at most `limit` elements: those of pieces, if any is checked."""
         found, boxes = list[Part](), self.stored.boxes
         rows = [] if self.verify is False else boxes.intersecting(want).tolist()
-        common = {row: boxes[row].intersect(want) for row in rows}
-        if not rows or not (self.verify or any(box == boxes[row] for row, box in common.items())):
+        common = [(row, piece := boxes[row], piece.intersect(want)) for row in rows]
+        if not rows or not (self.verify or any(box == piece for _, piece, box in common)):
             return [Part(box) for box in layout.boxes(want, limit)]
-        for row, box in common.items():
-            is_whole = box == boxes[row]
+        for row, piece, box in common:
+            is_whole = box == piece
             if is_whole and box.size() <= limit:
                 found.append(Part(box, row))
             else:

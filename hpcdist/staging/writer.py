@@ -368,21 +368,20 @@ class RankWriter:
             if digest is not None:
                 digest.update(data)
             return False
+        update = (lambda part: None) if digest is None else digest.update
         left = file.map.resumed
         for k, cut in enumerate(cuts):
             run, (place, begin, end, _) = data[k * nbytes : (k + 1) * nbytes], cut.tolist()
             head, body, tail = run[: begin - place], run[begin - place : end - place], run[end - place :]
             if head or tail:
                 file.edges.add(cut, head, tail)
+            update(head)
             left = left and _holds(file.driver.fd, begin, body)
-            if digest is not None:
-                digest.update(head)
-            if not left:
+            if left:
+                update(body)
+            else:
                 file.driver.write(begin, body, digest)
-            elif digest is not None:
-                digest.update(body)
-            if digest is not None:
-                digest.update(tail)
+            update(tail)
         return left
 
     def fail(self, error: Exception) -> None:
@@ -418,14 +417,17 @@ class FileWriter(RankWriter):
     def __init__(self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], options: SaveOptions) -> None:
         self.team, self.verb, self.path = team, verb, path
         self.names = safetensors.divide(path, datasets, options.limit)
-        self._targets: list[Target] = []
-        laid = objects.run_on_root(team.comm, verb, lambda: self._lay_out(datasets, options))
+        self._targets = [Target(name, [datasets[i] for i in rows], options) for name, rows in self.names]  # rank 0's
+        try:
+            laid = objects.run_on_root(team.comm, verb, lambda: [target.lay_out() for target in self._targets])
+        except BaseException:
+            self._discard()
+            raise
         files = list[PartFile]()
         where: dict[int, tuple[PartFile, int]] = {}
-        for (name, rows), of in zip(self.names, laid, strict=True):
-            held = [datasets[i] for i in rows]
+        for (name, rows), target, of in zip(self.names, self._targets, laid, strict=True):
             mpio = options.writer == "mpio" and drivers.takes_path(of.path)
-            driver = drivers.Mpio(team.comm, held, of) if mpio else drivers.Posix(of)
+            driver = drivers.Mpio(team.comm, target.datasets, of) if mpio else drivers.Posix(of)
             files.append(PartFile(name, of, driver, options.window))
             where |= {i: (files[-1], start or 0) for i, start in zip(rows, of.data, strict=True)}
         super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options)
@@ -441,18 +443,6 @@ class FileWriter(RankWriter):
             raise
         except Exception as error:  # reported when the block ends
             self.fail(error)
-
-    def _lay_out(self, datasets: Sequence[Dataset], options: SaveOptions) -> list[FileMap]:
-        found = []
-        try:
-            for name, rows in self.names:
-                target = Target(name, [datasets[i] for i in rows], options)
-                found.append(target.lay_out())
-                self._targets.append(target)
-        except BaseException:
-            self._discard()
-            raise
-        return found
 
     def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
         """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""

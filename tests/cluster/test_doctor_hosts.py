@@ -104,7 +104,7 @@ def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
     verdict, text, fix = finding(job, "TMPDIR")
     assert verdict != "ok"
     assert text == f"{full}: No space left on device"
-    assert fix.startswith(f"ls -ld {full}; df -h {full}")
+    assert fix.startswith("ls -ld $TMPDIR; df -h $TMPDIR")
 
 
 # The doctor; the ports that are given out after the start of MPI are those that a firewall does not let pass.

@@ -129,7 +129,7 @@ def test_a_training_starts(bin_: Path, launcher: str, slurm: Slurm, folder: Path
     ended = _run(slurm, folder, "train", launcher, "--epochs", "2", ntasks=2, PATH=_path(bin_))
     assert (ended.state, ended.status) == ("COMPLETED", 0), ended.out
     assert "train: job " in ended.out
-    assert "4 ranks, backend mpi: each has 6 of the 24 samples of a step\n" in ended.out
+    assert "4 ranks, backend mpi: each has 12 samples of a step\n" in ended.out
     assert "one process learns the same weights\n" in ended.out
 
 

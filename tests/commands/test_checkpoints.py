@@ -14,7 +14,7 @@ import torch
 from cases import assert_refused, load, same_bits
 
 from hpcdist.commands import copying
-from hpcdist.errors import InputError
+from hpcdist.errors import FileError, InputError
 from hpcdist.layout import Box
 from hpcdist.process import host_memory
 from hpcdist.staging.reader import OpenFiles, TensorReader
@@ -97,7 +97,7 @@ def test_every_tensor_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch)
                         assert same_bits(out, part), f"{name}: {key}, dim {dim}, {start}"
     with pytest.raises(InputError, match=r"holds 17 arrays; name one as new\.pt:NAME; it has: model/conjugate, "):
         load("new.pt")
-    with pytest.raises(InputError, match=r"holds no tensor 'quantized', but quantized \(a quantized tensor\)"):
+    with pytest.raises(FileError, match=r"holds no tensor 'quantized', but quantized \(a quantized tensor\)"):
         load("beside.pt:quantized")
 
 
@@ -150,8 +150,9 @@ def refused() -> dict[str, str]:
     damaged = ("endless", "lying", "pickle", "cut", "old", "order", "hollow", "headless", "npz", "meta")
     return {f"{name}.pt": f"holds no tensor, but a {kind or name} tensor" for name, kind in kinds.items()} | {
         **{f"{name}.pt": "cannot be read: " for name in damaged},
-        **{f"{name}.pt": "holds no array" for name in ("none", "numbers", "itself")},
-        "numbers.pt:epoch": "holds no tensor 'epoch'; it has: nothing",
+        **{f"{name}.pt": "holds no array" for name in ("none", "itself")},
+        "numbers.pt": "holds no tensor, but epoch (a value: int)",
+        "numbers.pt:epoch": "holds no tensor 'epoch', but epoch (a value: int)",
         "good.pt:w": "holds an array without a name, and no array 'w'",
         "list.pt": "holds list, expected a tensor or a dict of tensors",
         "same.pt": "two of its tensors have the name '1'",

@@ -456,8 +456,8 @@ def test_the_launcher_and_where_it_has_put_the_ranks() -> None:
     found = next(finding for finding in judge(ranks) if finding.name == "launcher")
     assert (found.name, found.verdict, found.text) == ("launcher", "ok", "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4")
     apart = [rank(i, node=i, local_rank=0, environ=local[i]) for i in range(4)]
-    text = "rank 0 is number 0 of 2 on its node, but 0 of 1 as MPI sees it: a wrong GPU"
+    text = "rank 1 is number 1 on its node, but 0 as MPI sees it: a wrong GPU"
     assert ill(judge(apart))["launcher"].endswith(text)
     ranks[3]["environ"].update(SLURM_LOCALID="0", OMPI_COMM_WORLD_LOCAL_RANK="0")
-    text = "rank 3 is number 0 of 2 on its node, but 1 of 2 as MPI sees it: a wrong GPU"
+    text = "rank 3 is number 0 on its node, but 1 as MPI sees it: a wrong GPU"
     assert ill(judge(ranks)) == {"launcher": f"warning: mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4; {text}"}

@@ -172,7 +172,7 @@ def test_a_log_is_searched_for_codes(tmp_path: Path) -> None:
     first, second, third = done.stdout.split("\n> ")
     assert first == f"> [1,0]<stderr>:  rank 1: dim is 5 [HD204]\n\n{explain.page('HD204')}"
     assert second == f"rank 0: dim is 5 [HD204]; x [HD401]\n\n{explain.page('HD401')}"
-    assert third.endswith("HD999 is not a code of this hpcdist\n\n")
+    assert third.endswith("HD999 is not a code of this hpcdist\n")
     assert (done.returncode, done.stderr) == (0, "")
     done = _explain("-", stdin="all is well\n")
     assert (done.returncode, done.stdout) == (1, "")

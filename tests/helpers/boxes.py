@@ -27,3 +27,11 @@ def in_cells(shape: Sequence[int], cell: Sequence[int], limit: int) -> list[Box]
     found = layout.boxes(whole(cells), max(1, limit // prod(cell)))
     scaled = [Box(*(tuple(n * size for n, size in zip(part, cell, strict=True)) for part in box)) for box in found]
     return [box.intersect(whole(shape)) for box in scaled]
+
+
+def shard_boxes(shape: Sequence[int], dim: int | None, extents: Sequence[int]) -> list[Box]:
+    """The box of each rank's shard of a tensor that is cut along `dim`; the whole for each if `dim` is None."""
+    if dim is None:
+        return [whole(shape)] * len(extents)
+    starts = zip(layout.displs(extents), extents, strict=True)
+    return [whole(shape).narrow(dim, start, start + extent) for start, extent in starts]

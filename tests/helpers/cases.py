@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.commands import copying
-from hpcdist.errors import InputError
+from hpcdist.errors import HpcdistError
 from hpcdist.formats import hdf5
 from hpcdist.tensors.storage import BARE, DTYPES, copyable
 
@@ -182,7 +182,7 @@ def load(spec: str, by_library: bool = False, window: int = 2**20) -> Tensor:
 def assert_refused(folder: Path, messages: Mapping[str, str]) -> None:
     """Each of these arrays in files of a folder is refused in one line that names the file and has the text in it."""
     for name, message in messages.items():
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(HpcdistError) as caught:
             load(str(folder / name))
         text = str(caught.value)
         assert text.startswith(str(folder / name).split(":")[0]), text

@@ -32,7 +32,6 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
         "local_rank": local_rank,
         "host": host,
         "id": f"{number:016x}",
-        "pid": 100 + number,
         "environ": {"OMPI_COMM_WORLD_SIZE": "4", "OMP_NUM_THREADS": "8", **(environ or {})},
         "mpi": {
             "library": "Open MPI v5.0.7, package: x",

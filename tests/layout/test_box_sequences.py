@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from math import prod
 
 import numpy as np
-from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells
+from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells, shard_boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdist import layout
 from hpcdist.layout import Box, whole
 from hpcdist.layout.box import BoxSequence, Copies, Listed, Shards, cut_shards, grid, summed
-from hpcdist.staging.pieces import shard_boxes
 
 
 def check_same(found: BoxSequence, expected: Sequence[Box], box: Box) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells
+from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells, shard_boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from hpcdist.formats import hdf5
 from hpcdist.formats.contents import Dataset, Stored
 from hpcdist.layout import Box, whole
 from hpcdist.layout.box import BoxSequence, Copies, Listed, Shards, summed
-from hpcdist.staging.pieces import PiecePlan, plan_save, shard_boxes
+from hpcdist.staging.pieces import PiecePlan, plan_save
 
 plan_load = import_module("hpcdist.staging.load").plan_load  # hpcdist.staging.load is the function
 
