@@ -185,7 +185,6 @@ _SLOW_START = 30.0  # seconds
 _SOCKET = 107  # characters of the path of a socket: linux/un.h, sun_path
 _LONGEST = len("/torch-shm-dir-123456/manager.sock")  # what torch and multiprocessing add to TMPDIR
 _COPY_ON_FORK = [5, 12]  # the first Linux in which a child does not take pages away that InfiniBand uses
-_NUMA = '`hpcdist.init(bind="numa")`, `python -m hpcdist.run --bind numa`, or cores of its own for each rank'
 _BIND = "`srun --cpus-per-task=N --cpu-bind=cores`, `mpirun --bind-to core --map-by slot:PE=N`"
 _LITTLE, _TOO_LITTLE = 2**30, 2**28  # bytes of memory a rank: torch alone takes about a quarter of a GiB
 _LOCKED = 2**26  # bytes; with less, InfiniBand registers no buffers
@@ -328,7 +327,8 @@ def _show(cores: Iterable[int]) -> str:
 
 @Check(
     "cores", "cores", "cores", per=NODE,
-    fix=f"cores of its own for each rank: {_BIND}; no taskset in the job script; `srun --hint=nomultithread`",
+    fix=f"cores of its own for each rank: {_BIND}; `hpcdist.init(bind='numa')`, `hpcdist run --bind numa`; "
+    "no taskset in the job script; `srun --hint=nomultithread`",
 )  # fmt: skip
 def _cores(ranks: Ranks) -> Verdict:
     """There are more ranks than cores, or ranks are bound to cores that overlap, or to hardware threads (SMT) of one
@@ -342,7 +342,12 @@ def _cores(ranks: Ranks) -> Verdict:
         if shared := set(first["physical"]) & set(other["physical"]):
             return "warning", f"{names([first, other])} are bound to other CPUs, but share physical {_show(shared)}"
     counts = " or ".join(map(str, sorted({len(facts["cores"]) for facts in ranks})))
-    return "ok", f"bound to {counts} each" if len(groups) > 1 else f"{counts} for {plural(len(ranks), 'rank')}"
+    if len(groups) > 1:
+        return "ok", f"bound to {counts} each"
+    text, across = f"{counts} for {plural(len(ranks), 'rank')}", ranks[0].get("domains", 1)
+    if len(ranks) > 1 and across > 1:
+        return "warning", f"{text}, which are not bound, in {across} NUMA domains"
+    return "ok", text
 
 
 @Check("cores", "threads", "threads physical", per=NODE, fix="`export OMP_NUM_THREADS=N`")
