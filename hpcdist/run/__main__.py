@@ -107,10 +107,8 @@ def _compiled(script: str, module: bool) -> CodeType | None:
         raise refusal(ValueError, "HD401", f"{script}: there is no such file, seen from {os.getcwd()}")
     try:
         return compile(Path(script).read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+    except (SyntaxError, ValueError, OSError) as error:  # ValueError: null bytes
         raise refusal(ValueError, "HD402", f"{script} is not a program in Python: {reason(error)}") from error
-    except OSError as error:
-        raise refusal(ValueError, "HD402", f"{script}: {reason(error)}") from error
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
@@ -230,25 +230,20 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
     Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be read.
     """
     environ, told = host.variables(), parse_qs(urlparse(url).query)  # rank and world_size of init_process_group()
+    place = [told.get(name, [environ.get(name.upper())])[0] for name in ("rank", "world_size")]
     if host.comm is not None and launcher.is_given(environ):
-        known = [environ.get("RANK", ""), environ.get("WORLD_SIZE", "")]
-        by_mpi = _place(told, known) == [str(host.comm.rank), str(host.comm.size)]
+        by_mpi = place == [str(host.comm.rank), str(host.comm.size)]
     else:
         by_mpi = not any(environ.get(name) for name in _VARIABLES)
     if not by_mpi:
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
         return
     comm = _world(timeout)
-    rank, size = map(int, _place(told, [str(comm.rank), str(comm.size)]))
-    _check_place(rank, size, comm)
+    _check_place(int(place[0] or comm.rank), int(place[1] or comm.size), comm)
     with activity.InCall("init_process_group", host.team):
         store = rendezvous.open_store(comm, rendezvous.meet(comm, host.settings.nodes), timeout)
     yield store, comm.rank, comm.size
     raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
-
-
-def _place(told: Mapping[str, list[str]], known: Sequence[str]) -> list[str]:
-    return [told.get(name, [value])[0] for name, value in zip(("rank", "world_size"), known, strict=True)]
 
 
 def _world(timeout: timedelta) -> MPI.Intracomm:

@@ -96,19 +96,16 @@ def give(
         if _THREADS in found.keys() - kept.keys():
             torch.set_num_threads(1)
     wanted = {**found, **kept, **launcher.GIVEN}
-    before = {name: environ.get(name) for name in wanted}
+    before = {name: environ[name] for name in wanted if name in environ}
     environ.update(wanted)
 
     def take_back() -> None:
         if program:
             return  # it may have groups that use the store
-        for name, value in before.items():
-            if environ.get(name) != wanted[name]:
-                continue
-            if value is None:
+        for name in wanted:
+            if environ.get(name) == wanted[name]:
                 del environ[name]
-            else:
-                environ[name] = value
+                environ.update({name: before[name]} if name in before else {})
         held.clear()
 
     return take_back

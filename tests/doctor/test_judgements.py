@@ -273,6 +273,13 @@ def test_more_ranks_than_cores() -> None:
     assert "--bind-to core" in fix_of(found, "cores")
 
 
+def test_ranks_that_share_several_numa_domains() -> None:
+    """The ranks of a node that are not bound; a rank alone, or one domain, is as it should be."""
+    found = judge([{**one, "cores": [*range(64)], "domains": 2} for one in change("cores", [], 0)])
+    assert "warning: 64 for 2 ranks, which are not bound, in 2 NUMA domains" in ill(found)["cores"], ill(found)
+    assert "bind='numa'" in fix_of(found, "cores")
+
+
 def test_worlds_of_one_and_locks_that_are_insisted_on() -> None:
     lonely = rank(0)
     lonely["mpi"].update(size=1, alone="this process is alone")
