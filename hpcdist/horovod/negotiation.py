@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpcdist.collectives.join import concat
 from hpcdist.errors import HpcdistError, RankError, coded, listed, refusal
-from hpcdist.horovod.process_sets import ProcessSet, rank
+from hpcdist.horovod.process_sets import ProcessSet, global_process_set, rank
 
 __all__ = ["Average", "Operation", "Sum", "barrier", "join", "poll", "submit", "synchronize"]
 
@@ -134,11 +134,9 @@ def poll(handle: Operation) -> bool:
     return handle.done
 
 
-def barrier(process_set: ProcessSet | None = None) -> None:
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait for all ranks of a process set. Operations that all of them have submitted run first."""
-    from hpcdist.horovod.process_sets import global_process_set
-
-    synchronize(submit("barrier", [], None, process_set or global_process_set, list))
+    synchronize(submit("barrier", [], None, process_set, list))
 
 
 def join(device: int = -1) -> int:
@@ -153,13 +151,12 @@ def join(device: int = -1) -> int:
     Raises:
         RankError: on the ranks that call another operation meanwhile.
     """
-    from hpcdist.horovod.process_sets import global_process_set
-
     everyone = global_process_set
     while rank() not in everyone.joined or len(everyone.joined) < len(everyone.ranks or ()):
         _round(everyone, None)
     last = list(everyone.joined)[-1]
     everyone.joined.clear()
+    everyone.submitted.clear()  # ranks that joined early have submitted fewer
     return last
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from hpcdist.horovod.negotiation import Operation
 
 __all__ = [
     *(
@@ -60,7 +58,7 @@ class ProcessSet:
     def _forget(self) -> None:
         self.process_set_id = None
         self.group: dist.ProcessGroup | None = None  # None: all ranks
-        self.pending: dict[str, Operation] = {}  # submitted by this rank, and not run yet
+        self.pending: dict[str, Any] = {}  # operations submitted by this rank, and not run yet
         self.submitted: Counter[str] = Counter()  # without a name, by kind
         self.joined: dict[int, None] = {}  # ranks that have called join(), in this order
 

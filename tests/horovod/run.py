@@ -44,7 +44,7 @@ def stand_in() -> None:
 
     torch.optim.Muon.__module__ = "newer"
     basics = types.SimpleNamespace(_get_process_set_ids_and_ranks=hvd.registered)
-    hvd.mpi_ops = types.SimpleNamespace(_basics=basics)  # type: ignore[attr-defined]
+    hvd.mpi_ops = types.SimpleNamespace(_basics=basics)
     threads: Any = types.ModuleType("horovod.runner.util.threads")
     threads.in_thread = None
     for name in ("horovod", "horovod.runner", "horovod.runner.util"):
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--deadline", type=int, default=60)
     options = parser.parse_args()
-    runs = {}
+    runs: dict[str, dict[str, tuple[str, str]]] = {}
     for kind, prefix in (one.split("=") for one in options.environment):
         for ranks in options.ranks:
             title = f"{kind}, {ranks}"

@@ -71,6 +71,7 @@ def test_join() -> None:
     for _ in range(rank):
         hvd.allreduce(torch.ones(2), op=hvd.Sum)
     assert hvd.join() == size - 1
+    assert hvd.allreduce(torch.ones(1)).item() == 1  # without a name
 
 
 def test_optimizer() -> None:
@@ -78,7 +79,7 @@ def test_optimizer() -> None:
     rank, size = hvd.rank(), hvd.size()
     a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)])
-    ((a if rank % 2 else b) * (rank + 1)).sum().backward()  # type: ignore[no-untyped-call]
+    ((a if rank % 2 else b) * (rank + 1)).sum().backward()
     with pytest.raises(AssertionError, match="zero_grad"):
         optimizer.zero_grad()
     optimizer.step()
@@ -106,4 +107,4 @@ def test_process_sets() -> None:
 def test_refused() -> None:
     for ask in (lambda: hvd.elastic, lambda: hvd.SyncBatchNorm, lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum)):
         with pytest.raises(NotImplementedError, match="HD701"):
-            ask()
+            ask()  # type: ignore[no-untyped-call]
