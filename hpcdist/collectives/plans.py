@@ -129,12 +129,14 @@ class _Kept:
         source, dest: box that this rank sends, and the one that it receives; None for no tensor.
         box: the latter, of size 0 for no tensor.
         is_inline: whether the data of all ranks travel behind the headers.
+        repeats: the small call, to be found again; it ends with the plan.
     """
 
     def __init__(self, op: Plannable, verb: str, team: Team) -> None:
         team.plans_made += 1
         self.op, self.team, self.number, self.parts = op, team, team.plans_made, op.parts(team)
         self.source, self.dest = self.parts.sources[team.rank], self.parts.dests[team.rank]
+        self.repeats: dict[Hashable, Any] = {}
         nothing = (0,) * len(self.parts.shape)
         self.box = self.dest or Box(nothing, nothing)
         self.x_shape = None if self.source is None else op.x.shape
@@ -181,6 +183,9 @@ class _Execution(Operation):
         if out is not None and not (dest and is_plain_out(out) and out.shape == dest.shape and out.dtype is dtype):
             return None
         return plan.number
+
+    def repeats(self, team: Team) -> dict[Hashable, Any]:
+        return self._plan.repeats
 
     def validate(self, team: Team, call: Call) -> None:
         plan = self._plan

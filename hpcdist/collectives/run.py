@@ -54,7 +54,8 @@ class Operation(ABC):
     def execute(self, team: Team) -> Any:
         """Agree with the other ranks, move the data, and return the caller's result. Collective over the team."""
         key, exchanged = self.key(), False
-        known = None if key is None else team.repeats.get(key)
+        repeats = self.repeats(team)
+        known = None if key is None else repeats.get(key)
         if known is not None and known.calls == team.calls[team.foreground is team]:
             if known.exchange(team, self.x):
                 return known.take(self.out)
@@ -68,12 +69,16 @@ class Operation(ABC):
                 self.which = autograd.count(team)
             result = self.forward(team)
         if key is not None and self.small is not None and not self.grad:
-            remember(team, key, self.small)
+            remember(repeats, key, self.small, team.size)
         return self.finish(result)
 
     def key(self) -> Hashable:
         """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
         return None
+
+    def repeats(self, team: Team) -> dict[Hashable, Any]:
+        """Return where the call is found again by its key."""
+        return team.repeats
 
     @abstractmethod
     def validate(self, team: Team, call: Call) -> None:

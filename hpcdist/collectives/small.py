@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hpcdist.validation.collective import Agreed
 __all__ = ["BEHIND_HEADERS", "Parts", "Small", "encode", "prefix_of", "remember"]
 
 BEHIND_HEADERS = Method("behind the headers by which the ranks agree", "the data of every rank fit there")
-_MOST = 256  # calls that a team keeps
+_MOST = 256  # calls that a team keeps, or a plan
 _HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team
 
 
@@ -125,11 +125,11 @@ class Small:
         return out
 
 
-def remember(team: Team, key: object, small: Small) -> None:
-    """Keep a call of the team, to be found by its arguments."""
-    if len(team.repeats) >= max(1, min(_MOST, _HEADERS // team.size)):
-        team.repeats.clear()
-    team.repeats[key] = small
+def remember(repeats: dict[Any, Any], key: object, small: Small, size: int) -> None:
+    """Keep a call of a team of `size` ranks, to be found by its arguments."""
+    if len(repeats) >= max(1, min(_MOST, _HEADERS // size)):
+        repeats.clear()
+    repeats[key] = small
 
 
 def prefix_of(numbers: int) -> int:

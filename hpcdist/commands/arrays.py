@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from hpcdist.runtime.cli import Parser, path, placed, plural, progress, table, t
 from hpcdist.runtime.commandline import problem
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.writer import WINDOW, SaveOptions
-from hpcdist.tensors.storage import as_bytes, row_major
+from hpcdist.tensors.storage import as_bytes, bits, row_major
 
 __all__ = ["OUTPUTS", "join_main", "parser", "split_main"]
 
@@ -52,8 +53,10 @@ _NUMBER = re.compile(r"\{rank(:0?\d{0,2}d?)?\}")
 _ROUTES = ("mpi", "gloo", "hdf5", "nccl")
 _ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
 
+T = TypeVar("T")
 File = tuple[str, Box]  # a file to be written, and the box of the joined array that it holds
 Move = Callable[..., Tensor | None]  # (shard, route=, out=) -> result
+Fill = Callable[[Box, Tensor], object]  # fills a tensor with a box of the joined array
 
 
 def join_main(world: World, args: Namespace) -> int:
@@ -67,11 +70,11 @@ def join_main(world: World, args: Namespace) -> int:
     if args.root is not None and not 0 <= args.root < world.world_size:
         expected = f"expected 0 to {world.world_size - 1} with {world.world_size} ranks"
         raise InputError("HD505", f"--root {args.root}: {expected}")
+    copies = "{" in (args.output or "")
     if args.output is None or args.route or args.compare:
-        if args.output or args.resume:
-            raise InputError("HD505", "--resume needs -o, and neither goes with --route or --compare")
+        if args.resume or copies:
+            raise InputError("HD505", "--resume, and names with {rank}, need -o without --route and --compare")
         return _join_in_memory(world, args)
-    copies = "{" in args.output
     names = _file_names(args.output, world.world_size if copies else 1)
     data, report = _found(world, args)
     files = [(name, layout.whole(data.shape)) for name in names]
@@ -124,34 +127,51 @@ def _stream(
         mine: the files that this rank writes, alone; None: all ranks write all files together.
         copies: whether each file is a copy of the whole, and not a part.
     """
-    from mpi4py import MPI
-
     started, comm = time.perf_counter(), team_of().comm
-    written, options = files if mine is None else mine, SaveOptions("posix", args.window, args.resume)
+    written = files if mine is None else mine
     objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, written, () if world.rank else files))
 
-    def write(team: Team) -> tuple[int, int]:
-        pieces = kept = 0
-        for name, whole in written:
-
-            def fill(_: int, box: Box, out: Tensor, at: Sequence[int] = whole.offset) -> None:
-                data.join(read, box.shift(at), out)
-
-            done = copy(world, team, args.prog, name, [Dataset("data", whole.shape, data.dtype)], fill, options)
-            pieces, kept = pieces + done[0], kept + done[1]
-        return pieces, kept
-
-    def write_alone() -> tuple[int, int]:
-        try:
-            return write(team_of(MPI.COMM_SELF))
-        except RankError as error:  # of one rank, which the other ranks learn of in a line
-            raise InputError(problem(error)) from error
-
     with data.reading(args.window) as read:
-        done = write(team_of()) if mine is None else objects.run_on_all(comm, args.prog, write_alone)[world.rank]
-    lines = copied(world, args, report, started, done, f"result: shape {data.shape} in {result}")
+        write = partial(_write, world, args, data, written, partial(data.join, read))
+        if mine is None:
+            done = write(team_of())
+        else:
+            done = objects.run_on_all(comm, args.prog, lambda: _alone(world, write))[world.rank]
+    result = f"result: shape {data.shape} in {result}"
+    lines = copied(world, args, report, started, done, result)
     held = written if copies else files if world.rank == (args.root or 0) else ()
     return _finish(world, args, data, report, lines, [name for name, _ in held])
+
+
+def _write(
+    world: World,
+    args: Namespace,
+    data: Inputs,
+    files: Iterable[File],
+    fill: Fill,
+    team: Team,
+) -> tuple[int, int]:
+    """Write files, as copy() does. Collective over `team`."""
+    pieces = kept = 0
+    for name, whole in files:
+        dataset, options = Dataset("data", whole.shape, data.dtype), SaveOptions("posix", args.window, args.resume)
+
+        def read(i: int, box: Box, out: Tensor, at: Sequence[int] = whole.offset) -> None:
+            fill(box.shift(at), out)
+
+        done = copy(world, team, args.prog, name, [dataset], read, options)
+        pieces, kept = pieces + done[0], kept + done[1]
+    return pieces, kept
+
+
+def _alone(world: World, write: Callable[[Team], T]) -> T:
+    """Write on this rank alone."""
+    from mpi4py import MPI
+
+    try:
+        return write(team_of(MPI.COMM_SELF))
+    except RankError as error:  # of one rank, which the other ranks learn of in a line
+        raise InputError(problem(error)) from error
 
 
 def _check_outputs(args: Namespace, data: Inputs, written: Iterable[File], files: Iterable[File]) -> None:
@@ -178,36 +198,58 @@ def _check_outputs(args: Namespace, data: Inputs, written: Iterable[File], files
 def _join_in_memory(world: World, args: Namespace) -> int:
     """Gather the inputs in memory, on the root, or on every rank without one; return the exit status. Collective."""
     data, report = _found(world, args)
-    comm, own = team_of().comm, data.share(world, world.rank)
-    move: Move
-    if args.root is None:
-        move, where, whole = partial(concat, dim=data.dim), "every rank", data.nbytes()
-        report["bytes_sent"] = whole * (world.world_size - 1)
-    else:
-        move, where = partial(gather, dim=data.dim, root=args.root), f"rank {args.root}"
-        whole = data.nbytes() if args.root == world.rank else 0
-        kept = data.share(world, args.root).size() * data.dtype.itemsize
-        report["bytes_sent"] = data.nbytes() - kept
-    needs = objects.all_gather_object(comm, (world.node, own.size() * data.dtype.itemsize + whole))
-    need, free = sum(nbytes for node, nbytes in needs if node == world.node), host_memory.available()
-
-    def require() -> None:
-        if need > free:
-            what = f"the inputs and the result need {need:,} bytes of memory on this host, and {free:,} are available"
-            raise InputError("HD310", f"{what}: with -o FILE they are streamed through a window of it")
-
-    objects.run_on_all(comm, "memory", require)
+    own, kept = (data.share(world, rank) for rank in (world.rank, args.root or 0))
+    whole = data.nbytes() if args.root in (None, world.rank) else 0
+    _check_memory(world, own.size() * data.dtype.itemsize + whole)
+    comm, writes = team_of().comm, args.output is not None and world.rank == (args.root or 0)
+    files = [(args.output, layout.whole(data.shape))] if writes else []
+    objects.run_on_all(comm, "output", lambda: _check_outputs(args, data, files, ()))
     shard = torch.empty(own.shape, dtype=data.dtype, device="cpu")
     with data.reading(WINDOW) as read:
         objects.run_on_all(comm, "read", lambda: data.join(read, own, shard))
+    move: Move = partial(gather, dim=data.dim, root=args.root)
+    where, sent = f"rank {args.root}", data.nbytes() - kept.size() * data.dtype.itemsize
+    if args.root is None:
+        move = partial(concat, dim=data.dim)
+        where, sent = "every rank", data.nbytes() * (world.world_size - 1)
+    report["bytes_sent"] = sent
     result, times = _time_routes(world, args, report, shard, move)
+    counts = listed(layout.block(len(data.sources), world.world_size))
     lines = [
-        f"ranks: {world.world_size} on {plural(world.nodes, 'node')}; "
-        f"arrays per rank: {listed(layout.block(len(data.sources), world.world_size))}",
-        f"result: shape {data.shape} on {where}; {report['bytes_sent']:,} bytes sent between ranks",
+        f"ranks: {world.world_size} on {plural(world.nodes, 'node')}; arrays per rank: {counts}",
+        f"result: shape {data.shape} on {where}; {sent:,} bytes sent between ranks",
         *times,
     ]
-    return _finish(world, args, data, report, lines, None if result is None else lambda box: result[box.slices()])
+    held: Slices | None = None if result is None else lambda box: result[box.slices()]
+    if args.output is None:
+        return _finish(world, args, data, report, lines, held)
+
+    def fill(box: Box, out: Tensor) -> None:
+        assert held is not None
+        bits(out).copy_(bits(held(box)))
+
+    objects.run_on_all(comm, args.prog, lambda: _alone(world, partial(_write, world, args, data, files, fill)))
+    report["output"] = args.output
+    lines.append(f"written: {shown(args.output)}")
+    return _finish(world, args, data, report, lines, [args.output] if writes else held)
+
+
+def _check_memory(world: World, nbytes: int) -> None:
+    """Check before anything is read that each node has memory for its ranks' inputs and results. Collective.
+
+    Raises:
+        InputError: on all ranks, if one has not.
+    """
+    ranks = objects.all_gather_object(team_of().comm, (world.node, nbytes, host_memory.available()))
+    for node in range(world.nodes):
+        needs, free = zip(*((need, left) for where, need, left in ranks if where == node), strict=True)
+        if sum(needs) > min(free):
+            where = f"node {node}" if world.nodes > 1 else "this host"
+            raise InputError(
+                "HD310",
+                f"the inputs and the result need {sum(needs):,} bytes of memory on {where}, and {min(free):,} are "
+                "available: with -o FILE they are streamed through a window of it",
+            )
 
 
 def _time_routes(
@@ -218,34 +260,33 @@ def _time_routes(
     Returns:
         The result of the first route, with which those of others are compared; and a table as lines of text.
     """
-    first: Tensor | None = None
-    rows: list[Report] = []
-    for route in progress(_ROUTES if args.compare else [args.route or "mpi"], world, "move"):
+    refused: list[Report] = []
+    results: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for route in _ROUTES if args.compare else [args.route or "mpi"]:
         x = placed(world, shard, route)
         try:
-            out = move(x, route=route)
+            results[route] = x, move(x, route=route)
         except RankError as error:
-            if not rows:
+            if not results:
                 raise
-            rows.append({"route": route, "refused": next(iter(error.problems.values()))})
-            continue
-        seconds = median(timed(world, partial(move, x, route=route, out=out))[0] for _ in range(_ROUNDS))
-        result = None if out is None else out.cpu()
-        first = result if first is None else first
-        same = result is None or first is None or torch.equal(_bytes_of(result), _bytes_of(first))
-        right = all(objects.all_gather_object(team_of().comm, same))
+            refused.append({"route": route, "refused": next(iter(error.problems.values()))})
+    times: dict[str, list[float]] = {route: [] for route in results}
+    for _ in progress(range(_ROUNDS), world, "move"):
+        for route, (x, out) in results.items():
+            times[route].append(timed(world, partial(move, x, route=route, out=out))[0])
+    held = [None if result is None else result.cpu() for _, result in results.values()]
+    rows: list[Report] = []
+    cells = []
+    for route, result in zip(results, held, strict=True):
+        same = result is None or held[0] is None or torch.equal(_bytes_of(result), _bytes_of(held[0]))
+        right, seconds = all(objects.all_gather_object(team_of().comm, same)), median(times[route])
         rows.append({"route": route, "seconds": seconds, "same_result": right})
-    report["routes"] = rows
-    cells = [
-        [
-            row["route"], f"{row['seconds'] * 1e3:.2f}", f"{report['bytes'] / row['seconds'] / 1e9:.2f}",
-            "yes" if row["same_result"] else "NO",
-        ]
-        for row in rows if "seconds" in row
-    ]  # fmt: skip
-    return first, [
+        numbers = f"{seconds * 1e3:.2f}", f"{report['bytes'] / seconds / 1e9:.2f}"
+        cells.append([route, *numbers, "yes" if right else "NO"])
+    report["routes"] = rows + refused
+    return held[0], [
         "", table(["route", "time (ms)", "GB/s", "same result"], cells),
-        *(f"{row['route']}: not run: {row['refused']}" for row in rows if "refused" in row),
+        *(f"{row['route']}: not run: {row['refused']}" for row in refused),
         "", f"time: median of {_ROUNDS} rounds, the slowest rank; GB/s: bytes of the result per time",
     ]  # fmt: skip
 

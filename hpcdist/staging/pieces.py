@@ -219,15 +219,15 @@ def _exchange(
             block = own.pop()  # there is one at most
             copies.append((place, block if block.is_cpu else scratch.on_host(block)))
         else:
-            arriving.append((source, _landing(place, scratch, copies)))
+            arriving.append((source, _destination(place, scratch, copies)))
     with abort.InTransfer(verb, team.size):
         MPI_ROUTE.exchange(team, messages, arriving, ROUND)
     for place, block in copies:  # when all data have arrived
         bits(place).copy_(bits(block))
 
 
-def _landing(place: Tensor, scratch: Scratch, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The bytes of host memory in which data for `place` arrive; if it is another one, it is noted, to be copied."""
+def _destination(place: Tensor, scratch: Scratch, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return host memory in which data for `place` arrive; if it is not `place`, note the copy to be made."""
     if place.is_cpu and place.is_contiguous():
         return as_bytes(place)
     block = scratch.take(place.shape, place.dtype)
@@ -248,7 +248,7 @@ def _through_windows(
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     rows = [plan.piece(rank, round_) for rank in range(team.size)]
     places = [nothing if row is None else out[plan.pieces[row].slices()] for row in rows]
-    recvs = [_landing(place, scratch, copies) for place in places]
+    recvs = [_destination(place, scratch, copies) for place in places]
     if not window.WINDOW_ROUTE.allgather(team, nothing if piece is None else as_bytes(piece), recvs):
         return False
     for place, block in copies:

@@ -11,12 +11,16 @@ idle for some seconds is given to the kernel lazily.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from functools import cache
+from itertools import islice
 from math import prod
 from typing import Protocol
 
@@ -26,8 +30,6 @@ from torch._C import _functorch
 
 from hpcdist.errors import refusal
 from hpcdist.process import host_memory
-from hpcdist.tensors import host_pages
-from hpcdist.tensors.reusable import Block, problem
 
 __all__ = [
     *("LEAST", "Cache", "add", "empty", "empty_cache", "holds", "limit_of", "memory_stats", "remove"),
@@ -39,7 +41,83 @@ IDLE = 1.0  # seconds after which an idle block is given to the kernel lazily
 _SHARE = 8  # the pool has this fraction of the memory that a rank can have
 _SLACK = 4  # a block may be larger than a result, by less than 1 part in 2**_SLACK
 _SWEPT = 2**26  # bytes of new blocks after which idle ones are given to the kernel lazily at once
-_ASKED = 2**12  # bytes of a result for each block that is asked before a new one is made: less time than its pages take
+_ASKED = 2**13  # bytes of a result for each block that is asked before a new one is made: less time than its pages take
+_HUGE = 2**22  # bytes from which huge pages are asked for, as numpy does: these are cleared in a sixth of the time
+
+_libc = ctypes.CDLL(None)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Advise the kernel on the whole pages of a range of memory. Other threads run meanwhile."""
+    begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+
+
+class Block:
+    """Memory of the pool.
+
+    Attributes:
+        storage: the memory; the pool holds no other reference to it.
+        address, nbytes: where it was, and its size, when it was made.
+        size: largest size of its class; see _class_of().
+        idle: time at which it was first seen idle since it last served.
+        lazy: whether the kernel may have taken its pages since then.
+    """
+
+    __slots__ = ("_alone", "_handle", "address", "idle", "lazy", "nbytes", "size", "storage")
+
+    def __init__(self, nbytes: int, size: int) -> None:
+        self.storage = torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
+        self._handle = self.storage._cdata
+        self.address, self.nbytes, self.size = self.storage.data_ptr(), nbytes, size
+        self.idle: float | None = None
+        self.lazy = False
+        self._alone = self._references()
+        if nbytes >= _HUGE:
+            _advise(self.address, nbytes, mmap.MADV_HUGEPAGE)
+
+    def _references(self) -> tuple[int, int]:
+        """Return the numbers of C++ and of Python references to the storage.
+
+        Tensors count among the former, and storages that the program has asked tensors for among the latter.
+        """
+        return torch._C._storage_Use_Count(self._handle), sys.getrefcount(self.storage)
+
+    def is_idle(self) -> bool:
+        """Return whether only the pool refers to it; it stays so until the pool itself makes a tensor on it."""
+        return self._references() == self._alone
+
+    def is_intact(self) -> bool:
+        """Return whether it is still the memory that was allocated: not resized, nor shared, nor copied on write."""
+        storage = self.storage
+        same: bool = storage.nbytes() == self.nbytes and storage.data_ptr() == self.address
+        return same and not storage.is_shared()
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor on it that is a view of no other, with a version of its own."""
+        x = torch.empty(0, dtype=dtype, device="cpu")
+        x.set_(self.storage, 0, shape)  # type: ignore[call-overload]  # the strides of row-major memory by default
+        return x
+
+
+@cache
+def problem() -> str:
+    """Return why this version of torch does not show whether a block is idle; "" if it does, tried on one block."""
+    name = f"torch {torch.__version__}"
+    try:
+        block = Block(64, 64)
+        x = block.tensor((64,), torch.uint8)
+        seen = [not block.is_idle(), x._base is None]
+        storage, array = x.untyped_storage(), x.numpy()
+        del x
+        seen += [storage is block.storage, not block.is_idle()]
+        del storage
+        seen.append(not block.is_idle())
+        del array
+        seen += [block.is_idle(), block.is_intact()]
+    except (AttributeError, TypeError, RuntimeError) as error:
+        return f"{name} does not count references: {error}"
+    return "" if all(seen) else f"{name} counts references in another way"
 
 
 class Pool:
@@ -52,16 +130,13 @@ class Pool:
         total: bytes of all blocks.
         made, reused, evicted, retried: see memory_stats().
         problem: why there is no pool, if so.
-        populated: what makes new memory.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.total = self.made = self.reused = self.evicted = self.retried = 0
-        self.populated = host_pages.Populated()
-        self._classes: dict[int, list[Block]] = {}  # by the largest size of each class, the latest used last
+        self._blocks: list[Block] = []  # the latest used last
         self._sizes: dict[int, int] = {}  # the size of each class that was needed first
-        self._numbers = count(1)
         self._new = 0  # bytes of new blocks since idle ones were last swept for them
         self._lock = threading.RLock()
         self._working = False
@@ -71,14 +146,11 @@ class Pool:
     def _exclusive(self) -> Iterator[bool]:
         """Hold the lock; False if this thread has it already: a signal handler or finalizer has interrupted it."""
         with self._lock:
-            if self._working:
-                yield False
-                return
+            allowed, self._working = not self._working, True
             try:
-                self._working = True
-                yield True
+                yield allowed
             finally:
-                self._working = False
+                self._working = not allowed
 
     def take(self, nbytes: int, shape: Sequence[int], dtype: torch.dtype, fixed: bool = False) -> Tensor | None:
         """Return a tensor on a block of its size or slightly more; None if the pool cannot have one. See empty()."""
@@ -102,16 +174,16 @@ class Pool:
 
     def _reuse(self, size: int, nbytes: int, shape: Sequence[int], dtype: torch.dtype, fixed: bool) -> Tensor | None:
         """Return a tensor on an idle block, if there is one; asks those first that were used last."""
-        blocks = self._classes.get(size, [])
-        for i in range(len(blocks) - 1, max(-1, len(blocks) - 1 - nbytes // _ASKED), -1):
-            block = blocks[i]
-            if block.nbytes >= nbytes and block.is_idle():
-                del blocks[i]
+        blocks = self._blocks
+        fitting = (i for i in reversed(range(len(blocks))) if blocks[i].size == size and blocks[i].nbytes >= nbytes)
+        for i in islice(fitting, nbytes // _ASKED):
+            if blocks[i].is_idle():
+                block = blocks.pop(i)
                 if not block.is_intact() or not (fixed or block.storage.resizable()):
                     self.total -= block.nbytes
                     continue
                 blocks.append(block)
-                block.used, block.idle, block.lazy = next(self._numbers), None, False
+                block.idle, block.lazy = None, False
                 self.reused += 1
                 return block.tensor(shape, dtype)
         return None
@@ -119,85 +191,71 @@ class Pool:
     def _make(self, size: int, nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor on a new block; drop others beyond the limit, those first that were used longest ago."""
         try:
-            block = Block(nbytes)
+            block = Block(nbytes, size)
         except RuntimeError:  # beyond a limit of the process, or what the kernel commits
             self.clear()
-            block = Block(nbytes)
+            block = Block(nbytes, size)
             self.retried += 1
         x = block.tensor(shape, dtype)
-        self.populated.prepare(block.address, nbytes)
         dropped = []
         with self._exclusive() as allowed:
             if allowed:
-                block.used = next(self._numbers)
                 self.made += 1
                 self.total += nbytes
-                self._classes.setdefault(size, []).append(block)
-            while allowed and self.total > self.limit:
-                oldest = min((blocks for blocks in self._classes.values() if blocks), key=lambda of: of[0].used)
-                dropped.append(oldest.pop(0))
-                self.total -= dropped[-1].nbytes
-            self.evicted += len(dropped)
+                self._blocks.append(block)
+                while self.total > self.limit:
+                    dropped.append(self._blocks.pop(0))
+                    self.total -= dropped[-1].nbytes
+                self.evicted += len(dropped)
         return x  # what was dropped is unmapped here, without the lock
-
-    def _drop(self, wanted: Callable[[Block], bool]) -> None:
-        """Drop the idle blocks that are `wanted`."""
-        dropped = []
-        with self._exclusive() as allowed:
-            for blocks in self._classes.values() if allowed else ():
-                for i in reversed(range(len(blocks))):
-                    if blocks[i].is_idle() and wanted(blocks[i]):
-                        dropped.append(blocks.pop(i))
-                        self.total -= dropped[-1].nbytes
 
     def clear(self) -> None:
         """Free all idle blocks."""
-        self._drop(lambda block: True)
+        with self._exclusive() as allowed:
+            if allowed:
+                self._blocks = [block for block in self._blocks if not block.is_idle()]
+                self.total = sum(block.nbytes for block in self._blocks)
 
-    def sweep(self, idle: float) -> None:
-        """Let the kernel take the pages of the blocks that have been idle for some seconds."""
+    def sweep(self, idle: float) -> bool:
+        """Let the kernel take the pages of the blocks that have been idle for some seconds; return whether there are
+        others, in use or idle."""
         due, now = [], time.monotonic()
-
-        def changed(block: Block) -> bool:
-            if not block.lazy:
+        with self._exclusive() as allowed:
+            for block in [block for block in self._blocks if allowed and not block.lazy and block.is_idle()]:
                 if not block.is_intact():
-                    return True
+                    self._blocks.remove(block)
+                    self.total -= block.nbytes
+                    continue
                 block.idle = now if block.idle is None else block.idle
                 if now - block.idle >= idle:
                     block.lazy = True
                     due.append((block.address, block.nbytes, block.storage))  # is not idle to others until then
-            return False
-
-        self._drop(changed)
+            left = not all(block.lazy for block in self._blocks)
         while due:
             address, nbytes, storage = due.pop()
-            host_pages.free_lazily(address, nbytes)
+            # The kernel takes them when memory is short, also that of a control group; until then they are written
+            # again without page faults.
+            _advise(address, nbytes, mmap.MADV_FREE)
             del storage  # only now may the block be used again
-
-    def unswept(self) -> bool:
-        """Return whether a sweep may have something to do, now or later."""
-        with self._lock:
-            return any(not block.lazy for blocks in self._classes.values() for block in blocks)
+        return left
 
     def stats(self) -> dict[str, int | str]:
         with self._lock:
-            blocks = [block for of_class in self._classes.values() for block in of_class]
-            idle = [block for block in blocks if block.is_idle()]
-        in_use = sum(block.nbytes for block in blocks) - sum(block.nbytes for block in idle)
-        return {
-            "limit_bytes": self.limit,
-            "in_use_bytes": in_use,
-            "idle_bytes": sum(block.nbytes for block in idle),
-            "lazily_freed_bytes": sum(block.nbytes for block in idle if block.lazy),
-            "in_use_blocks": len(blocks) - len(idle),
-            "idle_blocks": len(idle),
-            "num_allocations": self.made,
-            "num_reuses": self.reused,
-            "num_evictions": self.evicted,
-            "num_alloc_retries": self.retried,
-            "num_huge_page_blocks": self.populated.count,
-            "problem": self.problem,
-        }
+            idle = [block for block in self._blocks if block.is_idle()]
+            idle_bytes = sum(block.nbytes for block in idle)
+            return {
+                "limit_bytes": self.limit,
+                "in_use_bytes": self.total - idle_bytes,
+                "idle_bytes": idle_bytes,
+                "lazily_freed_bytes": sum(block.nbytes for block in idle if block.lazy),
+                "in_use_blocks": len(self._blocks) - len(idle),
+                "idle_blocks": len(idle),
+                "num_allocations": self.made,
+                "num_reuses": self.reused,
+                "num_evictions": self.evicted,
+                "num_alloc_retries": self.retried,
+                "problem": self.problem,
+            }
 
 
 def _class_of(nbytes: int) -> int:
@@ -267,9 +325,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def sweep() -> bool:
     """Let the kernel take what has been idle for some seconds; return whether to come again in about a second."""
-    _pool.sweep(IDLE)
-    again = [cache.sweep(IDLE) for cache in list(_others.values())]
-    return _pool.unswept() or any(again)
+    return any([_pool.sweep(IDLE), *(other.sweep(IDLE) for other in list(_others.values()))])
 
 
 def empty_cache() -> None:
@@ -287,8 +343,8 @@ def empty_cache() -> None:
         0
     """
     _pool.clear()
-    for cache in list(_others.values()):
-        cache.clear()
+    for other in list(_others.values()):
+        other.clear()
 
 
 def memory_stats() -> dict[str, int | str]:
@@ -307,7 +363,6 @@ def memory_stats() -> dict[str, int | str]:
         - "num_allocations", "num_reuses": numbers of results for which a block was made, and used again.
         - "num_evictions": number of blocks that were dropped to stay within the limit, in use or idle.
         - "num_alloc_retries": number of blocks for which there was memory only after idle ones were freed.
-        - "num_huge_page_blocks": number of results whose memory was made in huge pages.
         - "window_bytes": bytes of the windows that the ranks of this node share, held and idle, of all groups of this
           rank: memory of the node, not of each rank.
         - "problem": why there is no pool: "switched off" by HPCDIST_CACHE=0 or without a world; else "".
@@ -318,7 +373,7 @@ def memory_stats() -> dict[str, int | str]:
         >>> hd.memory.memory_stats()["in_use_bytes"]
         67108864
     """
-    return _pool.stats() | {"window_bytes": sum(cache.nbytes() for cache in list(_others.values()))}
+    return _pool.stats() | {"window_bytes": sum(other.nbytes() for other in list(_others.values()))}
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fixed: bool = False) -> Tensor:
@@ -331,12 +386,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, 
     """
     nbytes = prod(shape) * dtype.itemsize
     pooled = nbytes >= LEAST and _pool.limit and torch.device(device).type == "cpu" and not _observed()
-    if not pooled:
-        return torch.empty(shape, dtype=dtype, device=device)
-    x = _pool.take(nbytes, shape, dtype, fixed)
+    x = _pool.take(nbytes, shape, dtype, fixed) if pooled else None
     if x is None:
         x = torch.empty(shape, dtype=dtype, device=device)
-        _pool.populated.prepare(x.data_ptr(), nbytes)
+        if pooled and nbytes >= _HUGE:
+            _advise(x.data_ptr(), nbytes, mmap.MADV_HUGEPAGE)
     return x
 
 

@@ -131,11 +131,14 @@ def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
     routes = ("mpi", "gloo", "hdf5")
     lines = [f"{what} ?.pt --dim -2 --route {route}" for what in ("concat", "gather --root 1") for route in routes]
     lines += ["concat ?.pt --dim -2", "gather ?.pt --dim -2 -o y.npy --window 3K"]
+    lines += ["gather ?.pt --dim -2 --route gloo --root 1 -o z.npy", "concat ?.pt --dim -2 --compare -o w.npy"]
     sent = [2 * whole.nbytes] * 3 + [whole.nbytes * 9 // 10] * 3  # rank 1 has one row of ten
     sent += [2 * whole.nbytes, 0]  # from file to file, on no route
+    sent += [whole.nbytes * 9 // 10, 2 * whole.nbytes]
     for report, bytes_sent in zip(reports(3, tmp_path, *lines), sent, strict=True):
         assert (report["bytes_sent"], report["sha256"]) == (bytes_sent, digest)
-    assert np.array_equal(np.load(tmp_path / "y.npy"), whole.numpy())
+    for name in "yzw":
+        assert np.array_equal(np.load(tmp_path / f"{name}.npy"), whole.numpy()), name
 
 
 def test_compare_runs_every_route_on_the_same_data(tmp_path: Path) -> None:
@@ -186,9 +189,9 @@ MISTAKES = {
     f"{GOOD}-o y.npy --window much": "expected a number of bytes such as 64M",
     f"{GOOD}-o y.txt": "unknown suffix '.txt'",
     f"{GOOD}-o none/y.h5": "none/y.h5: no such folder",
-    f"{GOOD}--resume": "--resume needs -o, and neither goes with --route or --compare",
-    f"{GOOD}-o y.h5 --compare --resume": "--resume needs -o, and neither goes with --route or --compare",
-    "concat s0.npy -o {rank}.npy --route mpi": "--resume needs -o, and neither goes with --route or --compare",
+    f"{GOOD}--resume": "--resume, and names with {rank}, need -o without --route and --compare",
+    f"{GOOD}-o y.h5 --compare --resume": "--resume, and names with {rank}, need -o without",
+    "concat s0.npy -o {rank}.npy --compare": "--resume, and names with {rank}, need -o without",
     f"{GOOD}s0.npy": "s0.npy: named twice",
     "gather s0.npy link.npy": "link.npy: named twice, also as s0.npy",
     "gather -o y.npy": "y.npy: no INPUT is given, and without one nothing is written",
@@ -230,7 +233,7 @@ MISTAKES = {
 }
 if not torch.cuda.is_available():
     refused = "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto [HD207]"
-    MISTAKES |= {f"{GOOD}--route nccl{out}": refused for out in ("", " --root 1")}
+    MISTAKES |= {f"{GOOD}--route nccl{out}": refused for out in ("", " --root 1", " -o y.h5")}
 
 
 def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

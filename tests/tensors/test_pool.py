@@ -25,7 +25,7 @@ from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.process import host_memory
-from hpcdist.tensors import host_pages, pool, reusable
+from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, row_major
 
 MIB = 2**20
@@ -364,26 +364,22 @@ def test_empty_cache_and_stats(own: pool.Pool) -> None:
 
 @pytest.mark.once
 def test_idle_blocks_are_freed_lazily(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some seconds, and never those in use; only the pages that are inside."""
-    advised: list[tuple[int, int]] = []
-    x, y = _new(2 * MIB), _new(4 * MIB)
-    monkeypatch.setattr(host_pages, "_madvise", lambda *args: advised.append(args) or 0)
+    """After some seconds, and never those in use."""
+    advised: list[tuple[int, int, int]] = []
+    x, y = _new(2 * MIB), _new(3 * MIB)
+    monkeypatch.setattr(pool, "_advise", lambda *args: advised.append(args))
     address = x.data_ptr()
     own.sweep(1000.0)
     del x
-    own.sweep(1000.0)
-    assert not advised and own.unswept()
+    assert own.sweep(1000.0) and not advised
     own.sweep(0.0)
-    ((start, nbytes, advice),) = advised
-    assert advice == 8 and address <= start and start + nbytes <= address + 2 * MIB
-    assert start % 4096 == nbytes % 4096 == 0 and nbytes >= 2 * MIB - 8192
+    assert advised == [(address, 2 * MIB, 8)]
     assert own.stats()["lazily_freed_bytes"] == 2 * MIB
     own.sweep(0.0)
     assert len(advised) == 1
     assert _new(2 * MIB).data_ptr() == address and own.stats()["lazily_freed_bytes"] == 0
     del y
-    own.sweep(0.0)
-    assert not own.unswept() and len(advised) == 3
+    assert not own.sweep(0.0) and len(advised) == 3
 
 
 @pytest.mark.once
@@ -391,11 +387,11 @@ def test_a_block_does_not_serve_while_the_kernel_frees_it(own: pool.Pool, monkey
     """Another thread may take a block meanwhile: what it writes must not be freed."""
     address, served = _new().data_ptr(), []
 
-    def free_lazily(start: int, nbytes: int) -> None:
+    def advise(start: int, nbytes: int, advice: int) -> None:
         taken = _new()
         served.append((start, taken.data_ptr()))
 
-    monkeypatch.setattr(host_pages, "free_lazily", free_lazily)
+    monkeypatch.setattr(pool, "_advise", advise)
     own.sweep(0.0)
     assert [start for start, _ in served] == [address]
     assert served[0][1] != address
@@ -462,14 +458,14 @@ def test_a_control_group_with_a_limit(swept: bool) -> None:
 def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle blocks are freed before it is an error."""
     _new(8 * MIB), _new(4 * MIB)
-    real, room = reusable.Block.__init__, [False, True]
+    real, room = pool.Block.__init__, [False, True]
 
-    def scarce(block: reusable.Block, nbytes: int) -> None:
+    def scarce(block: pool.Block, nbytes: int, size: int) -> None:
         if not room.pop(0):
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        real(block, nbytes)
+        real(block, nbytes, size)
 
-    monkeypatch.setattr(reusable.Block, "__init__", scarce)
+    monkeypatch.setattr(pool.Block, "__init__", scarce)
     assert _new(16 * MIB).numel() == 16 * MIB
     assert own.total == 16 * MIB and own.stats()["num_alloc_retries"] == 1
     room[:] = [False, False]
@@ -483,7 +479,7 @@ def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -
 def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
     for count in (lambda handle: next(numbers), None):
-        reusable.problem.cache_clear()
+        pool.problem.cache_clear()
         with monkeypatch.context() as patch:
             if count is None:
                 patch.delattr(torch._C, "_storage_Use_Count")
@@ -494,8 +490,8 @@ def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
             x = _new(2 * MIB)
             assert x.numel() == 2 * MIB and hd.memory.memory_stats()["num_allocations"] == 0
             assert "count" in str(hd.memory.memory_stats()["problem"])
-    reusable.problem.cache_clear()
-    assert reusable.problem() == ""
+    pool.problem.cache_clear()
+    assert pool.problem() == ""
 
 
 @pytest.mark.once
@@ -512,35 +508,13 @@ def test_the_limit() -> None:
 
 
 @pytest.mark.once
-def test_huge_pages_that_become_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow block continues in ordinary pages, and the next ones are made in these."""
-    advised: list[int] = []
-    monkeypatch.setattr(host_pages, "_madvise", lambda address, nbytes, advice: advised.append(advice) or 0)
-    clock = iter(range(1000))
-    populated = host_pages.Populated()
-    populated._plain = 1e-9
-    populated.prepare(4096, 16 * MIB)
-    assert populated.count == 1 and advised == [14, 23, 23, 23, 23]
-    del advised[:]
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "thread_time", lambda: next(clock))  # a second for each step
-        populated.prepare(4096, 16 * MIB)
-    assert populated.count == 1 and advised == [14, 23, 15, 23, 14]
-    del advised[:]
-    for _ in range(2):
-        populated.prepare(4096, 16 * MIB)
-    assert advised == [15, 23, 14] * 2
-    del advised[:]
-    populated.prepare(4096, 16 * MIB)
-    assert populated.count == 2 and advised[0] == 14
-
-
-def test_populated_memory_is_ordinary_memory() -> None:
-    populated = host_pages.Populated()
-    populated._plain = 1.0  # never slow
-    x = torch.empty(8 * MIB, dtype=torch.uint8)
-    populated.prepare(x.data_ptr() + 100, 7 * MIB)
-    assert x.fill_(5).eq(5).all()
+def test_large_blocks_are_in_huge_pages(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the pool, and those that are too large for it."""
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(pool, "_advise", lambda address, nbytes, advice: advised.append((nbytes, advice)))
+    for size in (3, 8, 100):
+        assert _new(size * MIB).fill_(5).eq(5).all()
+    assert advised == [(8 * MIB, 14), (100 * MIB, 14)]
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+"""Programs for torchrun, as docs/clients shows them, end as under torchrun: the same parameters, the same values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Job, mpirun, run
+from pages import parse
+
+DOCS = Path(__file__).parents[2] / "docs" / "clients"
+PROGRAMS = {
+    name: text for page in DOCS.glob("*.md") for name, text in parse(page.name, page.read_text()).programs.items()
+}
+ENV = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def ended(job: Job) -> None:
+    assert job.status == 0, job.out + job.err
+
+
+def same(ours: Path, theirs: Path) -> None:
+    """Bitwise: two ranks, so that each sum has two terms, in either order."""
+    found, expected = (torch.load(folder / "end.pt") for folder in (ours, theirs))
+    (ours / "end.pt").unlink()
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_ends_as_under_torchrun(name: str, tmp_path: Path) -> None:
+    """The whole program, by the backend that it asks for; then from its own checkpoint on, by MPI."""
+    for folder in ("program", "theirs", "ours"):
+        (tmp_path / folder).mkdir()
+    program = str(tmp_path / "program" / name)
+    Path(program).write_text(PROGRAMS[name])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "theirs"]
+    for options, resume in ([], []), (["--mpi"], ["--resume"]):
+        ended(run([*torchrun, *resume], tmp_path, ENV))
+        ended(mpirun(2, "-m", "hpcdist.run", *options, program, "ours", *resume, cwd=tmp_path, env=ENV, quick=False))
+        same(tmp_path / "ours", tmp_path / "theirs")

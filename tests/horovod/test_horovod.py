@@ -1,0 +1,110 @@
+"""hpcdist.horovod: values encode the rank; the reference is plain arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcdist
+import hpcdist.horovod as hvd
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True)
+def _start() -> None:
+    hvd.init()
+
+
+def test_ranks() -> None:
+    world = hpcdist.current()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (world.rank, world.world_size, world.local_rank)
+    assert hvd.local_size() * hvd.cross_size() == hvd.size() and hvd.is_homogeneous() and hvd.is_initialized()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_allreduce(dtype: torch.dtype) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = torch.full((3,), rank + 1, dtype=dtype)
+    total = size * (size + 1) // 2
+    assert hvd.allreduce(x, op=hvd.Sum).tolist() == [total] * 3
+    assert hvd.allreduce(x, op=hvd.Max).tolist() == [size] * 3
+    assert hvd.allreduce(x, op=hvd.Sum, postscale_factor=2).tolist() == [2 * total] * 3
+    assert x.tolist() == [rank + 1] * 3
+    hvd.allreduce_(x, op=hvd.Product)
+    assert x.tolist() == [torch.arange(1, size + 1).prod().item()] * 3
+
+
+def test_ragged() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = torch.full((rank, 2), float(rank), requires_grad=True)
+    whole = hvd.allgather(x)
+    assert whole[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
+    whole.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[1, 1]] * rank
+    rows = torch.tensor([10 * rank + dest for dest in range(size) for _ in range(dest)])
+    got, splits = hvd.alltoall(rows, list(range(size)))
+    assert got.tolist() == [10 * source + rank for source in range(size) for _ in range(rank)]
+    assert splits.tolist() == [rank] * size
+    part = hvd.reducescatter(torch.arange(size + 1.0), op=hvd.Sum)
+    assert part.tolist() == ([0, size] if rank == 0 else [(rank + 1) * size])
+
+
+def test_any_order() -> None:
+    """Names decide, not the order; what nobody else submits is an error on all ranks."""
+    rank, size = hvd.rank(), hvd.size()
+    order = ["a", "b", "c"][:: -1 if rank == 0 else 1]
+    handles = {name: hvd.allreduce_async(torch.tensor([float(ord(name))]), name=name) for name in order}
+    for name in order[::-1] if rank == size - 1 else order:
+        assert hvd.synchronize(handles[name]).item() == ord(name)
+    if size > 1:
+        with pytest.raises(hpcdist.RankError, match="have not submitted"):
+            hvd.allreduce(torch.zeros(1), name=f"only on {rank}")
+        with pytest.raises(hpcdist.RankError, match="where another rank has"):
+            hvd.allreduce(torch.zeros(rank + 1))
+    assert hvd.broadcast_object({"rank": rank}, size - 1) == {"rank": size - 1}
+    assert hvd.allgather_object(rank) == list(range(size))
+
+
+def test_join() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for _ in range(rank):
+        hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    assert hvd.join() == size - 1
+    assert hvd.allreduce(torch.ones(1)).item() == 1  # without a name
+
+
+def test_optimizer() -> None:
+    """Ranks use other parameters; the step is that of the mean gradient."""
+    rank, size = hvd.rank(), hvd.size()
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)])
+    ((a if rank % 2 else b) * (rank + 1)).sum().backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    optimizer.step()
+    for p, parity in ((a, 1), (b, 0)):
+        want = -sum(r + 1 for r in range(size) if r % 2 == parity) / size
+        assert torch.allclose(p.detach(), torch.full((2,), want))
+    hvd.broadcast_parameters([("a", a), ("b", b)], 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+
+
+def test_process_sets() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    if size > 1:
+        first = hvd.add_process_set([0])
+        with pytest.raises(ValueError, match="HD114"):
+            hvd.add_process_set([0])
+        if rank == 0:
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first).item() == 1
+        else:
+            with pytest.raises(ValueError, match="HD114"):
+                hvd.allreduce(torch.ones(1), process_set=first)
+        assert hvd.remove_process_set(first)
+
+
+def test_refused() -> None:
+    for ask in (lambda: hvd.elastic, lambda: hvd.SyncBatchNorm, lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum)):
+        with pytest.raises(NotImplementedError, match="HD701"):
+            ask()  # type: ignore[no-untyped-call]
