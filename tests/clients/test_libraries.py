@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,12 @@ PROGRAMS = {
 ENV = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def ended(job: Job) -> None:
+def ended(start: Callable[[], Job]) -> None:
+    """Start a job until it ends without the abort that torch 2.13 with gloo meets now and then, also under torchrun."""
+    for _ in range(4):
+        job = start()
+        if "terminate called without an active exception" not in job.err:
+            break
     assert job.status == 0, job.out + job.err
 
 
@@ -39,6 +46,7 @@ def test_a_program_ends_as_under_torchrun(name: str, tmp_path: Path) -> None:
     Path(program).write_text(PROGRAMS[name])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "theirs"]
     for options, resume in ([], []), (["--mpi"], ["--resume"]):
-        ended(run([*torchrun, *resume], tmp_path, ENV))
-        ended(mpirun(2, "-m", "hpcdist.run", *options, program, "ours", *resume, cwd=tmp_path, env=ENV, quick=False))
+        ended(partial(run, [*torchrun, *resume], tmp_path, ENV))
+        words = ("-m", "hpcdist.run", *options, program, "ours", *resume)
+        ended(partial(mpirun, 2, *words, cwd=tmp_path, env=ENV, quick=False))
         same(tmp_path / "ours", tmp_path / "theirs")
