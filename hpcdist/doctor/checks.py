@@ -440,6 +440,14 @@ def _gpus(ranks: Ranks) -> Verdict:
     return "ok", some(shown, 16, "ranks")
 
 
+@Check("GPUs", "AMD and Intel GPUs", "gpu.others", per=NODE, fix="`hpcdist.init(device='cpu')` works on such nodes")
+def _others(ranks: Ranks) -> Verdict:
+    """A node has GPUs of AMD (/dev/kfd) or Intel (/dev/dri). hpcdist was never tried on them. A torch that is built for
+    ROCm shows those of AMD as its CUDA devices."""
+    others = ranks[0]["gpu"]["others"]
+    return ("warning", f"{', '.join(others)}: hpcdist was never tried on them") if others else ("ok", "none")
+
+
 @Check(
     "GPUs", "GPUs of the others", "gpu", per=NODE,
     fix="`srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none`; hpcdist.init() gives each rank the GPU of its "

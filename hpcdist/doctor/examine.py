@@ -57,6 +57,7 @@ _KEPT = (
     "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES",
 )  # fmt: skip
 _DEV, _SYS = Path("/dev"), Path("/sys")
+_VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}  # of PCI devices
 _CAP_IPC_LOCK = 14  # linux/capability.h: this process may lock memory beyond the limit
 # File systems without a device that are local all the same; others without one are on the network.
 _LOCAL = (
@@ -194,6 +195,7 @@ def gpus() -> Facts:
     files = list(_DEV.glob("nvidia[0-9]*"))
     gpu: Facts = {
         "in_node": len(files),
+        "others": _other_gpus(),
         "gpus": [],
     }
     try:
@@ -205,6 +207,15 @@ def gpus() -> Facts:
     if 0 < len(gpu["gpus"]) < len(files):
         gpu["openable"] = sum(map(_openable, files))
     return {"gpu": gpu}
+
+
+def _other_gpus() -> list[str]:
+    """Return the GPUs of AMD and Intel in this node, such as "AMD /dev/dri/renderD128"; and AMD's compute driver."""
+    found = [f"AMD {_DEV / 'kfd'}"] if (_DEV / "kfd").exists() else []
+    for path in sorted((_DEV / "dri").glob("renderD*")):
+        vendor = _VENDORS.get(_read(_SYS / "class" / "drm" / path.name / "device" / "vendor"))
+        found += [f"{vendor} {path}"] if vendor else []
+    return found
 
 
 def _openable(path: Path) -> bool:

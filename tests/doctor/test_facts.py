@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,20 @@ def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("mlx5_0", "1", "ACTIVE", 200.0, "InfiniBand"),
         ("mlx5_0", "2", "DOWN", 200.0, "InfiniBand"),
     ]
+
+
+def test_gpus_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a display adapter of another maker, nor a machine without any."""
+    assert isinstance(examine.gpus()["gpu"]["others"], list)
+    files = {"dev/kfd": "", "dev/dri/card0": "", "dev/null": ""}
+    for number, vendor in ((128, "0x1002"), (129, "0x8086"), (130, "0x1a03")):
+        files |= {f"dev/dri/renderD{number}": "", f"sys/class/drm/renderD{number}/device/vendor": vendor}
+    system(tmp_path, files, monkeypatch)
+    dri = tmp_path / "dev" / "dri"
+    expected = [f"AMD {tmp_path}/dev/kfd", f"AMD {dri}/renderD128", f"Intel {dri}/renderD129"]
+    assert examine.gpus()["gpu"]["others"] == expected
+    shutil.rmtree(tmp_path / "dev")
+    assert examine.gpus()["gpu"]["others"] == []
 
 
 def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,12 @@ MADE_UP = {
         "warning: NCCL uses Socket between the nodes, though they have mlx5_0",
         "NCCL_DEBUG=INFO",
     ),
+    "GPUs of AMD": (
+        ("gpu.others", ["AMD /dev/kfd", "AMD /dev/dri/renderD128"], 2, 3),
+        "AMD and Intel GPUs",
+        "warning: AMD /dev/kfd, AMD /dev/dri/renderD128: hpcdist was never tried on them (ranks 2-3 on b)",
+        "hpcdist.init(device='cpu')",
+    ),
     "route": (("routes.mpi.error", "refused"), "route mpi", "broken: refused", "look at the findings about MPI"),
     "file": (("file", {"error": "MPI-IO failed"}), "HDF5 file", "broken: MPI-IO failed", "writer='posix'"),
     "init": (
