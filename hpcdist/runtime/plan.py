@@ -20,6 +20,7 @@ _RESULTS = {
     "out": "out",
     "view": "a view of x",
     "structure": "a structure; its large tensors in memory from the pool",
+    "file": "a file",
     "none": "None",
 }
 
@@ -36,12 +37,12 @@ class Plan:
             large ones in each kind of memory. The same on all ranks.
         sent, received: bytes that this rank sends to and receives from other ranks, counted for every receiver; None
             if only the call can determine them.
-        result: memory of this rank's result: "new", "pool", "shared", "out", "view", "structure" or "none".
+        result: memory of this rank's result: "new", "pool", "shared", "out", "view", "structure", "file" or "none".
         reasons: the reasons for route and method. The same on all ranks.
         shape: of the whole tensor; None of anything but one tensor.
         box: box of the whole tensor that this rank receives, of size 0 if it receives none; likewise.
-        file_bytes: of :func:`hpcdist.staging.load`, bytes of data that this rank reads from the file; of compressed
-            data, as they are in memory.
+        file_bytes: of a function of :mod:`hpcdist.staging`, bytes of data that this rank reads from the file, or writes
+            to it; of compressed data, as they are in memory.
         file_bytes_of_all, sent_by_all: the same of all ranks together. The same on all ranks.
     """
 
@@ -67,7 +68,7 @@ class Plan:
         Args:
             x: this rank's tensor, of the shape, dtype and device that the plan was made for; any strides. None where
                 the plan was made with None. It may need a gradient only if the plan was made for one on any rank. Of
-                structures, any that the verb takes; of ``staging.load``, nothing.
+                structures, any that the verb takes; of ``staging.save``, the tensors; of ``staging.load``, nothing.
             out: as in the planned verb, but always on the device of the plan's tensors.
             async_op: as in the planned verb.
 
@@ -83,7 +84,8 @@ class Plan:
 
     def __str__(self) -> str:
         received = "not known yet" if self.received is None else f"{self.received:,} bytes"
-        file = f"  this rank reads {self.file_bytes:,} bytes from the file, all ranks {self.file_bytes_of_all:,}"
+        does = "writes {} bytes to" if self.result == "file" else "reads {} bytes from"
+        file = f"  this rank {does.format(f'{self.file_bytes:,}')} the file, all ranks {self.file_bytes_of_all:,}"
         lines = [
             f"{self.verb}: route {self.route}, {' and '.join(self.methods) or 'headers alone'}",
             f"  this rank sends {self.sent:,} bytes, receives {received}; result: {_RESULTS[self.result]}",

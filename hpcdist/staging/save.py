@@ -21,9 +21,11 @@ from hpcdist.control import objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
+from hpcdist.layout.box import Copies
 from hpcdist.process import host_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
+from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
     agreed,
@@ -425,6 +427,48 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
             file.put_filtered(i, mine, collected)
         elif collected is not None and mine is not None:
             file.put(i, mine, collected)
+
+
+def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
+    """Plan a call of save(). Collective: see :func:`hpcdist.plan`."""
+    team = world.team_of(group)
+    name = "plan of staging.save"
+    with agreed(team, name, lambda: _check(team, **arguments)) as call:
+        datasets, plans = _plan(team, call)
+    traffic = [_traffic(plan, x.dtype.itemsize, team.rank) for x, plan in zip(datasets, plans, strict=True)]
+    written, sent, received = (sum(row[i] for row in traffic) for i in range(3))
+    everywhere = objects.all_gather_object(team.comm, (written, sent), name)
+    how = {True: "each rank writes its own data", False: "pieces are collected, and one rank writes each"}
+
+    def plan(tensors: Any, **options: Any) -> Any:
+        return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)
+
+    return Plan(
+        verb=VERB,
+        route="none" if all(plan.straight for plan in plans) else "mpi",
+        methods=tuple(dict.fromkeys(how[plan.straight] for plan in plans)),
+        sent=sent,
+        received=received,
+        result="file",
+        reasons=(f"writer={arguments['writer']!r} is {call.same['writer']}",),
+        file_bytes=written,
+        file_bytes_of_all=sum(of for of, _ in everywhere),
+        sent_by_all=sum(of for _, of in everywhere),
+        _call=plan,
+    )
+
+
+def _traffic(plan: PiecePlan, itemsize: int, me: int) -> tuple[int, int, int]:
+    """The bytes of a tensor that a rank writes, sends and receives."""
+    rows, held = plan.rows(me), plan.held[me]
+    written = int(plan.pieces.sizes[rows.start : rows.stop].sum())
+    if plan.straight or isinstance(plan.held, Copies):
+        return written * itemsize, 0, 0
+    own = sum(plan.pieces[row].intersect(held).size() for row in rows)
+    return written * itemsize, (held.size() - own) * itemsize, (written - own) * itemsize
+
+
+planners[save] = _planned_save
 
 
 @dataclass(eq=False)

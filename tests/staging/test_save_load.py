@@ -178,6 +178,27 @@ def test_another_filter(world: hd.World, folder: Path) -> None:
     same(world, staging.load(folder / "x.h5", counts=(1000,) * world.world_size), x)
 
 
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_a_plan_of_a_save(dim: int | None, world: hd.World, findings: Findings, folder: Path) -> None:
+    """Nothing is written until it is called, with any values; what it says adds up."""
+    size, x = world.world_size, torch.full((4, 6), world.rank if dim is not None else 0)
+    plan = hd.plan(staging.save, folder / "x.h5", x, dim)
+    findings.check(not (folder / "x.h5").exists(), "written")
+    total = x.nbytes * (size if dim is not None else 1)
+    written = world.comm.allreduce(plan.file_bytes)
+    sent, received = world.comm.allreduce(plan.sent), world.comm.allreduce(plan.received)
+    findings.check(plan.file_bytes_of_all == written == total, plan)
+    findings.check(plan.sent_by_all == sent == received and (sent > 0) == (dim == 1 and size > 1), plan)
+    findings.check((plan.route, plan.result) == ("mpi" if sent else "none", "file"), plan)
+    findings.check("writes" in str(plan) and "because writer='auto' is" in str(plan), str(plan))
+    world.comm.Barrier()
+    plan(x + 1)
+    whole = torch.cat([torch.full((4, 6), rank + 1) for rank in range(size)], dim) if dim is not None else x + 1
+    load = hd.plan(staging.load, folder / "x.h5", dim=None)
+    findings.same(load(), whole, "loaded")
+    findings.check(load.file_bytes == whole.nbytes and load.result == "new", load)
+
+
 _NAMES = (
     *("plain", "chunked", "compressed", "big endian", "big endian, compressed", "fill", "fill in part", "compact"),
 )
