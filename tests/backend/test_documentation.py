@@ -43,7 +43,7 @@ def test_accelerate(tmp_path: Path) -> None:
     program = tmp_path / _program("with_accelerate.py", tmp_path)
     text = program.read_text()
     known = ("PMI_", "OMPI_COMM_WORLD_", "MPI_LOCAL")
-    unset = f"[os.environ.pop(name) for name in list(os.environ) if name.startswith({known})]\n"
+    unset = f"import os; [os.environ.pop(name) for name in list(os.environ) if name.startswith({known})]\n"
     assert text.count("from accelerate") == 1
     program.write_text(text.replace("from accelerate", unset + "from accelerate"))
     job = mpirun(2, "with_accelerate.py", cwd=tmp_path)
