@@ -32,6 +32,7 @@ __all__ = [
 Min, Max, Product, Adasum = "Min", "Max", "Product", "Adasum"
 _OPS = (Average, Sum, Min, Max, Product)
 Tensors = Tensor | Sequence[Tensor]
+_Take = Callable[[Tensors], tuple[list[Tensor], Callable[[list[Tensor]], Any]]]
 
 
 class NoneCompressor:
@@ -109,8 +110,13 @@ def _inputs(tensors: Tensors, copy: bool) -> tuple[list[Tensor], Callable[[list[
     return contiguous, lambda found: found[0] if single else found
 
 
+def _copied(tensors: Tensors) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """The same on copies, for an operation that writes them."""
+    return _inputs(tensors, True)
+
+
 def _in_place(tensors: Tensors) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """The same for an operation that writes its tensors."""
+    """The same for an operation that writes the caller's tensors."""
     xs, _ = _inputs(tensors, False)
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
@@ -148,26 +154,18 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    _take: _Take = _copied,
 ) -> Operation:
     """Submit an :func:`allreduce`. Returns a handle for synchronize()."""
-    xs, finish = _inputs(tensor, True)
+    xs, finish = _take(tensor)
     arguments = _reduction(op, average, prescale_factor, postscale_factor)
     return submit("allreduce", xs, name, process_set, finish, arguments=arguments)
 
 
-def allreduce_async_(
-    tensor: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Operation:
-    """Submit an :func:`allreduce_`. Returns a handle for synchronize()."""
-    xs, finish = _in_place(tensor)
-    arguments = _reduction(op, average, prescale_factor, postscale_factor)
-    return submit("allreduce", xs, name, process_set, finish, arguments=arguments)
+def allreduce_async_(tensor: Tensors, *args: Any, **options: Any) -> Operation:
+    """Submit an :func:`allreduce_`; arguments and handle as those of :func:`allreduce_async`."""
+    return allreduce_async(tensor, *args, **options, _take=_in_place)
 
 
 def allreduce_(tensor: Tensors, *args: Any, **options: Any) -> Any:
@@ -239,19 +237,21 @@ def _root(root_rank: int, process_set: ProcessSet) -> int:
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    _take: _Take = _copied,
 ) -> Operation:
     """Submit a :func:`broadcast`. Returns a handle for synchronize()."""
-    xs, finish = _inputs(tensor, True)
+    xs, finish = _take(tensor)
     return submit("broadcast", xs, name, process_set, finish, arguments={"root": _root(root_rank, process_set)})
 
 
-def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
-    """Submit a :func:`broadcast_`. Returns a handle for synchronize()."""
-    xs, finish = _in_place(tensor)
-    return submit("broadcast", xs, name, process_set, finish, arguments={"root": _root(root_rank, process_set)})
+def broadcast_async_(*args: Any, **options: Any) -> Operation:
+    """Submit a :func:`broadcast_`; arguments and handle as those of :func:`broadcast_async`."""
+    return broadcast_async(*args, **options, _take=_in_place)
 
 
 def broadcast_(*args: Any, **options: Any) -> Any:
