@@ -327,29 +327,15 @@ def _make(
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
         undo.callback(watch.stop)
         with activity.InCall("init", None):
-            shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
-            chosen, own_gpus = accelerator.choose(private, nodes.local_rank, device, backend, shared)
-            places = objects.all_gather_object(private, (nodes.mine, capacity()))
-            settings = Settings(
-                device=chosen,
-                own_gpus=own_gpus,
-                timeout=limit,
-                nodes=nodes.count,
-                one_system=watch.one_system,
-                node_of=tuple(node for node, _ in places),
-                memory=tuple(nbytes for _, nbytes in places),
-                staging=os.path.abspath(staging or staging_folder(nodes.count)),
-                child_environ=launcher.without_launcher(os.environ),
-                making_group=registration.host.making,
-            )
+            settings = _settings(private, nodes, watch, limit, device, backend, staging)
             registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
             take_back = torchrun.give(private, nodes, meeting.host, os.environ, limit, program)
             undo.callback(take_back)
             if bind:
-                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else chosen)
-            name = None if implicit else backend or registration.default_backend(own_gpus)
-            owns_group = registration.start(private, meeting, name, limit, chosen)
+                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else settings.device)
+            name = None if implicit else backend or registration.default_backend(settings.own_gpus)
+            owns_group = registration.start(private, meeting, name, limit, settings.device)
         undo.pop_all()
     if comm.size > 1:
         abort.install()  # again: torch has set a hook of its own
@@ -370,6 +356,33 @@ def _make(
         _owns_group=owns_group,
         _implicit=implicit,
         _asked=(comm, device, backend, timeout, staging, bind),
+    )
+
+
+def _settings(
+    private: MPI.Intracomm,
+    nodes: rendezvous.Nodes,
+    watch: Watch,
+    limit: timedelta,
+    device: torch.device | str | None,
+    backend: str | None,
+    staging: str | None,
+) -> Settings:
+    """Choose the device of each rank, and collect what the ranks know of each other. Collective over `private`."""
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
+    chosen, own_gpus = accelerator.choose(private, nodes.local_rank, device, backend, shared)
+    places = objects.all_gather_object(private, (nodes.mine, capacity()))
+    return Settings(
+        device=chosen,
+        own_gpus=own_gpus,
+        timeout=limit,
+        nodes=nodes.count,
+        one_system=watch.one_system,
+        node_of=tuple(node for node, _ in places),
+        memory=tuple(nbytes for _, nbytes in places),
+        staging=os.path.abspath(staging or staging_folder(nodes.count)),
+        child_environ=launcher.without_launcher(os.environ),
+        making_group=registration.host.making,
     )
 
 
