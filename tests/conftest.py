@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from launch import slowness
 from settings import HALF
 
 import hpcdist
+from hpcdist.control import objects
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -134,7 +136,8 @@ def world() -> hpcdist.World:
 def folder(world: hpcdist.World) -> Iterator[Path]:
     """A new folder, the same for all ranks, that is gone afterwards; where HPCDIST_TEST_FOLDER says, if it is set."""
     base = os.environ.get("HPCDIST_TEST_FOLDER")
-    path = Path(world.comm.bcast(tempfile.mkdtemp(prefix="hpcdist-test-", dir=base) if world.rank == 0 else None))
+    make = partial(tempfile.mkdtemp, prefix="hpcdist-test-", dir=base)
+    path = Path(objects.run_on_root(world.comm, "a folder for the test", make))
     yield path
     world.comm.Barrier()
     if world.rank == 0:

@@ -21,7 +21,7 @@ as_rank=()
 case $kind in
 clients)
     mkdir "$dir"/{backing,client0,client1}
-    options=cache.writeback=true,cache.files=full,cache.attr=3,cache.entry=3,inodecalc=devino-hash
+    options=cache.writeback=true,cache.files=full,cache.attr=3,cache.entry=3,inodecalc=devino-hash,minfreespace=0
     for client in 0 1; do
         mergerfs -o "$options" "$dir/backing" "$dir/client$client"
         mounted+=("$dir/client$client")
