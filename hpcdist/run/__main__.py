@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import io
 import os
 import re
@@ -50,22 +51,28 @@ def _parser() -> Parser:
 
 
 class _Tagged(io.RawIOBase):
-    """A standard stream, each line of which begins with a tag."""
+    """A standard stream whose lines begin with a tag. A line is written when it is whole, so that no other rank's line
+    cuts it; its end may be a carriage return, as in a progress bar."""
 
     def __init__(self, stream: TextIO, tag: bytes) -> None:
-        self._stream, self._tag, self._in_line = stream.buffer, tag, False
+        self._stream, self._tag, self._rest = stream.buffer, tag, b""
         self.fileno = stream.fileno  # type: ignore[method-assign]
+        atexit.register(self._end)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        text = bytes(data)
-        for line in text.splitlines(keepends=True):
-            self._stream.write(line if self._in_line else self._tag + line)
-            self._in_line = not line.endswith((b"\n", b"\r"))
+        *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + bytes(data))
+        self._write_lines(lines)
+        return len(data)
+
+    def _end(self) -> None:
+        self._write_lines([self._rest] if self._rest else [])
+
+    def _write_lines(self, lines: list[bytes]) -> None:
+        self._stream.write(b"".join(self._tag + line for line in lines))
         self._stream.flush()
-        return len(text)
 
 
 def _direct_output(rank: int, tag: bool, folder: str | None) -> None:
