@@ -5,8 +5,6 @@ from __future__ import annotations
 import runpy
 import sys
 
-__all__ = ["COMMANDS", "main"]
-
 # Name -> what it does, the module to run, and words that come before the user's.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run a program that is written for torchrun", "hpcdist.run"),

@@ -15,11 +15,6 @@ from typing import Any, NamedTuple, Protocol
 from hpcdist.activity import callsite
 from hpcdist.activity.procstat import started
 
-__all__ = [
-    *("ANYBODY", "ENDING", "FINALIZED", "NOBODY", "RUNNING", "Counted", "Entry", "InCall", "Process", "SharedRecord"),
-    *("ThreadRecord", "ThreadStatus", "expect_limit", "refuse", "start", "thread_calls", "touch"),
-]
-
 RUNNING, FINALIZED, ENDING = 0, 1, 2  # states of a process; the last one ends the job on purpose
 ANYBODY, NOBODY = 2**31, 2**31 + 1  # in the place of a rank
 

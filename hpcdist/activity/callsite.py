@@ -7,8 +7,6 @@ import os
 import sys
 from types import CodeType, FrameType
 
-__all__ = ["LONGEST", "outside", "place", "where"]
-
 LONGEST = 400  # bytes of a description
 _PATH = 200  # characters of a path that are shown
 # Packages whose code is not the user's, by the name of their modules: torch may be installed anywhere, and loads what

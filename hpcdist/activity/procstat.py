@@ -16,11 +16,6 @@ import psutil
 
 from hpcdist.activity.callsite import place
 
-__all__ = [
-    *("NOT_OPENED", "condition", "doing", "frames", "identity", "opened", "stack", "started"),
-    "status",
-]
-
 NOT_OPENED = "its ranks cannot open each other's memory (/proc/PID/fd): processes with pids or users of their own"
 
 

@@ -32,8 +32,6 @@ from hpcdist.process import abort
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["Call", "Counts", "checked", "sizes"]
-
 Sizes = tuple[tuple[int, dtype], ...]  # elements and dtype of tensors
 Counts = Mapping[int, int]  # elements by rank
 

@@ -43,11 +43,6 @@ from hpcdist.errors import refusal
 from hpcdist.layout import limits
 from hpcdist.tensors.storage import overlap
 
-__all__ = [
-    *("all_gather", "all_gather_single", "all_reduce", "all_to_all_single", "barrier", "broadcast", "coalesced"),
-    *("exchange", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single", "sparse_all_reduce"),
-]
-
 LEAST = 2**19  # bytes of a tensor to reduce through shared memory; below, MPI's own Allreduce has less latency
 SLOT = 2**20  # bytes of a rank's slot
 PIPELINED = 2**23  # bytes of a tensor to broadcast so; below, MPI's own Bcast is as fast, or has less latency

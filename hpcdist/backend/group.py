@@ -20,8 +20,6 @@ from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Group, Team, create_group
 from hpcdist.errors import refusal
 
-__all__ = ["MpiBackend", "MpiProcessGroup", "team_of"]
-
 
 def team_of(
     whole: MPI.Intracomm, settings: Settings, peers: Sequence[int], ranks: Sequence[int] | None, tag: int = 0

@@ -14,10 +14,6 @@ from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator, pool
 from hpcdist.tensors.storage import as_bytes, copyable, problem, span
 
-__all__ = [
-    *("UnusableError", "address", "flat", "packed", "readable", "scratch", "share_memory", "tensors_in", "writable"),
-]
-
 _from_address = MPI.buffer.fromaddress
 
 

@@ -28,8 +28,6 @@ from hpcdist.comm.team import Team
 from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator, eager
 
-__all__ = ["Operations", "finish"]
-
 Tensors = list[Tensor]
 _BARRIER = 1800  # seconds, as torch's default
 _NOTHING = timedelta(0)

@@ -19,8 +19,6 @@ from torch.distributed import ReduceOp
 from hpcdist.errors import refusal
 from hpcdist.tensors.storage import sum_dtype
 
-__all__ = ["Reduction", "reduction"]
-
 _Kind: Any = ReduceOp.RedOpType
 _BITWISE = ("BAND", "BOR", "BXOR")
 _INTEGERS = {

@@ -31,8 +31,6 @@ from hpcdist.comm.worker import note_failure
 from hpcdist.errors import refusal
 from hpcdist.tensors.storage import copyable
 
-__all__ = ["DONE", "METHODS", "Finished", "Queued", "Transfer", "forget_done", "install", "recv", "send"]
-
 METHODS = ("is_completed", "is_success", "exception", "result", "source_rank", "_source_rank", "_get_sequence_number")
 _SLEEP = 1e-4  # seconds between two looks at a message with a time limit of its own
 _POLLED = 4  # messages that are looked at for each new one: thousands may be under way

@@ -17,8 +17,6 @@ from hpcdist.tensors import eager
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 
-__all__ = ["attach", "count"]
-
 _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
 
 

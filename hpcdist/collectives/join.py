@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, S, SharedKeywords, StructureKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["Join", "concat", "gather", "joining"]
-
 
 # fmt: off
 @overload

@@ -30,8 +30,6 @@ from hpcdist.validation.collective import Agreed
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike
 
-__all__ = ["plan"]
-
 _OPERATIONS: dict[Any, Callable[..., Plannable | structures.JoinStructures]] = {
     join.gather: partial(join.joining, "gather"),
     join.concat: partial(join.joining, "concat"),

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["Redistribute", "balance", "local", "redistribute"]
-
 AT_ONCE = 2**20  # bytes; if no rank has more, all messages are sent by one Alltoallw
 _CACHED = 64  # transfer plans per team
 Shape = tuple[int, ...]

@@ -12,8 +12,6 @@ from hpcdist.errors import coded
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective
 
-__all__ = ["allocate", "everywhere", "method"]
-
 T = TypeVar("T")
 
 AGREED = 2**20  # bytes; of larger results, the ranks agree that all have been allocated, which takes microseconds

@@ -28,8 +28,6 @@ from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 from hpcdist.validation.local import call_of
 
-__all__ = ["Description", "Operation", "Plannable", "is_plain_out", "plan", "run"]
-
 
 class Operation(ABC):
     """One collective call: the part of each step that is specific to the operation.

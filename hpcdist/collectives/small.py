@@ -17,8 +17,6 @@ from hpcdist.tensors.storage import copyable
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["BEHIND_HEADERS", "Parts", "Small", "encode", "prefix_of", "remember"]
-
 BEHIND_HEADERS = Method("behind the headers by which the ranks agree", "the data of every rank fit there")
 _MOST = 256  # calls that a team keeps, or a plan
 _HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team

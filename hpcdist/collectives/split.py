@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
-__all__ = ["Scatter", "split"]
-
 Counts: TypeAlias = str | Sequence[int] | None
 
 

@@ -30,8 +30,6 @@ from hpcdist.validation import local
 from hpcdist.validation.call import Call, except_dim, show_shape
 from hpcdist.validation.collective import Agreed
 
-__all__ = ["Distribution", "JoinStructures"]
-
 Buffers = dict[int, Tensor]  # the tensors of one rank, by their numbers
 
 

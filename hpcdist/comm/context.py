@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.matching import Unexpected
     from hpcdist.comm.settings import GroupLike
 
-__all__ = ["Context"]
-
 
 class Context:
     """The ranks of one job and the groups that they form, from init() to finalize(). Collective over `private`.

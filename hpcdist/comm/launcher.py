@@ -30,11 +30,6 @@ from hpcdist.errors import LaunchError, reason, refusal
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    *("GIVEN", "VARIABLES", "Launcher", "alone", "has_rank", "is_given", "job", "nearest", "number", "on_node"),
-    "without_launcher",
-]
-
 _OWN_MPIRUN = (
     "Use the launcher that belongs to it: the mpirun of the same installation (for the PyPI wheels, the one in the "
     "environment's bin folder)"

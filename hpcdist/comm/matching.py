@@ -20,8 +20,6 @@ from hpcdist.comm.mpi import memory
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import of_bytes
 
-__all__ = ["INLINE", "Envelope", "Unexpected", "conflict", "with_envelope"]
-
 _HEAD = struct.Struct("<qqqq")  # the group's key, the tag, the message's number, the bytes of its content
 _NOT_YET = 0xFF  # each byte of a head that has not arrived: as a number of bytes it is invalid
 INLINE = 2**16  # bytes of content sent with the envelope at most: messages that wait for a receive take memory

@@ -24,8 +24,6 @@ from hpcdist.tensors import accelerator
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["DIRECT", "LIMIT", "MPI_ROUTE", "Mpi", "Views", "memory", "pieces"]
-
 LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
 # Total bytes from which sends and receives replace an Allgatherv. MPICH pipelines it in pieces of 32 KiB around a
 # ring, which at 64 MiB per rank takes 2 times as long on 2 ranks, and 10 times or more with more ranks than cores.

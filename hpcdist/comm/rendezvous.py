@@ -25,10 +25,6 @@ from hpcdist.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    *("Meeting", "Nodes", "in_torch_order", "interfaces", "meet", "open_store", "variables"),
-]
-
 _CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none was reached by all ranks
 
 

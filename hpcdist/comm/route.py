@@ -16,8 +16,6 @@ from hpcdist.tensors.storage import as_bytes
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["Alltoall", "Ints", "Message", "Method", "Route", "cut"]
-
 Ints = Sequence[int]
 Message = tuple[int, Tensor]  # (a rank of the team, the bytes to send to it or to receive from it)
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ROUTES", "GroupLike", "Keywords", "S", "Settings", "SharedKeywords", "StructureKeywords"]
-
 ROUTES = ("auto", "nccl", "gloo", "mpi", "hdf5")
 """The values of ``route=``."""
 

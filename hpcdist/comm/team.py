@@ -28,18 +28,6 @@ from hpcdist.layout import limits
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "HEADER",
-    "WORLD",
-    "Group",
-    "HeaderBuffers",
-    "Team",
-    "create_group",
-    "freeing",
-    "inline_capacity",
-    "is_alive",
-]
-
 WORLD = 0  # the key of the group of all ranks
 HEADER = 64  # bytes of a rank's header: see hpcdist/validation/collective.py
 _FREE, _OWN, _OTHERS = range(3)  # owner of a provisional key

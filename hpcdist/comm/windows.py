@@ -26,8 +26,6 @@ from hpcdist.tensors.shared_memory import SharedBlock
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["KEPT", "SLOTS", "SPARE", "Topology", "Window", "Windows", "by_node"]
-
 SLOTS = 64  # windows of a team and node that can exist at once: each takes three descriptors of every process
 KEPT = 2**30  # bytes of the windows that nobody holds, at most, beside the one in use
 SPARE = 8  # such windows, at most: programs may open 1,024 descriptors

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 from hpcdist.errors import coded, with_hint
 from hpcdist.process import abort
 
-__all__ = ["Worker", "note_failure", "report_failures"]
-
 T = TypeVar("T")
 
 

@@ -39,13 +39,11 @@ from hpcdist.formats.paths import shown
 from hpcdist.layout import Box
 from hpcdist.layout.box import Shards, summed
 from hpcdist.process import host_memory
-from hpcdist.runtime.cli import Parser, path, placed, plural, progress, table, timed
-from hpcdist.runtime.commandline import problem
+from hpcdist.runtime.cli import placed, progress, table, timed
+from hpcdist.runtime.commandline import Parser, path, plural, problem
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.writer import WINDOW, SaveOptions
 from hpcdist.tensors.storage import as_bytes, bits, row_major
-
-__all__ = ["OUTPUTS", "join_main", "parser", "split_main"]
 
 OUTPUTS = tuple(suffix for suffix, of in FORMATS.items() if of.dtypes)
 _MAX_PARTS = 10**6

@@ -33,14 +33,13 @@ from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Contents, Dataset
 from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.paths import check_folder, shown
-from hpcdist.runtime.cli import Parser, meter, path, plural, run
+from hpcdist.runtime.cli import meter, run
+from hpcdist.runtime.commandline import Parser, path, plural
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size
 from hpcdist.staging.reader import OpenFiles
 from hpcdist.staging.writer import SaveOptions
 from hpcdist.validation.local import ArgumentError
-
-__all__ = ["main", "parser"]
 
 _VERB = "convert"
 _FILES = (safetensors.SUFFIX, ".h5")

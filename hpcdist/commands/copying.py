@@ -35,18 +35,14 @@ from hpcdist.formats.paths import check_target, file_errors, shown
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.layout.box import Shards, grid, summed
-from hpcdist.runtime.cli import Parser, meter, nbytes, progress, show_bytes
+from hpcdist.runtime.cli import meter, nbytes, progress
+from hpcdist.runtime.commandline import Parser, show_bytes
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import check_pieces, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors.storage import bits
 from hpcdist.validation.local import ArgumentError
-
-__all__ = [
-    *("Inputs", "Read", "Report", "Source", "add_options", "check_output", "copied", "copy", "described", "find"),
-    *("finish", "in_pieces", "joined", "reading", "share"),
-]
 
 Report = dict[str, Any]
 _NAMED = re.compile(r"(.+\.(?:npz|pt|safetensors|h5)):(.+)", re.DOTALL)

@@ -14,7 +14,8 @@ from hpcdist.formats.contents import Contents, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import shown
 from hpcdist.layout import Box
-from hpcdist.runtime.cli import Parser, meter, path, plural, ranks_text, run, show_bytes, table
+from hpcdist.runtime.cli import meter, ranks_text, run, table
+from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import PIECE
 from hpcdist.staging.reader import OpenFiles, TensorReader

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from hpcdist import staging
 from hpcdist.__main__ import COMMANDS
-from hpcdist.runtime.cli import Parser, plural, run
+from hpcdist.runtime.cli import run
+from hpcdist.runtime.commandline import Parser, plural
 from hpcdist.runtime.world import World
 from hpcdist.tensors import accelerator
 

@@ -17,8 +17,6 @@ from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
 
-__all__ = ["decode", "encode"]
-
 _PACKAGE = __name__.partition(".")[0]
 
 

@@ -22,11 +22,6 @@ from hpcdist.errors import HpcdistError, RankError, coded, described, without_hi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    *("run_on_all", "all_gather_object", "run_on_root", "broadcast_bytes", "everywhere", "first_difference"),
-    *("gather_bytes", "node_file", "raise_problems", "same"),
-]
-
 T = TypeVar("T")
 
 _MOST = 2**30  # bytes that all ranks together may exchange at once

@@ -27,7 +27,7 @@ from hpcdist.doctor.checks import ORDER, Facts, Finding, fix_of, judge
 from hpcdist.doctor.examine import Steps, examine, launch
 from hpcdist.process import abort
 from hpcdist.process.streams import escape, printing
-from hpcdist.runtime.cli import Parser, path, plural
+from hpcdist.runtime.commandline import Parser, path, plural
 from hpcdist.runtime.world import environ, is_first
 from hpcdist.watch.deadlines import deadline
 

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from hpcdist.comm import launcher
 from hpcdist.routes import select
-from hpcdist.runtime.cli import plural, ranks_text, show_bytes
+from hpcdist.runtime.cli import ranks_text
+from hpcdist.runtime.commandline import plural, show_bytes
 from hpcdist.tensors import accelerator
-
-__all__ = ["CHECKS", "GLOO", "ORDER", "STEPS", "Facts", "Finding", "fix_of", "judge", "known", "socket_problem"]
 
 ORDER = ("broken", "warning", "ok")
 RANK, NODE, JOB = ("id",), ("node",), ()  # not the rank's number, which may only be known later

@@ -47,8 +47,6 @@ from hpcdist.tensors import accelerator
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Steps", "examine", "launch"]
-
 _PREFIX = "hpcdist-doctor-"  # of the files that the doctor makes
 # Variables that are kept, beside those of the launchers. None is secret: --json shows them.
 _KEPT = (

@@ -6,11 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-__all__ = [
-    *("SHOWN", "FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "RankError"),
-    *("coded", "codes", "described", "hint", "labelled", "listed", "reason", "refusal", "with_hint", "without_hint"),
-]
-
 E = TypeVar("E", bound=BaseException)
 
 _RANKS_SHOWN = 8  # a thousand ranks with the same mistake need not print a thousand lines

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from hpcdist.errors import codes
 
-__all__ = ["FOLDER", "GROUPS", "main", "page", "titles"]
-
 FOLDER = Path(__file__).parent / "pages"
 
 GROUPS = {

@@ -22,8 +22,6 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, Listed
 from hpcdist.tensors.storage import DTYPES
 
-__all__ = ["Contents", "Dataset", "FileMap", "Format", "Identity", "Parts", "Slices", "Stored", "Table", "identity"]
-
 Table = np.ndarray[Any, np.dtype[np.void]]
 Slices = Callable[[Box], Tensor]
 """Returns a box of an array as its format's own library reads it: a CPU tensor."""

@@ -46,11 +46,6 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import Ints
 from hpcdist.tensors.storage import BARE, DTYPES
 
-__all__ = [
-    *("ALIGNMENT", "DTYPE_ATTRIBUTE", "GROUP", "HDF5", "NUMPY", "VERSION", "attributes", "opened"),
-    *("record_dtype", "stored_dtype", "table_of"),
-]
-
 GROUP = "_hpcdist"
 DTYPE_ATTRIBUTE = "torch_dtype"
 VERSION = 1

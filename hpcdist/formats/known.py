@@ -14,8 +14,6 @@ from hpcdist.formats.numpy_files import NPY, NPZ
 from hpcdist.formats.safetensors import INDEX, SAFETENSORS
 from hpcdist.formats.torch_files import DCP, METADATA, PT
 
-__all__ = ["FORMATS", "describe", "format_of"]
-
 FORMATS: dict[str, Format] = {".npy": NPY, ".npz": NPZ, ".pt": PT, ".safetensors": SAFETENSORS, ".h5": HDF5}
 
 

@@ -21,8 +21,6 @@ from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.process import host_memory
 
-__all__ = ["NPY", "NPZ"]
-
 _HEADER = 2**16  # bytes; numpy itself takes 10,000
 
 

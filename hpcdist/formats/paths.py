@@ -33,24 +33,6 @@ from typing import TypeVar
 
 from hpcdist.errors import FileError, coded, reason
 
-__all__ = [
-    "Commit",
-    "check_folder",
-    "check_regular",
-    "check_target",
-    "file_errors",
-    "lock",
-    "open_regular",
-    "patiently",
-    "private_folder",
-    "shown",
-    "status_of_old",
-    "sweep",
-    "sync",
-    "utf8_path",
-    "write_text",
-]
-
 T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be out of date

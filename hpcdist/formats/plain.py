@@ -24,12 +24,6 @@ from hpcdist.layout import Box
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, bits
 
-__all__ = [
-    *("BLOCK", "SHORT", "Digest", "Raw"),
-    *("checksum", "digest", "forget", "memory", "page_size", "read_at", "start_writeback", "write_at"),
-]
-
-
 # Bytes that are written at once: half of a second-level cache, so that a block is still there to be hashed. Nor does
 # the page cache take memory in larger pieces then, for which a virtual machine may wait: see benchmarks/README.md.
 BLOCK = 2**19

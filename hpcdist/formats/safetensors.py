@@ -24,8 +24,6 @@ from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES
 
-__all__ = ["INDEX", "METADATA", "SAFETENSORS", "SUFFIX", "divide", "index_of", "replace_form", "write_index"]
-
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"  # the end of the name of an index
 METADATA = "__metadata__"  # in the header, text by name; no tensor may have this name

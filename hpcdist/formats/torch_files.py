@@ -36,8 +36,6 @@ from hpcdist.layout import Box
 from hpcdist.process import host_memory
 from hpcdist.tensors.storage import BARE, DTYPES
 
-__all__ = ["DCP", "METADATA", "PT", "part_of"]
-
 METADATA = ".metadata"  # of a folder
 
 _MOST_NAMES, _DEEPEST = 2**18, 100  # of dicts that are in a file more than once; of dicts within each other

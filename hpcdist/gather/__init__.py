@@ -1,5 +1,3 @@
 """The operation gather, and the command ``python -m hpcdist.gather``."""
 
-from hpcdist.collectives.join import gather
-
-__all__ = ["gather"]
+from hpcdist.collectives.join import gather as gather

@@ -13,8 +13,6 @@ import jinja2
 
 from hpcdist.jobscript.shape import OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape, check, completed, gpus, seconds
 
-__all__ = ["option", "write"]
-
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hpcdist.jobscript"),
     undefined=jinja2.StrictUndefined,

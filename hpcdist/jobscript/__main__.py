@@ -14,7 +14,7 @@ from hpcdist.errors import InputError, reason
 from hpcdist.jobscript import option, write
 from hpcdist.jobscript.shape import BINDINGS, KINDS, LAUNCHERS, OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape
 from hpcdist.process.streams import pass_bytes_on, printing
-from hpcdist.runtime.cli import Parser, path
+from hpcdist.runtime.commandline import Parser, path
 
 _SECONDS = 20.0
 _VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"

@@ -9,11 +9,6 @@ from typing import Any
 
 from hpcdist.errors import InputError
 
-__all__ = [
-    *("BINDINGS", "KINDS", "LAUNCHERS", "OTHER_PMIS", "PMIS", "PMI_OF_IMAGES", "SCHEDULERS", "Scheduler", "Shape"),
-    *("check", "completed", "gpus", "seconds"),
-]
-
 
 @dataclass(frozen=True)
 class Scheduler:

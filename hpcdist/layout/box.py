@@ -15,11 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    *("Box", "BoxSequence", "Copies", "Ints", "Listed", "Overlaps", "Shards", "boxes", "cut_shards", "disjoint"),
-    *("grid", "overlaps", "run_boxes", "run_starts", "runs", "summed", "whole"),
-]
-
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 

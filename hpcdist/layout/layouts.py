@@ -14,11 +14,6 @@ from typing import Protocol
 from hpcdist.errors import refusal
 from hpcdist.layout.box import Box, whole
 
-__all__ = [
-    *("PARTITIONS", "Block", "Boxes", "Layout", "Replicate", "Split", "balance", "block", "block_range"),
-    *("block_ranges", "chunk", "counts_of", "displs", "pieces"),
-]
-
 _wrong = partial(refusal, ValueError, "HD213")
 
 Shape = tuple[int, ...]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike
     from hpcdist.p2p.transfers import Outgoing, Steps, Transport
 
-__all__ = ["irecv", "isend", "recv", "send"]
-
 
 def send(
     x: Any,

@@ -28,8 +28,6 @@ from hpcdist.tensors.message import Contents, check_memory, encode, join, parse
 from hpcdist.tensors.storage import Scratch, as_bytes
 from hpcdist.tensors.tree import Tree, decode, rebuild
 
-__all__ = ["Outgoing", "RecvTurn", "Transport", "transport"]
-
 T = TypeVar("T")
 
 _SPINS = 200  # polls before the first sleep

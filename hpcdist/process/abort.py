@@ -31,11 +31,6 @@ from typing import Any, NoReturn, TextIO
 
 from hpcdist.errors import HpcdistError, RankError, coded, with_hint
 
-__all__ = [
-    *("InStep", "InTransfer", "at_end", "check", "cleanup", "explain", "fail", "flush", "install", "job"),
-    *("print_error", "replace", "show", "temp_files", "uninstall", "watched"),
-]
-
 _FLUSH_SECONDS = 1.0  # for the output that is left
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
 _exit_now = os._exit

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["apply", "beside", "choose", "domains"]
-
 _SYS = Path("/sys")
 
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from hpcdist.errors import LaunchError, coded
 
-__all__ = ["claim", "refusal"]
-
 _OWNER = struct.Struct("<q")
 _owner = mmap.mmap(-1, mmap.PAGESIZE)  # pid of the process that has called init(), shared with all forked from here on
 _parent = 0  # pid of the parent, in a child that must not use MPI

@@ -10,8 +10,6 @@ import psutil
 
 from hpcdist.errors import FileError
 
-__all__ = ["available", "capacity", "groups", "parse", "require"]
-
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 # Of control groups, of version 2 and 1: files of the limit and of the usage, and the name of the cache in memory.stat.

@@ -6,8 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-__all__ = ["COMMAND", "command"]
-
 
 def command() -> str:
     """Return the command of hpcdist that this process was started as, while its package is imported.

@@ -12,8 +12,6 @@ from typing import Any, TextIO
 
 from hpcdist.errors import coded, reason
 
-__all__ = ["escape", "pass_bytes_on", "printing", "reserve"]
-
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 FAILED = 1  # exit status of a command that has done its work, but could not print the result
 

@@ -14,8 +14,6 @@ from importlib import metadata, util
 from hpcdist.errors import coded, hint, refusal
 from hpcdist.process.startup import COMMAND
 
-__all__ = ["OLDEST", "__version__", "problem", "require"]
-
 __version__ = "0.1.0"
 
 # As in setup.cfg, which has the reasons. pip checks them when it installs; later installations, PYTHONPATH and a

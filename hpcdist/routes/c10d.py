@@ -25,8 +25,6 @@ from hpcdist.tensors.storage import as_bytes
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["GLOO", "NCCL"]
-
 _LATER = timedelta(minutes=1)  # torch's deadline after our own, which reports more
 
 

@@ -31,8 +31,6 @@ from hpcdist.tensors.storage import as_bytes
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["HDF5_ROUTE"]
-
 VERB = "route hdf5"
 PREFIX = "hpcdist-stage-"
 

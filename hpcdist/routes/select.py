@@ -13,8 +13,6 @@ from hpcdist.tensors.accelerator import MemoryKind
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["ROUTES", "agreed", "load"]
-
 # name -> (module, attribute); the module is imported when the route is first selected
 ROUTES = {
     "nccl": ("hpcdist.routes.c10d", "NCCL"),

@@ -16,9 +16,6 @@ from hpcdist.tensors.storage import Scratch, as_bytes
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["Staged"]
-
-
 Pair = tuple[Tensor, Tensor]
 
 

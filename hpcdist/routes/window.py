@@ -26,8 +26,6 @@ from hpcdist.tensors.storage import as_bytes, copyable
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-__all__ = ["LEAST", "SHARED", "SHARED_LEAST", "WINDOW_ROUTE", "concat", "helps", "refusal", "split", "take"]
-
 # Bytes of all messages from which they pass through windows. Below, MPI's own Allgatherv has less latency: 2 hosts x 2
 # ranks break even at 4 MiB where the wire is as fast as memory, and below 256 KiB at 1 Gbit/s (Open MPI 4.1).
 LEAST = 2**20

@@ -19,7 +19,8 @@ from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, reason, refusal
 from hpcdist.process import abort
 from hpcdist.runtime import world
-from hpcdist.runtime.cli import Parser, path, refuse
+from hpcdist.runtime.cli import refuse
+from hpcdist.runtime.commandline import Parser, path
 from hpcdist.runtime.registration import host
 
 _LAUNCHERS = re.compile(

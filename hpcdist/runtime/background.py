@@ -21,8 +21,6 @@ from hpcdist.tensors import accelerator, eager
 from hpcdist.validation.collective import LEAVE, leave
 from hpcdist.watch.deadlines import patience
 
-__all__ = ["Handle", "check_threads", "join_uploads", "leave_all", "prepare", "run_now", "submit"]
-
 T = TypeVar("T")
 
 

@@ -17,14 +17,9 @@ from hpcdist.errors import HpcdistError, LaunchError, coded
 from hpcdist.process import abort, host_memory
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
-from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path, plural, show_bytes
+from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, show_bytes
 from hpcdist.runtime.world import World, team_of
 from hpcdist.tensors import accelerator
-
-__all__ = [
-    "Parser", "meter", "nbytes", "path", "placed", "plural", "progress", "ranks_text", "refuse", "run", "show_bytes",
-    "table", "timed",
-]  # fmt: skip
 
 T = TypeVar("T")
 

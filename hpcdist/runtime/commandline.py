@@ -9,8 +9,6 @@ from typing import IO, Any, NoReturn
 from hpcdist.errors import HpcdistError, RankError, hint
 from hpcdist.formats.paths import shown
 
-__all__ = ["BAD_INPUT", "Parser", "is_rank_0", "line", "path", "plural", "problem", "show_bytes"]
-
 BAD_INPUT = 2  # exit status, the same as argparse's
 
 

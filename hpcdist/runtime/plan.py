@@ -8,8 +8,6 @@ from typing import Any
 
 from hpcdist.layout import Box
 
-__all__ = ["Plan", "planners"]
-
 planners: dict[Callable[..., Any], Callable[..., Plan]] = {}
 """By the verb of another package: takes all of its arguments by name, `group` included, and plans it."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import Settings
     from hpcdist.comm.team import Team
 
-__all__ = ["BINDS", "NAME", "PLUGINS", "Host", "default_backend", "host", "leave", "register", "start"]
-
 NAME = "mpi"
 PLUGINS = hasattr(
     torch._C._distributed_c10d, "PreHookArgs"

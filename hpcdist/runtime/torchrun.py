@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from hpcdist.comm.rendezvous import Nodes
 
-__all__ = ["give"]
-
 _ADDRESS, _PORT, _THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
 
 

@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
     from hpcdist.comm.settings import GroupLike
 
-__all__ = [
-    *("World", "context", "current", "environ", "finalize", "init", "is_first", "prepare", "staging_folder", "team_of"),
-]
-
 
 @dataclass(eq=False, kw_only=True)
 class World:

@@ -1,5 +1,3 @@
 """The operation split, and the command ``python -m hpcdist.split``."""
 
-from hpcdist.collectives.split import split
-
-__all__ = ["split"]
+from hpcdist.collectives.split import split as split

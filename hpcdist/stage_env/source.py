@@ -23,8 +23,6 @@ import xxhash
 from hpcdist.errors import FileError, InputError, reason
 from hpcdist.formats.paths import check_regular
 
-__all__ = ["MANIFEST", "Packer", "Source", "fail", "lines", "relocation", "scan"]
-
 MANIFEST = ".stage_env"  # name of a file in the copy that is not the source's own
 _THREADS = 16  # a shared file system answers each request late, but many at once
 _BATCH, _AHEAD = 64, 2**18  # files whose first bytes are read ahead of their turn, and how many bytes

@@ -38,8 +38,6 @@ from hpcdist.stage_env.source import MANIFEST, Packer, Source, fail, lines, relo
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["VERB", "Copy", "Request", "Staged", "cleanup", "open_folder", "stage", "unpack"]
-
 T = TypeVar("T")
 
 VERB = "stage_env"

@@ -25,22 +25,6 @@ from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call
 from hpcdist.validation.local import ArgumentError
 
-__all__ = [
-    *(
-        "SINGLE",
-        "agreed",
-        "check_attrs",
-        "check_inside",
-        "check_out",
-        "check_safetensors",
-        "count",
-        "flatten",
-        "nest",
-        "positive",
-    ),
-    *("shape_and_dtype", "shard_size", "target_path"),
-]
-
 T = TypeVar("T")
 
 SINGLE = "data"  # the name of a tensor that is saved without one

@@ -22,8 +22,6 @@ from hpcdist.validation import local
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike
 
-__all__ = ["checkpointable"]
-
 VERB = "checkpointable"
 _LAYOUTS = (layouts.Split, layouts.Block, layouts.Replicate, layouts.Boxes)
 

@@ -25,8 +25,6 @@ from hpcdist.layout import Box
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NAMES", "Chunk", "Mpio", "Posix", "active", "filtered", "missing", "takes_path", "write_chunks"]
-
 NAMES = ("auto", "mpio", "posix")
 _AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
 _LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffix that it adds

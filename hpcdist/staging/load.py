@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike
     from hpcdist.comm.windows import Window
 
-__all__ = ["load", "plan_load"]
-
 VERB = "staging.load"
 _PLAN = "plan of staging.load"
 _ONCE_PER = ("auto", "rank", "job")

@@ -21,12 +21,6 @@ from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, as_bytes, bits
 from hpcdist.validation.local import ArgumentError
 
-__all__ = [
-    *("collect", "deliver", "incoming", "outgoing"),
-    *("MOST_PIECES", "PIECE", "ROUND", "PiecePlan", "block_bounds", "check_pieces", "check_shape", "piece_limit"),
-    *("plan_save"),
-]
-
 ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
 _TOGETHER = 2**29  # bytes of all of these: rank 0 receives them, if they are compressed
 PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, and of resuming

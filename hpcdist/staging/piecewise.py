@@ -47,8 +47,6 @@ from hpcdist.validation.call import not_a_tensor
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike
 
-__all__ = ["ReadFile", "WriteFile", "open"]
-
 VERB = "staging.open"
 
 

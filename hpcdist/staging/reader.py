@@ -22,8 +22,6 @@ from hpcdist.layout import Box
 from hpcdist.staging.pieces import incoming, piece_limit
 from hpcdist.tensors.storage import bits
 
-__all__ = ["OpenFiles", "Part", "TensorReader", "open_files"]
-
 _PART = 2**21  # bytes that are read at a time to be checked
 _MOST_OPEN = 32
 _NAPS = (3.2, 1.6, 0.8, 0.4, 0.2, 0.1, 0)  # seconds between attempts, the last one first

@@ -63,8 +63,6 @@ if TYPE_CHECKING:
         group: GroupLike | None
 
 
-__all__ = ["save", "wait_for"]
-
 VERB = "staging.save"
 _CHUNK = 2**20  # bytes of a chunk, where the caller does not give its shape
 # Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["WINDOW", "FileWriter", "PartFile", "RankWriter", "SaveOptions", "Target"]
-
 WINDOW = 2**28  # bytes per rank, of what is not the caller's tensors
 _ROUND = 2**20  # bytes of edges that a rank sends at a time
 _SHARE = 16  # consecutive pages that belong to one rank

@@ -23,11 +23,6 @@ from hpcdist.tensors import pool
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    *("KIND", "LIBRARY", "MemoryKind", "address", "choose", "count", "event", "holds", "host_buffer", "identity"),
-    *("library_version", "of_rank", "properties", "shared_gpu", "synchronize"),
-]
-
 
 def kind() -> tuple[str, str]:
     """Return the device type of the GPUs for which this torch was built, and its name of their collective library.

@@ -13,8 +13,6 @@ from hpcdist.layout import Box
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable
 
-__all__ = ["Blocks", "blocks"]
-
 
 class Blocks:
     """The boxes of a tensor that each rank sends or receives, as one message per rank.

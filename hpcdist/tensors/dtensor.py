@@ -15,8 +15,6 @@ from hpcdist.layout import Block, Box, Layout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["layout_of", "placements_of"]
-
 
 def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int]) -> Layout:
     """Return the layout of a DTensor with these placements; the inverse of :func:`placements_of`.

@@ -14,8 +14,6 @@ from torch._C._dynamo import eval_frame
 from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["as_called", "not_compiled", "recorded"]
-
 
 class _Caller(threading.local):
     recorded: str | None = None

@@ -11,8 +11,6 @@ from hpcdist import layout
 from hpcdist.errors import RankError, coded, refusal
 from hpcdist.tensors.tree import TENSORS, Node, Tree, node_of, rebuild
 
-__all__ = ["check_same", "cut", "merge"]
-
 # A named tuple whose fields depend on each other
 _PACKED = "torch.nn.utils.rnn:PackedSequence"
 _NOT_MERGED = (

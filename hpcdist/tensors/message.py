@@ -22,8 +22,6 @@ from hpcdist.process import host_memory
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
-__all__ = ["SMALL", "Contents", "Header", "Meta", "check_memory", "encode", "join", "pack", "parse"]
-
 SMALL = 2**16  # bytes: smaller tensors are packed, since a copy costs less than a message
 _ALIGN = 16  # bytes, for the largest dtype
 _ASKED = 2**24  # bytes from which the memory of the host is asked for

@@ -31,11 +31,6 @@ from torch._C import _functorch
 from hpcdist.errors import refusal
 from hpcdist.process import host_memory
 
-__all__ = [
-    *("LEAST", "Cache", "add", "empty", "empty_cache", "holds", "limit_of", "memory_stats", "remove"),
-    *("start", "stop", "sweep"),
-]
-
 LEAST = 2**20  # bytes; for less, new memory is as fast
 IDLE = 1.0  # seconds after which an idle block is given to the kernel lazily
 _SHARE = 8  # the pool has this fraction of the memory that a rank can have

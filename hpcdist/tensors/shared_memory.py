@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SharedBlock"]
-
 _PAGEMAP = "/proc/self/pagemap"
 _CHUNK = 2**20  # bytes of it that are read at once
 _PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds

@@ -16,11 +16,6 @@ from torch.autograd import forward_ad
 
 from hpcdist.tensors import accelerator, pool
 
-__all__ = [
-    *("BARE", "DTYPES", "as_bytes", "bits", "copyable", "is_plain", "of_bytes", "overlap", "span"),
-    *("Scratch", "problem", "resolved", "row_major", "sum_dtype", "written"),
-]
-
 T = TypeVar("T")
 
 _KNOWN = (  # a dtype's number is its position: append, never renumber

@@ -30,8 +30,6 @@ from torch import Tensor
 from hpcdist.errors import HpcdistError, coded, reason, refusal
 from hpcdist.tensors import storage
 
-__all__ = ["TENSORS", "Leaf", "Node", "Tree", "classes_in", "decode", "find_class", "flatten", "node_of", "rebuild"]
-
 MAX_DEPTH = 100  # levels; anything deeper contains itself, or is not data
 _JSON_INT = 2**63
 TENSORS = ("x", "n", "g", "b", "a", "p")

@@ -15,10 +15,6 @@ from hpcdist.errors import coded
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.tree import Tree
 
-__all__ = [
-    *("LOSES_GRADIENT", "SELF_OVERLAP", "Call", "except_dim", "not_a_tensor", "show", "show_repr", "show_shape"),
-]
-
 SELF_OVERLAP = coded("HD208", "out overlaps itself: several of its elements share memory, as in an expanded tensor")
 LOSES_GRADIENT = coded(
     "HD208", "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"

@@ -20,8 +20,6 @@ from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LEAVE", "Agreed", "allgather", "check_out", "exchange", "leave"]
-
 T = TypeVar("T")
 
 LEAVE = "finalize"  # the verb of a rank that makes no more calls

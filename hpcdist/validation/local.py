@@ -32,21 +32,6 @@ from hpcdist.validation.call import (
     show_shape,
 )
 
-__all__ = [
-    "ArgumentError",
-    "call_of",
-    "check_layouts",
-    "check_shard",
-    "check_split",
-    "check_structure",
-    "may_be_inline",
-    "overlaps_itself",
-    "problem_of",
-    "ready",
-    "refuse_tracing",
-    "tensor",
-]
-
 
 class ArgumentError(Exception):
     """A wrong argument; the text becomes the call's problem. Made of a code and a message, as an HpcdistError."""

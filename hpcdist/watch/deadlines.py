@@ -14,8 +14,6 @@ from hpcdist.activity import callsite
 from hpcdist.errors import HangError, refusal
 from hpcdist.process import abort
 
-__all__ = ["DEFAULT", "deadline", "first_meeting", "patience"]
-
 DEFAULT = 1800.0  # seconds, torch.distributed's own default
 _EVER = 100 * 365.25 * 86400  # seconds: no limit, yet a number that threads, poll() and torch can handle
 _LEAST = 1e-3  # seconds: torch's unit

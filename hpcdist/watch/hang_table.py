@@ -9,8 +9,6 @@ from typing import Any
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 from hpcdist.errors import coded
 
-__all__ = ["GONE", "ISSUED", "WAITS", "Report", "chain", "made_progress", "missing", "of_json", "table", "verdict"]
-
 ISSUED = " issued to "  # in the text of a call that is recorded as finished, though a GPU may not have done it
 WAITS = "waits"  # in a call of this library
 IO = "in I/O"

@@ -30,8 +30,6 @@ from hpcdist.watch.hang_table import WAITS, Report, of_json
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["KEY", "Datagrams", "StatusQuery"]
-
 _SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
 _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
 _SHOWN = 4  # sizes of tensors of a call

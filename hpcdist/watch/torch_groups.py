@@ -21,8 +21,6 @@ from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.watch.hang_table import ISSUED
 
-__all__ = ["TorchGroup", "install"]
-
 _OURS = ("mpi", "mpi4py")  # backends that record their calls themselves
 _HOOK = 0x68706364  # identifies this module's hooks among those of a group
 _EARLIER, _PART = 10.0, 0.25  # the deadline in the record is earlier than torch's: by a quarter, 10 seconds at most

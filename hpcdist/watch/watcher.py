@@ -21,8 +21,6 @@ from hpcdist.tensors import pool
 from hpcdist.watch.hang_table import GONE, Report, chain, made_progress, table, verdict
 from hpcdist.watch.status_query import StatusQuery
 
-__all__ = ["SIGNAL", "Watch"]
-
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
 _TICK, _LEAST = 5.0, 0.01  # seconds between two checks at most, and at least
 _SWEEP = 1.0  # seconds between two sweeps of the pool of result memory at most, while it has something to sweep
