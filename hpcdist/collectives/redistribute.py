@@ -14,15 +14,14 @@ from hpcdist import layout as layouts
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.small import Parts, Small, encode, prefix_of
-from hpcdist.comm.route import Alltoall, Message, Method, Route
+from hpcdist.comm.route import Alltoall, Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
-from hpcdist.layout import Box, Layout, limits
+from hpcdist.layout import Box, Layout
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
-from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
 from hpcdist.validation import collective
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
-AT_ONCE = 2**20  # bytes; if no rank has more, all messages are sent by one Alltoallw
 _CACHED = 64  # transfer plans per team
 Shape = tuple[int, ...]
 
@@ -132,8 +130,7 @@ class Redistribute(Plannable):
         moves: Transfer | None = team.plans.get(key)
         if moves is None:
             route = select.agreed(self.name, call.route, team, agreed.kinds)
-            on_host = MemoryKind.GPU not in agreed.kinds
-            moves = team.plans[key] = Transfer(self.name, team, route, self.src, self.dst, shapes, x, on_host)
+            moves = team.plans[key] = Transfer(self.name, team, route, self.src, self.dst, shapes, x)
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
         self.moves = moves
@@ -153,14 +150,17 @@ class Redistribute(Plannable):
     def move(self, team: Team) -> Tensor:
         shard, dest, moves = self.sent, self.dest, self.moves
 
-        def make() -> tuple[Tensor, Tensor]:
-            if dest is None:
-                return pool.empty(moves.boxes[team.rank].shape, shard.dtype, shard.device), shard
-            return dest, copyable(shard).clone() if overlap(dest, shard) else shard
+        def make() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            y, source = dest, shard
+            if y is None:
+                y = pool.empty(moves.boxes[team.rank].shape, shard.dtype, shard.device)
+            elif overlap(y, shard):
+                source = copyable(shard).clone()
+            return y, source, moves.source.pack(source), moves.dest.buffer(y)
 
         sizes = [box.size() * shard.itemsize for box in moves.boxes]
-        y, source = results.allocate(self.name, team, sizes, make, self.agreed)
-        moves.run(team, source, y)
+        y, *memory = results.allocate(self.name, team, sizes, make, self.agreed)
+        moves.run(team, y, *memory)
         return y
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
@@ -188,31 +188,15 @@ class Side(Blocks):
         self.own, boxes[rank] = boxes[rank], []
         super().__init__(held.shape, boxes, dtype)
 
-    def with_own(self, rank: int) -> list[Sequence[Box]]:
-        """Return the boxes of all messages, that of the rank to itself included."""
-        return [*self.boxes[:rank], self.own, *self.boxes[rank + 1 :]]
-
-    def views(self, x: Tensor) -> list[Message]:
-        """Return (rank, view of `x`) for all messages, in pieces of at most limits.PIECE bytes."""
-        return [
-            (rank, x[piece.slices()])
-            for rank, boxes in enumerate(self.boxes)
-            for box in boxes
-            for piece in layouts.boxes(box, limits.PIECE // x.itemsize)
-        ]
-
 
 class Transfer:
     """One rank's part in moving a tensor from one layout to another. Planning it is collective; one small Allgather.
 
-    In host memory over MPI, datatypes move the elements between their final places: the fastest of all measured
-    methods, and without buffers (benchmarks/redistribute.py). Other routes pack messages that are not one run of
-    memory.
+    Messages that are not one run of memory are packed: MPICH sends derived datatypes at a third of that speed.
 
     Args:
         shapes: shapes of the parts of all ranks.
         x: part of this rank.
-        on_host: whether the data of all ranks are in host memory.
 
     Attributes:
         shape: shape of the whole tensor.
@@ -236,7 +220,6 @@ class Transfer:
         dst: Layout,
         shapes: Sequence[Shape],
         x: Tensor,
-        on_host: bool,
     ) -> None:
         name, rank = "src", team.rank
         try:
@@ -253,59 +236,32 @@ class Transfer:
         sides = (self.source, self.dest)
         longest = max(max(side.counts) for side in sides)
         total = max(max(side.nbytes, x.itemsize * prod(side.shape)) for side in sides)
-        several = any(len(boxes) > 1 for side in sides for boxes in side.with_own(rank))
-        facts = objects.all_gather_object(team.comm, [longest, total, several, moves.missing])
-        longests, totals, severals, missing = zip(*facts, strict=True)
+        facts = objects.all_gather_object(team.comm, [longest, total, moves.missing])
+        longests, totals, missing = zip(*facts, strict=True)
         text = "src: no rank holds {} of the {} elements of its new part"
         lacking = {one: text.format(n, self.boxes[one].size()) for one, n in enumerate(missing) if n}
         objects.raise_problems(verb, lacking)
         self._longest, self._total = max(longests), max(totals)  # of both directions: see Alltoall
         self.route = route
-        self._mpi: Any = route if on_host and route.name == "mpi" else None  # which sends strided views
-        self._at_once = not any(severals) and self._total <= AT_ONCE
-        self._types: Any = None  # of the views in Alltoallw, made once
 
     def method(self, team: Team) -> Method:
         """Return how run() would move the data. Collective."""
         if not self._longest:
             return Method("copies within each rank", "no rank needs data of another one")
-        if self._mpi is None:
-            return self.route.method(team, "alltoallv", self._total)
-        if self._at_once:
-            return Method("MPI_Alltoallw with datatypes", f"no rank has more than {AT_ONCE:,} bytes")
-        return Method("MPI sends and receives with datatypes", "the parts are large, or of several boxes")
+        return self.route.method(team, "alltoallv", self._total)
 
-    def run(self, team: Team, x: Tensor, y: Tensor) -> None:
-        """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective."""
-        x, y = copyable(x), copyable(y)
-        if self._mpi is not None and self._longest:
-            if self._at_once:
-                self._alltoallw(team, x.contiguous(), y)
-            else:
-                sends, recvs = self.source.views(x), self.dest.views(y)
-                self._mpi.exchange_views(team, sends, recvs, lambda: self._copy_own(x, y))
-            return
-        self._copy_own(x, y)
-        if self._longest:
-            buffer = self.dest.buffer(y)
-            self._send(team, self.source, x, self.dest, buffer, y)
-            self.dest.unpack(buffer, y)
+    def run(self, team: Team, y: Tensor, x: Tensor, messages: Tensor, buffer: Tensor) -> None:
+        """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective.
 
-    def _alltoallw(self, team: Team, x: Tensor, y: Tensor) -> None:
-        """Send all messages in one call, between contiguous tensors: for small data faster than many calls."""
-        buffer = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
-        if self._types is None:
-            self._types = [
-                self._mpi.views_of(whole, [whole[one[0].slices()] if one else None for one in side.with_own(team.rank)])
-                for side, whole in ((self.source, x), (self.dest, buffer))
-            ]
-        self._mpi.alltoallw(team, x, self._types[0], buffer, self._types[1])
-        if buffer is not y:
-            y.copy_(buffer)
-
-    def _copy_own(self, x: Tensor, y: Tensor) -> None:
+        Args:
+            messages: those of `x`, packed if they are not in place.
+            buffer: memory to receive the messages for `y`: `y` itself if they are in place there.
+        """
         for box, into in zip(self.source.own, self.dest.own, strict=True):
-            y[into.slices()].copy_(x[box.slices()])
+            copyable(y[into.slices()]).copy_(copyable(x[box.slices()]))
+        if self._longest:
+            self._send(team, self.source, x, messages, self.dest, y, buffer)
+            self.dest.unpack(buffer, y)
 
     def transpose(self, team: Team, grad: Tensor) -> Tensor:
         """Compute the gradient of `x` from that of `y`, summed over all ranks that received an element. Collective."""
@@ -314,14 +270,15 @@ class Transfer:
             x[box.slices()].add_(grad[into.slices()].to(x.dtype))
         if self._longest:
             messages = pool.empty([self.source.nbytes // grad.itemsize], grad.dtype, x.device, fixed=True)
-            self._send(team, self.dest, grad, self.source, messages, x)
+            self._send(team, self.dest, grad, self.dest.pack(grad), self.source, x, messages)
             self.source.add(messages, x)
         return x.to(grad.dtype)
 
-    def _send(self, team: Team, source: Side, x: Tensor, dest: Side, into: Tensor, y: Tensor) -> None:
-        out = source.pack(x)
-        counts = source.counts, source.displs_in(out, x), dest.counts, dest.displs_in(into, y)
-        self.route.alltoallv(team, out, into, Alltoall(*counts, self._longest, self._total))
+    def _send(
+        self, team: Team, source: Side, x: Tensor, messages: Tensor, dest: Side, y: Tensor, buffer: Tensor
+    ) -> None:
+        counts = source.counts, source.displs_in(messages, x), dest.counts, dest.displs_in(buffer, y)
+        self.route.alltoallv(team, messages, buffer, Alltoall(*counts, self._longest, self._total))
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:

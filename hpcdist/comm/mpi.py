@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import weakref
 from array import array
-from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -28,9 +25,6 @@ LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI bef
 # Total bytes from which sends and receives replace an Allgatherv. MPICH pipelines it in pieces of 32 KiB around a
 # ring, which at 64 MiB per rank takes 2 times as long on 2 ranks, and 10 times or more with more ranks than cores.
 DIRECT = 2**23 if MPI.get_vendor()[0] == "MPICH" else LIMIT
-
-
-Views = tuple[list[int], list[int], list[MPI.Datatype]]  # for each rank: 1 or 0, the first byte, the datatype
 
 
 class Mpi(Route):
@@ -84,39 +78,15 @@ class Mpi(Route):
             )
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+        for request in self.start(team, sends, recvs):
+            request.Wait()
+
+    def start(self, team: Team, sends: list[Message], recvs: list[Message]) -> list[MPI.Request]:
+        """Start to exchange messages. A pair of ranks may exchange several, which arrive in order."""
         # MPI keeps the order of messages between two ranks: pieces need no tags.
         comm = team.comm
         requests = [comm.Irecv(piece, source) for source, block in recvs for piece in pieces(memory(block))]
-        requests += [comm.Isend(piece, dest) for dest, block in sends for piece in pieces(memory(block))]
-        for request in requests:
-            request.Wait()
-
-    def exchange_views(
-        self, team: Team, sends: list[Message], recvs: list[Message], meanwhile: Callable[[], None]
-    ) -> None:
-        """Exchange strided tensors in host memory, each within the range of an int.
-
-        A pair of ranks may exchange several, which arrive in order. `meanwhile` is called while they are in transit.
-        """
-        comm = team.comm
-        requests = [comm.Irecv(_view_message(view), source) for source, view in recvs]
-        requests += [comm.Isend(_view_message(view), dest) for dest, view in sends]
-        meanwhile()
-        for request in requests:
-            request.Wait()
-
-    def views_of(self, x: Tensor, views: Sequence[Tensor | None]) -> Views:
-        """Convert views of `x` (one per rank, or None) for alltoallw."""
-        start = x.data_ptr()
-        return (
-            [int(view is not None) for view in views],
-            [0 if view is None else view.data_ptr() - start for view in views],
-            [MPI.BYTE if v is None else _datatype(tuple(v.shape), v.stride(), v.itemsize) for v in views],
-        )
-
-    def alltoallw(self, team: Team, send: Tensor, sends: Views, recv: Tensor, recvs: Views) -> None:
-        """Send rank i's view of `send` for rank j into rank j's view of `recv` for rank i; both in host memory."""
-        team.comm.Alltoallw([memory(send), *sends], [memory(recv), *recvs])
+        return requests + [comm.Isend(piece, dest) for dest, block in sends for piece in pieces(memory(block))]
 
 
 def _limit(operation: str) -> int:
@@ -135,38 +105,6 @@ def pieces(memory: Any) -> list[list[Any]]:
     """Cut an mpi4py buffer into what one message may hold; an empty one is one piece."""
     ranges = layout.pieces(len(memory), limits.PIECE) or [(0, 0)]
     return [[memory[start : start + length], MPI.BYTE] for start, length in ranges]
-
-
-# Both sides of a message have items of the same size; their meaning does not matter.
-_ITEMS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
-
-
-@lru_cache(maxsize=1024)
-def _datatype(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
-    """Return the datatype of a strided tensor, relative to its first element: committed, freed when unreferenced."""
-    dims = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
-    run = 1
-    while dims and dims[-1][1] == run:
-        run *= dims.pop()[0]
-    found = _ITEMS[itemsize].Create_contiguous(run)
-    for extent, stride in reversed(dims):
-        inner, found = found, found.Create_hvector(extent, 1, stride * itemsize)
-        inner.Free()
-    weakref.finalize(found, _free, MPI.Datatype.fromhandle(found.handle)).atexit = False
-    return found.Commit()
-
-
-def _free(kind: MPI.Datatype) -> None:
-    if not MPI.Is_finalized():
-        kind.Free()
-
-
-def _view_message(x: Tensor) -> list[object]:
-    """Return a strided tensor in host memory as an mpi4py buffer specification."""
-    shape, strides = tuple(x.shape), x.stride()
-    span = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-    memory = MPI.buffer.fromaddress(x.data_ptr(), span * x.itemsize)
-    return [memory, 1, _datatype(shape, strides, x.itemsize)]
 
 
 _SECONDS = 60  # for a child process that imports torch, opens the GPU and sends itself a message

@@ -9,7 +9,7 @@ them: MPI's own Allgatherv brings every rank its own copy over the wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,7 @@ from hpcdist.comm.mpi import MPI_ROUTE, Mpi
 from hpcdist.comm.route import Ints, Message, Method, cut
 from hpcdist.comm.windows import Topology, Window, by_node
 from hpcdist.layout import Box, limits
-from hpcdist.tensors.storage import as_bytes, copyable
+from hpcdist.tensors.storage import as_bytes, copyable, row_major
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
@@ -62,7 +62,7 @@ def concat(team: Team, shard: Tensor, boxes: Sequence[Box], shape: tuple[int, ..
     copyable(whole)[boxes[team.rank].slices()].copy_(copyable(shard))
     if len(team.topology.nodes) > 1:
         team.topology.comm.Barrier()
-        MPI_ROUTE.exchange_views(team, *_messages(team.topology, team.rank, window.bytes, matrix), lambda: None)
+        _exchange(team, *_messages(team.topology, team.rank, window.bytes, matrix))
     team.topology.comm.Barrier()
     return window.tensor(shape, shard.dtype)
 
@@ -97,7 +97,7 @@ def split(team: Team, whole: Tensor | None, boxes: Sequence[Box], dtype: torch.d
     elif root not in offsets:
         mine = window.target(boxes[team.rank].shape, dtype, offsets[team.rank])
         recvs = [(root, view) for view in _pieces(mine)]
-    MPI_ROUTE.exchange_views(team, sends, recvs, copy_local_parts)
+    _exchange(team, sends, recvs, copy_local_parts)
     team.topology.comm.Barrier()
     return window.tensor(boxes[team.rank].shape, dtype, offsets[team.rank])
 
@@ -190,6 +190,27 @@ def _runs(matrix: _Matrix, ranks: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
+def _exchange(
+    team: Team, sends: list[Message], recvs: list[Message], meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Exchange tensors of any strides; call `meanwhile` while they are in transit."""
+    whole = [
+        (rank, view, view if view.is_contiguous() else torch.empty_like(view, memory_format=torch.contiguous_format))
+        for rank, view in recvs
+    ]
+    requests = MPI_ROUTE.start(
+        team,
+        [(rank, as_bytes(row_major(view))) for rank, view in sends],
+        [(rank, as_bytes(buffer)) for rank, _, buffer in whole],
+    )
+    meanwhile()
+    for request in requests:
+        request.Wait()
+    for _, view, buffer in whole:
+        if buffer is not view:
+            copyable(view).copy_(copyable(buffer))
+
+
 def _pieces(part: Tensor) -> list[Tensor]:
     """Cut a tensor into views that one message can carry."""
     box = Box((0,) * part.dim(), tuple(part.shape))
@@ -269,7 +290,7 @@ class _Window(Mpi):
                 rounds.write(memory, turn + 1, send, me)
                 rounds.read(memory, turn - 1, blocks)
 
-            self.exchange_views(team, *messages, meanwhile)
+            _exchange(team, *messages, meanwhile)
         node.Barrier()
         rounds.read(memory, rounds.number - 1, blocks)
         return True

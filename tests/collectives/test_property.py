@@ -47,7 +47,6 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.collectives import redistribute as plan
 from hpcdist.comm import mpi
 from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
@@ -101,8 +100,7 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 
 LIMITS = [
-    *((packing, "SMALL", 128), (plan, "AT_ONCE", 48)),
-    *((mpi, "LIMIT", 48), (mpi, "DIRECT", 48), (sizes, "PIECE", 96)),
+    *((packing, "SMALL", 128), (mpi, "LIMIT", 48), (mpi, "DIRECT", 48), (sizes, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
 

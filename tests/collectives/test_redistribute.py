@@ -13,7 +13,6 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.collectives import redistribute as plans
 from hpcdist.comm import mpi
 from hpcdist.layout import limits as sizes
 from hpcdist.tensors import dtensor
@@ -87,14 +86,12 @@ def test_on_route_hdf5(world: hd.World) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("limits", ["as they are", "lowered", "one call"])
+@pytest.mark.parametrize("limits", ["as they are", "lowered"])
 def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strided parts, strided memory for the result, and what very large tensors go through."""
     if limits == "lowered":
-        for module, name, value in [(sizes, "PIECE", 24), (plans, "AT_ONCE", 0), (mpi, "LIMIT", 100)]:
+        for module, name, value in [(sizes, "PIECE", 24), (mpi, "LIMIT", 100)]:
             monkeypatch.setattr(module, name, value)
-    elif limits == "as they are":
-        monkeypatch.setattr(plans, "AT_ONCE", 0)
     world._context.team.plans.clear()  # what is remembered was made under other limits
     findings, size = Findings(world.comm), world.world_size
     for dtype in (torch.float32, torch.complex64, torch.uint8):
@@ -152,7 +149,7 @@ def test_a_plan_is_executed_many_times(world: hd.World, route: str, monkeypatch:
     monkeypatch.setattr(world._context.team, "comm", comm)
     for got, expected in results:
         findings.same(got, expected, "result")
-    findings.check(seen == ["Allgather", *["Alltoallw"] * (route == "mpi" and size > 1)] * 3, seen)
+    findings.check(seen == ["Allgather", *["Alltoallv"] * (route == "mpi" and size > 1)] * 3, seen)
     findings.check(go.shape == (2 * size + 1, 100) and go.box == dst.boxes(go.shape, size)[world.rank], go.box)
     findings.same(go(x, async_op=True).wait(10), expected, "in the background")
     findings.settle()
@@ -182,15 +179,14 @@ def test_bytes_moved_are_the_fewest(world: hd.World) -> None:
 
 def test_what_is_sent_is_what_was_counted(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     findings, size = Findings(world.comm), world.world_size
-    monkeypatch.setattr(plans, "AT_ONCE", 0)
     sent: list[int] = []
-    real = mpi.Mpi.exchange_views
+    real = mpi.Mpi.alltoallv
 
-    def spy(self: Any, team: Any, sends: Any, recvs: Any, meanwhile: Any) -> None:
-        sent.append(sum(view.nbytes for _, view in sends))
-        real(self, team, sends, recvs, meanwhile)
+    def spy(self: Any, team: Any, send: Any, recv: Any, what: Any) -> None:
+        sent.append(sum(what.sendcounts))
+        real(self, team, send, recv, what)
 
-    monkeypatch.setattr(mpi.Mpi, "exchange_views", spy)
+    monkeypatch.setattr(mpi.Mpi, "alltoallv", spy)
     whole = whole_of((50 * size, size + 1), torch.int16)
     go = hd.plan(hd.redistribute, _part(whole, hd.Split(0), world.rank, size), hd.Split(0), hd.Split(1))
     findings.same(go(_part(whole, hd.Split(0), world.rank, size)), _part(whole, hd.Split(1), world.rank, size), "data")
