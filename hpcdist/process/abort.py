@@ -40,6 +40,7 @@ _LOST = ("timed out", "connection closed", "connection reset")  # in torch's err
 _reporting = False  # an excepthook is running
 _installed = False
 _status = 0  # the exit status of the SystemExit that ends the program
+end_together = False  # all ranks have agreed to stop: each exits by itself, with any status
 temp_files: set[str] = set()  # the files of calls under way, removed if the job ends meanwhile
 _announce: Callable[[], object] | None = None
 _explain: Callable[[], object] | None = None
@@ -276,7 +277,7 @@ def _goes_on() -> bool:
 
 def check() -> None:
     """Called at the end of the program: end the job if this process exits with a non-zero status."""
-    if _installed and _status:
+    if _installed and _status and not end_together:
         job(_status)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,11 +26,12 @@ from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
 from hpcdist.process import abort, binding, forks, streams
 from hpcdist.process.host_memory import capacity
-from hpcdist.runtime import background, registration, torchrun
+from hpcdist.runtime import background, registration, stopping, torchrun
+from hpcdist.runtime.stopping import Stop
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
-from hpcdist.watch.deadlines import deadline, first_meeting
+from hpcdist.watch.deadlines import deadline, first_meeting, patience
 from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch
 
@@ -60,6 +61,7 @@ class World:
     settings: Settings
     _context: Context = field(repr=False)
     _watch: Watch = field(repr=False)
+    _stop: Stop = field(repr=False)
     _take_back: Callable[[], None] = field(repr=False)  # restores the environment
     _owns_group: bool = field(repr=False)
     _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
@@ -90,6 +92,45 @@ class World:
         """The folder through which route "hdf5" moves data; rank 0's is used."""
         return self.settings.staging
 
+    def should_stop(self, every: int = 1) -> bool:
+        """Whether the program is to stop now: the same answer on all ranks, at the same call.
+
+        Collective over the world; one small message. True once any rank has received one of the signals of
+        ``init(stop_on=)``, or the job ends within ``init(stop_before=)`` seconds, and from then on. The first call, in
+        the main thread, replaces the handlers of these signals, those of other libraries, too, until finalize(). A
+        program that never calls it ends by them as ever. A second signal, more than a second after the first one, ends
+        this process at once.
+
+        Args:
+            every: the ranks agree in each `every`-th call, the first one included, and other calls return False
+                without a message. The same on all ranks.
+
+        Raises:
+            RankError: on all ranks, if `every` differs or is not positive, or if a rank calls something else.
+
+        Example::
+
+            for step in range(steps):
+                train(step)
+                if world.should_stop():                  # True on all ranks, at the same step
+                    save(step)
+                    print(world.stop_reason)             # rank 3 received SIGUSR1
+                    sys.exit(75)                         # requeue: see jobscripts/requeue.sbatch
+        """
+        return self._stop.agree(team_of(), every)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why should_stop() has returned True, the same text on all ranks; None before it has."""
+        return self._stop.reason
+
+    def time_left(self) -> float | None:
+        """The seconds until the end of this batch job. Nothing is communicated.
+
+        None without ``init(stop_before=)``, outside of a batch job, and if the job has no time limit.
+        """
+        return self._stop.time_left
+
     def finalize(self) -> None:
         """End torch.distributed, if init() started it, and free the library's communicators. MPI keeps running.
 
@@ -117,6 +158,7 @@ class World:
         registration.host.close()
         self._take_back()
         self._watch.stop()
+        self._stop.close()
         pool.stop()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -177,6 +219,8 @@ def init(
     timeout: timedelta | float | None = None,
     staging: str | os.PathLike[str] | None = None,
     bind: str | None = None,
+    stop_on: Sequence[int] | None = None,
+    stop_before: timedelta | float | None = None,
 ) -> World:
     """Start torch.distributed on the processes of an MPI job, however they were launched.
 
@@ -202,6 +246,10 @@ def init(
         bind: "numa" on all ranks binds each to the cores of one NUMA domain until its process ends: the domain beside
             its GPU; without GPUs, ranks are spread over the domains. Never to other cores than the launcher has given
             it, and not if the launcher has bound it already.
+        stop_on: signals after which :meth:`World.should_stop` returns True, handled from now on, in place of SIGTERM
+            and SIGUSR1, handled from its first call on. The same on all ranks.
+        stop_before: time before the end of the batch job, a timedelta or seconds, from which on should_stop() returns
+            True. Rank 0 asks Slurm, PBS, LSF or Flux once for the end. The same on all ranks.
 
     Returns:
         The :class:`World`. A second call without arguments, or with the same ones, returns the same world.
@@ -222,7 +270,8 @@ def init(
             print(world.rank, world.world_size, world.device)   # 0 4 cuda:0, 1 4 cuda:1, ...
     """
     global _world
-    asked = (comm, device, backend, timeout, None if staging is None else os.fspath(staging), bind)
+    staging = None if staging is None else os.fspath(staging)
+    asked = (comm, device, backend, timeout, staging, bind, stop_on, stop_before)
     if _world is not None and _world._implicit:
         _world.finalize()  # for one with these arguments
     if _world is not None:
@@ -265,6 +314,8 @@ def finalize() -> None:
 def _forget() -> None:
     """Forget the world in a child process: the job belongs to its parent."""
     global _world
+    if _world is not None:
+        _world._stop.close()
     _world = registration.host.comm = None
     atexit.unregister(_leave)
     why = forks.refusal()
@@ -286,6 +337,7 @@ def _leave() -> None:
         return
     if MPI.Is_finalized():
         _world._watch.stop()
+        _world._stop.close()
         return
     with activity.InCall("", _world._context.team, text=b"the end of its program"):
         backgrounds = background.leave_all(_world._context.teams.values())  # answers calls of ranks that continue
@@ -304,6 +356,8 @@ def _make(
     timeout: timedelta | float | None,
     staging: str | None,
     bind: str | None = None,
+    stop_on: Sequence[int] | None = None,
+    stop_before: timedelta | float | None = None,
     implicit: bool = False,
     program: bool = False,
 ) -> World:
@@ -318,11 +372,14 @@ def _make(
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = _agree_on(private, backend, bind, timeout, env_timeout, env_cache)
+                limit = _agree_on(private, backend, bind, stop_on, stop_before, timeout, env_timeout, env_cache)
                 meeting = rendezvous.meet(private, nodes.count)
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
+        stop = Stop(watch, stopping.signals(stop_on), patience(stop_before, "stop_before"))
+        undo.callback(stop.close)
         undo.callback(watch.stop)
         with activity.InCall("init", None):
+            stop.begin(private, os.environ, listen=stop_on is not None)
             settings = _settings(private, nodes, watch, limit, device, backend, staging)
             registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
@@ -348,10 +405,11 @@ def _make(
         settings=settings,
         _context=ours,
         _watch=watch,
+        _stop=stop,
         _take_back=take_back,
         _owns_group=owns_group,
         _implicit=implicit,
-        _asked=(comm, device, backend, timeout, staging, bind),
+        _asked=(comm, device, backend, timeout, staging, bind, stop_on, stop_before),
     )
 
 
@@ -398,6 +456,8 @@ def _agree_on(
     comm: MPI.Intracomm,
     backend: object,
     bind: object,
+    stop_on: object,
+    stop_before: object,
     timeout: object,
     env_timeout: str | None,
     env_cache: str | None,
@@ -412,7 +472,8 @@ def _agree_on(
         if bind not in (None, "numa"):
             raise refusal(ValueError, "HD114", f"bind is {bind!r}, expected 'numa' or None")
         pool.limit_of(env_cache, 0)
-        return {"backend": backend, "bind": bind}, deadline(timeout, env_timeout)
+        stop = {"stop_on": stopping.signals(stop_on), "stop_before": patience(stop_before, "stop_before")}
+        return {"backend": backend, "bind": bind, **stop}, deadline(timeout, env_timeout)
 
     given = objects.run_on_all(comm, "init", check)
     odd = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}

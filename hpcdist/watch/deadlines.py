@@ -46,17 +46,17 @@ def deadline(timeout: object, env_timeout: str | None) -> float:
     return min(seconds, _EVER)
 
 
-def patience(timeout: object) -> float | None:
-    """Return the timeout of a handle's wait() in seconds; None for no limit.
+def patience(timeout: object, name: str = "timeout") -> float | None:
+    """Return the timeout of a handle's wait(), or another argument of this `name`, in seconds; None for no limit.
 
     Raises:
         TypeError, ValueError: if it is not a time, or negative.
     """
     if timeout is None:
         return None
-    seconds = _seconds("timeout", timeout)
+    seconds = _seconds(name, timeout)
     if not seconds >= 0:  # nor for nan
-        raise refusal(ValueError, "HD114", f"timeout is {seconds:g}, expected seconds, 0 at least (inf for no limit)")
+        raise refusal(ValueError, "HD114", f"{name} is {seconds:g}, expected seconds, 0 at least (inf for no limit)")
     return seconds if seconds < _EVER else None
 
 

@@ -47,6 +47,7 @@ class Watch:
         self._limit = limit.total_seconds()
         self._grace = 0.0  # seconds after its deadline for a slow call that makes progress
         self._peer = query.next_process()
+        self._reactions: dict[int, Callable[[], None]] = {}
         self._peer_died = self._signalled = self._stopping = False
         self._demanded = 0.0  # when a signal last asked this rank for the table
         self._inquiries: SimpleQueue[threading.Event] = SimpleQueue()
@@ -83,6 +84,11 @@ class Watch:
         self._query.close()
         for fd in (self._wake, self._dump, self._dumper, *(self._peer or ())[1:]):
             os.close(fd)
+
+    def listen(self, fd: int, react: Callable[[], None]) -> None:
+        """Call `react` in the watching thread whenever `fd` is readable, until stop()."""
+        self._reactions[fd] = react
+        self._look_now()
 
     def _look_now(self) -> None:
         with self._lock:
@@ -146,7 +152,8 @@ class Watch:
     def _poll(self, seconds: float) -> None:
         """Wait for an event; answer other ranks' questions, and note all other events."""
         poll = select.poll()
-        fds = [self._wake, self._dump, self._query.datagrams.fileno(), *(self._peer or ())[1:]]
+        reactions = dict(self._reactions)  # other threads may add some
+        fds = [self._wake, self._dump, self._query.datagrams.fileno(), *(self._peer or ())[1:], *reactions]
         for fd in fds:
             poll.register(fd, select.POLLIN)
         if self._query.ended:  # the main thread continues until the launcher ends this process
@@ -161,6 +168,8 @@ class Watch:
             elif fd == self._query.datagrams.fileno():
                 for message in self._query.datagrams.receive():
                     self._query.take(message)
+            elif fd in reactions:
+                reactions[fd]()
             elif self._peer is not None:
                 os.close(fd)
                 self._peer_died = self._query.died(self._peer[0])

@@ -1,0 +1,86 @@
+"""Ask the scheduler how much time is left of the batch job in which this process runs. Needs no torch.
+
+Sources: sbatch(1) and squeue(1) of Slurm; qstat(1B) of OpenPBS and of Torque; bjobs(1) of LSF, options -o and -WL
+("hours:minutes status"); flux-job(1), "TIMELEFT".
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from hpcdist.errors import coded, reason, with_hint
+from hpcdist.process import abort
+
+__all__ = ["time_left"]
+
+_PATIENCE = 10.0  # seconds for a command of a scheduler, which may retry for minutes
+_NO_LIMIT = 2**32 - 1  # what Flux prints
+
+
+class _Scheduler(NamedTuple):
+    """A batch system.
+
+    Attributes:
+        job: variable with the ID of the job.
+        command: command that prints the time of the job whose ID follows.
+        seconds: converts that to the seconds left.
+        end: variable with the time at which the job ends (seconds of the epoch), if there is one.
+    """
+
+    job: str
+    command: str
+    seconds: Callable[[str], float]
+    end: str = ""
+
+
+def _clock(text: str) -> int:
+    """Convert [[days-]hours:][minutes:]seconds."""
+    days, _, clock = text.rpartition("-")
+    total = 0
+    for part in clock.split(":"):
+        total = 60 * total + int(part)
+    return total + 86400 * int(days or 0)
+
+
+def _hours_and_minutes(text: str) -> int:
+    return 60 * _clock(text.partition(" ")[0])
+
+
+def _after_start(text: str) -> float:
+    values = dict(re.findall(r"^\s*([\w.]+) = (.*\S)", text, re.MULTILINE))
+    start = values.get("stime") or values.get("start_time", "")  # of OpenPBS, of Torque
+    return _clock(values.get("Resource_List.walltime", "")) + time.mktime(time.strptime(start)) - time.time()
+
+
+_SCHEDULERS = (
+    _Scheduler("SLURM_JOB_ID", "squeue --noheader --format=%L --jobs", _clock, "SLURM_JOB_END_TIME"),
+    _Scheduler("PBS_JOBID", "qstat -f", _after_start),
+    _Scheduler("LSB_BATCH_JID", "bjobs -noheader -o time_left", _hours_and_minutes),
+    _Scheduler("FLUX_JOB_ID", "flux job timeleft", _clock),
+)
+
+
+def time_left(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds left of this batch job; of a job within a job, the smaller number.
+
+    None without a job or a limit. If a scheduler cannot tell, the reason is printed.
+    """
+    found = [_left(scheduler, environ) for scheduler in _SCHEDULERS if environ.get(scheduler.job)]
+    return min((left for left in found if left is not None and left < _NO_LIMIT), default=None)
+
+
+def _left(scheduler: _Scheduler, environ: Mapping[str, str]) -> float | None:
+    if end := environ.get(scheduler.end):
+        return int(end) - time.time()
+    command, text = [*scheduler.command.split(), environ[scheduler.job]], ""
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout.strip()
+        return scheduler.seconds(text)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        why = f"the time left of this job is not known ({' '.join(command)}: {text or reason(error)})"
+        abort.print_error(with_hint(coded("HD114", f"hpcdist: {why}, and stop_before has no effect")))
+        return None
