@@ -117,7 +117,7 @@ def communicators(comm: MPI.Intracomm) -> int:
 
 def _records(world: hd.World) -> int:
     context = world._context
-    found = len(context.teams) + len(context._torch_groups) + len(context.everyone.provisional) + len(activity.peers)
+    found = len(context.teams) + len(context._torch_groups) + len(activity.peers)
     found += len(callsite._texts) + len(callsite._inside)
     for team in context.teams.values():
         found += sum(map(len, (team.torch_groups, team.routes, team.plans, team.repeats)))

@@ -11,10 +11,8 @@ the last round's result, and the second all use of the slots.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,7 +37,6 @@ from hpcdist.backend.reductions import Reduction
 from hpcdist.comm.mpi import MPI_ROUTE, pieces
 from hpcdist.comm.team import Team
 from hpcdist.comm.windows import by_node
-from hpcdist.errors import refusal
 from hpcdist.layout import limits
 from hpcdist.tensors.storage import overlap
 
@@ -49,8 +46,6 @@ PIPELINED = 2**23  # bytes of a tensor to broadcast so; below, MPI's own Bcast i
 SLICE = 2**21  # bytes of it in a slot
 _AHEAD = 4  # slots that a root fills before the first of them must have been read by all
 _SIGN = [bytearray(), MPI.BYTE]  # a message without data
-_TAGS = 2**14  # of monitored barriers, which take turns: a rank that comes too late meets none of the next ones
-_LOOK = 1e-4  # seconds between two looks at them
 SMALL = 2**15  # bytes of a tensor for which each microsecond counts
 PACKED = 2**16  # bytes of all messages up to which they are copied into one piece of memory
 
@@ -320,49 +315,3 @@ def _gather_rows(team: Team, rows: Tensor, counts: Tensor) -> Tensor:
     whole = torch.empty((int(counts.sum()), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     all_gather(team, list(split(whole, counts.tolist())), rows)
     return whole
-
-
-def monitored_barrier(team: Team, number: int, timeout: timedelta, wait_all_ranks: bool) -> None:
-    """Wait for all ranks of the group, or raise an error that names those that are missing.
-
-    Args:
-        number: number of such barriers of the group before this one.
-        wait_all_ranks: whether rank 0 names all missing ranks, or the first that it finds.
-
-    Raises:
-        RuntimeError: on rank 0, if a rank has not reached it in time; on the others, if rank 0 has not let them go on.
-    """
-    end, tag, comm = time.monotonic() + timeout.total_seconds(), 1 + number % _TAGS, team.comm
-    text = f"monitoredBarrier in {1000 * timeout.total_seconds():g} ms"  # the errors are worded as gloo's
-    if team.rank:
-        sent = comm.Isend(_SIGN, 0, tag)
-        if _missing({0: comm.Irecv(_SIGN, 0, tag)}, end):
-            raise refusal(
-                RuntimeError,
-                "HD601",
-                f"Rank {team.rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0: it failed to pass {text}",
-            )
-        sent.Wait()
-        return
-    if not timeout:
-        raise refusal(RuntimeError, "HD601", "Rank 0 timed out in monitoredBarrier after 0 ms")
-    others = range(1, team.size)
-    missing = _missing({rank: comm.Irecv(_SIGN, rank, tag) for rank in others}, end)
-    if missing:
-        names = ", ".join(map(str, missing if wait_all_ranks else missing[:1]))
-        raise refusal(RuntimeError, "HD601", f"Rank{'s' * (',' in names)} {names} failed to pass {text}")
-    for rank in others:
-        comm.Send(_SIGN, rank, tag)
-
-
-def _missing(requests: dict[int, MPI.Request], end: float) -> list[int]:
-    """Wait for messages until `end`; return the ranks of those that have not arrived."""
-    while requests := {rank: request for rank, request in requests.items() if not request.Test()}:
-        if time.monotonic() > end:
-            break
-        time.sleep(_LOOK)
-    for request in requests.values():
-        request.Cancel()
-        request.Wait()
-    return sorted(requests)

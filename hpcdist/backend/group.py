@@ -31,7 +31,7 @@ def team_of(
         tag: separates the groups that several threads make at once.
     """
     comm = whole.Dup() if ranks is None else create_group(whole, ranks, tag)
-    return Team(comm, Group(comm.rank, peers if ranks is None else [peers[rank] for rank in ranks], {}), settings)
+    return Team(comm, Group(comm.rank, peers if ranks is None else [peers[rank] for rank in ranks]), settings)
 
 
 _alive: set[MpiBackend] = set()

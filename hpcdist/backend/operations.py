@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
+from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from hpcdist import activity
@@ -29,7 +30,6 @@ from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator, eager
 
 Tensors = list[Tensor]
-_BARRIER = 1800  # seconds, as torch's default
 _NOTHING = timedelta(0)
 _SUM: Any = dist.ReduceOp.SUM
 
@@ -76,7 +76,6 @@ class Operations:
     _team: Team
     _limit: float | None = None  # deadline of its calls, in seconds
     _calls = 0  # collectives so far
-    _barriers = 0  # monitored ones so far
 
     def _start(self, team: Team, timeout: timedelta | None) -> None:
         self._team = team
@@ -252,17 +251,15 @@ class Operations:
         return self._run(Call("barrier"), opts, [], collectives.barrier)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; raise an error that names those that do not come within `timeout`.
+        """Wait for all ranks. After `timeout` the job ends, with a table that names the ranks that are missing.
 
         Args:
-            timeout: a timedelta, or from torch 2.14 BarrierOptions that have one; if below 0, that of the group.
+            timeout: a timedelta, or from torch 2.14 BarrierOptions that have one; that of the group if it is not above
+                0.
         """
-        self._barriers += 1
-        timeout = getattr(timeout, "timeout", timeout)
-        if timeout is None or timeout < _NOTHING:
-            timeout = timedelta(seconds=self._limit or _BARRIER)
-        with activity.InCall("monitored_barrier", self._team, activity.NOBODY):
-            collectives.monitored_barrier(self._team, self._barriers, timeout, wait_all_ranks)
+        opts = BarrierOptions()
+        opts.asyncOp, opts.timeout = False, getattr(timeout, "timeout", timeout) or _NOTHING
+        self._run(Call("monitored_barrier"), opts, [], collectives.barrier)
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> dist.Work:
         return send(self._team, self._message("send", tensors, dest, tag), dest, tag, self._limit)

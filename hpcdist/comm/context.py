@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
 from hpcdist.comm.settings import Settings
-from hpcdist.comm.team import Group, Team, create_group, freeing, is_alive
-from hpcdist.errors import HpcdistError, RankError, refusal
+from hpcdist.comm.team import Group, Team, create_group, digest, freeing, is_alive
+from hpcdist.errors import HpcdistError, refusal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +48,7 @@ class Context:
         self.comm = comm
         self.settings = settings
         self.rank: int = private.rank
-        self.everyone = Group(private.rank, range(private.size), {})
+        self.everyone = Group(private.rank, range(private.size))
         self.team = Team(private, self.everyone, settings)
         self.teams = {self.everyone: self.team}
         self.header_comm, self.data_comm = private.Dup(), private.Dup()
@@ -103,7 +103,6 @@ class Context:
 
         Raises:
             TypeError, ValueError, HpcdistError: as :meth:`group_of`.
-            RankError: on every rank, if messages sent before could be confused with those of another group.
         """
         group = self.group_of(given)
         team = self.teams.get(group)
@@ -112,24 +111,19 @@ class Context:
 
             for ended in [group for group in self.teams if group.ended]:  # torch has no callback for that
                 self.forget(ended)
-            activity.peers[group.provisional_key] = group.peers
             with activity.InCall("the first use of a group", _FirstUse(group)):
                 if isinstance(given, MPI.Intracomm):
                     comm = given.Dup()
                 else:
                     comm = create_group(self.team.comm, group.peers, group.key or 0)
-                try:
-                    team = self.teams[group] = Team(comm, group, self.settings)
-                except RankError:
-                    comm.Free()
-                    raise
+                team = self.teams[group] = Team(comm, group, self.settings)
         return team
 
     def forget(self, group: Group) -> None:
         """Free the resources of a group that has ended. Nothing is communicated."""
         if group.key is not None:
             self.unexpected.drop(group.key)
-        group.release()
+        group.freed = True
         team = self.teams.pop(group, None)
         if team is not None:
             self._torch_groups.update(team.free())
@@ -151,7 +145,8 @@ class _FirstUse:
     """The team of a group in the making, for the record of calls."""
 
     def __init__(self, group: Group) -> None:
-        self.number = group.provisional_key
+        self.number = digest("", group.peers)
+        activity.peers[self.number] = group.peers
 
     def next_call(self) -> int:
         return 0
@@ -185,7 +180,7 @@ def _of_comm(comm: MPI.Intracomm, context: Context) -> Group:
             peers = MPI.Group.Translate_ranks(part, None, all_)
         if MPI.UNDEFINED in peers:
             raise HpcdistError("HD204", "the communicator has ranks that are not in hpcdist's world")
-        group = Group(comm.rank, peers, context.everyone.provisional, comm)
+        group = Group(comm.rank, peers, comm)
     comm.Set_attr(_keyval, (context, group))
     return group
 
@@ -206,6 +201,6 @@ def _of_torch(given: dist.ProcessGroup, context: Context) -> Group:
             group = context.everyone
         else:
             ranks = dist.get_process_group_ranks(given)
-            group = Group(ranks.index(context.rank), ranks, context.everyone.provisional, given)
+            group = Group(ranks.index(context.rank), ranks, given)
         _torch_groups[given] = context, group
     return group

@@ -22,7 +22,7 @@ from hpcdist import activity
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.windows import Topology, Window, Windows
 from hpcdist.comm.worker import Worker
-from hpcdist.errors import HpcdistError, RankError, coded
+from hpcdist.errors import HpcdistError
 from hpcdist.layout import limits
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 WORLD = 0  # the key of the group of all ranks
 HEADER = 64  # bytes of a rank's header: see hpcdist/validation/collective.py
-_FREE, _OWN, _OTHERS = range(3)  # owner of a provisional key
 
 
 class _Owned(Protocol):
@@ -46,7 +45,6 @@ class Group:
     Args:
         rank: rank of this process in the group.
         peers: the world's rank of each rank of the group.
-        provisional: owner of each provisional key; one dict for a whole job.
         handle: communicator or torch group; None for the whole world.
 
     Attributes:
@@ -57,57 +55,39 @@ class Group:
         self,
         rank: int,
         peers: Sequence[int],
-        provisional: dict[int, Group],
         handle: MPI.Intracomm | dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.size = len(peers)
         self.peers = list(peers)
-        self.provisional = provisional
         self.key: int | None = WORLD if handle is None else None
         self.freed = False
         self._torch: weakref.ref[dist.ProcessGroup] | None = None
         if isinstance(handle, dist.ProcessGroup):
             self._torch = weakref.ref(handle)
-            self.key = _digest(distributed_c10d._world.pg_names[handle], self.peers)
+            self.key = digest(distributed_c10d._world.pg_names[handle], self.peers)
 
     @property
     def ended(self) -> bool:
         """Whether the communicator has been freed, or the torch group destroyed."""
         return self.freed or (self._torch is not None and not is_alive(self._torch()))
 
-    @property
-    def provisional_key(self) -> int:
-        """The key of a communicator's messages until its ranks have agreed on one; it depends on the ranks alone."""
-        return _digest("", self.peers)
-
     def message_key(self) -> int:
         """Return the key for a message to or from another rank of the group.
 
-        A communicator has no name that is the same on all its ranks. Until a collective call has given it a key, it
-        uses the provisional one, which only one of several communicators of the same ranks can.
-
         Raises:
-            HpcdistError: on this rank, for a second communicator of the same ranks that no collective call has used.
+            HpcdistError: on this rank, for a communicator without one, which the first collective call makes.
         """
         if self.key is None:
-            if self.provisional.setdefault(self.provisional_key, self) is not self:
-                raise HpcdistError(
-                    "HD204",
-                    "two communicators of the same ranks are used for send and recv, and cannot be distinguished yet: "
-                    "call a collective on each of them first, on all its ranks, such as hpcdist.concat([], group=comm)",
-                )
-            self.key = self.provisional_key
+            raise HpcdistError(
+                "HD204",
+                "send and recv cannot use this communicator yet: call a collective on it first, on all its ranks, such "
+                "as hpcdist.concat([], group=comm)",
+            )
         return self.key
 
-    def release(self) -> None:
-        """Release the provisional key, for other communicators of the same ranks."""
-        self.freed = True
-        if self.provisional.get(self.provisional_key) is self:
-            del self.provisional[self.provisional_key]
 
-
-def _digest(name: str, peers: Sequence[int]) -> int:
+def digest(name: str, peers: Sequence[int]) -> int:
     """Return a positive number of 63 bits that is not WORLD."""
     text = repr((name, list(peers))).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
@@ -250,7 +230,7 @@ class Team:
         self.calls = {False: 0, True: 0}
         self._begun = 0
         self.torch_groups: dict[str, Any] = {}
-        self.number: int = _agree_on_keys(comm, group) if foreground is None else foreground.number + 1
+        self.number: int = _agree_on_number(comm, group) if foreground is None else foreground.number + 1
         self.side_comm = comm.Dup() if foreground is None else comm
         self._background: Team | None = None
         self.worker = Worker("hpcdist")
@@ -345,31 +325,12 @@ class Team:
         return left
 
 
-def _agree_on_keys(comm: MPI.Intracomm, group: Group) -> int:
-    """Return a number for the team, and give the group a key if it has none. Collective; one small Allgather.
-
-    If send or recv have used a provisional key on any rank, it is kept.
-
-    Raises:
-        RankError: on every rank, if on one of them that key belongs to another communicator.
-    """
+def _agree_on_number(comm: MPI.Intracomm, group: Group) -> int:
+    """Return a number for the team, and give the group a key if it has none. Collective; one small Bcast."""
     from mpi4py import MPI
 
-    holder = group.provisional.get(group.provisional_key)
-    mine = array("q", [2 * secrets.randbits(60) + 2, _FREE if holder is None else _OWN if holder is group else _OTHERS])
-    all_ = array("q", bytes(mine.itemsize * 2 * comm.size))
-    comm.Allgather([mine, MPI.INT64_T], [all_, MPI.INT64_T])
-    holders = all_[1::2]
-    if _OWN in holders:
-        problem = coded(
-            "HD204",
-            "send or recv was called here with another communicator of these ranks, and on other ranks with this one",
-        )
-        taken = {rank: problem for rank, whose in enumerate(holders) if whose == _OTHERS}
-        if taken:
-            raise RankError("the first use of a group", taken)
-        group.provisional[group.provisional_key] = group
-        group.key = group.provisional_key
-    elif group.key is None:
-        group.key = all_[0] + 1
-    return all_[0]
+    number = array("q", [2 * secrets.randbits(60) + 2])
+    comm.Bcast([number, MPI.INT64_T])
+    if group.key is None:
+        group.key = number[0] + 1
+    return number[0]

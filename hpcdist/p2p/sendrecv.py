@@ -2,7 +2,7 @@
 
 One message carries the header and all small tensors; each large tensor follows by itself, from its memory into new
 memory. Messages use the library's own communicators, and carry the group and a number, so that they match no others. No
-other rank of the group takes part, and the group need not have been used before.
+other rank of the group takes part.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def send(
 
     Raises:
         TypeError, ValueError: on this rank, if an argument is wrong, or a part cannot be sent. Nothing was sent.
-        HpcdistError: on this rank, if another communicator has the same ranks as `group`, and no collective call has
-            distinguished the two yet.
+        HpcdistError: on this rank, if `group` is a communicator on which no collective has been called yet.
 
     Example::
 

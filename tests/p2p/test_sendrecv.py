@@ -180,6 +180,7 @@ def test_in_a_group_and_beside_the_users_messages(world: hd.World) -> None:
     """Ranks are those of the group; what the user sends over the same communicator is not touched."""
     findings = Findings(world.comm)
     comm = world.comm.Split(0, -world.rank)
+    hd.concat([], group=comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     theirs = comm.isend("the user's", after, tag=0)
     ours = hd.isend(comm.rank, after, group=comm)
@@ -370,6 +371,7 @@ def test_what_a_freed_communicator_has_not_received(world: hd.World) -> None:
     after, before = _peers(world)
     for turn in range(2):
         comm = world.comm.Dup()
+        hd.concat([], group=comm)
         hd.isend(f"first of {turn}", after, group=comm).wait(30)
         hd.isend(f"second of {turn}", after, group=comm).wait(30)
         got = hd.recv(before, group=comm)
@@ -406,6 +408,7 @@ def test_damaged_messages(world: hd.World, text: bytes, envelope: str) -> None:
 def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
     """They can never be answered, and say so; tests/runtime/test_background.py has the rest of the ending."""
     comm = world.comm.Split(world.rank)
+    hd.concat([], group=comm)
     handle = hd.irecv(group=comm)
     assert not handle.done()
     comm.Free()  # collective: its team goes with it

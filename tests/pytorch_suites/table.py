@@ -22,7 +22,7 @@ profiler's events "gloo:all_reduce" have no counterpart here (torch's own "c10d:
 not look for one, as with any backend that is not PyTorch's own.
 """
 # Why a test fails, by its name, where the end of its error does not say it.
-_NAME = "until torch 2.14, torch.distributed.monitored_barrier asks for gloo by name; the group's own method is there"
+_NAME = "until torch 2.14, torch.distributed.monitored_barrier asks for gloo by name; a deadline ends the job here"
 CAUSES: dict[str, str] = {
     "test_all_to_all_single_invalid_split_sizes": "its tensors are those of 2 ranks: on 4 no backend can pass it",
     "test_barrier_timeout_full_group": "a deadline ends the job here, with a table of what every rank is doing",
