@@ -83,6 +83,7 @@ class ThreadRecord:
         waited: seconds for which the call under way has made no progress.
         work: torch's handle of the call under way, if torch runs it in the background: it ends with that.
         tensors: those of the call under way, among nested lists and other arguments.
+        route: name of the route that the call under way has taken, where it has told.
     """
 
     def __init__(self, memory: memoryview, at: int) -> None:
@@ -96,6 +97,7 @@ class ThreadRecord:
         self.waited = 0.0
         self.work: Any = None
         self.tensors: Any = None
+        self.route = ""
         self._settling = threading.Lock()
         self._seen = (0, 0)  # begun and touched at the latest wait()
 
@@ -128,6 +130,10 @@ class ThreadRecord:
         busy = self.begun > self.finished and not self.patient
         self.waited = self.waited + seconds if seen == self._seen and busy else 0.0
 
+    def follow(self, work: Any) -> None:
+        """Let the call under way end with torch's handle of it."""
+        self.work = work
+
     def settle(self) -> None:
         """End the call under way if its `work` is done, and let that go; called by the watching thread alone."""
         with self._settling:
@@ -156,7 +162,7 @@ class SharedRecord:
     def thread_records(self, local_rank: int) -> list[ThreadRecord]:
         """Return the records that this process writes."""
         first = local_rank * _SLOT_SIZE + _HEAD.size
-        return [ThreadRecord(self._memory, first + i * _RECORD_SIZE) for i in range(_THREADS)]
+        return [new_record(self._memory, first + i * _RECORD_SIZE) for i in range(_THREADS)]
 
     def read(self, local_rank: int) -> Process:
         """Return what a rank of this node has written. A text that is being written may be torn."""
@@ -196,6 +202,7 @@ shortest = inf  # seconds of the shortest deadline of any call's own
 peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
 thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
 _free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
+new_record: Callable[[memoryview, int], ThreadRecord] = ThreadRecord  # makes that of a thread
 lone_limit: float | None = None  # seconds: the deadline of calls, where this process is the only rank
 wake: Callable[[], None] | None = None  # has the watching thread look at the calls now
 _refusal: Callable[[], Exception] | None = None  # makes the error that calls raise in this process
@@ -259,7 +266,7 @@ def _own() -> _ThreadCalls | None:
     try:
         record = free.pop(0)  # atomic: several threads may begin at once
     except IndexError:
-        record = ThreadRecord(memoryview(bytearray(_RECORD_SIZE)), 0)
+        record = new_record(memoryview(bytearray(_RECORD_SIZE)), 0)
         thread_records.append(record)
     record.take()
     own = _mine.own = _ThreadCalls(record, free)
@@ -276,7 +283,9 @@ class InCall:
             a call without a deadline, since it ends by itself.
         text: name and place of the call; by default the verb, and where the user's code called it.
         limit: deadline in seconds, if it is not that of all calls.
-        tensors: those of the call, among nested lists and other arguments; described only when a rank asks.
+        tensors: those of the call, among nested lists and other arguments; described only when a rank asks. Or what
+            has their `nbytes`.
+        route: name of the route that the call takes, if it is known.
     """
 
     __slots__ = ("_own",)
@@ -289,6 +298,7 @@ class InCall:
         text: bytes | None = None,
         limit: float | None = None,
         tensors: Any = None,
+        route: str = "",
     ) -> None:
         self._own = own = getattr(_mine, "own", None) or _own()  # as thread_calls() does, without a call
         if own is None:
@@ -298,6 +308,7 @@ class InCall:
             own.record.patient = peer == NOBODY
             own.record.limit = limit
             own.record.tensors = tensors
+            own.record.route = route
             own.record.begin(0 if team is None else team.number, number, text or callsite.where(verb))
         own.depth += 1  # what raises above has begun no call
 
@@ -317,3 +328,10 @@ def touch() -> None:
     own: _ThreadCalls | None = getattr(_mine, "own", None)
     if own is not None:
         own.record.touched += 1
+
+
+def took(route: str) -> None:
+    """Note the route that the call of this thread takes."""
+    own: _ThreadCalls | None = getattr(_mine, "own", None)
+    if own is not None:
+        own.record.route = route

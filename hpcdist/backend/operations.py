@@ -140,7 +140,7 @@ class Operations:
         work: Finished = DONE
         # A callback of a future (of a hook of DDP) runs before the next call of the worker, and so do its own calls.
         if ((blocks or team.size == 1) and worker.idle) or worker.inside:
-            with activity.InCall(verb, team, limit=limit, tensors=found), worker.running:
+            with activity.InCall(verb, team, limit=limit, tensors=found, route="mpi"), worker.running:
                 agreement.checked(team, call, step, *args)
             if blocks:
                 return work

@@ -158,7 +158,7 @@ class Queued(Finished):
         self._heard: list[None] = []
 
         def run() -> None:
-            with activity.InCall(verb, team, text=where, limit=limit, tensors=args):
+            with activity.InCall(verb, team, text=where, limit=limit, tensors=args, route="mpi"):
                 step(team, *args)
 
         self._done = team.worker.submit(run)
@@ -293,7 +293,9 @@ class Transfer(Finished):
         """
         limit = _seconds(timeout)
         if not self._completed:
-            with activity.InCall(self._verb, self._team, self._peer, limit=self._limit, tensors=self._tensors):
+            with activity.InCall(
+                self._verb, self._team, self._peer, limit=self._limit, tensors=self._tensors, route="mpi"
+            ):
                 end = None if limit is None else time.monotonic() + limit
                 while not self._advance(block=end is None):
                     if end is not None and time.monotonic() > end:

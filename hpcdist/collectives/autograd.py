@@ -63,7 +63,7 @@ class _Backward:
             raise HpcdistError("HD112", f"{what}: the world of this result has ended, or its group was freed")
         # Compared, since ranks might pass through different results.
         options = (("the result", op.which), ("batched gradients", batch))
-        with activity.InCall(what, team), abort.InStep(what, team.size):
+        with activity.InCall(what, team, tensors=op), abort.InStep(what, team.size):
             collective.exchange(team, Call(what, options=options, problem=_NO_DOUBLE if create_graph else None))
             with abort.InTransfer(op.name, team.size):
                 found: Tensor | None = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.activity import callsite
+from hpcdist.activity.recording import nbytes_of
 from hpcdist.collectives import autograd, results
 from hpcdist.collectives.small import BEHIND_HEADERS, Parts, Small, remember
 from hpcdist.comm.route import Method, Route
@@ -39,6 +40,7 @@ class Operation(ABC):
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
         small: the call, if its data have come behind the headers.
+        unrouted: what a trace shows as the route of a call that has taken none.
     """
 
     name: str
@@ -48,6 +50,12 @@ class Operation(ABC):
     grad = False
     which = ""
     small: Small | None = None
+    unrouted = "headers"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of `x`."""
+        return nbytes_of(self.x)
 
     def execute(self, team: Team) -> Any:
         """Agree with the other ranks, move the data, and return the caller's result. Collective over the team."""
@@ -176,7 +184,10 @@ class Plannable(Operation):
         return select.agreed(self.name, self.route, team, self.agreed.kinds)
 
     def forward(self, team: Team) -> Tensor | None:
-        result = self.in_window(team) if self.shared else None
+        result = None
+        if self.shared:
+            activity.took("window")
+            result = self.in_window(team)
         if result is None:
             result = self.move(team) if self.small is None else self.small.take(self.dest)
         if result is not None:
@@ -219,12 +230,12 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     """
     result: Any
     if async_op:
-        result = background.submit(team, op.name, partial(_execute_later, op), partial(_attached, team))
+        result = background.submit(team, op.name, partial(_execute_later, op), partial(_attached, team), sized=op)
         team.calls[True] += 1
     else:
         team.calls[False] += 1
         text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
-        with activity.InCall(op.name, team, text=text), abort.InStep(op.name, team.size):
+        with activity.InCall(op.name, team, text=text, tensors=op), abort.InStep(op.name, team.size):
             result = op.execute(team)
             if op.grad:
                 result = autograd.attach(op, team, result)

@@ -57,7 +57,7 @@ def send(
         raise refusal(
             ValueError, "HD204", f"dest is {dest}, this rank itself, which cannot receive while it sends: use isend"
         )
-    with activity.InCall("send", ours.context.team, outgoing.dest):
+    with activity.InCall("send", ours.context.team, outgoing.dest, tensors=x, route="mpi"):
         ours.send(outgoing)
 
 
@@ -112,7 +112,7 @@ def recv(
         HpcdistError: if the message is damaged.
     """
     ours, peer, steps = _receiving(source, tag, group, allow_pickle)
-    with activity.InCall("recv", ours.context.team, peer):
+    with activity.InCall("recv", ours.context.team, peer, route="mpi"):
         got: tuple[Any, int] = ours.recv(steps)
     return got if with_source else got[0]
 

@@ -6,6 +6,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from hpcdist import activity
 from hpcdist.comm.route import Route
 from hpcdist.errors import RankError, coded
 from hpcdist.tensors.accelerator import MemoryKind
@@ -42,6 +43,7 @@ def agreed(verb: str, name: str, team: Team, kinds: tuple[int, ...]) -> Route:
     if key not in team.routes:
         team.routes[key] = _select(verb, name, team, [kind == MemoryKind.GPU for kind in kinds])
     route: Route = team.routes[key][0]
+    activity.took(route.name)
     return route
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hpcdist import activity
+from hpcdist.activity import recording
 from hpcdist.comm import launcher, rendezvous
 from hpcdist.comm.context import Context
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
 from hpcdist.comm.worker import report_failures
-from hpcdist.control import objects
+from hpcdist.control import clocks, objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
 from hpcdist.process import abort, binding, forks, streams
@@ -152,11 +154,15 @@ class World:
         _world = None
         atexit.unregister(_leave)
         with activity.InCall("finalize", self._context.team):
+            trace = recording.current
+            if trace is not None:
+                trace.clocks.append(clocks.compare(self._context.team.comm, trace.clocks[0]))
             transport = self._context.transport
             left = objects.all_gather_object(self._context.team.comm, transport is not None and transport.stop())
         self._context.free(messages=not any(left))  # else new groups could receive old messages
         registration.host.close()
         self._take_back()
+        _end_trace()
         self._watch.stop()
         self._stop.close()
         pool.stop()
@@ -221,6 +227,7 @@ def init(
     bind: str | None = None,
     stop_on: Sequence[int] | None = None,
     stop_before: timedelta | float | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> World:
     """Start torch.distributed on the processes of an MPI job, however they were launched.
 
@@ -250,6 +257,8 @@ def init(
             and SIGUSR1, handled from its first call on. The same on all ranks.
         stop_before: time before the end of the batch job, a timedelta or seconds, from which on should_stop() returns
             True. Rank 0 asks Slurm, PBS, LSF or Flux once for the end. The same on all ranks.
+        trace: folder in which each rank writes a file of its calls when the job ends: see ``python -m hpcdist.trace``.
+            By default HPCDIST_TRACE; without both, nothing is recorded. The last 65,536 calls of each rank are kept.
 
     Returns:
         The :class:`World`. A second call without arguments, or with the same ones, returns the same world.
@@ -271,7 +280,7 @@ def init(
     """
     global _world
     staging = None if staging is None else os.fspath(staging)
-    asked = (comm, device, backend, timeout, staging, bind, stop_on, stop_before)
+    asked = (comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace)
     if _world is not None and _world._implicit:
         _world.finalize()  # for one with these arguments
     if _world is not None:
@@ -317,6 +326,7 @@ def _forget() -> None:
     if _world is not None:
         _world._stop.close()
     _world = registration.host.comm = None
+    recording.stop()
     atexit.unregister(_leave)
     why = forks.refusal()
     activity.refuse(None if why is None else lambda: HpcdistError(why))
@@ -336,6 +346,7 @@ def _leave() -> None:
     if _world is None:
         return
     if MPI.Is_finalized():
+        _end_trace()
         _world._watch.stop()
         _world._stop.close()
         return
@@ -358,6 +369,7 @@ def _make(
     bind: str | None = None,
     stop_on: Sequence[int] | None = None,
     stop_before: timedelta | float | None = None,
+    trace: str | os.PathLike[str] | None = None,
     implicit: bool = False,
     program: bool = False,
 ) -> World:
@@ -367,12 +379,16 @@ def _make(
     if comm.size > 1:
         abort.install()
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
+    trace = trace or os.environ.get("HPCDIST_TRACE") or None
     with ExitStack() as undo:  # if an error follows
         with first_meeting(timeout, env_timeout, comm.size):
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = _agree_on(private, backend, bind, stop_on, stop_before, timeout, env_timeout, env_cache)
+                limit = _agree_on(private, backend, bind, stop_on, stop_before, trace, timeout, env_timeout, env_cache)
+                if trace is not None:
+                    undo.callback(recording.stop)
+                    _start_trace(private, trace)
                 meeting = rendezvous.meet(private, nodes.count)
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
         stop = Stop(watch, stopping.signals(stop_on), patience(stop_before, "stop_before"))
@@ -409,7 +425,7 @@ def _make(
         _take_back=take_back,
         _owns_group=owns_group,
         _implicit=implicit,
-        _asked=(comm, device, backend, timeout, staging, bind, stop_on, stop_before),
+        _asked=(comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace),
     )
 
 
@@ -458,6 +474,7 @@ def _agree_on(
     bind: object,
     stop_on: object,
     stop_before: object,
+    trace: object,
     timeout: object,
     env_timeout: str | None,
     env_cache: str | None,
@@ -472,13 +489,34 @@ def _agree_on(
         if bind not in (None, "numa"):
             raise refusal(ValueError, "HD114", f"bind is {bind!r}, expected 'numa' or None")
         pool.limit_of(env_cache, 0)
+        if not isinstance(trace, (str, os.PathLike, NoneType)):
+            raise refusal(TypeError, "HD114", f"trace must be a folder, got {type(trace).__name__}")
         stop = {"stop_on": stopping.signals(stop_on), "stop_before": patience(stop_before, "stop_before")}
-        return {"backend": backend, "bind": bind, **stop}, deadline(timeout, env_timeout)
+        return {"backend": backend, "bind": bind, **stop, "trace": trace is not None}, deadline(timeout, env_timeout)
 
     given = objects.run_on_all(comm, "init", check)
     odd = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
     objects.raise_problems("init", {rank: text for rank, text in odd.items() if text is not None})
     return timedelta(seconds=given[0][1])
+
+
+def _start_trace(comm: MPI.Intracomm, folder: str | os.PathLike[str]) -> None:
+    """Record the calls of all ranks from here on. Collective over `comm`; raises the same on all ranks."""
+    new_name = lambda: f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}"  # noqa: E731
+    job = objects.run_on_root(comm, "init", new_name)
+    objects.run_on_all(comm, "init", lambda: recording.start(os.fspath(folder), job, comm.rank, comm.size))
+    assert recording.current is not None
+    recording.current.clocks.append(clocks.compare(comm, None))
+
+
+def _end_trace() -> None:
+    """Write the trace of this rank, if there is one; the program ends all the same if that fails."""
+    try:
+        if recording.current is not None:
+            recording.current.save(finished=True)
+    except OSError as error:
+        abort.print_error(f"hpcdist: the trace of this rank is not complete: {error}")
+    recording.stop()
 
 
 def staging_folder(nodes: int) -> str:

@@ -96,6 +96,7 @@ class TorchGroup:
         own.record.patient = True  # if issuing it raises, no hook reports its end
         own.record.limit = limit
         own.record.tensors = args.input_tensors or args.output_tensors
+        own.record.route = name
         own.record.begin(self.number, number, callsite.where(kind))
         _issuing.call = (self, args.op_id, device == "cpu", peer is None)
 
@@ -108,7 +109,7 @@ class TorchGroup:
         _issuing.call = None
         if on_cpu and args.work is not None:
             own.record.patient = not waits_for_all  # a message has no fixed position among the receiver's calls
-            own.record.work = args.work
+            own.record.follow(args.work)
         else:
             own.record.end()
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 
 from hpcdist import activity
-from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite, procstat
+from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite, procstat, recording
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort
 from hpcdist.tensors import pool
@@ -57,7 +57,7 @@ class Watch:
         self._listens = signal.getsignal(SIGNAL) == signal.SIG_DFL
         if self._listens:  # a handler of Python's would not run while the main thread is in MPI
             faulthandler.register(SIGNAL, file=self._dumper, all_threads=False, chain=False)
-        abort.at_end(query.end_job, self.explain)
+        abort.at_end(self._announce_end, self.explain)
         activity.wake = self._look_now
         activity.lone_limit = self._limit if len(query.ranks) == 1 else None
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
@@ -89,6 +89,11 @@ class Watch:
         """Call `react` in the watching thread whenever `fd` is readable, until stop()."""
         self._reactions[fd] = react
         self._look_now()
+
+    def _announce_end(self) -> None:
+        """Announce to all ranks that this one ends the job, and write its trace."""
+        self._query.end_job()
+        _save_trace()
 
     def _look_now(self) -> None:
         with self._lock:
@@ -158,6 +163,7 @@ class Watch:
             poll.register(fd, select.POLLIN)
         if self._query.ended:  # the main thread continues until the launcher ends this process
             abort.cleanup()
+            _save_trace()
             seconds = min(seconds, _LEAST)
         for fd, _ in poll.poll(max(0.0, seconds) * 1000):
             if fd == self._wake:
@@ -282,6 +288,12 @@ class Watch:
                 _print_table(table(reports.values(), time.time()))
         finally:
             self._signalled = False
+
+
+def _save_trace() -> None:
+    """Write the trace of this rank, if there is one, before the job is ended."""
+    if recording.current is not None:
+        recording.current.save(finished=False)
 
 
 def _show(record: ThreadRecord, text: str) -> None:
