@@ -20,6 +20,7 @@ from hpcdist.activity import ANYBODY, NOBODY, ThreadRecord
 
 FORMAT = "hpcdist trace 1"
 ROWS = 2**16  # rows that are kept, about 20 MB; of more, the oldest are dropped
+_PAUSE = 0.02  # seconds between two looks at the files of other ranks
 
 
 class Clock(NamedTuple):
@@ -73,7 +74,7 @@ class Recording:
         self.clocks: list[Clock] = []
         self._header = {"format": FORMAT, "job": job, "rank": rank, "world_size": world_size}
         self._records: list[_RowRecord] = []
-        self._saving = threading.Lock()  # for ever once it has been saved
+        self._saving = threading.Lock()
 
     def new_record(self, memory: memoryview, at: int) -> _RowRecord:
         """Make the record of a thread."""
@@ -81,7 +82,7 @@ class Recording:
         return self._records[-1]
 
     def save(self, finished: bool) -> None:
-        """Write the file; a second call does nothing.
+        """Write the file. A second call writes it anew, unless the first one is still writing.
 
         Args:
             finished: whether the program ends by itself. Otherwise the calls under way are written, too.
@@ -91,11 +92,16 @@ class Recording:
         """
         if not self._saving.acquire(blocking=False):
             return
-        rows = list(self.rows)
+        try:
+            self._write(finished)
+        finally:
+            self._saving.release()
+
+    def _write(self, finished: bool) -> None:
+        rows, clocks = list(self.rows), self.clocks
         if not finished:
             rows += [record.row(None) for record in self._records if record.began]
-            at = time.perf_counter_ns()
-            self.clocks.append(self.clocks[0]._replace(local=at, epoch=time.time_ns()))
+            clocks = [clocks[0], clocks[0]._replace(local=time.perf_counter_ns(), epoch=time.time_ns())]
         calls: dict[tuple[bytes, str], int] = {}
         lines = [self._line(calls, *row) for row in rows]
         header = self._header | {
@@ -104,13 +110,21 @@ class Recording:
             "program": sys.argv,
             "dropped": max(0, sum(record.count for record in self._records) - len(self.rows)),
             "finished": finished,
-            "error_ns": max(clock.error for clock in self.clocks),
-            "clock": [(self._aligned(clock.local), clock.epoch) for clock in self.clocks],
+            "error_ns": max(clock.error for clock in clocks),
+            "clock": [(self._aligned(clock.local), clock.epoch) for clock in clocks],
             "calls": [_named(text, route) for text, route in calls],
             "groups": self.groups,
         }
-        with self.path.open("w") as file:
-            file.write(f"{json.dumps(header)}\n{''.join(lines)}")
+        part = self.path.with_suffix(".part")
+        part.write_text(f"{json.dumps(header)}\n{''.join(lines)}")
+        part.replace(self.path)
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait until the ranks whose files are in this folder have written them, or until that time has passed."""
+        end = time.monotonic() + seconds
+        files = list(self.path.parent.glob(f"trace-{self._header['job']}-rank-*.jsonl"))
+        while any(file.stat().st_size == 0 for file in files) and time.monotonic() < end:
+            time.sleep(_PAUSE)
 
     def _line(
         self,
@@ -168,20 +182,20 @@ class _RowRecord(ThreadRecord):
     def end(self) -> None:
         if self.began:
             self._add(self.row(time.perf_counter_ns()))
+            self.began, self.route = 0, ""
         super().end()
 
     def row(self, end: int | None) -> tuple[Any, ...]:
-        """Return the row of the call under way, which becomes none."""
+        """Return the row of the call under way."""
         text, team, number = self._call
-        began, route, tensors = self.began, self.route, self.tensors
-        self.began, self.route = 0, ""
         if team not in self._recording.groups:  # it may have been freed when the file is written
             self._recording.groups[team] = activity.peers.get(team, [])
-        route = route or getattr(tensors, "unrouted", "")
-        return text, route, team, number, self.thread, began, end, nbytes_of(tensors)
+        route = self.route or getattr(self.tensors, "unrouted", "")
+        return text, route, team, number, self.thread, self.began, end, nbytes_of(self.tensors)
 
     def follow(self, work: Any) -> None:
         row = self.row(None)
+        self.began, self.route = 0, ""
         super().follow(work)
         add = self._add
         work.get_future().add_done_callback(lambda _: add((*row[:6], time.perf_counter_ns(), row[7])))

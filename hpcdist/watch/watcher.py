@@ -94,6 +94,8 @@ class Watch:
         """Announce to all ranks that this one ends the job, and write its trace."""
         self._query.end_job()
         _save_trace()
+        if recording.current is not None:
+            recording.current.wait_for_others(_PATIENCE)
 
     def _look_now(self) -> None:
         with self._lock:
@@ -231,6 +233,7 @@ class Watch:
 
     def _join(self, other: int) -> None:
         """Raise in all waiting calls of this rank, because another rank does so and ends the job."""
+        _save_trace()
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:
@@ -243,6 +246,7 @@ class Watch:
     def _on_peer_death(self) -> None:
         """Report a process of this node that has died, and end the job, unless it is ending already."""
         self._peer_died = False
+        _save_trace()  # now, because the launcher may end this process at any time
         self._until(time.monotonic() + _END)
         dead = {} if self._query.job_ends() or self._stopping else self._query.dead_ranks()
         if not dead:

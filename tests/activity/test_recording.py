@@ -1,0 +1,238 @@
+"""What a trace holds: the files that jobs leave, which are read as docs say that they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from launch import Job, mpirun
+
+from hpcdist import activity
+from hpcdist.activity import InCall, SharedRecord, recording
+
+PROGRAM = Path(__file__).with_name("recorded.py")
+
+
+class Row(NamedTuple):
+    name: str
+    site: str
+    route: str
+    group: int
+    number: int
+    peer: int | None
+    thread: int
+    begin: int
+    end: int | None
+    nbytes: int
+
+
+class Trace(NamedTuple):
+    header: dict[str, Any]
+    rows: list[Row]
+
+    def named(self, name: str) -> list[Row]:
+        return [row for row in self.rows if row.name == name]
+
+
+def read(path: Path) -> Trace:
+    header, *rows = map(json.loads, path.read_text().splitlines())
+    return Trace(header, [Row(*header["calls"][call], *rest) for call, *rest in rows])
+
+
+def traces(folder: Path) -> list[Trace]:
+    found = [read(path) for path in folder.iterdir() if path.stat().st_size]
+    return sorted(found, key=lambda trace: (trace.header["job"], trace.header["rank"]))
+
+
+def run(np: int, what: str, folder: Path, **env: str) -> Job:
+    return mpirun(np, str(PROGRAM), what, str(folder), env=env)
+
+
+@pytest.mark.parametrize("np", [1, 2, 3])
+def test_each_call_is_a_row_that_all_ranks_find_again(np: int, tmp_path: Path) -> None:
+    job = run(np, "calls", tmp_path / "new" / "folder")
+    assert job.status == 0, job.err
+    found = traces(tmp_path / "new" / "folder")
+    assert [trace.header["rank"] for trace in found] == list(range(np))
+    assert len({trace.header["job"] for trace in found}) == 1
+    for rank, trace in enumerate(found):
+        header = trace.header
+        assert (header["format"], header["world_size"], header["dropped"], header["finished"]) == (
+            recording.FORMAT,
+            np,
+            0,
+            True,
+        )
+        assert header["error_ns"] > 0 if rank else header["error_ns"] == 0
+        assert len(header["clock"]) == 2
+        concat = trace.named("concat")
+        assert [row.nbytes for row in concat[:3]] == [8 * (rank + 1)] * 3
+        assert [row.route for row in concat[:4]] == ["headers"] * 3 + ["mpi"]
+        assert [row.number for row in concat[:4]] == [1, 2, 3, 4]
+        assert concat[3].nbytes == 400_000
+        assert concat[4].group == concat[0].group + 1  # in the background
+        assert concat[4].thread != concat[0].thread or np == 1
+        assert [(row.nbytes, row.route) for row in trace.named("all_reduce")] == [(40, "mpi"), (40_000, "mpi")]
+        (wait,), asynchronous = trace.named("all_reduce.wait") or [None], trace.named("all_reduce")[1]
+        assert asynchronous.end is not None
+        assert asynchronous.end - asynchronous.begin < 0.2e9 or wait is not None
+        assert len(trace.named("the backward pass of concat")) == 1
+        assert all(row.site.rpartition(":")[0].endswith("recorded.py") for row in concat)
+        ends = [row.end for row in trace.rows]
+        assert ends == sorted(ends, key=lambda end: end or 0)
+        assert trace.rows[-1].name == "finalize"
+    # One collective is one pair (group, number), on exactly the ranks of the group; its calls overlap on the clock.
+    everywhere: dict[tuple[int, int], dict[int, Row]] = {}
+    for rank, trace in enumerate(found):
+        for row in trace.rows:
+            if row.number > 0:
+                assert rank not in everywhere.setdefault((row.group, row.number), {})
+                everywhere[row.group, row.number][rank] = row
+    error = sum(trace.header["error_ns"] for trace in found)
+    for (group, _), rows in everywhere.items():
+        assert sorted(rows) == found[0].header["groups"].get(str(group), sorted(rows))
+        assert len({row.name for row in rows.values()}) == 1
+        assert max(row.begin for row in rows.values()) <= min(row.end or 0 for row in rows.values()) + error
+    assert any(len(rows) < np for rows in everywhere.values()) == (np > 1)  # the group of even ranks
+    if np > 1:
+        assert [(row.peer, row.nbytes) for row in found[1].named("send")] == [(0, 28), (0, 24)]
+        assert [row.peer for row in found[0].named("recv")] == [1]
+        assert [row.peer for row in found[0].named("recv from any rank")] == [-1]
+
+
+def test_a_rank_that_arrives_late_is_seen_on_the_common_clock(tmp_path: Path) -> None:
+    assert run(3, "late", tmp_path).status == 0
+    begins = [trace.named("concat")[1].begin for trace in traces(tmp_path)]
+    assert begins[2] - begins[0] > 1.9e9
+    assert begins[1] - begins[0] > 0.9e9
+
+
+def test_of_too_many_calls_the_last_are_kept(tmp_path: Path) -> None:
+    assert run(1, "many", tmp_path).status == 0
+    (trace,) = traces(tmp_path)
+    calls = 1 + recording.ROWS + 100 + 2  # with init, the end, finalize
+    assert len(trace.rows) == recording.ROWS
+    assert trace.header["dropped"] == calls - recording.ROWS
+    assert trace.named("concat")[-1].nbytes == 8
+    assert trace.named("concat")[-1].number == recording.ROWS + 100
+
+
+@pytest.mark.parametrize("what", ["hang", "error", "dead"])
+def test_a_job_that_is_ended_leaves_its_traces(what: str, tmp_path: Path) -> None:
+    job = run(2, what, tmp_path)
+    assert job.status != 0
+    assert len(list(tmp_path.iterdir())) == 2
+    found = {trace.header["rank"]: trace for trace in traces(tmp_path)}
+    if what == "dead" and not found:
+        return  # the launcher was faster
+    assert set(found) == ({0} if what == "dead" else {0, 1})
+    assert not any(trace.header["finished"] for trace in found.values())
+    assert [row.end is None for row in found[0].named("concat")] == [False, True]
+    assert found[0].named("concat")[1].nbytes == 8
+    if what != "dead":
+        assert [row.end is None for row in found[1].named("concat")] == [False]
+
+
+def test_several_runs_in_one_folder(tmp_path: Path) -> None:
+    assert run(2, "again", tmp_path).status == 0
+    found = traces(tmp_path)
+    assert [trace.header["rank"] for trace in found] == [0, 1, 0, 1]
+    assert len({trace.header["job"] for trace in found}) == 2
+    assert all(len(trace.named("concat")) == 1 for trace in found)
+
+
+def test_the_variable_does_it_too_and_without_both_nothing_is_recorded(tmp_path: Path) -> None:
+    code = """
+    import os, sys, threading
+    import torch, hpcdist as hd
+    from hpcdist import activity
+    from hpcdist.activity import recording
+    hd.init()
+    hd.concat(torch.ones(1))
+    print([type(r).__name__ for r in activity.thread_records[:1]], recording.current is None)
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.out.splitlines() == ["['ThreadRecord'] True"] * 2
+    assert not list(tmp_path.iterdir())
+    job = mpirun(2, code=code, cwd=tmp_path, env={"HPCDIST_TRACE": "here"})
+    assert job.out.splitlines() == ["['_RowRecord'] False"] * 2
+    assert [len(trace.named("concat")) for trace in traces(tmp_path / "here")] == [1, 1]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = mpirun(
+        2,
+        code="""
+    import os, sys
+    import hpcdist as hd
+    from mpi4py import MPI
+    rank = MPI.COMM_WORLD.rank
+    for ranks, wrong in [((1,), sys.argv[1] + "/file/x"), ((0, 1), "/proc/x"), ((1,), 5), ((0,), None)]:
+        try: hd.init(trace=wrong if rank in ranks else sys.argv[1] + "/good")
+        except hd.RankError as error: print("\\n".join(str(error).splitlines()[:3]).replace(sys.argv[1], ""))
+        else: print("no error")
+    hd.init(trace=sys.argv[1] + "/good")
+    try: hd.init(trace="other")
+    except ValueError: print("refused")
+    """.replace("sys.argv[1]", repr(str(tmp_path))),
+    )
+    assert job.status == 0, job.err
+    assert "no error" not in job.out
+    lines = job.out.splitlines()
+    assert sum("rank 1: FileExistsError" in line or "rank 1: NotADirectoryError" in line for line in lines) == 2, lines
+    assert sum("/proc/x" in line for line in lines) == 4, lines
+    assert sum("rank 1: trace must be a folder, got int" in line for line in lines) == 2, lines
+    assert sum("trace is" in line for line in lines) == 2, lines
+    assert lines.count("refused") == 2
+
+
+def test_a_folder_that_is_lost_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    job = run(2, "lost", tmp_path / "trace")
+    assert job.status == 0
+    assert job.err.count("the trace of this rank is not complete") == 2, job.err
+
+
+class Work:
+    """A handle of torch that is done when told."""
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[None] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
+def test_a_call_that_torch_runs_in_the_background_ends_with_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording.start(os.fspath(tmp_path), "job", 0, 1)
+    assert recording.current is not None
+    activity.start(SharedRecord(1))
+    monkeypatch.setattr(activity, "peers", {2: [0]})
+    rows = recording.current.rows
+    try:
+        work = Work()
+        own = activity.thread_calls()
+        assert own is not None
+        own.record.tensors = [torch.ones(3)]
+        own.record.begin(2, 1, b"all_reduce() of gloo at x.py:1")
+        own.record.follow(work)
+        with InCall("concat", None):
+            assert not rows
+        with InCall("split", None):
+            work.future.set_result(None)
+        assert [row[0][:6] for row in rows] == [b"concat", b"all_re", b"split("]
+        assert rows[1][2:4] == (2, 1)
+        assert rows[1][5] < rows[0][5] < rows[0][6] < rows[1][6]
+        assert rows[1][7] == 12
+    finally:
+        recording.stop()
+        activity.start(None)
