@@ -44,7 +44,7 @@ def read(path: Path) -> Trace:
 
 
 def traces(folder: Path) -> list[Trace]:
-    found = [read(path) for path in folder.iterdir() if path.stat().st_size]
+    found = [read(path) for path in folder.glob("*.jsonl") if path.stat().st_size]
     return sorted(found, key=lambda trace: (trace.header["job"], trace.header["rank"]))
 
 
@@ -125,7 +125,7 @@ def test_of_too_many_calls_the_last_are_kept(tmp_path: Path) -> None:
 def test_a_job_that_is_ended_leaves_its_traces(what: str, tmp_path: Path) -> None:
     job = run(2, what, tmp_path)
     assert job.status != 0
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2
     found = {trace.header["rank"]: trace for trace in traces(tmp_path)}
     if what == "dead" and not found:
         return  # the launcher was faster
