@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
+
+from hpcdist.runtime.commandline import Parser
 
 # Name -> what it does, the module to run, and words that come before the user's.
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -22,12 +25,16 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Run the command that the first word of the command line names; without one, list the commands and versions."""
-    module = "hpcdist.commands.overview"  # it also reports a word that is none of them
+    """Run the command that the first word of the command line names; without one, list the commands."""
     if sys.argv[1:] and sys.argv[1] in COMMANDS:
         _, module, *first = COMMANDS[sys.argv[1]]
         sys.argv[1:2] = first
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    p = Parser(prog="hpcdist", description="Run a command of hpcdist.", formatter_class=argparse.RawTextHelpFormatter)
+    commands = "\n".join(f"{name:10} {what}" for name, (what, *_) in COMMANDS.items())
+    p.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"one of these; each has --help\n{commands}")
+    p.parse_args(sys.argv[1:] or ["--help"])
 
 
 if __name__ == "__main__":

@@ -114,8 +114,7 @@ def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
     environ = {"PYTHONPATH": "", **({"MPI4PY_LIBMPI": str(own)} if own.exists() else {})}
     job = run([*launcher(2), str(python), "-m", "hpcdist"], cwd=folder, env=environ)
     assert job.status == 0, job.err
-    assert "hpcdist gather" in job.out
-    assert "2 on 1 node" in job.out
+    assert job.out.count("gather     join arrays") == 1
 
 
 def test_the_command_hpcdist(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_the_command_hpcdist(tmp_path: Path) -> None:
         (["ls", "no.h5"], 2, "hpcdist ls: error: no.h5: no such file"),
         (["stage-env", "--help"], 0, "usage: hpcdist stage-env"),
         (["explain", "HD401"], 0, "# HD401: "),
-        (["gathr"], 2, "hpcdist: error: argument command: invalid choice: 'gathr' (choose from "),
+        (["gathr"], 2, "hpcdist: error: argument COMMAND: invalid choice: 'gathr' (choose from "),
         (["--help"], 0, "usage: hpcdist"),
     ):
         done = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)

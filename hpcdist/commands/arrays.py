@@ -182,7 +182,7 @@ def _check_outputs(args: Namespace, data: Inputs, written: Iterable[File], files
     for name, _ in written:
         suffix = Path(name).suffix
         if suffix not in OUTPUTS:
-            raise InputError("HD501", f"{name}: unknown suffix {suffix!r}; expected one of {', '.join(OUTPUTS)}")
+            raise InputError("HD501", f"{name}: {suffix!r} is not written; expected one of {', '.join(OUTPUTS)}")
         if data.dtype not in FORMATS[suffix].dtypes:
             others = ", ".join(other for other in OUTPUTS if data.dtype in FORMATS[other].dtypes)
             raise InputError("HD418", f"{name}: a {suffix} file cannot hold {data.dtype}; use one of {others}")
@@ -409,7 +409,7 @@ def parser(what: str) -> Parser:
     )  # fmt: skip
     p.add_argument(
         "-o", "--output", type=path, metavar="OUT", required=what == "split",
-        help=f"{output}: .npy, .pt, .safetensors or .h5",
+        help=f"{output}: .npy, .safetensors or .h5",
     )  # fmt: skip
     p.add_argument("--dim", type=int, default=0, help="dimension to join or split along (default 0)")
     p.add_argument(

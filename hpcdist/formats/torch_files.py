@@ -19,7 +19,6 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from mmap import MAP_PRIVATE, PROT_READ, mmap
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -29,12 +28,11 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError
-from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Parts, Slices, Stored, identity
+from hpcdist.formats.contents import Contents, Format, Identity, Parts, Slices, Stored, identity
 from hpcdist.formats.paths import check_regular, file_errors, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.process import host_memory
-from hpcdist.tensors.storage import BARE, DTYPES
 
 METADATA = ".metadata"  # of a folder
 
@@ -45,8 +43,6 @@ _NUMBER = re.compile(r"/data/(\d+)$")
 
 
 class _Pt(Format):
-    dtypes = frozenset(d for d in DTYPES if d not in BARE or not re.fullmatch(r"torch\.u?int\d", str(d)))
-
     def describe(self, path: str) -> Contents:
         at, members = identity(path), _members_of(path)
         held = None
@@ -77,18 +73,6 @@ class _Pt(Format):
             return some.resolve_conj().resolve_neg().contiguous()
 
         return read
-
-    def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
-        (array,) = datasets
-        os.truncate(path, array.nbytes())  # raises, if the file system has a limit on the size of files
-        with warnings.catch_warnings(), torch.serialization.skip_data():  # all but the data
-            warnings.simplefilter("ignore")  # of memory that cannot be written
-            x = torch.empty(0, dtype=array.dtype, device="cpu")
-            if array.nbytes():  # memory that is never touched; the system counts none that cannot be written
-                x = torch.frombuffer(mmap(-1, array.nbytes(), MAP_PRIVATE, PROT_READ), dtype=array.dtype)
-            torch.save(x.view(array.shape), path)
-        made = _load(str(path), map_location="meta")
-        return FileMap.of(path, [made.untyped_storage()._checkpoint_offset or 0])
 
 
 PT = _Pt()

@@ -60,45 +60,28 @@ def placements_of(held: Layout, shape: Sequence[int], mesh: DeviceMesh | Sequenc
         mesh: a DeviceMesh whose ranks are numbered along its last dimension first, or its shape.
 
     Raises:
-        ValueError: if DTensor cannot have such parts: other rules than the ceiling rule, or arbitrary boxes. The text
-            contains the first difference from the most similar placements.
+        ValueError: if DTensor cannot have such parts: other rules than the ceiling rule, or arbitrary boxes.
 
     Example, on 4 ranks::
 
         >>> placements_of(hd.Split(0), (8, 5), (4,))
         (Shard(dim=0),)
         >>> placements_of(hd.Split(0), (10, 5), (4,))
-        ValueError: no DTensor on a mesh of shape (4,) has these parts of a tensor of shape (10, 5): with
-        (Shard(dim=0),) rank 2 has (3, 5) at offset (6, 0), expected (2, 5) at offset (6, 0); ...
+        ValueError: no DTensor on a mesh of shape (4,) has these parts of a tensor of shape (10, 5): ...
     """
     grid = _shape(mesh)
     wanted = held.boxes(shape, torch.Size(grid).numel())
     choices: list[int | None] = [None, *range(len(shape))]
-    nearest, agreeing = "", -1
     for dims in product(choices, repeat=len(grid)):
-        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-        boxes = Block(grid, dims, "chunk").boxes(shape, len(wanted))
-        wrong = [rank for rank, (box, want) in enumerate(zip(boxes, wanted, strict=True)) if not _same(box, want)]
-        if not wrong:
-            return placements
-        if len(wanted) - len(wrong) > agreeing:
-            agreeing, rank = len(wanted) - len(wrong), wrong[0]
-            nearest = f"with {placements} rank {rank} has {_show(boxes[rank])}, expected {_show(wanted[rank])}"
-    raise refusal(
-        ValueError,
-        "HD213",
-        f"no DTensor on a mesh of shape {grid} has these parts of a tensor of shape {tuple(shape)}: {nearest}; "
-        'counts="chunk" is DTensor\'s rule',
-    )
+        if all(map(_same, Block(grid, dims, "chunk").boxes(shape, len(wanted)), wanted)):
+            return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+    what = f"no DTensor on a mesh of shape {grid} has these parts of a tensor of shape {tuple(shape)}"
+    raise refusal(ValueError, "HD213", f'{what}: DTensor cuts by the rule counts="chunk"')
 
 
 def _same(box: Box, other: Box) -> bool:
     """Return whether two boxes are the same part; empty ones may start anywhere."""
     return box.shape == other.shape and (box.offset == other.offset or not box.size())
-
-
-def _show(box: Box) -> str:
-    return f"{box.shape} at offset {box.offset}"
 
 
 def _shape(mesh: DeviceMesh | Sequence[int]) -> tuple[int, ...]:

@@ -242,7 +242,6 @@ class Pool:
                 "limit_bytes": self.limit,
                 "in_use_bytes": self.total - idle_bytes,
                 "idle_bytes": idle_bytes,
-                "lazily_freed_bytes": sum(block.nbytes for block in idle if block.lazy),
                 "in_use_blocks": len(self._blocks) - len(idle),
                 "idle_blocks": len(idle),
                 "num_allocations": self.made,
@@ -353,7 +352,6 @@ def memory_stats() -> dict[str, int | str]:
 
         - "limit_bytes": most bytes of all blocks, those in use included.
         - "in_use_bytes", "idle_bytes": bytes of blocks on which there are tensors, and of the others.
-        - "lazily_freed_bytes": bytes of idle blocks that the kernel takes if memory is short.
         - "in_use_blocks", "idle_blocks": numbers of these blocks.
         - "num_allocations", "num_reuses": numbers of results for which a block was made, and used again.
         - "num_evictions": number of blocks that were dropped to stay within the limit, in use or idle.

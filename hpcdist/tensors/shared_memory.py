@@ -7,11 +7,8 @@ would end that process with SIGSEGV instead, and one that is shared would change
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import mmap
 import os
-import struct
 from contextlib import suppress
 
 import numpy as np
@@ -22,10 +19,6 @@ _PAGEMAP = "/proc/self/pagemap"
 _CHUNK = 2**20  # bytes of it that are read at once
 _PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds
 _PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # in the last byte of an entry of 8
-# The ioctl PAGEMAP_SCAN of Linux 6.7 and later finds the first private page without a copy of all entries.
-_SCAN = struct.Struct("=12Q")
-_PAGEMAP_SCAN = 3 << 30 | _SCAN.size << 16 | ord("f") << 8 | 16
-_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 
 
 class SharedBlock:
@@ -95,8 +88,6 @@ class SharedBlock:
 def _has_private_pages(start: int, nbytes: int) -> bool:
     """Whether a private mapping of a shared file has pages of this process's own; True where that is not known."""
     with suppress(OSError), open(_PAGEMAP, "rb", buffering=0) as pagemap:
-        with suppress(OSError):
-            return _scan(pagemap.fileno(), start, nbytes)
         at, end = (start // mmap.PAGESIZE * 8, -(-(start + nbytes) // mmap.PAGESIZE) * 8)
         while at < end:
             found = np.frombuffer(os.pread(pagemap.fileno(), min(_CHUNK, end - at), at), np.uint8)[7::8]
@@ -108,13 +99,3 @@ def _has_private_pages(start: int, nbytes: int) -> bool:
             at += 8 * len(found)
         return False
     return True
-
-
-def _scan(fd: int, start: int, nbytes: int) -> bool:
-    """The same by PAGEMAP_SCAN; OSError where the kernel does not have it."""
-    page = (ctypes.c_uint64 * 3)()
-    last = -(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    anywhere = _IS_PRESENT | _IS_SWAPPED
-    # size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof_mask, return_mask
-    fields = (_SCAN.size, 0, start, last, 0, ctypes.addressof(page), 1, 1, _IS_FILE, _IS_FILE, anywhere, anywhere)
-    return bool(fcntl.ioctl(fd, _PAGEMAP_SCAN, bytearray(_SCAN.pack(*fields))))

@@ -22,7 +22,6 @@ from launch import Job, commands, mpirun
 from safetensors.torch import load_file, save_file
 
 import hpcdist as hd
-from hpcdist import __version__
 from hpcdist.commands import arrays, conversion, listing
 from hpcdist.formats.known import describe
 
@@ -69,8 +68,6 @@ def flip(path: Path, at: int) -> None:
 def read(path: Path) -> np.ndarray:
     if path.suffix == ".npy":
         return np.asarray(np.load(path))
-    if path.suffix == ".pt":
-        return torch.load(path, weights_only=True).numpy()
     if path.suffix == ".safetensors":
         return load_file(path)["data"].numpy()
     with h5py.File(path) as file:
@@ -98,7 +95,7 @@ def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, tmp_path: Path) -> No
     for dim, cuts in enumerate(([900, 900, 1500, 2900], [1, 1, 4, 6])):
         for i, (part, suffix) in enumerate(zip(np.split(WHOLE, cuts, dim), SUFFIXES, strict=True)):
             write(tmp_path / f"{dim}s{i}{suffix}", part)
-    outs = [f"{dim}out{suffix}" for dim in (0, 1) for suffix in SUFFIXES if suffix != ".npz"]
+    outs = [f"{dim}out{suffix}" for dim in (0, 1) for suffix in SUFFIXES if suffix not in (".npz", ".pt")]
     lines = [f"gather {out[0]}s* --dim {out[0]} -o {out} --window 4K --root {max(np_ - 1, 0)}" for out in outs]
     for out, report in zip(outs, reports(np_, tmp_path, *lines), strict=True):
         assert (report["shape"], report["dtype"], report["files"], report["ranks"], report["bytes_sent"]) == (
@@ -187,7 +184,7 @@ MISTAKES = {
     f"{GOOD}--route pigeon": "invalid choice: 'pigeon'",
     f"{GOOD}--nonsense": "unrecognized arguments: --nonsense",
     f"{GOOD}-o y.npy --window much": "expected a number of bytes such as 64M",
-    f"{GOOD}-o y.txt": "unknown suffix '.txt'",
+    f"{GOOD}-o y.txt": "'.txt' is not written",
     f"{GOOD}-o none/y.h5": "none/y.h5: no such folder",
     f"{GOOD}--resume": "--resume, and names with {rank}, need -o without --route and --compare",
     f"{GOOD}-o y.h5 --compare --resume": "--resume, and names with {rank}, need -o without",
@@ -229,7 +226,8 @@ MISTAKES = {
     "split s0.npy -o {rank}.npy --dim 2": "--dim 2: s0.npy has 2 dims",
     "split -o {rank}.npy": "{rank}.npy: no INPUT is given, and without one nothing is written",
     "gather d0": "d0: unknown suffix ''; expected one of .npy, .npz, .pt, ",
-    "split bad.npz -o {rank}.npz": "unknown suffix '.npz'",
+    "split bad.npz -o {rank}.npz": "'.npz' is not written; expected one of .npy, .safetensors, .h5",
+    f"{GOOD}-o y.pt": "y.pt: '.pt' is not written; expected one of .npy, .safetensors, .h5",
 }
 if not torch.cuda.is_available():
     refused = "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto [HD207]"
@@ -285,7 +283,7 @@ def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
         from hpcdist.staging import drivers
         drivers.missing = lambda name: "made up"  # HDF5's own writes cannot be made to fail here
         with hd.init(device="cpu") as world:
-            for output in ("out.h5", "out.npy", "out{rank}.pt"):
+            for output in ("out.h5", "out.npy", "out{rank}.safetensors"):
                 calls.clear()
                 try:
                     join_main(world, parser("concat").parse_args(["x.npy", "-o", output, "--window", "1M"]))
@@ -295,7 +293,7 @@ def test_no_space_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
     """
     job = mpirun(2, code=code, cwd=tmp_path)
     assert job.status == 0, job.err
-    for output in ("out.h5", "out.npy", "out{rank}.pt"):
+    for output in ("out.h5", "out.npy", "out{rank}.safetensors"):
         assert job.out.count(f"<{output}: writing failed: No space left on device>") == 2, job.out
     assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
@@ -305,9 +303,7 @@ def test_help_and_the_list_of_commands_are_printed_once() -> None:
     told, job = commands(3, ("hpcdist", "gather", "--help"), ("hpcdist",))
     assert (told.status, told.out.count("usage: hpcdist gather")) == (0, 1)
     assert job.status == 0, job.err
-    assert job.out.count("hpcdist gather ") == 1
-    for line in (f"hpcdist  {' ' * 4}{__version__}", "MPI ", "HDF5 ", "ranks        3 on 1 node"):
-        assert line in job.out
+    assert job.out.count("gather     join arrays") == 1
 
 
 @pytest.mark.once
@@ -317,7 +313,7 @@ def test_split_and_concat(tmp_path: Path) -> None:
         write(tmp_path / f"x{kind}", WHOLE)
     x = torch.arange(100).to(torch.bfloat16).view(20, 5)
     torch.save(x, tmp_path / "b.pt")
-    wanted = {("x.npy", ".npy"): (0, 2), ("x.pt", ".pt"): (1, 5), ("x.npz", ".h5"): (0, 7)}
+    wanted = {("x.npy", ".npy"): (0, 2), ("x.pt", ".safetensors"): (1, 5), ("x.npz", ".h5"): (0, 7)}
     reports(
         2, tmp_path,
         *(
@@ -336,7 +332,7 @@ def test_split_and_concat(tmp_path: Path) -> None:
     text, refused = jobs(3, tmp_path, "concat [01].npy", "gather b?.h5 -o b.npy")
     assert "shape (3000, 7) on every rank" in text.out  # in memory
     assert refused.status == 2
-    assert "a .npy file cannot hold torch.bfloat16; use one of .pt, .safetensors, .h5" in refused.err
+    assert "a .npy file cannot hold torch.bfloat16; use one of .safetensors, .h5" in refused.err
     for copy in ("copy-0.npy", "copy-1.npy"):
         assert np.array_equal(read(tmp_path / copy), WHOLE)
     assert [len(read(tmp_path / f"again-{i}.npy")) for i in range(3)] == [1000] * 3

@@ -20,10 +20,9 @@ from hpcdist.commands.arrays import join_main, parser
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES
 
-SUFFIXES = (".npy", ".pt", ".safetensors", ".h5")
+SUFFIXES = (".npy", ".safetensors", ".h5")
 REFUSED = {
     ".npy": {d for d in DTYPES if d in (torch.bfloat16, torch.complex32, *BARE) or "float8" in str(d)},
-    ".pt": {d for d in BARE if "int" in str(d)},
     ".safetensors": {torch.complex128, torch.complex32, *BARE},
 }
 
@@ -135,14 +134,14 @@ def test_names_with_anything_in_them(alone: hd.World) -> None:
             if suffix != ".npz":
                 gather(alone, "in.npy", f"--output={path}")
             assert copying.find(alone, [path], 0).sources[0].spec == path
-            for spec in [path] if suffix in (".npy", ".pt") else [path, f"{path}:data"]:
+            for spec in [path] if suffix == ".npy" else [path, f"{path}:data"]:
                 for by_library in (False, True):
                     assert load(spec, by_library).tolist() == [0, 1, 2], spec
 
 
 def damaged() -> dict[str, str]:
     """Files that cannot be used -> what the error says besides their name."""
-    for suffix in (*SUFFIXES, ".npz"):
+    for suffix in (*SUFFIXES, ".npz", ".pt"):
         Path(f"junk{suffix}").write_bytes(b"this is none of these formats")
         Path(f"empty{suffix}").touch()
         os.mkdir(f"folder{suffix}")

@@ -163,18 +163,13 @@ def test_memory_of_a_node_is_that_of_one_result(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, whole.sum() == 1_000_003 * world.world_size, "held beyond its group")
 
 
-@pytest.mark.parametrize("kernel", ["new", "old", "closed"])
+@pytest.mark.parametrize("kernel", ["open", "closed"])
 def test_what_a_rank_writes_in_place_no_other_rank_sees(
     world: hd.World, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it see that itself in a later result; whatever the kernel tells of a process's own pages."""
     from hpcdist.tensors import shared_memory
 
-    def missing(*args: object) -> bool:
-        raise OSError
-
-    if kernel != "new":
-        monkeypatch.setattr(shared_memory, "_scan", missing)
     if kernel == "closed":
         monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
     findings = Findings(world.comm)

@@ -29,11 +29,7 @@ def test_a_private_view_follows_the_block_but_for_pages_written_in_place() -> No
 
 
 def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: object) -> bool:
-        raise OSError
-
     monkeypatch.setattr(shared_memory, "_CHUNK", 16)
-    monkeypatch.setattr(shared_memory, "_scan", missing)
     block = SharedBlock(7 * 4096)
     private = block.private()
     assert not shared_memory._has_private_pages(block._address, block.nbytes)
