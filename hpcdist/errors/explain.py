@@ -23,7 +23,7 @@ GROUPS = {
     "HD4": "files and staging",
     "HD5": "inputs and options of the commands",
     "HD6": "hangs and deaths",
-    "HD7": "the backend of torch.distributed",
+    "HD7": "the backend of torch.distributed, and the names of Horovod",
     "HD8": "job scripts",
     "HD9": "errors of hpcdist itself",
 }

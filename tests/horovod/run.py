@@ -48,7 +48,9 @@ def stand_in() -> None:
     import hpcdist.horovod as hvd
 
     torch.optim.Muon.__module__ = "newer"
-    basics = types.SimpleNamespace(_get_process_set_ids_and_ranks=hvd.registered)
+    basics = types.SimpleNamespace(
+        _get_process_set_ids_and_ranks=lambda: {number: one.ranks for number, one in hvd._registered.items()}
+    )
     hvd.mpi_ops = types.SimpleNamespace(_basics=basics)
     threads: Any = types.ModuleType("horovod.runner.util.threads")
     threads.in_thread = None

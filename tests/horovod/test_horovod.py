@@ -106,5 +106,5 @@ def test_process_sets() -> None:
 
 def test_refused() -> None:
     for ask in (lambda: hvd.elastic, lambda: hvd.SyncBatchNorm, lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum)):
-        with pytest.raises(NotImplementedError, match="HD701"):
+        with pytest.raises(NotImplementedError, match="HD702"):
             ask()  # type: ignore[no-untyped-call]
