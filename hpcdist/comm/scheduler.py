@@ -15,8 +15,6 @@ from typing import NamedTuple
 from hpcdist.errors import coded, reason, with_hint
 from hpcdist.process import abort
 
-__all__ = ["time_left"]
-
 _PATIENCE = 10.0  # seconds for a command of a scheduler, which may retry for minutes
 _NO_LIMIT = 2**32 - 1  # what Flux prints
 

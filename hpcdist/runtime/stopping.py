@@ -28,8 +28,6 @@ from hpcdist.watch.watcher import Watch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Stop", "signals"]
-
 _DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
 # Seconds in which one signal may arrive twice: Slurm sends it to mpirun, which passes it on, and to the ranks.
 _TWICE = 1.0

@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from launch import python
+from launch import python, slowness
 from slurm import GPUS, Ended, Slurm
 
 from hpcdist.jobscript import write
@@ -359,6 +359,73 @@ def limited(slurm: Slurm) -> tuple[str, Path]:
     looks at the limits every 30."""
     folder = _folder(slurm)
     return _submit_slow(slurm, folder, "srun", "--time=1", "--signal=B:USR1@10"), folder
+
+
+# A training that stops when the ranks have agreed to, and goes on for ten steps in the second run of the job.
+STOPS = """
+import os, subprocess, sys, time, torch, hpcdist as hd
+again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+if again:
+    subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "TimeLimit=10"], check=True)
+def say(text): os.write(1, f"{text}\\n".encode())  # one write a line: the ranks' lines do not mix
+with hd.init(stop_before=float(sys.argv[1])) as world:
+    step = int(hd.staging.load("x.h5", dim=None, verify=True)[-1]) if again else 0
+    last = step + 10
+    while step < last or not again:
+        step += 1
+        time.sleep(0.01)
+        if step == 1 and world.rank == 0: open("runs", "w").close()
+        if world.should_stop():
+            hd.staging.save("x.h5", torch.full((1000 + world.rank,), step))
+            say(f"stop {step} {world.stop_reason}")
+            sys.exit(75)
+    say(f"end {step}")
+"""
+
+
+def _submit_stop(slurm: Slurm, folder: Path, bin_: Path, launcher: str, before: int, *options: str) -> str:
+    (folder / "stops.py").write_text(STOPS)
+    command = ("python", "stops.py", str(before))
+    shape = Shape(kind="requeue", ntasks_per_node=2, launcher=launcher, command=command)
+    (folder / "stops.sbatch").write_text(write(shape))
+    return slurm.submit("stops.sbatch", options=options, cwd=folder, env=_environment(slurm, launcher, bin_))
+
+
+def _check_stopped(ended: Ended, reason: str) -> None:
+    """All ranks have stopped at the same step, exited by themselves, and gone on from there."""
+    assert (ended.state, ended.restarts) == ("COMPLETED", 1), ended.out
+    stops = re.findall(r"^stop (\d+) (.*)$", ended.out, re.MULTILINE)
+    assert len(stops) == 4 and len(set(stops)) == 1 and re.fullmatch(reason, stops[0][1]), ended.out
+    assert re.findall(r"^end (\d+)$", ended.out, re.MULTILINE) == [str(int(stops[0][0]) + 10)] * 4, ended.out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited_training(slurm: Slurm) -> str:
+    """As `limited`, of two minutes, which leave it the time to import torch."""
+    return _submit_stop(slurm, _folder(slurm), OPENMPI, "srun", 1, "--time=2", "--signal=B:USR1@20")
+
+
+@pytest.mark.parametrize(
+    ("bin_", "launcher"), [(OPENMPI, "srun"), (OPENMPI, "mpirun"), *([(MPICH, "srun")] if MPICH.exists() else [])]
+)
+def test_a_training_that_is_told_stops_and_goes_on(bin_: Path, launcher: str, slurm: Slurm, folder: Path) -> None:
+    job = _submit_stop(slurm, folder, bin_, launcher, 1)
+    end = time.monotonic() + 60 * slowness()
+    while not (folder / "runs").exists():
+        assert time.monotonic() < end, slurm.output(job)
+        time.sleep(0.1)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    _check_stopped(slurm.wait(job), r"rank \d received SIGUSR1")
+
+
+def test_a_training_that_asks_for_its_time_stops_and_goes_on(slurm: Slurm, folder: Path) -> None:
+    """Two minutes, as squeue tells: Slurm 22.05 sets no SLURM_JOB_END_TIME. No signal comes."""
+    job = _submit_stop(slurm, folder, OPENMPI, "srun", 110, "--time=2", "--signal=B:USR1@1")
+    _check_stopped(slurm.wait(job, 90), r"the job ends in \d+ s")
+
+
+def test_a_training_stops_by_the_signal_of_slurm_and_goes_on(limited_training: str, slurm: Slurm) -> None:
+    _check_stopped(slurm.wait(limited_training, 150), r"rank \d received SIGUSR1")
 
 
 @pytest.mark.parametrize("most", [100, 0])

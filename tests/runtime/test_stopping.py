@@ -174,8 +174,9 @@ SCHEDULERS = {  # variable, command, its words, what it prints
 def fake(folder: Path, command: str, prints: str, words: str = "*") -> None:
     """A command of a scheduler, which counts its calls."""
     folder.mkdir(exist_ok=True)
-    check = "" if words == "*" else f'[ "$*" = "{words}" ] || exit 1\n'
-    folder.joinpath(command).write_text(f"#!/bin/sh\n{check}echo call >> {folder}/calls\n/bin/cat <<'END'\n{prints}\nEND\n")
+    check = "" if words == "*" else f'[ "$*" = "{words}" ] || exit 1'
+    lines = ["#!/bin/sh", check, f"echo call >> {folder}/calls", "/bin/cat <<'END'", prints, "END\n"]
+    folder.joinpath(command).write_text("\n".join(lines))
     folder.joinpath(command).chmod(0o755)
 
 
