@@ -31,7 +31,7 @@ FLOORS = {
     "routes": 4, "validation": 4, "backend": 4,
     "runtime": 5,
     "collectives": 6, "p2p": 6, "staging": 6, "jobscript": 6, "stage_env": 6,
-    "commands": 7, "doctor": 7, "run": 7,
+    "commands": 7, "doctor": 7, "run": 7, "trace": 7,
     "gather": 8, "concat": 8, "split": 8, "horovod": 8,
     "": 9, "__main__": 9,
     "examples": 10,  # users of the nine floors
