@@ -11,13 +11,16 @@ from torch._C import _functorch
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
 from hpcdist.tensors import eager
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 
 _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
+_NO_BATCH = coded(
+    "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"
+)
 
 
 def count(team: Team) -> str:
@@ -54,37 +57,19 @@ class _Backward:
         self._needs_grad = isinstance(op.x, Tensor) and op.x.requires_grad
         self.graph_input = op.x if self._needs_grad else torch.empty(0, requires_grad=True, device="cpu")
 
-    def __call__(self, grad: Tensor, create_graph: bool, batch: int = 1) -> Tensor | None:
-        if _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad):
-            return _one_by_one(grad, create_graph, self)
+    def __call__(self, grad: Tensor, create_graph: bool) -> Tensor | None:
         op, team = self._op, self._team
         what = f"the backward pass of {op.name}"
         if team.freed:
             raise HpcdistError("HD112", f"{what}: the world of this result has ended, or its group was freed")
-        # Compared, since ranks might pass through different results.
-        options = (("the result", op.which), ("batched gradients", batch))
+        batched = _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad)
+        problem = _NO_BATCH if batched else _NO_DOUBLE if create_graph else None
+        options = (("the result", op.which),)  # compared, since ranks might pass through different results
         with activity.InCall(what, team, tensors=op), abort.InStep(what, team.size):
-            collective.exchange(team, Call(what, options=options, problem=_NO_DOUBLE if create_graph else None))
+            collective.exchange(team, Call(what, options=options, problem=problem))
             with abort.InTransfer(op.name, team.size):
                 found: Tensor | None = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
         return found.view(self.graph_input.shape) if self._needs_grad and found is not None else None
-
-
-def _one_by_one(grads: Tensor, create_graph: bool, backward: _Backward) -> Tensor | None:
-    """Run the backward pass for each gradient of a batch: of torch.vmap, or of grad(..., is_grads_batched=True).
-
-    The latter has an older kind of batch.
-    """
-    add: Callable[[Tensor, int, int], Tensor]
-    if _functorch.is_batchedtensor(grads):
-        level, add = _functorch.maybe_get_level(grads), _functorch._add_batch_dim
-        each = _functorch.get_unwrapped(grads).unbind(_functorch.maybe_get_bdim(grads))
-    else:
-        level, add = torch._C._vmapmode_increment_nesting() - 1, torch._add_batch_dim
-        torch._C._vmapmode_decrement_nesting()
-        each = torch._remove_batch_dim(grads, level, 0, 0).unbind()
-    found = [gradient for grad in each if (gradient := backward(grad, create_graph, len(each))) is not None]
-    return add(torch.stack(found), 0, level) if found else None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:

@@ -85,7 +85,7 @@ def gather(
         tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
     """
 
-    return run(joining("gather", x, dim, route, out, allow_pickle, root), world.team_of(group), async_op)
+    return run(_joining("gather", x, dim, route, out, allow_pickle, root), world.team_of(group), async_op)
 
 
 # fmt: off
@@ -163,7 +163,7 @@ def concat(
         {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
     """
 
-    return run(joining("concat", x, dim, route, out, allow_pickle, None, shared), world.team_of(group), async_op)
+    return run(_joining("concat", x, dim, route, out, allow_pickle, None, shared), world.team_of(group), async_op)
 
 
 class Join(Plannable):
@@ -172,7 +172,17 @@ class Join(Plannable):
     sent: Tensor
     validate = local.check_shard
 
-    def __init__(self, name: str, x: Any, dim: Any, root: Any, route: Any, out: Any, shared: Any = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        x: Any,
+        dim: Any,
+        route: Any,
+        out: Any,
+        allow_pickle: Any,
+        root: Any = None,
+        shared: Any = False,
+    ) -> None:
         self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
         self.rooted, self.shared = name == "gather", bool(shared)
 
@@ -193,7 +203,7 @@ class Join(Plannable):
         sources = [box for (box,) in cut.boxes]
         dests = [whole if self._root in (-1, rank) else None for rank in range(team.size)]
         recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
-        return Parts(cut.shape, cut.dtype, self.sent.device, sources, dests, recvs)
+        return Parts(cut.shape, cut.dtype, sources, dests, recvs)
 
     def method(self, team: Team) -> Method:
         return self.chosen(team).method(team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes)
@@ -241,10 +251,10 @@ class Join(Plannable):
         return added.to(x.dtype)
 
 
-def joining(
+def _joining(
     name: str, x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, root: Any = None, shared: Any = False
 ) -> Join | JoinStructures:
     """Return the operation of a call of gather or concat, whose arguments are not validated."""
     if isinstance(x, Tensor) or shared:
-        return Join(name, x, dim, root, route, out, shared)
+        return Join(name, x, dim, route, out, allow_pickle, root, shared)
     return JoinStructures(name, x, dim, root, route, out, allow_pickle)

@@ -127,7 +127,7 @@ class Redistribute(Plannable):
             rows = objects.all_gather_object(team.comm, _shapes(call))
         shapes = tuple(tuple(row[1 : 1 + ndim]) for row in rows)
         key = (self.src, self.dst, shapes, x.dtype, call.route, agreed.kinds)
-        moves: Transfer | None = team.plans.get(key)
+        moves: Transfer | None = self.moves if self.number else team.plans.get(key)
         if moves is None:
             route = select.agreed(self.name, call.route, team, agreed.kinds)
             moves = team.plans[key] = Transfer(self.name, team, route, self.src, self.dst, shapes, x)
@@ -136,13 +136,14 @@ class Redistribute(Plannable):
         self.moves = moves
         outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
         collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
-        self.small = moves.small
+        self.small = None if self.number else moves.small
         self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim))
-        moves.small = self.small
+        if not self.number:
+            moves.small = self.small
 
     def parts(self, team: Team) -> Parts:
         moves, x = self.moves, self.sent
-        return Parts(moves.shape, x.dtype, x.device, moves.held, moves.boxes, moves.recvs)
+        return Parts(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
 
     def method(self, team: Team) -> Method:
         return self.moves.method(team)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +13,17 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.activity.recording import nbytes_of
-from hpcdist.collectives import autograd, results
-from hpcdist.collectives.small import BEHIND_HEADERS, Parts, Small, remember
+from hpcdist.collectives import autograd
+from hpcdist.collectives.small import Parts, Small, remember
 from hpcdist.comm.route import Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.process import abort
 from hpcdist.routes import select
 from hpcdist.runtime import background
-from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import is_plain, written
-from hpcdist.validation import collective
-from hpcdist.validation.call import Call
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call, not_a_tensor
 from hpcdist.validation.collective import Agreed
 from hpcdist.validation.local import call_of
 
@@ -60,13 +58,12 @@ class Operation(ABC):
     def execute(self, team: Team) -> Any:
         """Agree with the other ranks, move the data, and return the caller's result. Collective over the team."""
         key, exchanged = self.key(), False
-        repeats = self.repeats(team)
-        known = None if key is None else repeats.get(key)
+        known = None if key is None else team.repeats.get(key)
         if known is not None and known.calls == team.calls[team.foreground is team]:
             if known.exchange(team, self.x):
                 return known.take(self.out)
             exchanged = True  # another rank's call is not the same as before
-        call = call_of(self.name, self.validate, team)
+        call = call_of(self.name, self.checked, team)
         agreed = collective.exchange(team, call, exchanged)
         self.grad = agreed.grad
         with abort.InTransfer(self.name, team.size):
@@ -75,16 +72,16 @@ class Operation(ABC):
                 self.which = autograd.count(team)
             result = self.forward(team)
         if key is not None and self.small is not None and not self.grad:
-            remember(repeats, key, self.small, team.size)
+            remember(team.repeats, key, self.small, team.size)
         return self.finish(result)
 
     def key(self) -> Hashable:
         """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
         return None
 
-    def repeats(self, team: Team) -> dict[Hashable, Any]:
-        """Return where the call is found again by its key."""
-        return team.repeats
+    def checked(self, team: Team, call: Call) -> None:
+        """Validate the arguments, against those of a plan as well."""
+        self.validate(team, call)
 
     @abstractmethod
     def validate(self, team: Team, call: Call) -> None:
@@ -107,20 +104,12 @@ class Operation(ABC):
         raise NotImplementedError
 
 
-class Description(NamedTuple):
-    """The actions of a planned operation on this rank: see :class:`hpcdist.runtime.plan.Plan`.
+class Like(NamedTuple):
+    """What must be the same in every call of a plan."""
 
-    Attributes:
-        kinds: the kinds of memory of all ranks for which a route was selected. Structures may have several routes, or
-            none if all their tensors are small. The same on all ranks.
-        methods: how data move; the same on all ranks.
-    """
-
-    kinds: Sequence[tuple[int, ...]]
-    methods: Sequence[Method]
-    sent: int
-    received: int | None
-    result: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Plannable(Operation):
@@ -128,11 +117,15 @@ class Plannable(Operation):
 
     Attributes:
         shared: whether the ranks of a node are to share the result.
+        number: of the plan that is executed, among those of the team; 0 while it is made, None without a plan.
+        like: shape, dtype and device of the `x` that the plan was made for; None if it was made for None.
         sent, dest, agreed: tensor that this rank sends, and memory for its result if there is some, validated and
             detached; headers of all ranks.
     """
 
     shared = False
+    number: int | None = None
+    like: Like | None = None
     sent: Tensor | None
     dest: Tensor | None
     agreed: Agreed
@@ -160,17 +153,31 @@ class Plannable(Operation):
         """Move the data to a result that the ranks of a node share; None on all ranks if it cannot be. Collective."""
         raise NotImplementedError
 
+    def checked(self, team: Team, call: Call) -> None:
+        x, like = self.x, self.like
+        if self.number is not None and not (x is None or isinstance(x, Tensor)):
+            raise local.ArgumentError("HD201", not_a_tensor(x, "x"))
+        if x is not None and like is not None and (x.shape, x.dtype, x.device) != like:
+            got, planned = (f"a {t.dtype} tensor of shape {tuple(t.shape)} on {t.device}" for t in (x, like))
+            raise local.ArgumentError("HD303", f"x is {got}, but the plan was made for {planned}")
+        self.validate(team, call)
+        if self.number is not None:
+            call.options = (*call.options, ("the plan", self.number))
+
     def key(self) -> Hashable:
-        x, out, given = self.x, self.out, self.arguments()
+        x, out = self.x, self.out
         # A tracer's tensors may have no memory to ask for.
-        if given is None or self.shared or recorded() is not None or not (x is None or is_plain(x)):
+        if self.shared or recorded() is not None or not (x is None or is_plain(x)):
             return None
-        if out is not None and not is_plain_out(out):
-            return None
-        types = tuple(map(type, given))  # in the key, too: 1.0 is no dim, although it equals 1
-        if not _FIXED.issuperset(types):
+        if out is not None and not (is_plain(out) and out.dim() > 0 and not out.is_inference()):
             return None
         known_x, known_out = x is not None and (x.dtype, x.shape), out is not None and (out.dtype, out.shape)
+        if self.number:
+            return self.number, known_x, known_out
+        given = self.arguments()
+        types = given and tuple(map(type, given))  # in the key, too: 1.0 is no dim, although it equals 1
+        if types is None or not _FIXED.issuperset(types):
+            return None
         return self.name, given, types, known_x, known_out
 
     def bind(self, team: Team, x: Tensor | None, out: Tensor | None, agreed: Agreed, prefix: int = 0) -> None:
@@ -196,30 +203,8 @@ class Plannable(Operation):
             return torch.empty(0, dtype=self.sent.dtype, device=self.sent.device)
         return None
 
-    def describe(self, team: Team) -> Description:
-        """Describe what forward() would do. Collective, after plan()."""
-        self.chosen(team)
-        parts, method = self.parts(team), self.method(team) if self.small is None else BEHIND_HEADERS
-        box = parts.dests[team.rank]
-        if self.shared:
-            method = results.method(team, prod(parts.shape) * parts.dtype.itemsize, method)
-        if box is None:
-            result = "none"
-        elif self.out is not None:
-            result = "out"
-        elif method.shared:
-            result = "shared"
-        else:
-            result = "pool" if pool.holds(box.size() * parts.dtype.itemsize, parts.device) else "new"
-        return Description([self.agreed.kinds], [method], *parts.traffic(team.rank), result)
-
 
 _FIXED = frozenset({int, str, bool, type(None)})  # others may change in place, or have methods of their own
-
-
-def is_plain_out(out: Any) -> bool:
-    """Return whether a small result may be written to `out`, memory of its shape, without further checks."""
-    return is_plain(out) and out.dim() > 0 and not out.is_inference()
 
 
 def run(op: Operation, team: Team, async_op: bool = False) -> Any:
@@ -245,7 +230,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
 def plan(op: Operation, team: Team) -> Agreed:
     """Run an operation up to its plan, to be executed later. Collective over the team."""
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-        call = call_of(op.name, op.validate, team)
+        call = call_of(op.name, op.checked, team)
         agreed = collective.exchange(team, call)
         op.grad = agreed.grad
         with abort.InTransfer(op.name, team.size):

@@ -26,14 +26,13 @@ class Parts(NamedTuple):
     """What moves in a planned operation: the parts of one tensor, in rank order.
 
     Attributes:
-        shape, dtype, device: those of the whole tensor; the device is that of this rank's parts.
+        shape, dtype: those of the whole tensor.
         sources, dests: box that each rank sends, and box that it receives; None for a rank that sends or receives none.
         recvs: (source, box) pairs that make up this rank's part of the result.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
     sources: Sequence[Box | None]
     dests: Sequence[Box | None]
     recvs: Sequence[tuple[int, Box]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Description, Plannable, run
+from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.small import Parts, encode, prefix_of
 from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.route import Method
@@ -165,13 +165,10 @@ class Scatter(Plannable):
         cut, whole = self._blocks, layout.whole(self._blocks.shape)
         sources = [whole if rank == self._root else None for rank in range(team.size)]
         dests = [box for (box,) in cut.boxes]
-        return Parts(cut.shape, cut.dtype, self._device, sources, dests, [(self._root, dests[team.rank])])
+        return Parts(cut.shape, cut.dtype, sources, dests, [(self._root, dests[team.rank])])
 
     def method(self, team: Team) -> Method:
         return self.chosen(team).method(team, "scatterv", self._blocks.nbytes)
-
-    def describe(self, team: Team) -> Description:
-        return super().describe(team) if self._structure is None else self._structure.describe(team)
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.routes import window  # which imports MPI

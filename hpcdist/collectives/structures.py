@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Description, Operation
-from hpcdist.collectives.small import BEHIND_HEADERS
+from hpcdist.collectives.run import Operation
 from hpcdist.comm.route import Message, Route
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
@@ -68,22 +67,6 @@ class JoinStructures(Operation):
         dim = self._dim % ndim
         check_same(self.name, path, "has shape", [show_shape(except_dim(shape, dim)) for shape in shapes])
         self._joined[tuple(numbers)] = blocks(shapes[0], dim, tuple(shape[dim] for shape in shapes), metas[0].dtype)
-
-    def describe(self, team: Team) -> Description:
-        """See Plannable.describe."""
-        sizes = [sum(header.nbytes) for header in self._headers]
-        mine, receives = sizes[team.rank], team.rank in self._receivers
-        sent, received = mine * (len(self._receivers) - receives), (sum(sizes) - mine) * receives
-        packed = sum(header.packed for header in self._headers)
-        small, large = ("gatherv", "exchange") if self.rooted else ("allgatherv", "allgather")
-        methods = [select.load("mpi").method(team, small, packed)] if packed else []
-        for on_gpu, route in self._routes.items():
-            of_ranks = [[header.nbytes[i] for i in header.large_of(on_gpu)] for header in self._headers]
-            methods.append(route.method(team, large, max(map(sum, zip_longest(*of_ranks, fillvalue=0)))))
-        if self._agreed.inline:
-            methods = [BEHIND_HEADERS]
-        kinds = _kinds(self._routes, self._agreed.kinds)
-        return Description(kinds, methods, sent, received, "structure" if receives else "none")
 
     def forward(self, team: Team) -> list[Buffers] | None:
         headers, receives, device = self._headers, team.rank in self._receivers, team.settings.device
@@ -265,14 +248,6 @@ class Distribution:
                 recvs = {call.root: buffers[i] for i in header.large_of(on_gpu)[now]}  # noqa: B035
                 _move(team, route, sends, recvs, longest)
         return header, buffers
-
-    def describe(self, team: Team) -> Description:
-        """See Plannable.describe: only the root knows the bytes of the parts."""
-        sizes = [sum(held.nbytes) for held in self._contents]
-        methods = [select.load("mpi").method(team, "scatterv", sum(self._lengths))]
-        methods += [route.method(team, "exchange", max(self._longest[gpu])) for gpu, route in self._routes.items()]
-        sent, received = (sum(sizes) - sizes[team.rank], 0) if team.rank == self._call.root else (0, None)
-        return Description(_kinds(self._routes, self._agreed_kinds), methods, sent, received, "structure")
 
     def finish(self, received: tuple[Header, Buffers], allow_pickle: bool) -> Any:
         """Rebuild this rank's structure."""

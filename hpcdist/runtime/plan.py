@@ -16,7 +16,6 @@ _RESULTS = {
     "pool": "memory from the pool",
     "shared": "memory that the ranks of this node share",
     "out": "out",
-    "view": "a view of x",
     "structure": "a structure; its large tensors in memory from the pool",
     "file": "a file",
     "none": "None",
@@ -29,13 +28,11 @@ class Plan:
 
     Attributes:
         verb: name of the verb.
-        route: "mpi", "nccl", "gloo" or "hdf5"; "none" if the verb does not communicate. For structures, the routes of
-            large tensors in host memory and on GPUs.
-        methods: how data move, such as "MPI_Allgatherv"; for structures, one for the small tensors and one for the
-            large ones in each kind of memory. The same on all ranks.
-        sent, received: bytes that this rank sends to and receives from other ranks, counted for every receiver; None
-            if only the call can determine them.
-        result: memory of this rank's result: "new", "pool", "shared", "out", "view", "structure", "file" or "none".
+        route: "mpi", "nccl", "gloo" or "hdf5"; "none" of files that the ranks read or write alone.
+        methods: how data move, such as "MPI_Allgatherv". The same on all ranks.
+        sent, received: bytes that this rank sends to and receives from other ranks, counted for every receiver.
+        result: memory of this rank's result: "new", "pool", "shared", "out", "structure" (of several loaded tensors),
+            "file" or "none".
         reasons: the reasons for route and method. The same on all ranks.
         shape: of the whole tensor; None of anything but one tensor.
         box: box of the whole tensor that this rank receives, of size 0 if it receives none; likewise.
@@ -48,7 +45,7 @@ class Plan:
     route: str
     methods: tuple[str, ...]
     sent: int
-    received: int | None
+    received: int
     result: str
     reasons: tuple[str, ...]
     shape: tuple[int, ...] | None = None
@@ -65,10 +62,8 @@ class Plan:
 
         Args:
             x: this rank's tensor, of the shape, dtype and device that the plan was made for; any strides. None where
-                the plan was made with None. It may need a gradient only if the plan was made for one on any rank. Of
-                structures, any that the verb takes; of ``staging.save``, the tensors; of ``staging.load``, nothing.
-            out: as in the planned verb, but always on the device of the plan's tensors.
-            async_op: as in the planned verb.
+                the plan was made with None. Of ``staging.save``, the tensors; of ``staging.load``, nothing.
+            out, async_op: as in the planned verb.
 
         Returns:
             As the planned verb.
@@ -81,12 +76,11 @@ class Plan:
         return self._call(*args, **options)
 
     def __str__(self) -> str:
-        received = "not known yet" if self.received is None else f"{self.received:,} bytes"
         does = "writes {} bytes to" if self.result == "file" else "reads {} bytes from"
         file = f"  this rank {does.format(f'{self.file_bytes:,}')} the file, all ranks {self.file_bytes_of_all:,}"
         lines = [
             f"{self.verb}: route {self.route}, {' and '.join(self.methods) or 'headers alone'}",
-            f"  this rank sends {self.sent:,} bytes, receives {received}; result: {_RESULTS[self.result]}",
+            f"  this rank sends {self.sent:,} bytes, receives {self.received:,} bytes; result: {_RESULTS[self.result]}",
             *([f"{file}; these send {self.sent_by_all:,} bytes"] if self.file_bytes_of_all else []),
             *(f"  because {reason}" for reason in self.reasons),
         ]

@@ -180,16 +180,15 @@ def test_wrong_on_one_rank(world: hd.World, verb: str, columns: int) -> None:
         wrong = [
             (good[1:], None, "x is a torch.float32 tensor of shape"),
             (good.double(), None, "x is a torch.float64 tensor"),
-            (good.clone().requires_grad_(), None, "x requires a gradient"),
-            (good.to("meta"), None, "x is on device meta"),
+            (good.to("meta"), None, "on meta, but the plan was made for"),
             (good.to_sparse(), None, "x must be a dense tensor"),
             ("x", None, "x must be a torch.Tensor"),
             (None, None, "x must be a torch.Tensor"),
-            (good, out[1:], "out is a torch.float32 tensor of shape"),
-            (good, out.double(), "out is a torch.float64"),
+            (good, out[1:], "out has "),
+            (good, out.double(), "out has dtype torch.float64"),
             (good, out[:1].expand(out.shape), "out overlaps itself"),
             (good, out.clone().requires_grad_(), "out requires a gradient"),
-            (good, 3, "out must be a torch.Tensor"),
+            (good, 3, "out must be a "),
         ]
     for i in range(world.comm.bcast(len(wrong), wrong_rank)):
         for async_op in (False, True):
@@ -219,23 +218,28 @@ def test_where_no_tensor_is_expected(world: hd.World) -> None:
         split = hd.plan(hd.split, whole if world.rank == 0 else None)
         x = whole if world.rank == 0 or last else None
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda split=split, x=x: split(x))
-        findings.check(error.problems == {size - 1: _WITHOUT[0]}, error)
+        findings.check(list(error.problems) == [size - 1] and _WITHOUT[0] in str(error), error)
         gather = hd.plan(hd.gather, whole)
         out = torch.ones(size * size, columns) if world.rank == 0 or last else None
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda g=gather, x=whole, out=out: g(x, out))
-        findings.check(error.problems == {size - 1: _WITHOUT[1]}, error)
+        findings.check(list(error.problems) == [size - 1] and _WITHOUT[1] in str(error), error)
         findings.check(gather(whole, out if world.rank == 0 else None) is (None if world.rank else out), "next")
     raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.plan(hd.split, None))
-    join = hd.plan(hd.concat, {"x": torch.ones(1)})
-    findings.check(join({"x": torch.ones(2)})["x"].numel() == 2 * size, "a structure")
-    findings.same(hd.plan(hd.concat, torch.ones(1), shared=True)(torch.ones(3)), torch.ones(3 * size), "shared")
+    structure, on_root = {"x": torch.ones(size)}, world.rank == 0
+    for call in (lambda: hd.plan(hd.concat, structure), lambda: hd.plan(hd.split, structure if on_root else None)):
+        error = raises_on_all_ranks(world.comm, hd.RankError, call)
+        findings.check("x must be a torch.Tensor, got dict" in str(error), error)
+    with pytest.raises(TypeError, match="root=None"):
+        hd.plan(hd.split, torch.ones(size), root=None)
+    shared = torch.ones(2**15)
+    findings.same(hd.plan(hd.concat, shared, shared=True)(shared), torch.ones(2**15 * size), "shared")
     findings.same(hd.plan(hd.concat, torch.ones(1))(torch.ones(1)), torch.ones(size), "the next call")
     findings.settle()
 
 
 _WITHOUT = (
-    "x is given, but in this plan this rank sends no tensor: pass None [HD211]",
-    "out is given, but in this plan this rank receives no result [HD211]",
+    "x is given, but split sends from the root",
+    "out is given, but only the root",
 )
 
 
@@ -250,7 +254,7 @@ def test_ranks_that_call_something_else(world: hd.World, columns: int) -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: other(x), "the plan is "),
         (lambda: gather(x), "called a plan of concat()"),
-        (lambda: small(torch.ones(1)), "the plan is "),
+        (lambda: small(torch.ones(1)), "number of dims is 1"),
         (lambda: hd.concat(x), "called concat()"),
         (lambda: hd.split(None), "called split()"),
         (lambda: hd.plan(hd.concat, x), "called plan of concat()"),
@@ -288,7 +292,7 @@ def test_gradients(world: hd.World, verb: str, columns: int, route: str) -> None
         findings.check(text is None, text)
     expected = planned.expected(whole)
     out = None if expected is None else torch.empty_like(expected)
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: planned.plan(planned.x(whole), out))
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: planned.plan(x, out))
     findings.check("a gradient is needed" in str(error), error)
     findings.settle()
 

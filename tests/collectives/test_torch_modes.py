@@ -256,33 +256,21 @@ def test_a_tangent_of_forward_mode_is_refused(world: hd.World) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_a_batch_of_gradients(world: hd.World, route: str) -> None:
-    """jacobian(vectorize=True), grad(is_grads_batched=True) and torch.vmap of grad: as one gradient after the other."""
-    findings, x = Findings(world.comm), torch.arange(6.0).view(3, 2) + world.rank
-    verbs = {
-        "concat": lambda x: hd.concat(2 * x, 1, route=route) ** 2,
-        "redistribute": lambda x: hd.redistribute(2 * x, hd.Split(0), hd.Replicate(), route=route) ** 2,
-        "in the background": lambda x: hd.concat(2 * x, route=route, async_op=True).wait(60) ** 2,
-    }
-    for name, verb in verbs.items():
-        both = [torch.autograd.functional.jacobian(verb, x, vectorize=vectorize) for vectorize in (False, True)]
-        findings.same(both[1], both[0], name)
+def test_a_batch_of_gradients_is_an_error(world: hd.World) -> None:
+    """Of jacobian(vectorize=True), grad(is_grads_batched=True) and torch.vmap of grad; of one rank alone, on all."""
+    x = torch.arange(6.0).view(3, 2) + world.rank
     leaf = x.clone().requires_grad_()
-    whole = hd.concat(2 * leaf, route=route)
-    rows = torch.eye(whole.numel()).view(-1, *whole.shape)
-    expected = torch.stack([torch.autograd.grad(whole, leaf, row, retain_graph=True)[0] for row in rows])
-    each = torch.vmap(lambda row: torch.autograd.grad(whole, leaf, row, retain_graph=True)[0])
-    findings.same(each(rows), expected, "torch.vmap")
-    if world.rank == 0:
-        rows = rows[:1]
-    if world.world_size > 1:
-        try:
-            torch.autograd.grad(whole, leaf, rows, is_grads_batched=True, retain_graph=True)
-            findings.check(False, "batches of different lengths")
-        except hd.RankError as error:
-            findings.check("batched gradients is 1" in str(error), error)
-    findings.settle()
+    whole = hd.concat(2 * leaf)
+    rows, last = torch.eye(whole.numel()).view(-1, *whole.shape), world.rank == world.world_size - 1
+
+    def grad(row: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.autograd.grad(whole, leaf, row, retain_graph=True, **options)[0]
+
+    for batched in (lambda: grad(rows, is_grads_batched=True), lambda: torch.vmap(grad)(rows)):
+        error = raises_on_all_ranks(world.comm, hd.RankError, batched if last else lambda: grad(rows[0]))
+        assert_on_all_ranks(world.comm, "batches of gradients" in str(error) and "HD219" in str(error), error)
+    one_by_one = torch.autograd.functional.jacobian(lambda x: hd.concat(2 * x), x)
+    assert_on_all_ranks(world.comm, one_by_one.sum().item() == 2 * x.numel() * world.world_size, one_by_one)
 
 
 @pytest.mark.mpi

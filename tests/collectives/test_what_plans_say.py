@@ -110,8 +110,6 @@ def test_bytes_and_result(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> N
     whole = torch.zeros(size, 3) if rank == 0 else None
     check(hd.plan(hd.split, whole), 0 if rank else 12 * (size - 1), 12 if rank else 0, "new")
     check(hd.plan(hd.concat, x, out=torch.empty(total // 12, 3)), mine * (size - 1), total - mine, "out")
-    check(hd.plan(hd.split, x, root=None), 0, 0, "view")
-    check(hd.plan(hd.split, x, root=None, counts=[rank + 1] + [0] * (size - 1)), 0, 0, "view")
     large = torch.zeros(2**18 // size + 1)
     before = hd.memory.memory_stats()["num_allocations"], hd.memory.memory_stats()["num_reuses"]
     said = hd.plan(hd.concat, large)
@@ -195,30 +193,6 @@ def test_through_pinned_buffers(world: hd.World, monkeypatch: pytest.MonkeyPatch
     assert route.name == "mpi"
 
 
-def test_structures(world: hd.World, moves: list[str]) -> None:
-    rank, size = world.rank, world.world_size
-    small, large = torch.zeros(2), torch.zeros(LARGE)
-    findings = Findings(world.comm)
-    held = 8 + 4 * LARGE
-
-    said = hd.plan(hd.concat, {"small": small})
-    findings.check(said.methods == (BEHIND_HEADERS.name,), said)
-    said = hd.plan(hd.concat, {"small": small, "large": large})
-    findings.check((said.route, len(said.methods)) == ("mpi", 2), said)
-    findings.check((said.sent, said.received, said.result) == ((size - 1) * held,) * 2 + ("structure",), said)
-    said = hd.plan(hd.gather, [small, large], route="gloo")
-    findings.check(said.route == "gloo" and "MPI_Gatherv" in said.methods, said)
-    findings.check((said.sent, said.received) == ((held, 0) if rank else (0, (size - 1) * held)), said)
-    findings.check(said.result == ("none" if rank else "structure"), said)
-    said = hd.plan(hd.split, (torch.zeros(size, 2), torch.zeros(size, LARGE)) if rank == 0 else None)
-    findings.check((said.sent, said.received) == ((0, None) if rank else ((size - 1) * held, 0)), said)
-    findings.check(said.methods[0] == "MPI_Scatterv", said)
-    said = hd.plan(hd.split, (torch.zeros(size, 2),) if rank == 0 else None, route="gloo")
-    findings.check((said.route, said.methods) == ("mpi", ("MPI_Scatterv",)), said)
-    findings.check(not any("192" in reason for reason in said.reasons), said)
-    findings.settle()
-
-
 def test_wrong_arguments(world: hd.World) -> None:
     """Refused on all ranks as by the verb, and the next call is right."""
     x, last = torch.zeros(4, 3), world.world_size - 1
@@ -229,8 +203,6 @@ def test_wrong_arguments(world: hd.World) -> None:
     for verb, args, options in [
         (hd.concat, (x, on_last(2, 1)), {}),
         (hd.concat, (x,), {"route": on_last("tcp", "auto")}),
-        (hd.concat, (on_last([x], x),), {"shared": True}),
-        (hd.gather, (on_last(object(), x),), {}),
         (hd.split, (x if world.rank == 0 else None, 0, on_last(77, 0)), {}),
         (hd.redistribute, (x, hd.Split(0, [3] * world.world_size), hd.Split(1)), {}),
     ]:
@@ -249,8 +221,6 @@ def test_wrong_on_this_rank_alone(world: hd.World) -> None:
             hd.plan(verb, x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dims"):
         hd.plan(hd.concat, x, dims=0)
-    with pytest.raises(ValueError, match="dim"):
-        hd.plan(hd.split, x, 3, root=None)
 
 
 def test_planning_never_meets_the_verb(world: hd.World) -> None:

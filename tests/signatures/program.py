@@ -63,7 +63,7 @@ def plans(x: Tensor) -> None:
     assert_type(plan(x), Any)  # what the verb returns
     assert_type(plan.sent, int)
     assert_type(plan.box, hd.layout.Box | None)
-    assert_type(hd.plan(hd.split, x, root=None).received, int | None)
+    assert_type(hd.plan(hd.split, x).received, int)
 
 
 def worlds() -> None:
